@@ -1,0 +1,58 @@
+"""Train in the memory one has: PyTorch Lightning plugins and the plain-torch cores behind them.
+
+Every public name is loaded on first use: importing the package loads neither Lightning nor CUDA.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "ActivationCheckpointing": "plugins.activation_checkpointing",
+    "MemkitCLI": "plugins.cli",
+    "MemoryBudget": "plugins.memory_budget",
+    "MemoryReport": "plugins.memory_report",
+    "NoEffectWarning": "errors",
+    "OnDeviceStrategy": "plugins.strategies",
+    "PackedBatch": "data.batch",
+    "PackedDataModule": "plugins.packed_data",
+    "PureBF16Precision": "plugins.precision",
+    "checkpoint_modules": "activations.checkpointing",
+    "compensate": "optim.compensation",
+    "micro_batches": "micro_batching",
+    "pack": "data.packing",
+    "packed_attention": "attention",
+}
+
+__all__ = sorted(_HOME)
+
+if TYPE_CHECKING:
+    from lightning_memkit.activations.checkpointing import checkpoint_modules as checkpoint_modules
+    from lightning_memkit.attention import packed_attention as packed_attention
+    from lightning_memkit.data.batch import PackedBatch as PackedBatch
+    from lightning_memkit.data.packing import pack as pack
+    from lightning_memkit.errors import NoEffectWarning as NoEffectWarning
+    from lightning_memkit.micro_batching import micro_batches as micro_batches
+    from lightning_memkit.optim.compensation import compensate as compensate
+    from lightning_memkit.plugins.activation_checkpointing import (
+        ActivationCheckpointing as ActivationCheckpointing,
+    )
+    from lightning_memkit.plugins.cli import MemkitCLI as MemkitCLI
+    from lightning_memkit.plugins.memory_budget import MemoryBudget as MemoryBudget
+    from lightning_memkit.plugins.memory_report import MemoryReport as MemoryReport
+    from lightning_memkit.plugins.packed_data import PackedDataModule as PackedDataModule
+    from lightning_memkit.plugins.precision import PureBF16Precision as PureBF16Precision
+    from lightning_memkit.plugins.strategies import OnDeviceStrategy as OnDeviceStrategy
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; public names: {', '.join(__all__)}.")
+    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,1 @@
+"""Activation checkpointing by block; plain torch."""

@@ -1,0 +1,1 @@
+"""Documents to batches: corpora, tokens, packing; plain torch and numpy."""

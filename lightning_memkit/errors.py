@@ -1,0 +1,16 @@
+"""The warnings and errors that more than one part of memkit raises."""
+
+
+class NoEffectWarning(UserWarning):
+    """A plugin was asked for and changed nothing."""
+
+
+class MissingPackageError(ImportError):
+    """An optional package is needed for what was asked."""
+
+    def __init__(self, package: str, needed_for: str, extra: str) -> None:
+        super().__init__(
+            f"{needed_for} needs the package {package!r}, which is not installed; "
+            f"install it with `pip install 'lightning_memkit[{extra}]'`.",
+            name=package,
+        )

@@ -1,0 +1,1 @@
+"""Bytes: units, meters, the anatomy of a step; plain torch."""

@@ -1,0 +1,1 @@
+"""Optimizers whose low-precision weights lose no update; plain torch."""

@@ -1,0 +1,1 @@
+"""Thin Lightning adapters; the only modules that import Lightning (with cli.py)."""
