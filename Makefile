@@ -1,0 +1,54 @@
+# `make demo` and `make test` each make the environment they need and reuse it as long as pyproject.toml and
+# constraints.txt stay the same. PYTHON chooses the interpreter, VENV the folder of the environment.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PINS := $(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+FOR_DEMO := $(VENV)/.demo-$(PINS)
+FOR_TEST := $(VENV)/.test-$(PINS)
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: help demo test lint types docs unit slow clean
+
+help:
+	@echo "make demo   train a small language model within a memory budget (a few minutes on 2 CPU cores)"
+	@echo "make test   all that CI runs: lint, types, docs, tests (one part alone: make lint|types|docs|unit)"
+	@echo "make slow   the long sweeps"
+	@echo "make clean  remove the environment and what the tools left"
+
+demo: $(FOR_DEMO)
+	$(BIN)/memkit fit --config examples/pretrain_causal_lm/budget.yaml --config examples/pretrain_causal_lm/demo.yaml
+
+test: lint types docs unit
+
+lint: $(FOR_TEST)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(FOR_TEST)
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+docs: $(FOR_TEST)
+	$(BIN)/mkdocs build --strict --quiet
+
+unit: $(FOR_TEST)
+	$(BIN)/python -m pytest
+
+slow: $(FOR_TEST)
+	$(BIN)/python -m pytest -m slow
+
+clean:
+	rm -rf $(VENV) site .pytest_cache .ruff_cache
+
+$(BIN)/python:
+	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10) and 'memkit needs Python 3.10 or newer: make PYTHON=python3.11 ...')"
+	$(PYTHON) -m venv $(VENV)
+
+# The test environment holds all of the demo's: then there is nothing to install.
+$(FOR_DEMO): | $(BIN)/python
+	test -e $(FOR_TEST) || $(INSTALL) --editable .
+	@touch $@
+
+$(FOR_TEST): | $(BIN)/python
+	$(INSTALL) --editable '.[dev,docs]'
+	@touch $@
