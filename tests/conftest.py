@@ -1,0 +1,53 @@
+"""What every test gets: a fixed seed, one thread, a cache folder, and a check that it leaves no trace."""
+
+import os
+import random
+
+import numpy as np
+import pytest
+import torch
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Point every cache at one folder under .pytest_cache and keep the Hugging Face libraries offline."""
+    # One folder for all runs: reading the standard library's sources takes seconds and changes nothing.
+    cache = config.cache
+    assert cache is not None
+    os.environ["XDG_CACHE_HOME"] = str(cache.mkdir("user-cache"))
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+@pytest.fixture(autouse=True)
+def seed() -> int:
+    """Seed every generator; a test that needs other numbers seeds again."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    return 0
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    """Keep sums in one order, whatever the number of cores; tiny tensors are also quicker so."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def global_state_survives():
+    """Fail a test that leaves torch's global settings changed: the next one would test something else."""
+    before = _global_state()
+    yield
+    after = _global_state()
+    torch.set_default_dtype(before["default_dtype"])
+    torch.use_deterministic_algorithms(before["deterministic"])
+    assert after == before, f"the test changed torch's global state: {before} became {after}"
+
+
+def _global_state() -> dict:
+    return {
+        "default_dtype": torch.get_default_dtype(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "grad_enabled": torch.is_grad_enabled(),
+        "dispatch_modes": torch._C._len_torch_dispatch_stack(),
+    }
