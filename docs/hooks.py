@@ -1,0 +1,52 @@
+"""What mkdocs does to the pages: the home page is the README, and the benchmark tables come from results/*.json."""
+
+import json
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TABLES = "<!-- benchmark tables -->"
+
+
+def on_page_markdown(markdown: str, page, **_) -> str:
+    """Fill in the README, the changelog and the tables."""
+    if page.file.src_uri == "index.md":
+        # Links in the README start at the repository's root, those of the site at docs/.
+        return (ROOT / "README.md").read_text(encoding="utf-8").replace("](docs/", "](")
+    if page.file.src_uri == "changelog.md":
+        return (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    return markdown.replace(TABLES, benchmark_tables(ROOT / "benchmarks" / "results"))
+
+
+def benchmark_tables(results: Path) -> str:
+    """Return one section a full-size result file; quick runs are for trying out and are left out."""
+    contents = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("*.json"))]
+    sections = [_section(content) for content in contents if not content["quick"]]
+    return "\n\n".join(sections) or "No result has been committed yet."
+
+
+def _section(content: dict) -> str:
+    figures = [{"figure": f"`{name}`", "value": value} for name, value in content["figures"].items()]
+    hardware = content["hardware"]
+    versions = content["versions"]
+    lines = [
+        f"## {content['name']} on {hardware['gpu'] or hardware['cpu']}",
+        "**Void: a step timed against itself was off by more than 1 %.**" if content["void"] else "",
+        _table(content["rows"]),
+        *(f"Note: {note}" for note in content["notes"]),
+        _table(figures),
+        f"`{content['command']}` took {content['seconds']:.0f} s on {content['date']}, commit "
+        f"`{content['commit'][:10]}{'-dirty' if content['commit'].endswith('-dirty') else ''}`, "
+        f"{hardware['cores']} CPU cores, {content['threads']} thread(s), torch {versions['torch']}, "
+        f"Lightning {versions['lightning']}.",
+    ]
+    return "\n\n".join(line for line in lines if line)
+
+
+def _table(rows: list[dict]) -> str:
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    lines = [columns, ["---"] * len(columns), *([_cell(row.get(name, "")) for name in columns] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _cell(value: object) -> str:
+    return (f"{value:.6g}" if isinstance(value, float) else str(value)).replace("|", "\\|")

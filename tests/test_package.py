@@ -1,0 +1,286 @@
+"""The package as a whole: its layers, its imports, its public names, its wheel."""
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+import zipfile
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from jsonargparse import ArgumentParser
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import Strategy
+from torch import nn
+
+import lightning_memkit
+
+PACKAGE = Path(lightning_memkit.__file__).parent
+ROOT = PACKAGE.parent
+LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"}
+FILES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+CORES = {
+    name: path
+    for name, path in FILES.items()
+    if not name.startswith("lightning_memkit.plugins") and name != "lightning_memkit.cli"
+}
+PUBLIC = {name: getattr(lightning_memkit, name) for name in lightning_memkit.__all__}
+KINDS = {
+    name: kind
+    for name, thing in PUBLIC.items()
+    for kind in (pl.Callback, Precision, Strategy, pl.LightningDataModule)
+    if inspect.isclass(thing) and issubclass(thing, kind)
+}
+# What a plugin can't do without; everything else is at its default.
+NEEDED = {"MemoryBudget": {"budget": "1GiB"}}
+
+
+def imports_of(path: Path, *, at_import: bool = False) -> set[str]:
+    """Return what the file imports anywhere, or only what is loaded `at_import`."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    found = set()
+    for node in _nodes_run_at_import(tree) if at_import else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in (
+            "import_module",
+            "__import__",
+        ):
+            found |= {part.value for part in node.args if isinstance(part, ast.Constant)}
+    return found
+
+
+def _nodes_run_at_import(tree: ast.Module):
+    for node in tree.body:
+        yield node
+        if isinstance(node, ast.Try):
+            yield from node.body
+
+
+@pytest.mark.parametrize("name", CORES)
+def test_a_core_imports_neither_lightning_nor_a_plugin(name: str) -> None:
+    upward = {
+        module
+        for module in imports_of(CORES[name])
+        if module.split(".")[0] in LIGHTNING
+        or module.startswith(("lightning_memkit.plugins", "lightning_memkit.cli"))
+    }
+    if name == "lightning_memkit":
+        # Its imports of plugins stand under TYPE_CHECKING; a test below shows that they never run.
+        upward = {module for module in upward if not module.startswith("lightning_memkit.plugins")}
+    assert not upward
+
+
+def test_layer_check_sees_an_import_inside_a_function(tmp_path: Path) -> None:
+    planted = tmp_path / "planted.py"
+    planted.write_text("def f():\n    from lightning.pytorch import Trainer\n    return Trainer\n")
+    assert "lightning.pytorch" in imports_of(planted)
+
+
+def test_modules_import_each_other_downward_only() -> None:
+    graph = {name: imports_of(path, at_import=True) & set(FILES) - {name} for name, path in FILES.items()}
+    graph["lightning_memkit"] = set()
+    order = list(TopologicalSorter(graph).static_order())  # raises CycleError, which names the cycle
+    assert set(order) == set(FILES)
+
+
+@pytest.mark.parametrize(
+    ("file", "refused"),
+    [("planted.py", True), ("memory/planted.py", True), ("plugins/planted.py", False), ("cli.py", False)],
+)
+def test_linter_bans_lightning_outside_plugins(file: str, refused: bool) -> None:
+    code = '"""A planted import."""\n\nimport lightning.pytorch as pl\n\nprint(pl)\n'
+    command = [sys.executable, "-m", "ruff", "check", "--stdin-filename", str(PACKAGE / file), "-"]
+    done = subprocess.run(command, input=code, capture_output=True, text=True, cwd=ROOT)
+    assert ("TID251" in done.stdout) is refused, done.stdout + done.stderr
+
+
+def run_fresh(code: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a fresh interpreter."""
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+
+
+TRAP = """
+import sys, torch
+def trap(*_):
+    raise SystemExit("CUDA was touched")
+torch.cuda._lazy_init = torch.cuda.is_available = torch.cuda.device_count = torch.cuda.current_device = trap
+import lightning_memkit
+"""
+
+
+def test_importing_the_package_loads_no_lightning_and_touches_no_cuda() -> None:
+    cores = [name for name, thing in PUBLIC.items() if ".plugins." not in thing.__module__]
+    done = run_fresh(
+        f"{TRAP}\n[getattr(lightning_memkit, name) for name in {cores}]\n"
+        f"sys.exit(str(sorted(set(sys.modules) & {LIGHTNING})) if set(sys.modules) & {LIGHTNING} else 0)"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_traps_of_the_import_test_work() -> None:
+    assert "CUDA was touched" in run_fresh(f"{TRAP}\ntorch.cuda.is_available()").stderr
+    loads_lightning = f"{TRAP}\nlightning_memkit.MemoryReport\nsys.exit(int('lightning' in sys.modules))"
+    assert run_fresh(loads_lightning).returncode == 1
+
+
+def test_unknown_name_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(AttributeError, match="MemoryBudget"):
+        _ = lightning_memkit.MemoryBugdet
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_name_opens_with_a_sentence(name: str) -> None:
+    thing = PUBLIC[name]
+    assert thing.__module__.startswith("lightning_memkit")
+    first = (thing.__doc__ or "").strip().partition("\n")[0]
+    assert first[:1].isupper(), first
+    assert first.endswith("."), first
+    assert len(first.split()) >= 4, first
+
+
+def type_checked_names() -> set[str]:
+    """Return the names that type checkers see in the package's `__init__`."""
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    guarded = next(node for node in tree.body if isinstance(node, ast.If))
+    return {
+        alias.asname or alias.name
+        for node in guarded.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+
+
+def test_type_checkers_see_the_same_names() -> None:
+    assert type_checked_names() == set(lightning_memkit.__all__)
+
+
+def build(name: str):
+    """Build a plugin with its defaults."""
+    return PUBLIC[name](**NEEDED.get(name, {}))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_repr_rebuilds_the_plugin(name: str) -> None:
+    plugin = build(name)
+    again = eval(repr(plugin), dict(PUBLIC))
+    assert type(again) is PUBLIC[name]
+    assert repr(again) == repr(plugin)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_plugin_builds_from_yaml_and_refuses_unknown_keys(name: str) -> None:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--plugin", type=KINDS[name])
+    init_args = NEEDED.get(name, {})
+    config = {"class_path": f"lightning_memkit.{name}", "init_args": init_args}
+    plugin = parser.instantiate_classes(parser.parse_object({"plugin": config}))["plugin"]
+    assert type(plugin) is PUBLIC[name]
+    config["init_args"] = {**init_args, "no_such_option": 1}
+    with pytest.raises(Exception, match="no_such_option"):
+        parser.parse_object({"plugin": config})
+
+
+class Blocks(pl.LightningModule):
+    """Repeated blocks over random rows: something for every plugin to act on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3)))
+
+    def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
+        return self.blocks(batch).float().square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    def train_dataloader(self) -> torch.utils.data.DataLoader:
+        rows = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
+        return torch.utils.data.DataLoader(rows, batch_size=8)  # pyright: ignore[reportArgumentType]
+
+
+def fit(
+    name: str, folder: Path, epochs: int, resume: Path | None = None
+) -> tuple[Path, dict[str, torch.Tensor]]:
+    """Train `Blocks` with one plugin; return the last checkpoint and the weights."""
+    plugin = build(name)
+    torch.manual_seed(0)
+    trainer = pl.Trainer(
+        max_epochs=epochs,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        default_root_dir=folder,
+        callbacks=plugin if isinstance(plugin, pl.Callback) else None,
+        plugins=plugin if isinstance(plugin, Precision) else None,
+        strategy=plugin if isinstance(plugin, Strategy) else "auto",
+    )
+    model = Blocks()
+    trainer.fit(model, ckpt_path=str(resume) if resume else None, weights_only=None)
+    path = folder / f"{epochs}.ckpt"
+    trainer.save_checkpoint(path)
+    return path, {key: value.clone() for key, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind is not pl.LightningDataModule])
+def test_plugin_trains_and_resumes_bitwise(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _, straight = fit(name, tmp_path / "straight", 2)
+    half, begun = fit(name, tmp_path / "half", 1)
+    _, resumed = fit(name, tmp_path / "half", 2, resume=half)
+    assert any(not torch.equal(begun[key], straight[key]) for key in straight)
+    assert all(torch.equal(resumed[key], straight[key]) for key in straight)
+
+
+def test_version_is_the_same_everywhere() -> None:
+    declared = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert declared is not None
+    assert lightning_memkit.__version__ == declared[1]
+    assert f"## [{declared[1]}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_wheel_holds_every_file_and_the_type_marker(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
+    (wheel,) = tmp_path.glob("*.whl")
+    held = set(zipfile.ZipFile(wheel).namelist())
+    assert {path.relative_to(ROOT).as_posix() for path in FILES.values()} <= held
+    assert "lightning_memkit/py.typed" in held
+    assert {name.split("/")[0] for name in held if not name.split("/")[0].endswith(".dist-info")} == {
+        PACKAGE.name
+    }
+
+
+def test_every_module_imports_by_itself() -> None:
+    """A module that only works after another was imported fails for whoever imports it first."""
+    # Each import runs in a fork of one interpreter that holds torch and Lightning already: seconds.
+    code = f"""
+import importlib, os, torch, lightning.pytorch
+failed = []
+for name in {list(FILES)}:
+    child = os.fork()
+    if not child:
+        try:
+            importlib.import_module(name)
+        except BaseException as error:
+            print(name, repr(error), flush=True)
+            os._exit(1)
+        os._exit(0)
+    failed += [name] if os.waitpid(child, 0)[1] else []
+raise SystemExit(len(failed))
+"""
+    done = run_fresh(code)
+    assert done.returncode == 0, done.stdout + done.stderr
