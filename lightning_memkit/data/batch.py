@@ -1,0 +1,100 @@
+"""A batch of packed rows: a dictionary of tensors that knows where its documents end."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IGNORED_LABEL = -100
+
+
+class PackedBatch(dict[str, Any]):
+    """Rows of packed documents, as the mapping that a model's ``forward(**batch)`` takes.
+
+    Keys:
+        input_ids: int64 [rows, length].
+        labels: int64 [rows, length], at the position of ``input_ids`` (the model shifts them); -100 at the
+            first token of every document, which nothing in the row may predict, and on padding.
+        position_ids: int64 [rows, length], from 0 in every document, from 1 in the padding of a row: a
+            segment is a document if and only if it begins at position 0.
+        cu_seqlens: int32 [segments + 1], where the segments of the flattened rows * length tokens begin, and
+            their end. A segment is a document or the padding at the end of a row, so each row's end is one.
+        max_seqlen: int, the longest segment.
+
+    ``input_ids`` stands first: Lightning reads the number of rows from the first tensor.
+    """
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return self["input_ids"].size(0)
+
+    @property
+    def length(self) -> int:
+        """Tokens in a row, padding included."""
+        return self["input_ids"].size(1)
+
+    @property
+    def documents(self) -> int:
+        """Number of documents, or pieces of one; padding is none."""
+        return int(self._is_document().sum())
+
+    @property
+    def real_tokens(self) -> int:
+        """Tokens that are not padding."""
+        return int(self["cu_seqlens"].diff()[self._is_document()].sum())
+
+    @property
+    def efficiency(self) -> float:
+        """Share of the batch that is not padding, 0 to 1."""
+        return self.real_tokens / self["input_ids"].numel()
+
+    def weight(self) -> int:
+        """Number of labels that count: what the mean of the loss is over."""
+        return int((self["labels"] != IGNORED_LABEL).sum())
+
+    def split(self, sizes: Sequence[int]) -> list["PackedBatch"]:
+        """The batch in parts of so many rows each; tensors of rows are views, not copies.
+
+        Raises:
+            ValueError: the sizes are not positive or don't add up to the number of rows.
+        """
+        if any(size < 1 for size in sizes) or sum(sizes) != self.rows:
+            raise ValueError(
+                f"sizes={list(sizes)} don't divide {self.rows} rows; give positive numbers that add up to it."
+            )
+        starts = [0, *accumulate(sizes)]
+        row_ends = torch.tensor(starts) * self.length
+        cuts = torch.searchsorted(self["cu_seqlens"].cpu().long(), row_ends).tolist()
+        rows = {
+            key: value.split(list(sizes))
+            for key, value in self.items()
+            if isinstance(value, Tensor) and key != "cu_seqlens"
+        }
+        parts = []
+        for part, (first, last) in enumerate(zip(cuts, cuts[1:], strict=False)):
+            cu_seqlens = self["cu_seqlens"][first : last + 1] - starts[part] * self.length
+            values = {key: rows[key][part] if key in rows else value for key, value in self.items()}
+            values["cu_seqlens"] = cu_seqlens
+            values["max_seqlen"] = int(cu_seqlens.diff().max())
+            parts.append(PackedBatch(values))
+        return parts
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> "PackedBatch":
+        """The batch with its tensors on ``device``."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> "PackedBatch":
+        """The batch with its tensors in page-locked host memory; needs an accelerator."""
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def _map(self, function: Any) -> "PackedBatch":
+        return PackedBatch(
+            {key: function(value) if isinstance(value, Tensor) else value for key, value in self.items()}
+        )
+
+    def _is_document(self) -> Tensor:
+        """Which segments are documents, [segments]."""
+        return self["position_ids"].flatten()[self["cu_seqlens"][:-1].long()] == 0
