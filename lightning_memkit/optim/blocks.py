@@ -1,0 +1,40 @@
+"""Walk tensors in pieces that fit a CPU cache; on other devices each tensor is one piece.
+
+The elementwise passes of this package are bound by memory. On a CPU, ten passes over a piece that stays in
+the cache cost about as much as one pass over the whole tensor; temporaries are bounded by the piece, too.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+BLOCK_ELEMENTS = 1 << 16
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor: the shard of a DTensor, the tensor itself otherwise."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor.detach() if to_local is None else to_local().detach()
+
+
+def flat_views(*tensors: Tensor) -> tuple[Tensor, ...] | None:
+    """One-dimensional views in storage order, or None where the tensors have gaps or unlike strides."""
+    first = tensors[0]
+    if all(tensor.is_contiguous() for tensor in tensors):
+        return tuple(tensor.detach().view(-1) for tensor in tensors)
+    dense = torch.empty_like(first, device="meta").stride() == first.stride()
+    if not dense or any(tensor.stride() != first.stride() for tensor in tensors):
+        return None
+    return tuple(
+        tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset()) for tensor in tensors
+    )
+
+
+def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Matching pieces of equally shaped tensors, in storage order; writing to a piece writes to its tensor."""
+    flat = flat_views(*tensors)
+    if flat is None or tensors[0].device.type != "cpu" or tensors[0].numel() <= BLOCK_ELEMENTS:
+        yield tuple(tensor.detach() for tensor in tensors) if flat is None else flat
+        return
+    yield from zip(*(tensor.split(BLOCK_ELEMENTS) for tensor in flat), strict=True)

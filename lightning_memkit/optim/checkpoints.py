@@ -1,0 +1,78 @@
+"""Optimizer states that survive `state_dict` and `load_state_dict` bit for bit, whatever their dtype.
+
+`Optimizer.load_state_dict` casts every state but ``step`` to its parameter's dtype: with bfloat16 parameters
+that cuts float32 moments and destroys int16 low halves (pytorch/pytorch#43706). The hooks here hide the tensors
+from the cast and put them back as they were saved. What is saved are plain tensors and primitives, so that
+``torch.load(..., weights_only=True)`` reads it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_memkit.optim.stochastic_rounding import StochasticRounding
+
+STATE_KEY = "memkit"  # the entry of the state dict that holds the seed and position of the rounding noise
+_LEFT_TO_TORCH = frozenset({"step"})  # torch places it by the fused and capturable flags
+
+Undo = Callable[[], None]
+
+
+class _Hidden:
+    """A tensor in a coat: `load_state_dict` leaves what is no tensor and no iterable as it is."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def install_checkpoint_hooks(optimizer: Optimizer, rounding: StochasticRounding) -> Undo:
+    """Make the optimizer's own `state_dict` and `load_state_dict` exact; returns the undo."""
+
+    def add_rounding(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return {**state_dict, STATE_KEY: {"rounding": rounding.state_dict()}}
+
+    def hide(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        saved = state_dict.get(STATE_KEY)
+        if saved is not None:
+            rounding.load_state_dict(saved["rounding"])
+        return {**state_dict, "state": {key: _hide(value) for key, value in state_dict["state"].items()}}
+
+    def reveal(optimizer: Optimizer) -> None:
+        for key, value in optimizer.state.items():
+            optimizer.state[key] = _reveal(value, key if isinstance(key, Tensor) else None)
+
+    handles = (
+        optimizer.register_state_dict_post_hook(add_rounding),
+        optimizer.register_load_state_dict_pre_hook(hide),
+        optimizer.register_load_state_dict_post_hook(reveal, prepend=True),
+    )
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return undo
+
+
+def _hide(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return _Hidden(value)
+    if isinstance(value, dict):
+        return {key: item if key in _LEFT_TO_TORCH else _hide(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_hide(item) for item in value)
+    return value
+
+
+def _reveal(value: Any, parameter: Tensor | None) -> Any:
+    if isinstance(value, _Hidden):
+        # A copy: the steps to come write into it, and the loaded state dict belongs to the caller.
+        device = value.tensor.device if parameter is None else parameter.device
+        return value.tensor.detach().to(device, copy=True)
+    if isinstance(value, dict):
+        return {key: _reveal(item, parameter) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_reveal(item, parameter) for item in value)
+    return value

@@ -1,0 +1,310 @@
+"""Train bfloat16 weights with any optimizer and lose no update: 2 bytes a parameter more than plain bfloat16.
+
+`compensate(optimizer)` changes how the given optimizer steps and saves, and nothing else about it.
+"""
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import update_wrapper, wraps
+from typing import Any, get_args
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_memkit.errors import NoEffectWarning
+from lightning_memkit.optim.blocks import local_part
+from lightning_memkit.optim.checkpoints import install_checkpoint_hooks
+from lightning_memkit.optim.kahan import COMPENSATION, kahan_join_
+from lightning_memkit.optim.shadow import LOW_STATES, Mode, ShadowEngine, States, is_compensated, slots
+from lightning_memkit.optim.snapshots import OptimizerSnapshot, restore_snapshot, take_snapshot
+from lightning_memkit.optim.split import LOW_HALF, join_
+from lightning_memkit.optim.stochastic_rounding import StochasticRounding
+
+DEFAULT_BUCKET_BYTES = 64 * 2**20
+_MARK = "_memkit_compensation"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BytesPerParameter:
+    """Bytes that the tensors alive now take, divided by the number of parameters.
+
+    Args:
+        weights: the parameters themselves.
+        gradients: their gradients; 0 after `zero_grad`.
+        states: what the optimizer keeps, without the compensation.
+        compensation: low halves or Kahan's compensation.
+    """
+
+    weights: float
+    gradients: float
+    states: float
+    compensation: float
+
+    @property
+    def total(self) -> float:
+        """The sum of all four."""
+        return self.weights + self.gradients + self.states + self.compensation
+
+
+def check_options(mode: str, states: str) -> None:
+    """Refuse unknown modes and states.
+
+    Raises:
+        ValueError: with the known names.
+    """
+    for name, value, known in (("mode", mode, get_args(Mode)), ("states", states, get_args(States))):
+        if value not in known:
+            raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(map(repr, known))}.")
+
+
+class Compensation:
+    """The handle of a compensated optimizer: undo, exact roll-back, bytes and float32 weights.
+
+    Made by `compensate`. The optimizer's own `step`, `zero_grad`, `state_dict` and `load_state_dict` are used
+    as ever; ``step(closure)`` evaluates the closure once, before the step.
+    """
+
+    def __init__(self, optimizer: Optimizer, engine: ShadowEngine) -> None:
+        # The optimizer owns its compensation. A reference back would make a cycle, and its states would stay
+        # in memory until the garbage collector comes by.
+        self._optimizer = ref(optimizer)
+        self.mode: Mode = engine.mode
+        self.states: States = engine.states
+        self._engine = engine
+        self._active = True
+        self._previous_step = optimizer.__dict__.get("step")
+        self._stock_step = _stock_step(optimizer)
+        self._undo_checkpoints = install_checkpoint_hooks(optimizer, engine.rounding)
+        self._own_step = self._make_step()
+        optimizer.step = self._own_step  # pyright: ignore[reportAttributeAccessIssue]
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer that is compensated."""
+        optimizer = self._optimizer()
+        if optimizer is None:
+            raise ReferenceError("The compensated optimizer is gone; keep a reference to it beside the handle.")
+        return optimizer
+
+    def undo(self) -> None:
+        """Give the optimizer its own step back and drop the low halves; states take the weights' dtype."""
+        if not self._active:
+            return
+        self._active = False
+        self._undo_checkpoints()
+        if self.optimizer.__dict__.get("step") is self._own_step:
+            # A scheduler made since has wrapped our step: then it stays, and hands on to the stock step.
+            if self._previous_step is None:
+                del self.optimizer.__dict__["step"]
+            else:
+                self.optimizer.step = self._previous_step  # pyright: ignore[reportAttributeAccessIssue]
+        self.optimizer.__dict__.pop(_MARK, None)
+        for slot in slots(self.optimizer):
+            state = self.optimizer.state.get(slot.parameter)
+            if state is None or not is_compensated(slot.parameter):
+                continue
+            for name in LOW_STATES:
+                state.pop(name, None)
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.dtype == torch.float32 and value.dim() > 0:
+                    state[name] = value.to(slot.parameter.dtype)
+            if not state:
+                del self.optimizer.state[slot.parameter]
+
+    def snapshot(self, *, weights: bool = True, device: torch.device | None = None) -> OptimizerSnapshot:
+        """Copy all that a trial step changes: weights, states, low halves, group scalars, rounding noise.
+
+        Gradients and torch's own random state are the caller's.
+
+        Args:
+            weights: False leaves the weights to the caller.
+            device: where the copies live; the tensors' own devices by default.
+        """
+        taken = take_snapshot(self.optimizer, weights=weights, device=device)
+        taken.extra["rounding"] = self._engine.rounding.state_dict()
+        return taken
+
+    def restore(self, snapshot: OptimizerSnapshot) -> None:
+        """Put a snapshot back, bit for bit; it stays good for further restores."""
+        restore_snapshot(self.optimizer, snapshot)
+        self._engine.rounding.load_state_dict(snapshot.extra["rounding"])
+
+    def bytes_per_parameter(self) -> BytesPerParameter:
+        """Measure the optimizer's tensors as they are now; compact states exist from the first step on."""
+        count = weights = gradients = states = compensation = 0
+        for slot in slots(self.optimizer):
+            parameter = slot.parameter
+            count += local_part(parameter).numel()
+            weights += _bytes(parameter)
+            gradients += 0 if parameter.grad is None else _bytes(parameter.grad)
+            for name, value in self.optimizer.state.get(parameter, {}).items():
+                if name in LOW_STATES:
+                    compensation += _bytes(value)
+                else:
+                    states += _bytes(value)
+        count = max(count, 1)
+        return BytesPerParameter(
+            weights=weights / count,
+            gradients=gradients / count,
+            states=states / count,
+            compensation=compensation / count,
+        )
+
+    def float32_weights(self) -> Iterator[tuple[Parameter, Tensor]]:
+        """Each parameter with the float32 value that is trained, one new tensor (4 bytes a value) at a time."""
+        for slot in slots(self.optimizer):
+            yield slot.parameter, _float32_weight(slot.parameter, self.optimizer.state.get(slot.parameter, {}))
+
+    def _make_step(self) -> "_WeakMethod":
+        # torch's own wrapper around ours: profiler label, and the user's step hooks once a step.
+        step = _WeakMethod(Optimizer.profile_hook_step(_step_of(self)), self.optimizer)
+        if hasattr(self._previous_step, "_wrapped_by_lr_sched"):
+            step._wrapped_by_lr_sched = True  # what a scheduler that was made before looks for
+        return step
+
+
+class _WeakMethod:
+    """A bound method that doesn't keep its object alive; LR schedulers ask for ``__func__``."""
+
+    def __init__(self, function: Callable[..., Any], owner: Any) -> None:
+        self.__func__ = function
+        self._owner = ref(owner)
+        update_wrapper(self, function, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__func__(self._owner(), *args, **kwargs)
+
+
+def _step_of(compensation: Compensation) -> Callable[..., Any]:
+    @wraps(type(compensation.optimizer).step)
+    def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        if not compensation._active:
+            return compensation._stock_step(closure)
+        optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]  # as schedulers expect
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            compensation._engine.step(optimizer, compensation._stock_step)
+        return loss
+
+    return step
+
+
+def compensate(
+    optimizer: Optimizer,
+    *,
+    mode: Mode = "kahan",
+    states: States = "compact",
+    low_halves: Mapping[Parameter, Tensor] | None = None,
+    seed: int = 0,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+) -> Compensation:
+    """Let an optimizer over bfloat16 weights step in float32; +2 bytes a parameter for kahan and split.
+
+    Weights, gradients and AdamW's moments then take 10 bytes a parameter with ``states="compact"`` and 14
+    with ``"exact"``. Parameters of other dtypes are stepped by the same call, as they are.
+
+    Args:
+        optimizer: any optimizer that steps each parameter by itself. One that combines values over the whole
+            model (Prodigy, D-Adaptation) needs a ``bucket_bytes`` of 16 bytes a parameter.
+        mode: ``"split"`` keeps the exact float32 weight, ``"kahan"`` about 16 bits of it, ``"stochastic"``
+            rounds at random for 0 bytes, ``"none"`` rounds to nearest and loses small updates.
+        states: ``"compact"`` keeps moments in bfloat16, second moments stochastically rounded; ``"exact"``
+            keeps every state in float32.
+        low_halves: int16 low halves of float32 weights, as `cast_module` collects them.
+        seed: seeds stochastic rounding, which leaves torch's random state alone.
+        bucket_bytes: float32 temporaries of a step; a larger parameter is stepped by itself.
+
+    Returns:
+        The handle; `Compensation.undo` gives the optimizer back.
+
+    Raises:
+        ValueError: an unknown mode or states, an optimizer that is already compensated, `differentiable=True`.
+        TypeError: an optimizer whose step demands a closure, such as LBFGS.
+    """
+    check_options(mode, states)
+    refuse_unsupported(optimizer)
+    if compensation_of(optimizer) is not None:
+        raise ValueError(
+            f"This {type(optimizer).__name__} is compensated already: one compensation an optimizer; "
+            "call .undo() on the first one to change its options."
+        )
+    if not any(is_compensated(slot.parameter) for slot in slots(optimizer)):
+        dtypes = sorted({str(slot.parameter.dtype) for slot in slots(optimizer)})
+        warnings.warn(
+            f"{type(optimizer).__name__} has no bfloat16 parameter (it has {', '.join(dtypes) or 'none'}), so "
+            "there is nothing to compensate; cast the module first, with lightning_memkit.casting.cast_module.",
+            NoEffectWarning,
+            stacklevel=2,
+        )
+    engine = ShadowEngine(mode, states, StochasticRounding(seed), bucket_bytes)
+    compensation = Compensation(optimizer, engine)
+    optimizer.__dict__[_MARK] = compensation
+    if mode in ("kahan", "split"):
+        for slot in slots(optimizer):
+            low = (low_halves or {}).get(slot.parameter)
+            if low is not None and is_compensated(slot.parameter):
+                optimizer.state[slot.parameter][LOW_HALF] = low.to(slot.parameter.device)
+    return compensation
+
+
+def compensation_of(optimizer: Optimizer) -> Compensation | None:
+    """The handle of a compensated optimizer; None for any other."""
+    return optimizer.__dict__.get(_MARK)
+
+
+def refuse_unsupported(optimizer: Optimizer) -> None:
+    """Refuse optimizers that can't step bucket by bucket from given gradients.
+
+    Raises:
+        TypeError: the step demands a closure.
+        ValueError: a group asks for a differentiable step.
+    """
+    name = type(optimizer).__name__
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise TypeError(
+            f"{name}.step demands a closure: it evaluates the model several times a step, which compensated "
+            "bfloat16 steps can't do; use an optimizer such as AdamW, or train in float32 (precision='32-true')."
+        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ValueError(
+            f"{name} has differentiable=True: a step over bfloat16 weights can't be differentiated through; "
+            "leave it False."
+        )
+
+
+def _stock_step(optimizer: Optimizer) -> Callable[..., Any]:
+    """The optimizer's own step, without the wrappers that belong around the whole of ours."""
+    instance_step = optimizer.__dict__.get("step")
+    if instance_step is not None and not hasattr(instance_step, "_wrapped_by_lr_sched"):
+        return instance_step  # somebody else's replacement: it is what the user's step means
+    function = type(optimizer).step
+    if getattr(function, "hooked", False):
+        function = inspect.unwrap(function, stop=lambda wrapped: not getattr(wrapped, "hooked", False))
+    return _WeakMethod(function, optimizer)
+
+
+def _float32_weight(parameter: Parameter, state: Mapping[str, Any]) -> Tensor:
+    weight = torch.empty_like(parameter.detach(), dtype=torch.float32)
+    if LOW_HALF in state:
+        join_(local_part(parameter), local_part(state[LOW_HALF]), local_part(weight))
+    elif COMPENSATION in state:
+        kahan_join_(local_part(parameter), local_part(state[COMPENSATION]), local_part(weight))
+    else:
+        weight.copy_(parameter.detach())
+    return weight
+
+
+def _bytes(value: Any) -> int:
+    if not isinstance(value, Tensor):
+        return 0
+    local = local_part(value)
+    return local.numel() * local.element_size()

@@ -1,0 +1,96 @@
+"""Roll an optimizer back to before a step, exactly: states, group scalars, weights.
+
+Works on any `torch.optim.Optimizer`. A snapshot holds copies; it may be restored any number of times. Before
+the first step most optimizers hold no states, so that a snapshot then costs little more than the weights.
+"""
+
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_memkit.optim.shadow import group_scalars, restore_group_scalars, slots
+
+_ABSENT = object()
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSnapshot:
+    """What a step of one optimizer changes, copied.
+
+    Args:
+        weights: a copy of each parameter in order; empty where the caller keeps the weights.
+        states: the state of each key that had one, tensors copied.
+        groups: the entries of each group but its parameters.
+        extra: what else a step leaves behind.
+    """
+
+    weights: tuple[Tensor, ...]
+    states: tuple[tuple[Any, Any], ...]
+    groups: tuple[dict[str, Any], ...]
+    extra: dict[str, Any]
+
+
+def take_snapshot(
+    optimizer: Optimizer, *, weights: bool = True, device: torch.device | None = None
+) -> OptimizerSnapshot:
+    """Copy all that a step changes.
+
+    Args:
+        optimizer: any optimizer.
+        weights: whether the parameters are copied too.
+        device: where the copies live; a CPU device keeps them out of an accelerator's memory.
+    """
+    parameters = [slot.parameter for slot in slots(optimizer)] if weights else []
+    return OptimizerSnapshot(
+        weights=tuple(_copy(parameter, device) for parameter in parameters),
+        states=tuple((key, _copy(value, device)) for key, value in optimizer.state.items()),
+        groups=tuple(group_scalars(optimizer)),
+        extra={"opt_called": getattr(optimizer, "_opt_called", _ABSENT)},
+    )
+
+
+def restore_snapshot(optimizer: Optimizer, snapshot: OptimizerSnapshot) -> None:
+    """Put back what `take_snapshot` copied; states that did not exist then are removed."""
+    if snapshot.weights:
+        for slot, weight in zip(slots(optimizer), snapshot.weights, strict=True):
+            slot.parameter.detach().copy_(weight)
+    kept = dict(snapshot.states)
+    for key in [key for key in optimizer.state if key not in kept]:
+        del optimizer.state[key]
+    for key, value in kept.items():
+        optimizer.state[key] = _restored(value, optimizer.state.get(key), key)
+    restore_group_scalars(optimizer, list(snapshot.groups))
+    if snapshot.extra["opt_called"] is _ABSENT:
+        optimizer.__dict__.pop("_opt_called", None)
+    else:
+        optimizer.__dict__["_opt_called"] = snapshot.extra["opt_called"]
+
+
+def _copy(value: Any, device: torch.device | None) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().to(device or value.device, copy=True)
+    if isinstance(value, dict):
+        return {key: _copy(item, device) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_copy(item, device) for item in value)
+    return deepcopy(value)
+
+
+def _restored(kept: Any, current: Any, owner: Any) -> Any:
+    """The kept value, in the current tensor's memory where that fits."""
+    if isinstance(kept, Tensor):
+        if isinstance(current, Tensor) and current.dtype == kept.dtype and current.shape == kept.shape:
+            current.detach().copy_(kept)
+            return current
+        device = owner.device if isinstance(owner, Tensor) and kept.dim() > 0 else kept.device
+        return kept.to(device, copy=True)
+    if isinstance(kept, dict):
+        old = current if isinstance(current, dict) else {}
+        return {key: _restored(item, old.get(key), owner) for key, item in kept.items()}
+    if isinstance(kept, (list, tuple)):
+        return type(kept)(_restored(item, None, owner) for item in kept)
+    return deepcopy(kept)

@@ -1,0 +1,55 @@
+"""A float32 weight as a bfloat16 high half and an int16 low half: exact, 2 + 2 bytes a parameter.
+
+The high half is the nearest bfloat16, so the model computes with it directly. The low half is what is left of
+the 32-bit pattern, read as a signed number: ``bits(weight) == (bits(high) << 16) + low``. Ties round away from
+zero (torch's cast rounds them to even), since a tie rounded down would leave 32768, which int16 lacks.
+Float32 values within 0.2 % of the largest one show as infinity in the high half and still join back exactly.
+"""
+
+import torch
+from torch import Tensor
+
+from lightning_memkit.optim.blocks import blocks
+
+LOW_HALF = "low_half"  # the name under which an optimizer's state holds it
+
+
+def split_(master: Tensor, high: Tensor, low: Tensor) -> None:
+    """Write the halves of ``master`` (float32) into ``high`` (bfloat16) and ``low`` (int16), all of one shape.
+
+    NaN becomes the canonical NaN with an empty low half: its payload could otherwise carry into the sign bit.
+    """
+    for master_block, high_block, low_block in blocks(master, high, low):
+        bits = master_block.view(torch.int32)
+        not_a_number = master_block.isnan()
+        high_block.view(torch.int16).copy_(bits.add(0x8000).bitwise_right_shift_(16))
+        low_block.copy_(bits)  # keeps the lowest 16 bits, read as a signed number
+        high_block.masked_fill_(not_a_number, torch.nan)
+        low_block.masked_fill_(not_a_number, 0)
+
+
+def split(master: Tensor) -> tuple[Tensor, Tensor]:
+    """The bfloat16 high half and int16 low half of a float32 tensor, as new tensors of its shape."""
+    high = torch.empty_like(master, dtype=torch.bfloat16)
+    low = torch.empty_like(master, dtype=torch.int16)
+    split_(master.detach(), high, low)
+    return high, low
+
+
+def join_(high: Tensor, low: Tensor, out: Tensor) -> None:
+    """Write the float32 weights of both halves into ``out``.
+
+    A weight that someone else set to zero may still have its old low half. A negative one would make the
+    pattern of a NaN; `split_` never pairs it with zero, so it is read as 0 without losing exactness.
+    """
+    for high_block, low_block, out_block in blocks(high, low, out):
+        safe_low = torch.where(high_block == 0, low_block.clamp(min=0), low_block)
+        bits = out_block.view(torch.int32)
+        bits.copy_(high_block.view(torch.int16)).bitwise_left_shift_(16).add_(safe_low)
+
+
+def join(high: Tensor, low: Tensor) -> Tensor:
+    """The float32 tensor of a bfloat16 high half and an int16 low half."""
+    out = torch.empty_like(high, dtype=torch.float32)
+    join_(high.detach(), low, out)
+    return out
