@@ -1,0 +1,108 @@
+"""Is a loss the weighted mean of its parts' losses? Judged by gradients; a mismatch gets its likely cause."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+# How far the parts' gradient may be from the whole's, relative to its norm: rounding stays well below.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 4e-2}
+SAMPLED_PER_PARAMETER = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Whether the parts add up, how far off they are, and what to do where they don't.
+
+    Args:
+        adds_up: the weighted gradient of the parts is the whole's, up to rounding.
+        relative_error: its distance from the whole's gradient over that one's norm.
+        cause: the likely reason of a mismatch; empty where the parts add up.
+        remedy: what to write instead; empty where the parts add up.
+    """
+
+    adds_up: bool
+    relative_error: float
+    cause: str = ""
+    remedy: str = ""
+
+
+def sampled_gradient(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """Some 4096 evenly spaced elements of every parameter's gradient, as one float64 vector on the host.
+
+    A missing gradient counts as zero: a part may leave a parameter unused that the whole batch uses.
+    """
+    samples = []
+    for parameter in parameters:
+        if not parameter.requires_grad:
+            continue
+        stride = max(1, parameter.numel() // SAMPLED_PER_PARAMETER)
+        if parameter.grad is None:
+            samples.append(torch.zeros(len(range(0, parameter.numel(), stride)), dtype=torch.float64))
+        else:
+            samples.append(parameter.grad.detach().flatten()[::stride].to("cpu", torch.float64))
+    return torch.cat(samples) if samples else torch.zeros(0, dtype=torch.float64)
+
+
+def tolerance(parameters: Iterable[nn.Parameter]) -> float:
+    """The tolerance of the coarsest dtype among the parameters."""
+    return max((TOLERANCE.get(p.dtype, 4e-2) for p in parameters if p.requires_grad), default=2e-3)
+
+
+def relative_error(whole: Tensor, parts: Sequence[Tensor], weights: Sequence[float]) -> float:
+    """Distance of the weighted parts from the whole over the whole's norm; nan counts as infinite."""
+    mixed = torch.zeros_like(whole)
+    for part, weight in zip(parts, weights, strict=True):
+        mixed += part * weight
+    error = float((mixed - whole).norm() / whole.norm().clamp_min(1e-300))
+    if float(whole.norm()) == 0:
+        error = 0.0 if float(mixed.norm()) == 0 else float("inf")
+    return error if error == error else float("inf")
+
+
+def judge(whole: Tensor, parts: Sequence[Tensor], weights: Sequence[float], allowed: float) -> Verdict:
+    """Compare the whole batch's gradient with its parts', and name the likely cause of a mismatch.
+
+    Args:
+        whole: the gradient of the whole batch, flat.
+        parts: the gradients of each part's own loss, flat.
+        weights: each part's share.
+        allowed: the largest relative error that is rounding; see `tolerance`.
+    """
+    error = relative_error(whole, parts, weights)
+    if error <= allowed:
+        return Verdict(adds_up=True, relative_error=error)
+    if relative_error(whole, parts, [1.0] * len(parts)) <= allowed:
+        return Verdict(
+            adds_up=False,
+            relative_error=error,
+            cause="the loss is a sum over its samples, not a mean: the parts' gradients add up with weight 1",
+            remedy='return a mean from training_step, or write weigh_by="sum"',
+        )
+    fitted = _fitted_weights(whole, parts)
+    if relative_error(whole, parts, fitted) <= allowed:
+        shares = ", ".join(f"{weight:.3f}" for weight in fitted)
+        expected = ", ".join(f"{weight:.3f}" for weight in weights)
+        return Verdict(
+            adds_up=False,
+            relative_error=error,
+            cause=f"the loss is a mean over something else: its parts weigh {shares}, not {expected}",
+            remedy="write weigh_by= as a callable from a part of the batch to what its loss is a mean over",
+        )
+    return Verdict(
+        adds_up=False,
+        relative_error=error,
+        cause="the samples of a batch act on each other in the loss (contrastive or in-batch negatives, "
+        "batch statistics, an auxiliary loss over the batch)",
+        remedy="keep the batch whole (micro_batch_size = the loader's batch size; ActivationCheckpointing "
+        "helps it to fit), or pass split= so that each part holds a complete group",
+    )
+
+
+def _fitted_weights(whole: Tensor, parts: Sequence[Tensor]) -> list[float]:
+    """The weights that bring the parts closest to the whole, by least squares."""
+    matrix = torch.stack(list(parts), dim=1)
+    if not bool(torch.isfinite(matrix).all() and torch.isfinite(whole).all()):
+        return [1.0 / len(parts)] * len(parts)
+    return torch.linalg.lstsq(matrix, whole[:, None]).solution.flatten().tolist()

@@ -1,0 +1,129 @@
+"""Where every byte of a step went: the peak, taken apart by category."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from torch import Tensor
+
+from lightning_memkit.memory.meter import Allocation, ByteMeter, Phase
+
+CATEGORIES = {
+    "weights": "parameters and buffers",
+    "gradients": "p.grad",
+    "optimizer_states": "moments, compensation, everything the optimizer keeps",
+    "saved_activations": "kept by the forward for the backward",
+    "temporaries": "freed again within the phase that made them",
+    "inputs": "the batch",
+    "other": "made before the step and named by none of the above",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Anatomy:
+    """One metered step.
+
+    Args:
+        peak_bytes: the most bytes of tensors that were alive at once.
+        peak_phase: `"forward"`, `"backward"` or `"optimizer"`, where that was.
+        peak_operator: the operator whose output made the peak.
+        at_peak: bytes alive at the peak by category (keys of `CATEGORIES`); they add up to `peak_bytes`.
+        largest: the most bytes of each category alone, at any moment of the step.
+        fixed_bytes: what lies outside the tensors: on CUDA context, workspaces and fragmentation; on CPU the
+            process before training (interpreter and libraries).
+        fixed_in_budget: whether the budget has to hold the fixed bytes too (CUDA) or not (CPU).
+        operators: operators the step dispatched.
+    """
+
+    peak_bytes: int
+    peak_phase: Phase
+    peak_operator: str
+    at_peak: dict[str, int] = field(default_factory=dict)
+    largest: dict[str, int] = field(default_factory=dict)
+    fixed_bytes: int = 0
+    fixed_in_budget: bool = False
+    operators: int = 0
+
+    def to_json(self, path: Path) -> None:
+        """Write the anatomy as JSON; a reader never sees half a file."""
+        staged = path.with_suffix(".tmp")
+        staged.write_text(json.dumps(asdict(self), indent=2) + "\n")
+        staged.replace(path)
+
+
+class AnatomyMeter(ByteMeter):
+    """A `ByteMeter` that marks the phases of a step and takes its peak apart.
+
+    Use: `track` what exists, enter, set `phase` as the step goes on, leave, then `dissect`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(record=True)
+
+    def end_forward(self) -> None:
+        """Mark that a forward has ended: what it made and is still alive is kept for the backward."""
+        for record in self.records:
+            if record.category is None and record.phase == "forward" and record.died is None:
+                record.category = "saved_activations"
+        self.phase = "backward"
+
+    def dissect(
+        self,
+        *,
+        gradients: Iterable[Tensor],
+        optimizer_states: Iterable[Tensor],
+        fixed_bytes: int = 0,
+        fixed_in_budget: bool = False,
+    ) -> Anatomy:
+        """The anatomy of what was metered.
+
+        Args:
+            gradients: the gradients as they are after the step.
+            optimizer_states: the optimizer's tensors as they are after the step.
+            fixed_bytes: see `Anatomy`.
+            fixed_in_budget: see `Anatomy`.
+        """
+        self.track(optimizer_states, "optimizer_states")
+        self.track(gradients, "gradients")
+        for record in self.records:
+            if record.category is None:
+                record.category = "other" if record.phase == "outside" else "temporaries"
+        at_peak = [record for record in self.records if record.alive_at(self.peak_tick)]
+        return Anatomy(
+            peak_bytes=self.peak_bytes,
+            peak_phase=_phase_at(self.records, self.peak_tick),
+            peak_operator=self.peak_operator,
+            at_peak=_bytes_by_category(at_peak),
+            largest=_largest_by_category(self.records),
+            fixed_bytes=fixed_bytes,
+            fixed_in_budget=fixed_in_budget,
+            operators=self.operators,
+        )
+
+
+def _bytes_by_category(records: Iterable[Allocation]) -> dict[str, int]:
+    total = dict.fromkeys(CATEGORIES, 0)
+    for record in records:
+        total[record.category or "other"] += record.size_bytes
+    return total
+
+
+def _largest_by_category(records: list[Allocation]) -> dict[str, int]:
+    changes: list[tuple[int, int, str]] = []
+    for record in records:
+        category = record.category or "other"
+        changes.append((record.born, record.size_bytes, category))
+        if record.died is not None:
+            changes.append((record.died, -record.size_bytes, category))
+    largest, live = dict.fromkeys(CATEGORIES, 0), dict.fromkeys(CATEGORIES, 0)
+    for _, change, category in sorted(changes):
+        live[category] += change
+        largest[category] = max(largest[category], live[category])
+    return largest
+
+
+def _phase_at(records: list[Allocation], tick: int) -> Phase:
+    """The phase of the last allocation up to a tick."""
+    before = [record for record in records if record.born <= tick]
+    return max(before, key=lambda record: record.born).phase if before else "outside"

@@ -1,0 +1,257 @@
+"""Split a batch into parts whose weighted losses have the full batch's gradient.
+
+A loss that is a mean over something (samples, labels) is the mean of its parts' losses weighed by how many of
+that something each part holds. `micro_batches` splits any batch and gives every part its weight.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+IGNORED_LABEL = -100
+LABEL_NAMES = ("labels", "label", "targets", "target", "y")
+
+WeighBy = Literal["auto", "samples", "labels", "causal_labels", "sum"]
+Weigher = Callable[[Any], float]
+
+
+@runtime_checkable
+class SplittableBatch(Protocol):
+    """A batch that knows its own parts, such as `PackedBatch`: asked instead of the generic splitter."""
+
+    @property
+    def rows(self) -> int:
+        """How many rows there are to split."""
+        ...
+
+    def split(self, sizes: Sequence[int]) -> Sequence[Any]:
+        """Parts of that many rows each."""
+        ...
+
+    def weight(self) -> float:
+        """How many of what the loss is a mean over this batch holds."""
+        ...
+
+
+class SplitError(ValueError):
+    """A batch can't be split without being told how."""
+
+
+def micro_batches(
+    batch: Any,
+    micro_batch_size: int,
+    *,
+    weigh_by: WeighBy | Weigher = "auto",
+    split: Callable[[Any, Sequence[int]], Sequence[Any]] | None = None,
+) -> Iterator[tuple[Any, float]]:
+    """Yields (part, weight) so that the sum of weight x loss has the full batch's gradient; copies no tensor.
+
+    Args:
+        batch: tensors, mappings, tuples, lists or dataclasses of them, or a batch with its own `split`.
+        micro_batch_size: the largest number of samples a part may hold; parts are as even as possible.
+        weigh_by: what the loss is a mean over: `"samples"`, `"labels"` (those that are not -100),
+            `"causal_labels"` (the same without each row's first, for losses that shift inside), `"sum"` (the
+            loss is a sum: all weights are 1), a callable from part to count, or `"auto"`: the batch's own
+            answer, else labels where it has some, else samples.
+        split: from (batch, sizes) to parts, for a batch that the generic splitter can't read.
+
+    Raises:
+        SplitError: the batch's size is ambiguous, or there is none.
+        ValueError: micro_batch_size is below 1, or weigh_by unknown.
+
+    Example:
+        >>> for part, weight in micro_batches(batch, 4):
+        ...     (weight * loss_of(part)).backward()
+    """
+    if micro_batch_size < 1:
+        raise ValueError(
+            f"micro_batch_size={micro_batch_size} is below 1; write the samples a part may hold."
+        )
+    parts = split_batch(batch, even_sizes(batch_size(batch), micro_batch_size), split=split)
+    weigh = weigher(weigh_by, batch)
+    counts = [float(weigh(part)) for part in parts]
+    for part, weight in zip(parts, normalized(counts, summed=weigh_by == "sum"), strict=True):
+        if weight > 0:
+            yield part, weight
+
+
+def normalized(counts: Sequence[float], *, total: float | None = None, summed: bool = False) -> list[float]:
+    """Weights of parts from what each holds: shares of the total, or all 1 where the loss is a sum.
+
+    Where nothing is counted at all (no label in the whole batch) the first part weighs 1, so that the loss is
+    what the unsplit batch's would be: nan.
+    """
+    if summed:
+        return [1.0] * len(counts)
+    whole = sum(counts) if total is None else total
+    if whole == 0:
+        return [1.0, *[0.0] * (len(counts) - 1)]
+    return [count / whole for count in counts]
+
+
+def even_sizes(total: int, largest: int) -> list[int]:
+    """The fewest parts of at most `largest`, as even as possible: 8 by 3 is [3, 3, 2]."""
+    count = -(-total // largest)
+    short, extra = divmod(total, count)
+    return [short + 1] * extra + [short] * (count - extra)
+
+
+def batch_size(batch: Any) -> int:
+    """How many samples a batch holds: its own answer, or the leading size that its tensors share.
+
+    Raises:
+        SplitError: tensors disagree on the leading size, or there is no tensor with one.
+    """
+    if isinstance(batch, SplittableBatch):
+        return batch.rows
+    sizes: dict[int, str] = {}
+    for name, tensor in _named_tensors(batch, "batch"):
+        if tensor.ndim > 0:
+            sizes.setdefault(tensor.shape[0], f"{name} {tuple(tensor.shape)}")
+    if not sizes:
+        raise SplitError(
+            f"A batch of type {type(batch).__name__} has no tensor to split; pass split= (a callable from "
+            "batch and sizes to parts), or let the batch offer `rows`, `split(sizes)` and `weight()`."
+        )
+    if len(sizes) > 1:
+        raise SplitError(
+            f"The tensors of this batch disagree on the leading size: {'; '.join(sizes.values())}. All "
+            "must have one row a sample; pass split= (a callable from batch and sizes to parts) for any other layout."
+        )
+    return next(iter(sizes))
+
+
+def split_batch(
+    batch: Any, sizes: Sequence[int], *, split: Callable[[Any, Sequence[int]], Sequence[Any]] | None = None
+) -> list[Any]:
+    """The parts of a batch, of `sizes` samples each: views, no copies; what is no tensor goes to every part.
+
+    Raises:
+        SplitError: see `batch_size`; or a split of the user's gave another number of parts.
+    """
+    if split is not None or isinstance(batch, SplittableBatch):
+        parts = list(split(batch, sizes) if split is not None else batch.split(sizes))
+        if len(parts) != len(sizes):
+            raise SplitError(
+                f"split gave {len(parts)} parts for sizes={list(sizes)}; it must give one for each."
+            )
+        return parts
+    size = batch_size(batch)
+    if sum(sizes) != size:
+        raise SplitError(f"sizes={list(sizes)} add up to {sum(sizes)}, not to the batch's {size} samples.")
+    return [_part(batch, index, sizes, size) for index in range(len(sizes))]
+
+
+def weigher(weigh_by: WeighBy | Weigher, batch: Any) -> Weigher:
+    """The function from a part to what it holds of what the loss is a mean over; see `micro_batches`.
+
+    Raises:
+        ValueError: weigh_by is unknown, or counts labels in a batch that has none.
+    """
+    if callable(weigh_by):
+        return weigh_by
+    if weigh_by == "auto":
+        if isinstance(batch, SplittableBatch):
+            return lambda part: part.weight()
+        weigh_by = "labels" if find_labels(batch) is not None else "samples"
+    if weigh_by in ("samples", "sum"):
+        return batch_size
+    if weigh_by not in ("labels", "causal_labels"):
+        raise ValueError(
+            f'weigh_by={weigh_by!r} is unknown; write "auto", "samples", "labels", "causal_labels", "sum", '
+            "or a callable from a part of the batch to the number that its loss is a mean over."
+        )
+    if find_labels(batch) is None:
+        raise ValueError(
+            f"weigh_by={weigh_by!r} counts labels, but this batch has no integer tensor named "
+            f'{", ".join(LABEL_NAMES)}, nor is it a pair that ends in one; write "samples" or a callable.'
+        )
+    skip = 1 if weigh_by == "causal_labels" else 0
+
+    def count(part: Any) -> float:
+        labels = find_labels(part)
+        if labels is None:
+            raise ValueError(f"weigh_by={weigh_by!r}: a part of the batch has no labels; pass a callable.")
+        return int((labels[..., skip:] != IGNORED_LABEL).sum())
+
+    return count
+
+
+def find_labels(batch: Any) -> Tensor | None:
+    """The integer labels of a batch: by name in a mapping or dataclass, else the last of a tuple or list."""
+    found: Any = None
+    if isinstance(batch, Mapping):
+        found = next((batch[name] for name in LABEL_NAMES if name in batch), None)
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        found = next((getattr(batch, name) for name in LABEL_NAMES if hasattr(batch, name)), None)
+    elif isinstance(batch, (tuple, list)) and len(batch) > 1:
+        found = batch[-1]
+    if isinstance(found, Tensor) and found.ndim > 0 and found.dtype in (torch.int64, torch.int32):
+        return found
+    return None
+
+
+def joined(outputs: Sequence[Any], weights: Sequence[float], sizes: Sequence[int]) -> Any:
+    """One output from the parts': rows concatenated, numbers averaged by weight, of the rest the last."""
+    first = outputs[0]
+    if len(outputs) == 1:
+        return first
+    if isinstance(first, Tensor):
+        if first.ndim > 0 and all(out.shape[:1] == (size,) for out, size in zip(outputs, sizes, strict=True)):
+            return torch.cat(list(outputs))
+        if first.ndim == 0 and first.is_floating_point():
+            return sum(
+                (out * weight for out, weight in zip(outputs, weights, strict=True)), start=0.0 * first
+            )
+        return outputs[-1]
+    if isinstance(first, Mapping):
+        return {key: joined([out[key] for out in outputs], weights, sizes) for key in first}
+    return outputs[-1]
+
+
+def _part(item: Any, index: int, sizes: Sequence[int], size: int) -> Any:
+    """The index-th part of any nested structure; structure and types are kept."""
+    if isinstance(item, Tensor):
+        if item.ndim == 0:
+            return item
+        return item.narrow(0, sum(sizes[:index]), sizes[index])
+    if isinstance(item, Mapping):
+        part: Any = copy.copy(item)
+        for key, value in item.items():
+            part[key] = _part(value, index, sizes, size)
+        return part
+    if isinstance(item, tuple) and hasattr(item, "_fields"):
+        return type(item)(*(_part(value, index, sizes, size) for value in item))
+    if isinstance(item, (tuple, list)):
+        if item and len(item) == size and not any(_holds_tensor(value) for value in item):
+            start = sum(sizes[:index])
+            return item[start : start + sizes[index]]  # one plain value (a text, a name) a sample
+        return type(item)(_part(value, index, sizes, size) for value in item)
+    if dataclasses.is_dataclass(item) and not isinstance(item, type):
+        part = copy.copy(item)
+        for field in dataclasses.fields(item):
+            object.__setattr__(part, field.name, _part(getattr(item, field.name), index, sizes, size))
+        return part
+    return item
+
+
+def _holds_tensor(item: Any) -> bool:
+    return next(_named_tensors(item, ""), None) is not None
+
+
+def _named_tensors(item: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(item, Tensor):
+        yield name, item
+    elif isinstance(item, Mapping):
+        for key, value in item.items():
+            yield from _named_tensors(value, f"{name}[{key!r}]")
+    elif isinstance(item, (tuple, list)):
+        for index, value in enumerate(item):
+            yield from _named_tensors(value, f"{name}[{index}]")
+    elif dataclasses.is_dataclass(item) and not isinstance(item, type):
+        for field in dataclasses.fields(item):
+            yield from _named_tensors(getattr(item, field.name), f"{name}.{field.name}")

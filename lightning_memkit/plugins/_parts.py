@@ -1,0 +1,270 @@
+"""Run one training batch in parts: weigh, move, step, accumulate, log once; retry with smaller parts."""
+
+import gc
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+
+from lightning_memkit.memory.out_of_memory import is_out_of_memory
+from lightning_memkit.micro_batching import (
+    Weigher,
+    batch_size,
+    even_sizes,
+    joined,
+    normalized,
+    split_batch,
+)
+from lightning_memkit.plugins import _seam
+from lightning_memkit.rollback import Rollback
+
+Splitter = Callable[[Any, Sequence[int]], Sequence[Any]]
+
+
+@dataclass(kw_only=True)
+class Partition:
+    """How batches are split: the largest part, how parts are weighed and cut; retries lower the size."""
+
+    micro_batch_size: int
+    weigh: Weigher
+    summed: bool = False
+    split: Splitter | None = None
+    retries: int = 0
+
+
+@dataclass(kw_only=True)
+class _Window:
+    """Batches that are accumulated into one step, weighed exactly: what each has counted so far."""
+
+    reference: float = 0.0
+    counted: float = 0.0
+
+
+@dataclass(kw_only=True)
+class _Attempt:
+    """What one try at a batch has come to."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    extras: list[dict[str, Any]] = field(default_factory=list)
+    logged: list[list[dict[str, Any]]] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    backward_started: bool = False
+
+
+class PartsRunner:
+    """Runs a `Step` in parts with the full batch's result; after an OOM the same step with smaller parts.
+
+    Args:
+        trainer: the trainer whose step it is.
+        transfer: moves a part to the device, with the user's transfer hooks.
+        partition: how to split; its `micro_batch_size` shrinks after an OOM.
+        recover: whether an OOM is retried.
+        exact_window: weigh the batches of an accumulation window by what they hold (`effective_batch_size`).
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        transfer: Callable[[Any], Any],
+        partition: Partition,
+        *,
+        recover: bool,
+        exact_window: bool,
+    ) -> None:
+        self.partition = partition
+        self.changing: frozenset[tuple[str, str]] | None = None
+        self.unsplittable = ""  # why the loss can't be split, where that is known and nothing is split yet
+        self.on_shrink: Callable[[int], None] = lambda size: None
+        self._trainer = trainer
+        self._transfer = transfer
+        self._recover = recover
+        self._exact_window = exact_window
+        self._window = _Window()
+
+    def run(self, step: _seam.Step) -> tuple[Tensor | None, dict[str, Any]]:
+        """Forward, zero_grad and backward of the step's batch, in parts; gradients are the full batch's."""
+        while True:
+            rollback = Rollback(self._trainer.lightning_module, self.changing) if self._recover else None
+            attempt, failure = _Attempt(), ""
+            with step.counters_kept() as reset_counters:
+                try:
+                    self._attempt(step, attempt)
+                except (RuntimeError, MemoryError) as error:
+                    if rollback is None or not self._retriable(step, attempt, error):
+                        raise
+                    failure = f"{type(error).__name__}: {error}"
+                # The retry is outside `except`: the traceback holds the failed step's tensors alive.
+                if failure:
+                    del attempt
+                    reset_counters()
+                    self._shrink(step, failure, rollback)
+                    continue
+            return self._result(attempt)
+
+    def _attempt(self, step: _seam.Step, attempt: _Attempt) -> None:
+        size = batch_size(step.batch) if self.partition.split is None else None
+        parts, attempt.sizes = self._split(step.batch, size)
+        if self._exact_window and step.starts_window:
+            self._window = _Window()
+        weights = self._weights(parts)
+        # Where nothing is counted, one part still runs: other ranks wait for this one's gradients.
+        kept = [index for index, weight in enumerate(weights) if weight > 0] or [0]
+        attempt.sizes = [attempt.sizes[index] for index in kept]
+        attempt.weights = [weights[index] for index in kept]
+        for position, index in enumerate(kept):
+            last = position == len(kept) - 1
+            part = self._transfer(parts[index])
+            block = _seam.no_gradient_sync(self._trainer, block=not (last and step.ends_window))
+            with block, _seam.logging_held(self._trainer) as logged:
+                loss, extra = step.forward(part)
+                attempt.logged.append(logged)
+                if position == 0:
+                    step.zero_grad()
+                if loss is not None:
+                    attempt.backward_started = True
+                    step.backward(self._scaled(step, loss, attempt.weights[position]))
+                    attempt.losses.append(loss.detach())
+                    attempt.extras.append(extra)
+            del part, loss, extra
+        if self._exact_window and step.ends_window:
+            self._finish_window(step)
+
+    def _split(self, batch: Any, size: int | None) -> tuple[list[Any], list[int]]:
+        size = batch_size(batch) if size is None else size
+        sizes = even_sizes(size, self.partition.micro_batch_size)
+        if len(sizes) == 1:
+            return [batch], sizes
+        return split_batch(batch, sizes, split=self.partition.split), sizes
+
+    def _weights(self, parts: list[Any]) -> list[float]:
+        """The share of each part in what the loss is a mean over, over all ranks."""
+        if self.partition.summed:
+            return [1.0] * len(parts)
+        counts = [float(self.partition.weigh(part)) for part in parts]
+        total, world = sum(counts), self._trainer.world_size
+        if world > 1:
+            # DDP averages gradients over ranks; shares are of what all ranks hold together.
+            everywhere = torch.tensor(total, dtype=torch.float64, device=self._trainer.strategy.root_device)
+            total = float(self._trainer.strategy.reduce(everywhere, reduce_op="sum")) / world
+        if self._exact_window:
+            self._window.reference = self._window.reference or total
+            self._window.counted += total
+            total = self._window.reference
+        return normalized(counts, total=total)
+
+    def _scaled(self, step: _seam.Step, loss: Tensor, weight: float) -> Tensor:
+        if weight == 0:  # its loss may be nan (a mean over nothing); its gradient is exactly zero
+            return torch.stack([p.sum() * 0 for p in _parameters(step) if p.requires_grad]).sum()
+        return loss * (weight if self._exact_window else weight / self._trainer.accumulate_grad_batches)
+
+    def _finish_window(self, step: _seam.Step) -> None:
+        """Bring the window's gradients from the first batch's scale to the whole window's."""
+        factor = self._window.reference / self._window.counted if self._window.counted else 1.0
+        gradients = [parameter.grad for parameter in _parameters(step) if parameter.grad is not None]
+        if factor != 1.0 and gradients:
+            torch._foreach_mul_(gradients, factor)
+
+    def _retriable(self, step: _seam.Step, attempt: _Attempt, error: BaseException) -> bool:
+        if not is_out_of_memory(error) or self._trainer.world_size > 1:
+            return False
+        if attempt.backward_started and not step.starts_window:
+            return False  # the gradients of the window's earlier batches are mixed with this one's
+        return self._trainer.lightning_module.automatic_optimization
+
+    def _shrink(self, step: _seam.Step, failure: str, rollback: Rollback | None) -> None:
+        """Restore the state before the step and halve the parts; at 1 there is nothing left to halve."""
+        if step.starts_window:
+            for parameter in _parameters(step):
+                parameter.grad = None
+        lost = rollback.restore() if rollback is not None else frozenset()
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        failed = min(self.partition.micro_batch_size, batch_size(step.batch))
+        if self.unsplittable:
+            raise torch.OutOfMemoryError(
+                f"Batch {step.batch_idx} runs out of memory ({failure}) and can't be split. {self.unsplittable}"
+            )
+        if failed == 1:
+            raise torch.OutOfMemoryError(
+                f"A micro-batch of 1 runs out of memory at batch {step.batch_idx} ({failure}); no smaller "
+                "part is possible. Checkpoint activations (ActivationCheckpointing), train in pure bf16 "
+                "(PureBF16Precision), or shorten the samples."
+            )
+        if lost:
+            names = ", ".join(sorted(f"{path}.{name}".lstrip(".") for path, name in lost))
+            warnings.warn(
+                f"The step that ran out of memory had changed {names} in place for the first time; these "
+                "keep the failed step's values, and the retry is not exact in them.",
+                stacklevel=2,
+            )
+        self.partition.micro_batch_size = (failed + 1) // 2
+        self.partition.retries += 1
+        self.on_shrink(self.partition.micro_batch_size)
+        rank_zero_info(
+            f"MemoryBudget: out of memory at batch {step.batch_idx} with a micro-batch of {failed}; the "
+            f"state before the step is restored, and the batch runs again in parts of "
+            f"{self.partition.micro_batch_size} ({failure})"
+        )
+
+    def _result(self, attempt: _Attempt) -> tuple[Tensor | None, dict[str, Any]]:
+        for entry in _merged_logs(attempt):
+            _seam.log_now(self._trainer, entry)
+        if not attempt.losses:
+            return None, {}
+        total = sum(attempt.weights)
+        shares = (
+            [weight / total for weight in attempt.weights] if total and not self.partition.summed else None
+        )
+        shares = shares or attempt.weights
+        return joined(attempt.losses, shares, attempt.sizes), joined(attempt.extras, shares, attempt.sizes)
+
+
+def _parameters(step: _seam.Step) -> Iterator[torch.nn.Parameter]:
+    for group in step.optimizer.param_groups:
+        yield from group["params"]
+
+
+def _merged_logs(attempt: _Attempt) -> Iterable[dict[str, Any]]:
+    """One entry for each value that the parts logged, as if the whole batch had been logged once."""
+    grouped: dict[tuple[str, str, int], list[tuple[float, dict[str, Any]]]] = defaultdict(list)
+    for weight, entries in zip(attempt.weights, attempt.logged, strict=True):
+        seen: dict[tuple[str, str], int] = defaultdict(int)
+        for entry in entries:
+            name = (entry["fx"], entry["name"])
+            grouped[(*name, seen[name])].append((weight, entry))
+            seen[name] += 1
+    return [_merged(entries) for entries in grouped.values()]
+
+
+def _merged(entries: list[tuple[float, dict[str, Any]]]) -> dict[str, Any]:
+    """Means are averaged by the user's batch_size, else by the loss's weights; sums add, extremes stay."""
+    merged = dict(entries[-1][1])
+    values = [entry["value"] for _, entry in entries]
+    if len(values) == 1 or not all(isinstance(value, Tensor) for value in values):
+        return merged
+    reduction: Any = merged.get("reduce_fx", "mean")
+    name = reduction if isinstance(reduction, str) else getattr(reduction, "__name__", "")
+    stacked = torch.stack([value.detach() for value in values])
+    if name == "sum":
+        merged["value"] = stacked.sum(0)
+    elif name in ("max", "min"):
+        merged["value"] = stacked.max() if name == "max" else stacked.min()
+    elif name in ("mean", "avg"):
+        own = [size for _, entry in entries if (size := entry.get("batch_size")) is not None]
+        given = len(own) == len(entries)
+        weights = [float(size) for size in own] if given else [weight for weight, _ in entries]
+        scaled = stacked if stacked.is_floating_point() else stacked.float()
+        shares = torch.tensor(weights, dtype=scaled.dtype, device=scaled.device) / sum(weights)
+        merged["value"] = (scaled * shares).sum(0)
+        merged["batch_size"] = sum(own) if given else None
+    else:
+        merged["value"] = cast(Callable[[Tensor], Tensor], reduction)(stacked)
+    return merged

@@ -1,0 +1,240 @@
+"""The one place that touches Lightning's private names; `tests/plugins/test_seam.py` guards them.
+
+Lightning runs zero_grad after `training_step` inside its closure, so a batch can be run in parts only where
+the closure is made. `install` replaces the loop's automatic optimization by one whose closure asks a driver.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer import call
+from torch import Tensor
+from torch.optim import Optimizer
+
+Undo = Callable[[], None]
+
+
+class Step:
+    """One optimizer step of Lightning's loop, as pieces that may run several times."""
+
+    def __init__(
+        self, loop: "PartsOptimization", kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int
+    ) -> None:
+        self._loop = loop
+        self._kwargs = kwargs
+        self._backward = loop._make_backward_fn(optimizer)
+        self._zero_grad = loop._make_zero_grad_fn(batch_idx, optimizer)
+        self.batch: Any = kwargs["batch"]
+        self.batch_idx = batch_idx
+        self.optimizer = optimizer
+
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer whose step it is."""
+        return self._loop.trainer
+
+    @property
+    def starts_window(self) -> bool:
+        """Whether gradients are zeroed in this step: it is the first (or only) batch to accumulate."""
+        return self._zero_grad is not None
+
+    @property
+    def ends_window(self) -> bool:
+        """Whether the optimizer steps after this batch."""
+        return not self._loop.trainer.fit_loop._should_accumulate()
+
+    def forward(self, part: Any) -> tuple[Tensor | None, dict[str, Any]]:
+        """`training_step` on a part: its loss, and what else it returned."""
+        kwargs = OrderedDict(self._kwargs, batch=part)
+        trainer = self._loop.trainer
+        output = call._call_strategy_hook(trainer, "training_step", *kwargs.values())
+        trainer.strategy.post_training_step()
+        result = ClosureResult.from_training_step_output(output)
+        return result.closure_loss, result.extra
+
+    def zero_grad(self) -> None:
+        """Lightning's zero_grad with its hooks, where this batch is the first to accumulate."""
+        if self._zero_grad is not None:
+            self._zero_grad()
+
+    def backward(self, loss: Tensor) -> None:
+        """Lightning's backward with its hooks."""
+        if self._backward is not None:
+            self._backward(loss)
+
+    def quiet_backward(self, loss: Tensor) -> None:
+        """The module's own backward, with no callback hook and no scaling: for trials."""
+        self._loop.trainer.lightning_module.backward(loss)
+
+    @contextmanager
+    def counters_kept(self) -> Iterator[Undo]:
+        """Yields a function that puts the loop's progress counters back to where they were on entry."""
+        progress = self._loop.optim_progress
+        before = progress.state_dict()
+        yield lambda: progress.load_state_dict(before)
+
+
+class Driver(Protocol):
+    """What decides how a batch is run."""
+
+    def prepare(self, step: Step) -> None:
+        """Called before every batch's closure exists; may run trials that leave no trace."""
+        ...
+
+    def around(self, step: Step) -> AbstractContextManager[object]:
+        """Encloses the closure and the optimizer's step."""
+        ...
+
+    def run(self, step: Step) -> tuple[Tensor | None, dict[str, Any]]:
+        """Forward, zero_grad and backward of a whole batch: its loss and what else was returned."""
+        ...
+
+
+class _PartsClosure(Closure):
+    """Lightning's closure with the driver's `run` in the place of one step, zero_grad and backward."""
+
+    def __init__(self, run: Callable[[], tuple[Tensor | None, dict[str, Any]]], normalize: int) -> None:
+        super().__init__(step_fn=lambda: ClosureResult(None))
+        self._run = run
+        self._normalize = normalize
+
+    @torch.enable_grad()
+    def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
+        loss, extra = self._run()
+        if loss is None:
+            self.warning_cache.warn(
+                "`training_step` returned `None`. If this was on purpose, ignore this warning..."
+            )
+            return ClosureResult(None, extra=extra)
+        return ClosureResult(loss / self._normalize, extra=extra)
+
+
+class PartsOptimization(_AutomaticOptimization):
+    """Automatic optimization whose closure asks a driver; its state_dict keys are Lightning's."""
+
+    def __init__(self, trainer: Trainer, driver: Driver) -> None:
+        super().__init__(trainer)
+        self._driver = driver
+
+    def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
+        """Let the driver prepare, then step as Lightning does."""
+        if "batch" not in kwargs:  # `training_step(dataloader_iter)` fetches by itself: nothing to split
+            return super().run(optimizer, batch_idx, kwargs)
+        step = Step(self, kwargs, optimizer, batch_idx)
+        self._driver.prepare(step)
+        with self._driver.around(step):
+            return super().run(optimizer, batch_idx, kwargs)
+
+    def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
+        if (
+            "batch" not in kwargs
+        ):  # `training_step(dataloader_iter)` fetches by itself: there is nothing to split
+            return super()._make_closure(kwargs, optimizer, batch_idx)
+        step = Step(self, kwargs, optimizer, batch_idx)
+        return _PartsClosure(partial(self._driver.run, step), self.trainer.accumulate_grad_batches)
+
+
+def install(trainer: Trainer, driver: Driver) -> Undo:
+    """Let a driver run every batch of automatic optimization; returns the undo."""
+    loop = trainer.fit_loop.epoch_loop
+    stock = loop.automatic_optimization
+    replacement = PartsOptimization(trainer, driver)
+    replacement.optim_progress = stock.optim_progress
+    replacement._skip_backward = stock._skip_backward
+    loop.automatic_optimization = replacement
+
+    def undo() -> None:
+        loop.automatic_optimization = stock
+
+    return undo
+
+
+def keep_batches_on_host(trainer: Trainer) -> tuple[Callable[[Any], Any], Undo]:
+    """Leave training batches where the loader put them; returns the transfer of a part, and the undo.
+
+    Lightning moves a whole batch before the step. The transfer hooks run once a part instead.
+    """
+    strategy = trainer.strategy
+    transfer = strategy.batch_to_device
+
+    def batch_to_device(batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if trainer.training and trainer.lightning_module.automatic_optimization:
+            return batch
+        return transfer(batch, *args, **kwargs)
+
+    strategy.batch_to_device = batch_to_device
+
+    def undo() -> None:
+        vars(strategy).pop("batch_to_device", None)
+
+    return partial(transfer, dataloader_idx=0), undo
+
+
+@contextmanager
+def no_gradient_sync(trainer: Trainer, block: bool) -> Iterator[None]:
+    """DDP: gradients stay local to the rank while blocked; other strategies are left alone."""
+    strategy = trainer.strategy
+    if block and isinstance(strategy, DDPStrategy):
+        with strategy.block_backward_sync():
+            yield
+    else:
+        yield
+
+
+@contextmanager
+def logging_held(trainer: Trainer) -> Iterator[list[dict[str, Any]]]:
+    """Collects the calls of `self.log` instead of counting them; each is the keywords of one call."""
+    results = trainer.fit_loop.epoch_loop._results
+    held: list[dict[str, Any]] = []
+
+    def log(fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        if args:  # Lightning 2.6 passes all but three by keyword
+            raise TypeError("Lightning calls _ResultCollection.log with new positional arguments.")
+        held.append({"fx": fx, "name": name, "value": value, **kwargs})
+
+    vars(results)["log"] = log
+    try:
+        yield held
+    finally:
+        vars(results).pop("log", None)
+
+
+def log_now(trainer: Trainer, entry: dict[str, Any]) -> None:
+    """Count one entry that `logging_held` has collected."""
+    results: Any = trainer.fit_loop.epoch_loop._results
+    results.log(**entry)
+
+
+def time_data_waits(trainer: Trainer) -> tuple[Callable[[], float], Undo]:
+    """Returns the seconds spent so far waiting for the training loader, and the undo."""
+    waited, started = 0.0, 0.0
+    profiler: Any = vars(trainer)["profiler"]
+    start, stop = profiler.start, profiler.stop
+
+    def timed_start(action_name: str) -> None:
+        nonlocal started
+        if action_name.endswith("train_dataloader_next"):
+            started = perf_counter()
+        start(action_name)
+
+    def timed_stop(action_name: str) -> None:
+        nonlocal waited
+        stop(action_name)
+        if action_name.endswith("train_dataloader_next"):
+            waited += perf_counter() - started
+
+    profiler.start, profiler.stop = timed_start, timed_stop
+
+    def undo() -> None:
+        vars(profiler).pop("start", None)
+        vars(profiler).pop("stop", None)
+
+    return lambda: waited, undo

@@ -1,0 +1,152 @@
+"""Choose the micro-batch on the real device, and say what would help where nothing fits."""
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+
+from lightning_memkit.memory.sizing import NothingFitsError, Sizing, Trial, largest_fitting
+from lightning_memkit.memory.units import format_bytes
+from lightning_memkit.micro_batching import batch_size
+from lightning_memkit.plugins import _seam
+from lightning_memkit.plugins._trials import Trials, tensors_of, worst_batch
+
+
+class BudgetError(RuntimeError):
+    """The budget can't be kept, or the loss can't be split; says by how much or why, and what would help."""
+
+
+def choose_size(
+    step: _seam.Step,
+    trials: Trials,
+    *,
+    budget_bytes: int,
+    headroom: float,
+    given: int | Literal["auto"],
+) -> Sizing:
+    """The largest part of the worst batch that was measured to fit, or the given one verified.
+
+    Raises:
+        BudgetError: not even a micro-batch of 1 fits, or the given size does not.
+    """
+    total, usable = batch_size(step.batch), int(budget_bytes * (1 - headroom))
+    set_gradient_parts(step.trainer, total)
+    with trials.optimizer_state(step) as (states, step_peak):
+
+        def peak_of(size: int, limit: int | None) -> int | None:
+            set_gradient_parts(step.trainer, -(-total // size))
+            part = worst_batch(step.trainer, step.batch, size)
+            peak = trials.peak_of(step, part, [*states, *tensors_of(step.batch)], limit)
+            return None if peak is None else max(peak, step_peak)
+
+        if given == "auto":
+            try:
+                # A part of 1 is measured without a limit: its peak says by how much the budget is short.
+                sizing = largest_fitting(
+                    lambda size: peak_of(size, None if size == 1 else usable), usable_bytes=usable, most=total
+                )
+            except NothingFitsError as error:
+                message = _too_large(step, 1, error.peak_bytes, usable, step_peak, states)
+                raise BudgetError(message) from None
+        else:
+            size = min(given, total)
+            peak = peak_of(size, None)
+            if peak is None or peak > usable:
+                raise BudgetError(_too_large(step, size, peak, usable, step_peak, states))
+            trial = Trial(micro_batch_size=size, peak_bytes=peak)
+            sizing = Sizing(micro_batch_size=size, peak_bytes=peak, trials=(trial,))
+    set_gradient_parts(step.trainer, -(-total // sizing.micro_batch_size))
+    return sizing
+
+
+def set_gradient_parts(trainer: Trainer, parts: int) -> None:
+    """Tell a precision that cares (`PureBF16Precision`) how many parts a step's gradients are summed over."""
+    setter: Any = getattr(trainer.precision_plugin, "set_gradient_parts", None)
+    if setter is not None:
+        setter(parts * trainer.accumulate_grad_batches)
+
+
+class AccumulationWindow:
+    """Loader batches that make one optimizer step, where the effective batch is more than one of them."""
+
+    def __init__(self, effective_batch_size: int | None) -> None:
+        self.effective_batch_size = effective_batch_size
+        self.loader_batches = 1
+        self._trainer: Trainer | None = None
+        self._before = 1
+
+    def open(self, trainer: Trainer, loader_batch: int) -> None:
+        """Let the trainer accumulate as many loader batches as the effective batch holds.
+
+        Raises:
+            ValueError: the effective batch is not a multiple of the loader's.
+        """
+        wanted = self.effective_batch_size
+        if wanted is None or self._trainer is not None:
+            return
+        if wanted % loader_batch:
+            raise ValueError(
+                f"effective_batch_size={wanted} is not a multiple of the loader's batch of {loader_batch}; "
+                f"write {max(1, wanted // loader_batch) * loader_batch}, or change the loader's batch_size."
+            )
+        self.reopen(trainer, wanted // loader_batch)
+
+    def reopen(self, trainer: Trainer, loader_batches: int) -> None:
+        """The same from a known number of batches."""
+        if self.effective_batch_size is None or loader_batches == 1:
+            return
+        self._trainer, self._before = trainer, trainer.accumulate_grad_batches
+        self.loader_batches = trainer.accumulate_grad_batches = loader_batches
+
+    def close(self) -> None:
+        """Give the trainer its own setting back."""
+        if self._trainer is not None:
+            self._trainer.accumulate_grad_batches = self._before
+            self._trainer = None
+
+
+def _bytes_of(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+def _too_large(
+    step: _seam.Step, size: int, peak: int | None, usable: int, step_peak: int, states: list[Tensor]
+) -> str:
+    """What the part needs, taken apart, by how much the budget is short, and what would help."""
+    parameters = list(step.trainer.lightning_module.parameters())
+    trained = [p for p in parameters if p.requires_grad]
+    weights, state_bytes = _bytes_of(parameters), _bytes_of(states)
+    gradients = sum(p.numel() * (getattr(p, "grad_dtype", None) or p.dtype).itemsize for p in trained)
+    if peak is None:
+        return (
+            f"micro_batch_size={size} runs out of memory on the device itself; usable are {format_bytes(usable)}, "
+            f"of which weights, gradients and optimizer states take "
+            f"{format_bytes(weights + gradients + state_bytes)}. Lower the micro-batch, or see "
+            f"{_remedies(trained, state_bytes, 0)}."
+        )
+    rest = max(0, peak - weights - gradients - state_bytes)
+    smaller = ' A smaller micro_batch_size, or "auto", needs less.' if size > 1 else ""
+    return (
+        f"A micro-batch of {size} needs {format_bytes(peak)} at its peak, {format_bytes(peak - usable)} more than the "
+        f"budget's usable {format_bytes(usable)}: weights {format_bytes(weights)}, gradients "
+        f"{format_bytes(gradients)}, optimizer states {format_bytes(state_bytes)}, and {format_bytes(rest)} of "
+        f"activations, inputs and temporaries (the optimizer's step alone peaks at {format_bytes(step_peak)})."
+        f"{smaller} What would help: {_remedies(trained, state_bytes, rest)}."
+    )
+
+
+def _remedies(trained: list[torch.nn.Parameter], states: int, activations: int) -> str:
+    """The cheapest remedies with the bytes each would save at most, the largest first."""
+    wide = sum(p.numel() for p in trained if p.dtype == torch.float32)
+    # fp32 weight, gradient and the states' 8 bytes become 2, 2 and 2 + 2 + 2 (compensation and compact states).
+    options = {
+        "PureBF16Precision (weights, gradients and states in bf16)": wide * 8 + max(0, states - wide * 6)
+        if wide
+        else 0,
+        "ActivationCheckpointing (recomputes activations)": activations,
+        "an 8-bit optimizer (bitsandbytes.optim.AdamW8bit)": int(states * 0.7),
+    }
+    ranked = sorted(options.items(), key=lambda item: -item[1])
+    return "; ".join(f"{name}: up to {format_bytes(saved)}" for name, saved in ranked if saved > 0)

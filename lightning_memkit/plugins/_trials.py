@@ -1,0 +1,275 @@
+"""Trial steps that leave no trace: the decomposability probe, and the peak of a micro-batch."""
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+
+from lightning_memkit import decomposability
+from lightning_memkit.memory.measure import peak_meter
+from lightning_memkit.memory.out_of_memory import is_out_of_memory
+from lightning_memkit.micro_batching import (
+    WeighBy,
+    Weigher,
+    batch_size,
+    find_labels,
+    normalized,
+    split_batch,
+    weigher,
+)
+from lightning_memkit.plugins import _seam
+from lightning_memkit.rollback import Rollback
+
+_RANDOM_OR_BATCHED = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
+_PROBED_SAMPLES = 5
+_SCANNED_ITEMS, _SCAN_SECONDS = 256, 2.0
+
+
+class Trials:
+    """Runs trial steps of a module; weights, optimizer, RNG, buffers, metrics and logs end as they began.
+
+    Args:
+        trainer: the trainer, within its training loop.
+        transfer: moves a part to the device.
+    """
+
+    def __init__(self, trainer: Trainer, transfer: Callable[[Any], Any]) -> None:
+        self.changing: frozenset[tuple[str, str]] = frozenset()
+        self._trainer = trainer
+        self._transfer = transfer
+
+    @property
+    def _module(self) -> LightningModule:
+        return self._trainer.lightning_module
+
+    @contextmanager
+    def _no_trace(self) -> Iterator[None]:
+        rollback = Rollback(self._module)
+        gradients = [(parameter, parameter.grad) for parameter in self._module.parameters()]
+        for parameter, _ in gradients:
+            parameter.grad = None
+        try:
+            with (
+                _seam.no_gradient_sync(self._trainer, block=True),
+                _seam.logging_held(self._trainer),
+                torch.enable_grad(),
+            ):
+                yield
+        finally:
+            self.changing |= rollback.changed()
+            rollback.restore()
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+
+    def gradient_of(self, step: _seam.Step, batch: Any) -> Tensor:
+        """A sample of the gradient that a batch's own loss has."""
+        with self._no_trace():
+            loss, _ = step.forward(self._transfer(batch))
+            if loss is None:
+                return decomposability.sampled_gradient([])
+            step.quiet_backward(loss)
+            return decomposability.sampled_gradient(self._module.parameters())
+
+    def probe(
+        self,
+        step: _seam.Step,
+        weigh_by: WeighBy | Weigher,
+        split: Callable[[Any, Sequence[int]], Sequence[Any]] | None,
+    ) -> tuple[WeighBy | Weigher, decomposability.Verdict | None]:
+        """Compare a small batch's gradient whole and in uneven parts, for each way of weighing.
+
+        Returns:
+            The way that fits best, and its verdict; no verdict where the batch is too small to be split.
+        """
+        total = batch_size(step.batch)
+        if total < 2:
+            return weigh_by, None
+        rows = min(_PROBED_SAMPLES, total)
+        small = step.batch
+        if rows < total:
+            small = split_batch(step.batch, [rows, total - rows], split=split)[0]
+        sizes = [rows // 2, rows - rows // 2]
+        parts = split_batch(small, sizes, split=split)
+        candidates = _candidates(weigh_by, step.batch)
+        allowed = decomposability.tolerance(self._module.parameters())
+        best: tuple[WeighBy | Weigher, decomposability.Verdict] | None = None
+        for everything_in_eval in (False, True):
+            with _deterministic(self._module, everything_in_eval):
+                whole = self.gradient_of(step, small)
+                gradients = [self.gradient_of(step, part) for part in parts]
+            for candidate in candidates:
+                counts = [float(weigher(candidate, small)(part)) for part in parts]
+                weights = normalized(counts, summed=candidate == "sum")
+                verdict = decomposability.judge(whole, gradients, weights, allowed)
+                # A clear lead only: ways that differ by rounding keep their order.
+                if best is None or verdict.relative_error < 0.3 * best[1].relative_error:
+                    best = (candidate, verdict)
+            if best is not None and best[1].adds_up:
+                break
+        return best if best is not None else (weigh_by, None)
+
+    @contextmanager
+    def optimizer_state(self, step: _seam.Step) -> Iterator[tuple[list[Tensor], int]]:
+        """Within it the optimizer's state exists as after step 1, from a step without gradient; then it is gone.
+
+        Weights and the state of compensation are put back bitwise. Where state exists already (a resumed run)
+        nothing is done. Yields the state's tensors and the peak of the step.
+        """
+        optimizer = step.optimizer
+        if any(optimizer.state.values()):
+            yield list(tensors_of(dict(optimizer.state))), 0
+            return
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        weights = [(p, p.detach().to("cpu", copy=True), p.grad) for p in parameters]
+        groups = [
+            {key: _kept(value) for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ]
+        precision: Any = self._trainer.precision_plugin
+        compensation = precision.snapshot(optimizer) if hasattr(precision, "snapshot") else None
+        try:
+            peak = self._step_without_gradient(step, parameters)
+            yield list(tensors_of(dict(optimizer.state))), peak
+        finally:
+            optimizer.state.clear()
+            for group, kept in zip(optimizer.param_groups, groups, strict=True):
+                group.update(kept)
+            with torch.no_grad():
+                for p, weight, gradient in weights:
+                    p.copy_(weight)
+                    p.grad = gradient
+            if compensation is not None:
+                precision.restore(optimizer, compensation)
+
+    def _step_without_gradient(self, step: _seam.Step, parameters: list[nn.Parameter]) -> int:
+        self._allocate_gradients(parameters)
+        held = [*self._module.parameters(), *self._module.buffers(), *tensors_of(step.batch)]
+        held += [p.grad for p in parameters if p.grad is not None]
+        meter = peak_meter(self._trainer.strategy.root_device, held)
+        try:
+            with meter:
+                step.optimizer.step()
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            warnings.warn(
+                f"MemoryBudget could not try a step of {type(step.optimizer).__name__} ({error}); its state is "
+                "not in the verified peak.",
+                stacklevel=2,
+            )
+        return meter.peak_bytes
+
+    def _allocate_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        for p in parameters:
+            if p.requires_grad:
+                p.grad = torch.zeros_like(p, dtype=getattr(p, "grad_dtype", None) or p.dtype)
+
+    def peak_of(
+        self, step: _seam.Step, batch: Any, resident: list[Tensor], budget_bytes: int | None
+    ) -> int | None:
+        """The peak of forward and backward of one part, weights, gradients and `resident` included; None: OOM."""
+        failed = False
+        with self._no_trace():
+            self._allocate_gradients(self._module.parameters())  # in a step's later parts all are alive
+            held = [*self._module.parameters(), *self._module.buffers(), *resident]
+            held += [p.grad for p in self._module.parameters() if p.grad is not None]
+            meter = peak_meter(self._trainer.strategy.root_device, held, budget_bytes)
+            try:
+                with meter:
+                    loss, _ = step.forward(self._transfer(batch))
+                    if loss is not None:
+                        step.quiet_backward(loss)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                failed = True
+        return None if failed else meter.peak_bytes
+
+
+def worst_batch(trainer: Trainer, batch: Any, rows: int) -> Any:
+    """A batch of `rows` samples as large as training may meet.
+
+    A datamodule or LightningModule with a `worst_batch(rows)` answers itself (`PackedDataModule` does). For a
+    map-style data set the largest of up to 256 evenly spaced items are collated. Else the batch at hand stands in.
+    """
+    owners: tuple[Any, ...] = (getattr(trainer, "datamodule", None), trainer.lightning_module)
+    for owner in owners:
+        if callable(getattr(owner, "worst_batch", None)):
+            return owner.worst_batch(rows)
+    if isinstance(batch, Tensor) or not hasattr(batch, "split"):
+        largest = _largest_collated(trainer, rows)
+        if largest is not None and _elements(largest) >= _elements(batch) * rows / max(1, batch_size(batch)):
+            return largest
+    total = batch_size(batch)
+    return batch if rows >= total else split_batch(batch, [rows, total - rows])[0]
+
+
+def _largest_collated(trainer: Trainer, rows: int) -> Any:
+    loader: Any = trainer.train_dataloader
+    if not isinstance(loader, torch.utils.data.DataLoader) or loader.batch_sampler is None:
+        return None
+    dataset: Any = loader.dataset
+    if isinstance(dataset, torch.utils.data.IterableDataset) or not hasattr(dataset, "__len__"):
+        return None
+    started, items = perf_counter(), []
+    for index in range(0, len(dataset), max(1, len(dataset) // _SCANNED_ITEMS)):
+        items.append(dataset[index])
+        if perf_counter() - started > _SCAN_SECONDS:
+            break
+    items.sort(key=_elements, reverse=True)
+    chosen = [items[index % len(items)] for index in range(rows)]
+    batch = trainer.precision_plugin.convert_input(loader.collate_fn(chosen))
+    return trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+
+
+def _elements(item: Any) -> int:
+    return sum(tensor.numel() for tensor in tensors_of(item))
+
+
+def tensors_of(item: Any) -> Iterator[Tensor]:
+    """Every tensor in nested dicts, lists, tuples and dataclasses."""
+    if isinstance(item, Tensor):
+        yield item
+    elif isinstance(item, dict):
+        for value in item.values():
+            yield from tensors_of(value)
+    elif isinstance(item, (list, tuple)):
+        for value in item:
+            yield from tensors_of(value)
+    elif hasattr(item, "__dataclass_fields__"):
+        yield from tensors_of(list(vars(item).values()))
+
+
+def _kept(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _candidates(weigh_by: WeighBy | Weigher, batch: Any) -> list[WeighBy | Weigher]:
+    """The ways of weighing to compare: the user's alone, or all that a batch may mean, the likeliest first."""
+    if weigh_by != "auto" or hasattr(batch, "weight"):
+        return [weigh_by]
+    labels = find_labels(batch)
+    if labels is None:
+        return ["samples"]
+    return ["labels", "samples"] if labels.ndim < 2 else ["labels", "causal_labels", "samples"]
+
+
+@contextmanager
+def _deterministic(module: nn.Module, everything: bool) -> Iterator[None]:
+    """Dropout and batch normalization (or the whole module) in eval mode, so that parts can be compared at all."""
+    switched = [
+        child for child in module.modules()
+        if child.training and (everything or isinstance(child, _RANDOM_OR_BATCHED))
+    ]  # fmt: skip
+    for child in switched:
+        child.training = False
+    try:
+        yield
+    finally:
+        for child in switched:
+            child.training = True

@@ -1,0 +1,259 @@
+"""Keep the effective batch and its exact result within a memory budget."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, get_args
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+
+from lightning_memkit.decomposability import Verdict
+from lightning_memkit.memory.measure import budget_bytes, check_budget
+from lightning_memkit.memory.meter import ByteMeter
+from lightning_memkit.memory.sizing import Sizing
+from lightning_memkit.memory.units import format_bytes
+from lightning_memkit.micro_batching import WeighBy, Weigher, batch_size, weigher
+from lightning_memkit.plugins import _seam
+from lightning_memkit.plugins._parts import Partition, PartsRunner, Splitter
+from lightning_memkit.plugins._sizing import AccumulationWindow, BudgetError, choose_size
+from lightning_memkit.plugins._trials import Trials, tensors_of
+
+
+class MemoryBudget(Callback):
+    """Trains the loader's batch in parts that fit the budget, with the unsplit batch's result up to rounding.
+
+    The DataLoader yields the effective batch (per rank). Each is split inside the optimizer step, so shuffling,
+    `global_step`, schedulers and logging don't change with the parts. Before step 1 a probe checks that the loss
+    may be split, the peak of the worst batch is measured, and both leave no trace. After an OOM the state before
+    the step is restored and the same batch runs in smaller parts (one device).
+
+    Price: one forward and backward more a part's size tried (at most 8), and the smaller kernels of smaller parts.
+    What is not exact: batch statistics (BatchNorm is warned about), random draws (dropout draws part by part), and
+    in bf16 the rounding of each part.
+
+    Args:
+        budget: the most bytes the device may use: `"22GiB"`, a fraction of its memory in (0, 1], a count of bytes,
+            or `"auto"` (what is free when training starts). On CPU the bytes of tensors are counted.
+        micro_batch_size: the most samples in a part, or `"auto"`: the largest that was measured to fit.
+        effective_batch_size: samples an optimizer step covers, if more than a loader batch: loader batches are
+            accumulated and weighed exactly. Must be a multiple of the loader's batch size.
+        weigh_by: what the loss is a mean over: `"samples"`, `"labels"`, `"causal_labels"` (see `micro_batches`),
+            `"sum"`, a callable from a part to a count, or `"auto"`: what the probe finds right.
+        split: from (batch, sizes) to parts, for batches that the generic splitter can't read.
+        headroom: the fraction of the budget that the verified peak leaves free.
+        recover: retry a step that runs out of memory with smaller parts.
+        enforce: `"verified"`: count bytes before step 1 only. `"always"`: on CPU count them in every step too,
+            and treat a byte over the budget as an OOM; costs tens of microseconds an operator. CUDA's allocator
+            enforces by itself.
+
+    Raises:
+        ValueError: an argument is outside its range.
+        BudgetError: in the first step: the budget can't hold a micro-batch of 1, or the loss can't be split.
+    """
+
+    def __init__(
+        self,
+        budget: str | float | int = "auto",
+        micro_batch_size: int | Literal["auto"] = "auto",
+        effective_batch_size: int | None = None,
+        weigh_by: WeighBy | Weigher = "auto",
+        split: Splitter | None = None,
+        headroom: float = 0.05,
+        recover: bool = True,
+        enforce: Literal["verified", "always"] = "verified",
+    ) -> None:
+        check_budget(budget)
+        _check_options(micro_batch_size, effective_batch_size, weigh_by, headroom, enforce)
+        self.budget = budget
+        self.micro_batch_size = micro_batch_size
+        self.effective_batch_size = effective_batch_size
+        self.weigh_by: WeighBy | Weigher = weigh_by
+        self.split = split
+        self.headroom = headroom
+        self.recover = recover
+        self.enforce = enforce
+        self.budget_bytes = 0
+        self.sizing: Sizing | None = None
+        self.peak_bytes = 0
+        self.retries = 0
+        self._resumed: dict[str, Any] = {}
+        self._prepared = False
+        self._window = AccumulationWindow(effective_batch_size)
+        self._runner: PartsRunner | None = None
+        self._trials: Trials | None = None
+        self._undo: list[_seam.Undo] = []
+
+    def __repr__(self) -> str:
+        return (
+            f"MemoryBudget(budget={self.budget!r}, micro_batch_size={self.micro_batch_size!r}, "
+            f"effective_batch_size={self.effective_batch_size!r}, weigh_by={self.weigh_by!r}, "
+            f"split={self.split!r}, headroom={self.headroom!r}, recover={self.recover!r}, "
+            f"enforce={self.enforce!r})"
+        )
+
+    # Lightning's hooks
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse what can't work, and take the seams of the training loop."""
+        if stage != "fit":
+            return
+        self.budget_bytes = budget_bytes(self.budget, trainer.strategy.root_device)
+        if not pl_module.automatic_optimization:
+            warnings.warn(
+                f"{type(pl_module).__name__} optimizes manually: MemoryBudget stands aside. Split in training_step "
+                "with lightning_memkit.micro_batches(batch, size), which yields (part, weight).",
+                stacklevel=2,
+            )
+            return
+        if trainer.accumulate_grad_batches > 1 and self.effective_batch_size is None:
+            warnings.warn(
+                f"accumulate_grad_batches={trainer.accumulate_grad_batches} weighs its batches equally, whatever "
+                "labels they hold; MemoryBudget(effective_batch_size=...) accumulates them exactly.",
+                stacklevel=2,
+            )
+        names = [name for name, child in pl_module.named_modules() if _has_batch_statistics(child)]
+        if names:
+            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            warnings.warn(
+                f"{shown} normalize with statistics of the batch: in parts they see each part's, as under any "
+                "gradient accumulation, and update their running averages once a part.",
+                stacklevel=2,
+            )
+        transfer, undo_transfer = _seam.keep_batches_on_host(trainer)
+        self._trials = Trials(trainer, transfer)
+        self._runner = PartsRunner(
+            trainer,
+            transfer,
+            Partition(micro_batch_size=2**62, weigh=batch_size, split=self.split),
+            recover=self.recover,
+            exact_window=self.effective_batch_size is not None,
+        )
+        self._runner.on_shrink = lambda size: self._count_retry(trainer, size)
+        self._undo = [_seam.install(trainer, self), undo_transfer, self._window.close]
+        self._prepared = False
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Give the seams back."""
+        while self._undo:
+            self._undo.pop()()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sizes in use: a resumed run repeats them."""
+        if self._runner is None or not self._prepared:
+            return dict(self._resumed)
+        return {
+            "micro_batch_size": self._runner.partition.micro_batch_size,
+            "retries": self.retries,
+            "loader_batches": self._window.loader_batches,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the sizes of the run that is resumed, instead of measuring anew."""
+        self._resumed = dict(state_dict)
+        self.retries = int(state_dict.get("retries", 0))
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """A resumed run accumulates from its first batch as before."""
+        self._window.reopen(trainer, self._resumed.get("loader_batches", 1))
+
+    # The seam's driver
+
+    def prepare(self, step: _seam.Step) -> None:
+        """Before the first step: probe, measure, choose; later nothing."""
+        if self._prepared or self._runner is None or self._trials is None:
+            return
+        total = batch_size(step.batch)
+        self._window.open(step.trainer, total)
+        weigh_by, verdict = self._trials.probe(step, self.weigh_by, self.split)
+        self.sizing = choose_size(
+            step,
+            self._trials,
+            budget_bytes=self.budget_bytes,
+            headroom=self.headroom,
+            given=self._resumed.get("micro_batch_size", self.micro_batch_size),
+        )
+        if verdict is not None and not verdict.adds_up:
+            self._on_mismatch(verdict, splits=self.sizing.micro_batch_size < total)
+        partition = self._runner.partition
+        partition.micro_batch_size = self.sizing.micro_batch_size
+        partition.weigh = weigher(weigh_by, step.batch)
+        partition.summed = weigh_by == "sum"
+        self._runner.changing = self._trials.changing
+        self.peak_bytes = self.sizing.peak_bytes
+        self._prepared = True
+        rank_zero_info(
+            f"MemoryBudget: {self.sizing}; budget {format_bytes(self.budget_bytes)}, effective batch "
+            f"{self.effective_batch_size or total}, weighed by "
+            f"{weigh_by if isinstance(weigh_by, str) else 'a callable'}."
+        )
+
+    @contextmanager
+    def around(self, step: _seam.Step) -> Iterator[None]:
+        """Count every byte of the step where the budget is enforced always."""
+        if self.enforce != "always" or step.trainer.strategy.root_device.type == "cuda":
+            yield
+            return
+        module = step.trainer.lightning_module
+        meter = ByteMeter(budget_bytes=self.budget_bytes)
+        meter.track([*module.parameters(), *module.buffers()])
+        meter.track(tensors_of([dict(step.optimizer.state), step.batch]))
+        meter.track(p.grad for p in module.parameters() if p.grad is not None)
+        with meter:
+            yield
+        self.peak_bytes = max(self.peak_bytes, meter.peak_bytes)
+
+    def run(self, step: _seam.Step) -> tuple[Tensor | None, dict[str, Any]]:
+        """Run the step's batch in parts."""
+        if self._runner is None:
+            raise RuntimeError("MemoryBudget runs a step before its setup.")
+        return self._runner.run(step)
+
+    def _on_mismatch(self, verdict: Verdict, *, splits: bool) -> None:
+        """Refuse to split by guess; warn where the user decided, or where nothing is split yet."""
+        text = (
+            f"The weighted gradients of a batch's parts miss the whole batch's by {verdict.relative_error:.1%}: "
+            f"{verdict.cause}. To mend it, {verdict.remedy}."
+        )
+        if splits and self.weigh_by == "auto" and self.split is None:
+            raise BudgetError(text)
+        if not splits and self._runner is not None:
+            self._runner.unsplittable = text
+        elif splits:
+            warnings.warn(f"weigh_by={self.weigh_by!r}, split={self.split!r}: {text}", stacklevel=2)
+
+    def _count_retry(self, trainer: Trainer, size: int) -> None:
+        """One retry more; the logger hears of it, and the gradients' dtype of the parts."""
+        self.retries += 1
+        for logger in trainer.loggers:
+            logger.log_metrics({"memory_budget/retries": float(self.retries)}, step=trainer.global_step)
+
+
+def _check_options(
+    micro_batch_size: int | str,
+    effective_batch_size: int | None,
+    weigh_by: object,
+    headroom: float,
+    enforce: str,
+) -> None:
+    if micro_batch_size != "auto" and (not isinstance(micro_batch_size, int) or micro_batch_size < 1):
+        raise ValueError(
+            f'micro_batch_size={micro_batch_size!r} must be "auto" or a number of samples, 1 or more.'
+        )
+    if effective_batch_size is not None and effective_batch_size < 1:
+        raise ValueError(
+            f"effective_batch_size={effective_batch_size} must be 1 or more; leave it out for the loader's batch."
+        )
+    if not callable(weigh_by) and weigh_by not in get_args(WeighBy):
+        raise ValueError(
+            f"weigh_by={weigh_by!r} must be one of {', '.join(get_args(WeighBy))}, or a callable."
+        )
+    if not 0 <= headroom < 1:
+        raise ValueError(f"headroom={headroom} is outside [0, 1); for 5 % write 0.05.")
+    if enforce not in ("verified", "always"):
+        raise ValueError(f'enforce={enforce!r} must be "verified" or "always".')
+
+
+def _has_batch_statistics(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
