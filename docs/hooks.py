@@ -1,4 +1,4 @@
-"""What mkdocs does to the pages: the home page is the README, and the benchmark tables come from results/*.json."""
+"""What mkdocs does to the pages: home is the README, benchmark tables come from results/*.json."""
 
 import json
 from pathlib import Path
@@ -44,7 +44,11 @@ def _section(content: dict) -> str:
 
 def _table(rows: list[dict]) -> str:
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    lines = [columns, ["---"] * len(columns), *([_cell(row.get(name, "")) for name in columns] for row in rows)]
+    lines = [
+        columns,
+        ["---"] * len(columns),
+        *([_cell(row.get(name, "")) for name in columns] for row in rows),
+    ]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 

@@ -1,0 +1,176 @@
+"""README and docs: every python fence runs, every config parses, and the tables match the results."""
+
+import importlib.util
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+import lightning_memkit
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGE_SECONDS = 240
+FENCE = re.compile(
+    r"^(?P<indent> *)```(?P<language>\w+)[^\n]*\n(?P<code>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL
+)
+
+
+@dataclass(frozen=True)
+class Fence:
+    """A block of code in a page; `line` is that of its first line of code, from 1."""
+
+    page: Path
+    line: int
+    code: str
+
+    @property
+    def place(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def fences(page: Path, language: str) -> list[Fence]:
+    """Return the page's fences in one language, without their indentation."""
+    text = page.read_text(encoding="utf-8")
+    found = []
+    for match in FENCE.finditer(text):
+        if match["language"] == language:
+            code = re.sub(rf"^{match['indent']}", "", match["code"], flags=re.MULTILINE)
+            found.append(Fence(page, text.count("\n", 0, match.start("code")) + 1, code))
+    return found
+
+
+def as_script(page: Path) -> str:
+    """Return the page's python fences as one script in which each line has the number it has in the page."""
+    lines: list[str] = []
+    for fence in fences(page, "python"):
+        lines += [""] * (fence.line - 1 - len(lines)) + fence.code.splitlines()
+    return "\n".join(lines) + "\n"
+
+
+PYTHON_PAGES = [page for page in PAGES if fences(page, "python")]
+CONFIGS = [
+    fence
+    for page in PAGES
+    for fence in fences(page, "yaml")
+    if re.search(r"^(trainer|model|data|optimizer):", fence.code, re.MULTILINE)
+]
+
+
+@pytest.mark.parametrize("page", PYTHON_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_python_in_page_runs(page: Path, tmp_path: Path) -> None:
+    script = tmp_path / f"{page.stem}.py"
+    script.write_text(as_script(page), encoding="utf-8")
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PAGE_SECONDS,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+@pytest.mark.parametrize("fence", CONFIGS, ids=lambda fence: fence.place)
+def test_config_in_page_parses(fence: Fence, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse_config(fence.code, tmp_path) == 0, capsys.readouterr().err
+
+
+def test_config_check_refuses_an_unknown_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse_config("trainer:\n  max_step: 3\n", tmp_path) != 0
+    assert "max_step" in capsys.readouterr().err
+
+
+def parse_config(text: str, folder: Path) -> int:
+    """Return the exit code of `memkit fit --print_config`, with a model where the config names none."""
+    from lightning_memkit.cli import main
+
+    given = yaml.safe_load(text)
+    given.setdefault("model", {"class_path": "lightning.pytorch.demos.boring_classes.BoringModel"})
+    config = folder / "config.yaml"
+    config.write_text(yaml.safe_dump(given), encoding="utf-8")
+    with pytest.raises(SystemExit) as ended:
+        main(["fit", "--config", str(config), "--print_config"])
+    return int(ended.value.code or 0)
+
+
+def test_a_failing_fence_fails_with_the_line_of_the_page(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# Title\n\n```python\nx = 1\n```\n\n!!! note\n\n    ```python\n    assert x == 2\n    ```\n"
+    )
+    script = tmp_path / "page.py"
+    script.write_text(as_script(page))
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    assert "line 10" in done.stderr
+    assert "AssertionError" in done.stderr
+
+
+def test_docs_hold_code_that_is_run() -> None:
+    assert ROOT / "README.md" in PYTHON_PAGES
+    assert CONFIGS
+
+
+def load_hooks():
+    """Load docs/hooks.py as mkdocs does."""
+    spec = importlib.util.spec_from_file_location("docs_hooks", ROOT / "docs" / "hooks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_benchmark_tables_show_figures_command_commit_and_voidness(tmp_path: Path) -> None:
+    content = {
+        "name": "packing",
+        "quick": False,
+        "void": True,
+        "figures": {"speedup_vs_trl": 130.25},
+        "rows": [{"what": "a|b", "ratio": 0.5}, {"what": "c"}],
+        "notes": ["Odd."],
+        "command": "python -m benchmarks packing",
+        "threads": 1,
+        "seconds": 12.0,
+        "date": "2026-01-02",
+        "commit": "0123456789abcdef-dirty",
+        "hardware": {"slug": "cpu", "cpu": "Some CPU", "cores": 2, "gpu": None},
+        "versions": {"torch": "2.13.0", "lightning": "2.6.6"},
+    }
+    (tmp_path / "packing-cpu.json").write_text(json.dumps(content))
+    (tmp_path / "packing-quick-cpu.json").write_text(json.dumps({**content, "quick": True, "name": "small"}))
+    tables = load_hooks().benchmark_tables(tmp_path)
+    assert "| `speedup_vs_trl` | 130.25 |" in tables
+    assert "| a\\|b | 0.5 |" in tables
+    assert "| c |  |" in tables
+    assert "Void" in tables
+    assert "0123456789-dirty" in tables
+    assert "python -m benchmarks packing" in tables
+    assert "small" not in tables
+
+
+def test_navigation_names_every_page() -> None:
+    navigation = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    listed = re.findall(r"[\w/-]+\.md", json.dumps(navigation))
+    assert sorted(listed) == sorted(str(page.relative_to(ROOT / "docs")) for page in PAGES[1:])
+
+
+def test_pages_name_options_that_exist() -> None:
+    """`Name(option=...)` in running text: the option is one of that class or function."""
+    wrong = []
+    for page in PAGES:
+        for name, options in re.findall(r"`(\w+)\(([^`]*)\)`", page.read_text(encoding="utf-8")):
+            if name in lightning_memkit.__all__:
+                known = inspect.signature(getattr(lightning_memkit, name)).parameters
+                given = re.findall(r"(?:^|[(,] *)(\w+)=", options)
+                wrong += [f"{page.name}: {name}({option}=)" for option in given if option not in known]
+    assert not wrong
