@@ -7,6 +7,7 @@ import subprocess
 import sys
 import zipfile
 from graphlib import TopologicalSorter
+from itertools import combinations
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -38,6 +39,8 @@ KINDS = {
     for kind in (pl.Callback, Precision, Strategy, pl.LightningDataModule)
     if inspect.isclass(thing) and issubclass(thing, kind)
 }
+TRAINED = sorted(name for name, kind in KINDS.items() if kind is not pl.LightningDataModule)
+COMBINATIONS = [(name,) for name in TRAINED] + list(combinations(TRAINED, 2)) + [tuple(TRAINED)]
 # What a plugin can't do without; everything else is at its default.
 NEEDED = {"MemoryBudget": {"budget": "1GiB"}}
 
@@ -172,7 +175,8 @@ def build(name: str):
 @pytest.mark.parametrize("name", KINDS)
 def test_repr_rebuilds_the_plugin(name: str) -> None:
     plugin = build(name)
-    again = eval(repr(plugin), dict(PUBLIC))
+    # Options of their own live beside the plugin.
+    again = eval(repr(plugin), vars(sys.modules[PUBLIC[name].__module__]) | PUBLIC)
     assert type(again) is PUBLIC[name]
     assert repr(again) == repr(plugin)
 
@@ -183,7 +187,7 @@ def test_plugin_builds_from_yaml_and_refuses_unknown_keys(name: str) -> None:
     parser.add_argument("--plugin", type=KINDS[name])
     init_args = NEEDED.get(name, {})
     config = {"class_path": f"lightning_memkit.{name}", "init_args": init_args}
-    plugin = parser.instantiate_classes(parser.parse_object({"plugin": config}))["plugin"]
+    plugin = parser.instantiate(parser.parse_object({"plugin": config}))["plugin"]
     assert type(plugin) is PUBLIC[name]
     config["init_args"] = {**init_args, "no_such_option": 1}
     with pytest.raises(Exception, match="no_such_option"):
@@ -208,11 +212,9 @@ class Blocks(pl.LightningModule):
         return torch.utils.data.DataLoader(rows, batch_size=8)  # pyright: ignore[reportArgumentType]
 
 
-def fit(
-    name: str, folder: Path, epochs: int, resume: Path | None = None
-) -> tuple[Path, dict[str, torch.Tensor]]:
-    """Train `Blocks` with one plugin; return the last checkpoint and the weights."""
-    plugin = build(name)
+def fit(names: tuple[str, ...], folder: Path, epochs: int, resume: Path | None = None):
+    """Train `Blocks` with these plugins; return the last checkpoint and the weights."""
+    plugins = [build(name) for name in names]
     torch.manual_seed(0)
     trainer = pl.Trainer(
         max_epochs=epochs,
@@ -222,27 +224,38 @@ def fit(
         enable_model_summary=False,
         enable_checkpointing=False,
         default_root_dir=folder,
-        callbacks=plugin if isinstance(plugin, pl.Callback) else None,
-        plugins=plugin if isinstance(plugin, Precision) else None,
-        strategy=plugin if isinstance(plugin, Strategy) else "auto",
+        callbacks=[plugin for plugin in plugins if isinstance(plugin, pl.Callback)],
+        plugins=[plugin for plugin in plugins if isinstance(plugin, Precision)],
+        strategy=next((plugin for plugin in plugins if isinstance(plugin, Strategy)), "auto"),
     )
     model = Blocks()
-    trainer.fit(model, ckpt_path=str(resume) if resume else None, weights_only=None)
+    trainer.fit(model, ckpt_path=resume)
     path = folder / f"{epochs}.ckpt"
     trainer.save_checkpoint(path)
     return path, {key: value.clone() for key, value in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind is not pl.LightningDataModule])
-def test_plugin_trains_and_resumes_bitwise(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("names", COMBINATIONS, ids="+".join)
+def test_plugins_train_and_resume_bitwise(names: tuple[str, ...], tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    _, straight = fit(name, tmp_path / "straight", 2)
-    half, begun = fit(name, tmp_path / "half", 1)
-    _, resumed = fit(name, tmp_path / "half", 2, resume=half)
+    _, straight = fit(names, tmp_path / "straight", 2)
+    half, begun = fit(names, tmp_path / "half", 1)
+    _, resumed = fit(names, tmp_path / "half", 2, resume=half)
     assert any(not torch.equal(begun[key], straight[key]) for key in straight)
     assert all(torch.equal(resumed[key], straight[key]) for key in straight)
+
+
+def test_the_page_on_combining_shows_the_pairs_that_are_tested() -> None:
+    page = (ROOT / "docs" / "combining.md").read_text()
+    header, _, *rows = re.findall(r"^\|(.+)\|$", page, re.MULTILINE)
+    across = re.findall(r"\w+", header)
+    shown = set()
+    for row in rows:
+        down, *cells = (cell.strip(" `") for cell in row.split("|"))
+        shown |= {
+            frozenset((down, other)) for other, cell in zip(across, cells, strict=True) if cell == "tested"
+        }
+    assert shown == {frozenset(pair) for pair in COMBINATIONS if len(pair) == 2}
 
 
 def test_version_is_the_same_everywhere() -> None:
