@@ -2,6 +2,7 @@
 
 import os
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -25,6 +26,12 @@ def seed() -> int:
     np.random.seed(0)
     torch.manual_seed(0)
     return 0
+
+
+@pytest.fixture(autouse=True)
+def command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide pytest's own arguments: LightningCLI warns where it is given others."""
+    monkeypatch.setattr(sys, "argv", ["memkit"])
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,0 +1,136 @@
+"""Every example trains from its own YAML at a tiny size, resumes, and knows nothing of memkit."""
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lightning_memkit.cli import main
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = sorted(
+    path for path in (ROOT / "examples").iterdir() if path.is_dir() and not path.name.startswith("_")
+)
+SCRIPTS = sorted((ROOT / "examples").rglob("*.py"))
+PRETRAIN = ROOT / "examples" / "pretrain_causal_lm"
+TINY = [
+    "--model.width=32",
+    "--model.layers=2",
+    "--model.heads=2",
+    "--data.context=64",
+    "--data.batch_size=8",
+    "--trainer.limit_val_batches=1",
+    "--trainer.num_sanity_val_steps=0",
+    "--trainer.log_every_n_steps=1",
+]
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_example_is_ordinary_code_without_memkit(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    imported = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    imported |= {
+        alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names
+    }
+    assert not {name for name in imported if name.startswith("lightning_memkit")}
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_example_is_a_script_beside_its_configs(folder: Path) -> None:
+    assert list(folder.glob("*.py"))
+    assert list(folder.glob("*.yaml"))
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """A hundred short functions of the standard library's kind: the whole corpus would take seconds to read."""
+    path = tmp_path / "corpus.jsonl"
+    body = "    return sorted(value for value in values if value != {})\n"
+    texts = [f"def pick_{i}(values):\n" + body.format(i) * (1 + i % 4) for i in range(100)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def train(folder: Path, corpus: Path, *arguments: str) -> dict:
+    """Run the demo's two configs at a tiny size; return the checkpoint."""
+    checkpoint = folder / "last.ckpt"
+    main(
+        [
+            "fit",
+            *(f"--config={PRETRAIN / name}" for name in ("budget.yaml", "demo.yaml")),
+            *TINY,
+            f"--data.source={corpus}",
+            f"--trainer.default_root_dir={folder}",
+            "--trainer.accelerator=cpu",
+            "--trainer.logger=lightning.pytorch.loggers.CSVLogger",
+            f"--trainer.logger.save_dir={folder}",
+            "--trainer.callbacks+=lightning.pytorch.callbacks.ModelCheckpoint",
+            f"--trainer.callbacks.dirpath={folder}",
+            "--trainer.callbacks.filename=last",
+            "--trainer.callbacks.every_n_train_steps=1",
+            *arguments,
+        ]
+    )
+    return torch.load(checkpoint, weights_only=True)
+
+
+@pytest.fixture
+def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand where the README's commands are given."""
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.mark.usefixtures("at_root")
+def test_demo_trains_within_its_budget_and_reports(tmp_path: Path, corpus: Path, capsys) -> None:
+    checkpoint = train(tmp_path, corpus, "--trainer.max_steps=12", "--model.warmup_steps=2")
+    printed = capsys.readouterr().out
+    assert checkpoint["global_step"] == 12
+    weights = [value for key, value in checkpoint["state_dict"].items() if key.endswith("weight")]
+    assert {value.dtype for value in weights} == {torch.bfloat16}
+    losses = [float(found) for found in re.findall(r"loss[ =:]+([\d.]+)", printed)]
+    assert losses[-1] < losses[0] - 0.3, printed
+    for category in ("weights", "gradients", "optimizer states"):
+        assert category in printed
+
+
+@pytest.mark.usefixtures("at_root")
+def test_demo_interrupted_and_resumed_ends_with_the_same_weights(tmp_path: Path, corpus: Path) -> None:
+    steps = [
+        "--model.warmup_steps=2",
+        "--trainer.check_val_every_n_epoch=null",
+        "--trainer.val_check_interval=100",
+    ]
+    # The schedule depends on max_steps, so the interruption must not change it.
+    stop = "--trainer.callbacks+=tests.test_examples.StopAfter"
+    straight = train(tmp_path / "straight", corpus, *steps, "--trainer.max_steps=6")
+    half = tmp_path / "half"
+    train(half, corpus, *steps, "--trainer.max_steps=6", stop, "--trainer.callbacks.steps=3")
+    resumed = train(half, corpus, *steps, "--trainer.max_steps=6", f"--ckpt_path={half / 'last.ckpt'}")
+    assert resumed["global_step"] == straight["global_step"] == 6
+    for key, value in straight["state_dict"].items():
+        assert torch.equal(resumed["state_dict"][key], value), key
+
+
+class StopAfter(pl.Callback):
+    """Ends a run early, as an interruption would.
+
+    Args:
+        steps: Optimizer steps to let pass.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
+        trainer.should_stop = trainer.global_step >= self.steps
+
+
+def test_readme_and_make_name_the_configs_that_exist() -> None:
+    for text in (ROOT / "README.md", ROOT / "Makefile"):
+        named = re.findall(r"examples/[\w/]+\.yaml", text.read_text(encoding="utf-8"))
+        assert named
+        assert all((ROOT / name).is_file() for name in named), named
