@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
@@ -34,8 +35,8 @@ def build_on(device: torch.device | str | int | None, dtype: torch.dtype = torch
     """Modules constructed inside live on a device at a dtype at once; at most one float32 tensor is staged.
 
     Parameters have bitwise the values that plain float32 initialisation followed by a cast gives for the same
-    seed and device. Buffers and computed tables keep the dtype that their constructor gives them:
-    `casting.cast_module` decides about those afterwards.
+    seed and device. BatchNorm's affine vectors, buffers and computed tables keep the dtype that their
+    constructor gives them: `casting.cast_module` decides about those afterwards.
 
     Why not simply a bfloat16 default dtype? It rounds every computed table (`torch.arange(0.0, 300.0)` ends
     296, 298, 300), makes running statistics and metric states bfloat16, and runs initialisers in bfloat16:
@@ -113,7 +114,7 @@ class _Staging(TorchFunctionMode):
             return
         with torch._C.DisableTorchFunction():
             self._write_back()
-            if _castable(parameter):
+            if _castable(parameter) and not isinstance(module, _NormBase):
                 self._cast_or_wait(parameter)
 
     def deepcopy(self, copy: Callable[[Any, dict], Any], parameter: nn.Parameter, memo: dict) -> nn.Parameter:
@@ -211,7 +212,7 @@ def _castable(parameter: Any) -> bool:
     return (
         type(parameter) is not nn.UninitializedParameter
         and isinstance(parameter, nn.Parameter)
-        and parameter.dtype in _HIGH_PRECISION
+        and parameter.dtype == torch.float32
     )
 
 
