@@ -110,7 +110,7 @@ class PackedLoader:
             )
         self._epoch = 0
         self._batches_done = 0
-        self._resumed = False
+        self._has_begun = False  # a batch of this epoch was drawn since it began or was resumed
         self._iteration = 0
         # Lightning announces epochs to `loader.batch_sampler.sampler`.
         self.batch_sampler = SimpleNamespace(sampler=self)
@@ -126,7 +126,7 @@ class PackedLoader:
     def set_epoch(self, epoch: int) -> None:
         """Begins this epoch at its first batch, unless it is the present one."""
         if epoch != self._epoch:
-            self._epoch, self._batches_done = epoch, 0
+            self._epoch, self._batches_done, self._has_begun = epoch, 0, False
 
     def state_dict(self) -> dict[str, int]:
         """Where the loader stands: the same on every rank."""
@@ -147,13 +147,11 @@ class PackedLoader:
                 f"The loader's state is of other data ({'; '.join(differing)}), so its position means "
                 "nothing here; resume with the same data options and ranks, or load the weights alone."
             )
-        self._epoch, self._batches_done = state["epoch"], state["batches_done"]
-        self._resumed = True
+        self._epoch, self._batches_done, self._has_begun = state["epoch"], state["batches_done"], False
 
     def __iter__(self) -> Iterator[PackedBatch]:
-        if self._resumed:
-            self._resumed = False
-        elif self._batches_done:
+        # Lightning may ask for an iterator twice before it draws from one: that is still the same epoch.
+        if self._has_begun:
             self.set_epoch(self._epoch + 1)
         self._iteration += 1
         return self._batches(self._iteration)
@@ -162,6 +160,7 @@ class PackedLoader:
         # This runs at the first `next`: the epoch may be set between `iter` and then.
         if self._batches_done >= len(self):
             self.set_epoch(self._epoch + 1)
+        self._has_begun = True
         done = self._batches_done
         for batch in self._built(_EpochBatches(self, self._epoch, done)):
             done += 1

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from lightning_memkit.data.batch import PackedBatch
 from lightning_memkit.data.cache import cached
-from lightning_memkit.data.collate import full_batch
+from lightning_memkit.data.collate import full_batch, rounded_length
 from lightning_memkit.data.corpora import python_stdlib, read_texts
 from lightning_memkit.data.loader import LoaderOptions, PackedLoader, PackedRows
 from lightning_memkit.data.packing import LongDocuments, Packing, PackingMode, pack
@@ -83,6 +83,7 @@ class PackedDataModule(pl.LightningDataModule):
         pack(
             [], context, packing=packing, long_documents=long_documents
         )  # checks the options now, not at setup
+        rounded_length(context, context, batches.multiple_of)
         LoaderOptions(batch_size=batch_size, num_workers=batches.num_workers)
         self.source = source
         self.tokenizer = tokenizer

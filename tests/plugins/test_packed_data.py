@@ -1,0 +1,344 @@
+import json
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from jsonargparse import ArgumentError, ArgumentParser
+
+from lightning_memkit.data.batch import PackedBatch
+from lightning_memkit.data.shares import DocumentOptions
+from lightning_memkit.errors import MissingPackageError
+from lightning_memkit.plugins.packed_data import BatchOptions, PackedDataModule
+
+SHARES = DocumentOptions(validation_fraction=0.2)
+
+
+def documents(count: int, longest: int = 12, seed: int = 0) -> list[list[int]]:
+    """Documents in which every token of the corpus is another."""
+    lengths = np.random.default_rng(seed).integers(1, longest + 1, count)
+    ends = np.cumsum(lengths)
+    return [list(range(end - length, end)) for end, length in zip(ends, lengths, strict=True)]
+
+
+class Recorder(pl.LightningModule):
+    """Trains one weight; remembers the tokens of every batch."""
+
+    def __init__(self, asks_for_stepping_batches: bool = False) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.asks_for_stepping_batches = asks_for_stepping_batches
+        self.seen: list[list[int]] = []
+
+    def training_step(self, batch: PackedBatch) -> torch.Tensor:
+        assert isinstance(batch, PackedBatch)
+        self.seen.append(batch["input_ids"].flatten().tolist())
+        return self.weight * 1.0
+
+    def validation_step(self, batch: PackedBatch) -> None:
+        assert isinstance(batch, PackedBatch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.asks_for_stepping_batches:
+            assert self.trainer.estimated_stepping_batches > 0
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Saver(pl.Callback):
+    """Saves where ModelCheckpoint does, with no state of its own that a resume would ask for."""
+
+    def __init__(self, path, *, step=None, epoch=None, validated_at=None) -> None:
+        self.path, self.step, self.epoch, self.validated_at = path, step, epoch, validated_at
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+    def on_validation_end(self, trainer, _):
+        if trainer.global_step == self.validated_at:
+            trainer.save_checkpoint(self.path)
+
+    def on_train_epoch_end(self, trainer, _):
+        if trainer.current_epoch == self.epoch:
+            trainer.save_checkpoint(self.path)
+
+
+def fit(model: Recorder, data: PackedDataModule, *callbacks, resume=None, **options) -> Recorder:
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        logger=False,
+        callbacks=list(callbacks),
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{"max_epochs": 3, **options},
+    )
+    trainer.fit(model, datamodule=data, ckpt_path=resume)
+    return model
+
+
+def module(num_workers: int = 0, **options) -> PackedDataModule:
+    options = {"context": 16, "batch_size": 4, "documents": SHARES, **options}
+    return PackedDataModule(documents(60), **{"batches": BatchOptions(num_workers=num_workers), **options})
+
+
+BATCHES = 6  # an epoch of `module()`; the last is smaller
+
+
+def test_the_epochs_of_these_tests_are_of_the_length_they_assume():
+    data = module()
+    data.setup()
+    loader = data.train_dataloader()
+    assert len(loader) == BATCHES
+    assert len(loader.rows) % 4 != 0
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("step", [2, BATCHES - 1, BATCHES, BATCHES + 1, 2 * BATCHES])
+def test_a_resumed_run_sees_the_batches_of_the_uninterrupted_one(tmp_path, step, num_workers):
+    path = tmp_path / "saved.ckpt"
+    whole = fit(Recorder(), module(num_workers), Saver(path, step=step))
+    resumed = fit(Recorder(), module(num_workers), resume=path)
+    assert len(whole.seen) == 3 * BATCHES
+    assert resumed.seen == whole.seen[step:]
+
+
+@pytest.mark.parametrize("step", [2, 4, 5])
+@pytest.mark.parametrize("options", [{"limit_train_batches": 4}, {"max_epochs": -1, "max_steps": 14}])
+def test_limits_do_not_disturb_a_resume(tmp_path, step, options):
+    path = tmp_path / "saved.ckpt"
+    whole = fit(Recorder(), module(), Saver(path, step=step), **options)
+    resumed = fit(Recorder(), module(), resume=path, **options)
+    assert resumed.seen == whole.seen[step:]
+
+
+@pytest.mark.parametrize("step", [2, BATCHES])
+def test_a_resume_is_exact_where_the_schedule_asks_for_the_number_of_steps(tmp_path, step):
+    path = tmp_path / "saved.ckpt"
+    whole = fit(Recorder(True), module(), Saver(path, step=step))
+    resumed = fit(Recorder(True), module(), resume=path)
+    assert resumed.seen == whole.seen[step:]
+
+
+def test_an_epoch_end_checkpoint_resumes_with_the_next_epoch(tmp_path):
+    path = tmp_path / "saved.ckpt"
+    whole = fit(Recorder(), module(), Saver(path, epoch=0))
+    resumed = fit(Recorder(), module(), resume=path)
+    assert resumed.seen == whole.seen[BATCHES:]
+
+
+def test_every_epoch_has_another_order():
+    seen = fit(Recorder(), module()).seen
+    assert seen[:BATCHES] != seen[BATCHES : 2 * BATCHES]
+
+
+@pytest.mark.parametrize("step", [3, 6, 9])
+def test_a_checkpoint_of_a_validation_resumes_with_the_next_batch(tmp_path, step):
+    path = tmp_path / "saved.ckpt"
+    whole = fit(Recorder(), module(), Saver(path, validated_at=step), val_check_interval=3)
+    resumed = fit(Recorder(), module(), resume=path, val_check_interval=3)
+    assert resumed.seen == whole.seen[step:]
+
+
+def test_a_resume_with_other_data_is_refused(tmp_path):
+    path = tmp_path / "saved.ckpt"
+    fit(Recorder(), module(), Saver(path, step=2))
+    with pytest.raises(ValueError, match="rows_per_step: 4 then, 8 now"):
+        fit(Recorder(), module(batch_size=8), resume=path)
+
+
+def test_training_draws_nothing_from_torchs_random_numbers():
+    torch.manual_seed(3)
+    untouched = torch.get_rng_state()
+    data = module(num_workers=2)
+    data.setup()
+    list(data.train_dataloader())
+    assert torch.equal(torch.get_rng_state(), untouched)
+
+
+def test_overfitting_repeats_the_same_batches():
+    seen = fit(Recorder(), module(), overfit_batches=2).seen
+    assert len(seen) == 6
+    assert seen[:2] == seen[2:4] == seen[4:]
+
+
+def test_shares_hold_every_document_once_and_each_share_its_own_rows():
+    data = module(documents=DocumentOptions(validation_fraction=0.2, test_fraction=0.2))
+    data.setup()
+    loaders = data.train_dataloader(), data.val_dataloader(), data.test_dataloader()
+    tokens = [sorted(real_tokens(batch) for batch in loader) for loader in loaders]
+    flat = [token for share in tokens for batch in share for token in batch]
+    assert sorted(flat) == [token for document in documents(60) for token in document]
+    assert all(tokens)
+
+
+def real_tokens(batch: PackedBatch) -> list[int]:
+    """The tokens that aren't padding, by the segments that the batch itself declares."""
+    starts = batch["cu_seqlens"].tolist()
+    flat, positions = batch["input_ids"].flatten().tolist(), batch["position_ids"].flatten().tolist()
+    return [
+        token
+        for begin, end in zip(starts, starts[1:], strict=False)
+        if positions[begin] == 0
+        for token in flat[begin:end]
+    ]
+
+
+def test_validation_repeats_the_same_batches_and_testing_falls_back_on_it():
+    data = module()
+    data.setup()
+    first, again = (list(data.val_dataloader()) for _ in range(2))
+    tested = list(data.test_dataloader())
+    for one, two, three in zip(first, again, tested, strict=True):
+        assert torch.equal(one["input_ids"], two["input_ids"])
+        assert torch.equal(one["input_ids"], three["input_ids"])
+
+
+def test_a_limit_draws_that_many_documents():
+    data = module(documents=DocumentOptions(limit_documents=7, validation_fraction=0.5))
+    data.setup()
+    drawn = [*data.train_dataloader(), *data.val_dataloader()]
+    assert sum(batch.documents for batch in drawn) == 7
+
+
+def test_the_worst_batch_is_as_long_as_the_longest_and_one_document_a_row():
+    data = module(batch_size=3, packing="none")
+    data.setup()
+    longest = max(batch.length for batch in [*data.train_dataloader(), *data.val_dataloader()])
+    worst = data.worst_batch(5)
+    assert (worst.rows, worst.length, worst.documents) == (5, longest, 5)
+    assert worst["input_ids"].max() < data.vocabulary_size
+
+
+def test_the_worst_batch_is_a_whole_context_before_the_documents_are_known():
+    assert PackedDataModule("no-file-is-read.txt", context=64).worst_batch(2).length == 64
+
+
+def test_text_files_become_bytes_between_marks(tmp_path):
+    (tmp_path / "poem.txt").write_text("first lines\nof one\n\n\nsecond", encoding="utf-8")
+    data = PackedDataModule(
+        str(tmp_path / "poem.txt"), context=64, documents=DocumentOptions(validation_fraction=0.0)
+    )
+    data.setup()
+    (batch,) = data.train_dataloader()
+    expected = [256, *b"first lines\nof one", 257, 256, *b"second", 257]
+    assert real_tokens(batch) == expected
+    assert data.vocabulary_size == 259
+
+
+def test_jsonl_reads_the_named_field(tmp_path):
+    path = tmp_path / "records.jsonl"
+    path.write_text("\n".join(json.dumps({"body": text}) for text in ("a", "bc")), encoding="utf-8")
+    options = DocumentOptions(text_field="body", validation_fraction=0.0)
+    data = PackedDataModule(str(path), context=8, documents=options)
+    data.setup()
+    (batch,) = data.train_dataloader()
+    assert sorted(real_tokens(batch)) == sorted([256, *b"a", 257, 256, *b"bc", 257])
+
+
+def test_a_hugging_face_dataset_is_read_by_its_input_ids():
+    datasets = pytest.importorskip("datasets")
+    dataset = datasets.Dataset.from_dict({"input_ids": documents(60), "other": [0] * 60})
+    theirs, ours = PackedDataModule(dataset, context=16, documents=SHARES), module()
+    theirs.setup()
+    ours.setup()
+    assert theirs.summary() == ours.summary()
+
+
+def test_the_summary_counts_what_was_cut(caplog):
+    data = PackedDataModule(
+        [[1] * 10, [2] * 3],
+        context=4,
+        long_documents="truncate",
+        documents=DocumentOptions(validation_fraction=0.0),
+    )
+    assert "1 truncated (6 tokens dropped)" in (data.setup() or data.summary())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"context": 0}, "context=0 is below 1"),
+        ({"batch_size": 0}, "batch_size=0 is below 1"),
+        ({"packing": "ffd"}, "packing='ffd' is unknown"),
+        ({"long_documents": "drop"}, "long_documents='drop' is unknown"),
+        ({"batches": BatchOptions(num_workers=-1)}, "num_workers=-1 is below 0"),
+        ({"batches": BatchOptions(multiple_of=0)}, "multiple_of=0 is below 1"),
+    ],
+)
+def test_bad_options_are_refused_at_construction(options, message):
+    with pytest.raises(ValueError, match=message):
+        module(**options)
+
+
+def test_a_long_document_is_refused_with_the_remedy():
+    with pytest.raises(ValueError, match=r'longest has 12 tokens.*long_documents="split"'):
+        module(context=8).setup()
+
+
+@pytest.mark.parametrize("source", [[], [[], []]])
+def test_an_empty_corpus_is_refused(source):
+    with pytest.raises(ValueError, match="no token; give at least one"):
+        PackedDataModule(source).setup()
+
+
+def test_a_tokenizer_without_transformers_names_the_package(monkeypatch, tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(MissingPackageError, match=r"pip install 'lightning_memkit\[hf\]'"):
+        PackedDataModule(str(tmp_path / "a.txt"), tokenizer="gpt2").setup()
+
+
+def test_yaml_builds_it_and_refuses_what_it_does_not_know():
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(PackedDataModule, "data")
+    config = parser.parse_object(
+        {"data": {"context": 32, "documents": {"seed": 3}, "batches": {"num_workers": 1}}}
+    )
+    data = parser.instantiate(config)["data"]
+    assert (data.context, data.documents.seed, data.batches.num_workers) == (32, 3, 1)
+    with pytest.raises(ArgumentError, match="contxt"):
+        parser.parse_object({"data": {"contxt": 32}})
+    with pytest.raises(ArgumentError, match="ffd"):
+        parser.parse_object({"data": {"packing": "ffd"}})
+
+
+def test_its_repr_builds_the_same():
+    data = module()
+    again = eval(repr(data))
+    assert repr(again) == repr(data)
+
+
+def test_ranks_see_disjoint_rows_and_equally_many_batches():
+    class Rank:
+        overfit_batches = 0
+
+        def __init__(self, rank: int) -> None:
+            self.distributed_sampler_kwargs = {"num_replicas": 2, "rank": rank}
+            self.strategy = SimpleNamespace(root_device=torch.device("cpu"))
+
+    tokens, lengths = [], set()
+    for rank in range(2):
+        data = module()
+        data.setup()
+        data.trainer = Rank(rank)  # pyright: ignore[reportAttributeAccessIssue]
+        loader = data.train_dataloader()
+        lengths.add(len(list(loader)))
+        tokens += [token for batch in data.train_dataloader() for token in real_tokens(batch)]
+    assert len(lengths) == 1
+    assert len(tokens) == len(set(tokens)) > 250
+
+
+def test_the_standard_library_trains_with_the_defaults():
+    data = PackedDataModule(
+        context=256, long_documents="split", documents=replace(SHARES, limit_documents=50)
+    )
+    data.prepare_data()
+    data.setup()
+    batch = next(iter(data.train_dataloader()))
+    assert batch.length <= 256
+    assert batch.efficiency > 0.9
+    assert "50 documents" not in data.summary()  # they are dealt to two shares
