@@ -64,8 +64,8 @@ class Rollback:
         """The tensors that were changed in place, or replaced, since."""
         return frozenset(
             key
-            for key, (tensor, version, _) in self._tensors.items()
-            if tensor._version != version or _lookup(self._modules[key[0]], key[1]) is not tensor
+            for key, (tensor, version, clone) in self._tensors.items()
+            if _lookup(self._modules[key[0]], key[1]) is not tensor or _differs(tensor, version, clone)
         )
 
     def restore(self) -> frozenset[tuple[str, str]]:
@@ -75,7 +75,7 @@ class Rollback:
             owner = self._modules[path]
             if name in owner._buffers:
                 owner._buffers[name] = tensor
-            if tensor._version == version:
+            if not _differs(tensor, version, clone):
                 continue
             if clone is None:
                 lost.append((path, name))
@@ -91,6 +91,12 @@ class Rollback:
             _refill(container, contents)
         self._random.restore()
         return frozenset(lost)
+
+
+def _differs(tensor: Tensor, version: int, clone: Tensor | None) -> bool:
+    """Whether a tensor was changed in place; without a clone its version tells, where the kernel counts it."""
+    # Batch normalization's kernel updates its running statistics without counting a version.
+    return tensor._version != version if clone is None else not torch.equal(tensor, clone)
 
 
 def _mutable_tensors(owner: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -12,7 +12,7 @@ from lightning_memkit.memory.meter import Allocation, ByteMeter, Phase
 CATEGORIES = {
     "weights": "parameters and buffers",
     "gradients": "p.grad",
-    "optimizer_states": "moments, compensation, everything the optimizer keeps",
+    "optimizer_states": "moments, compensation",
     "saved_activations": "kept by the forward for the backward",
     "temporaries": "freed again within the phase that made them",
     "inputs": "the batch",

@@ -186,4 +186,6 @@ def check_budget(budget: int | float | str) -> None:
     except ValueError:
         raise ValueError(f"budget={budget!r} can't be read: {rule}.") from None
     if size < 2**16:
-        raise ValueError(f'budget={budget!r} is only {format_bytes(size)}: {rule}; for GiB write "{budget}GiB".')
+        raise ValueError(
+            f'budget={budget!r} is only {format_bytes(size)}: {rule}; for GiB write "{budget}GiB".'
+        )

@@ -92,6 +92,8 @@ class ByteMeter(TorchDispatchMode):
             for storage in _storages(tensor):
                 known = self._alive.get(storage._cdata)
                 if known is None:
+                    if _is_among(storage, args, kwargs):
+                        continue  # a view of, or an update to, what existed before and is not tracked
                     index, self.allocations = self.allocations, self.allocations + 1
                     if index == self.fail_at:
                         raise torch.OutOfMemoryError(
@@ -143,6 +145,11 @@ def _tensors(out: Any) -> Iterator[Tensor]:
     elif isinstance(out, (tuple, list)):
         for item in out:
             yield from _tensors(item)
+
+
+def _is_among(storage: torch.UntypedStorage, args: Any, kwargs: Any) -> bool:
+    inputs = _tensors([*args, *(kwargs or {}).values()])
+    return any(storage._cdata == own._cdata for tensor in inputs for own in _storages(tensor))
 
 
 def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:

@@ -64,7 +64,10 @@ def largest_fitting(
         raise NothingFitsError(trials[0].peak_bytes)
     low, high = 0, len(candidates)  # indices: the largest that fits, the smallest that does not
     while high - low > 1 and len(trials) < most_trials:
-        index = _next_index(candidates, low, high, trials, usable_bytes)
+        # The line's guess, and after a miss bisection in turn: a peak with a flat start has no useful line.
+        bisect = high < len(candidates) and len(trials) % 2 == 0
+        guess = (low + high) // 2 if bisect else _reached(candidates, low, high, trials, usable_bytes)
+        index = min(max(guess, low + 1), high - 1)
         if fits(candidates[index]):
             low = index
         else:
@@ -75,8 +78,8 @@ def largest_fitting(
     )
 
 
-def _next_index(candidates: list[int], low: int, high: int, trials: list[Trial], usable_bytes: int) -> int:
-    """The candidate that the line through the two nearest trials reaches, strictly between low and high."""
+def _reached(candidates: list[int], low: int, high: int, trials: list[Trial], usable_bytes: int) -> int:
+    """The candidate that the line through the two nearest trials reaches."""
     measured = sorted(
         (trial.micro_batch_size, trial.peak_bytes) for trial in trials if trial.peak_bytes is not None
     )
@@ -85,6 +88,8 @@ def _next_index(candidates: list[int], low: int, high: int, trials: list[Trial],
     around = [point for point in measured if point[0] >= candidates[low]][:2]
     (size_a, peak_a), (size_b, peak_b) = around if len(around) == 2 else measured[-2:]
     slope = (peak_b - peak_a) / (size_b - size_a)
-    reach = candidates[-1] if slope <= 0 else size_a + (usable_bytes - peak_a) / slope
+    if slope <= 0:
+        return high - 1
+    reach = size_a + (usable_bytes - peak_a) / slope
     inside = [index for index in range(low + 1, high) if candidates[index] <= reach]
     return inside[-1] if inside else low + 1

@@ -22,6 +22,8 @@ from lightning_memkit.micro_batching import (
     split_batch,
     weigher,
 )
+from lightning_memkit.optim.compensation import compensation_of
+from lightning_memkit.optim.snapshots import restore_snapshot, take_snapshot
 from lightning_memkit.plugins import _seam
 from lightning_memkit.rollback import Rollback
 
@@ -115,46 +117,38 @@ class Trials:
 
     @contextmanager
     def optimizer_state(self, step: _seam.Step) -> Iterator[tuple[list[Tensor], int]]:
-        """Within it the optimizer's state exists as after step 1, from a step without gradient; then it is gone.
+        """Within it the optimizer's state exists as after a step, taken without gradient; then all is put back.
 
-        Weights and the state of compensation are put back bitwise. Where state exists already (a resumed run)
-        nothing is done. Yields the state's tensors and the peak of the step.
+        Weights, states, group scalars and compensation are bitwise as before; their copies lie on the host
+        meanwhile. Yields the state's tensors and the peak of the step.
         """
         optimizer = step.optimizer
-        if any(optimizer.state.values()):
-            yield list(tensors_of(dict(optimizer.state))), 0
-            return
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        weights = [(p, p.detach().to("cpu", copy=True), p.grad) for p in parameters]
-        groups = [
-            {key: _kept(value) for key, value in group.items() if key != "params"}
-            for group in optimizer.param_groups
-        ]
-        precision: Any = self._trainer.precision_plugin
-        compensation = precision.snapshot(optimizer) if hasattr(precision, "snapshot") else None
+        gradients = [(p, p.grad) for p in parameters]
+        owner: Any = compensation_of(optimizer)
+        host = torch.device("cpu")
+        snapshot = owner.snapshot(device=host) if owner else take_snapshot(optimizer, device=host)
         try:
             peak = self._step_without_gradient(step, parameters)
             yield list(tensors_of(dict(optimizer.state))), peak
         finally:
-            optimizer.state.clear()
-            for group, kept in zip(optimizer.param_groups, groups, strict=True):
-                group.update(kept)
-            with torch.no_grad():
-                for p, weight, gradient in weights:
-                    p.copy_(weight)
-                    p.grad = gradient
-            if compensation is not None:
-                precision.restore(optimizer, compensation)
+            for p, gradient in gradients:
+                p.grad = gradient
+            if owner:
+                owner.restore(snapshot)
+            else:
+                restore_snapshot(optimizer, snapshot)
 
     def _step_without_gradient(self, step: _seam.Step, parameters: list[nn.Parameter]) -> int:
         self._allocate_gradients(parameters)
         held = [*self._module.parameters(), *self._module.buffers(), *tensors_of(step.batch)]
         held += [p.grad for p in parameters if p.grad is not None]
+        held += tensors_of(dict(step.optimizer.state))
         meter = peak_meter(self._trainer.strategy.root_device, held)
         try:
             with meter:
                 step.optimizer.step()
-        except RuntimeError as error:
+        except (RuntimeError, TypeError) as error:  # sparse gradients only, or a closure is asked for
             if is_out_of_memory(error):
                 raise
             warnings.warn(
@@ -243,10 +237,6 @@ def tensors_of(item: Any) -> Iterator[Tensor]:
             yield from tensors_of(value)
     elif hasattr(item, "__dataclass_fields__"):
         yield from tensors_of(list(vars(item).values()))
-
-
-def _kept(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _candidates(weigh_by: WeighBy | Weigher, batch: Any) -> list[WeighBy | Weigher]:

@@ -185,8 +185,7 @@ class MemoryBudget(Callback):
         self._prepared = True
         rank_zero_info(
             f"MemoryBudget: {self.sizing}; budget {format_bytes(self.budget_bytes)}, effective batch "
-            f"{self.effective_batch_size or total}, weighed by "
-            f"{weigh_by if isinstance(weigh_by, str) else 'a callable'}."
+            f"{self.effective_batch_size or total}, weighed by {_described(weigh_by)}."
         )
 
     @contextmanager
@@ -253,6 +252,12 @@ def _check_options(
         raise ValueError(f"headroom={headroom} is outside [0, 1); for 5 % write 0.05.")
     if enforce not in ("verified", "always"):
         raise ValueError(f'enforce={enforce!r} must be "verified" or "always".')
+
+
+def _described(weigh_by: WeighBy | Weigher) -> str:
+    if not isinstance(weigh_by, str):
+        return "the given callable"
+    return "the batch's own count" if weigh_by == "auto" else weigh_by
 
 
 def _has_batch_statistics(module: nn.Module) -> bool:

@@ -1,0 +1,32 @@
+import pytest
+
+from lightning_memkit.memory.units import format_bytes, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("22GiB", 22 * 2**30),
+        ("24GB", 24 * 10**9),
+        (" 512 mib ", 512 * 2**20),
+        ("1.5KiB", 1536),
+        (7, 7),
+        ("9", 9),
+    ],
+)
+def test_parses_sizes_as_people_write_them(text: str | int, expected: int) -> None:
+    assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["-3GiB", "0", "22 GiBs", "much", "", -1, "1e9"])
+def test_refuses_what_is_no_size_and_shows_one(text: str | int) -> None:
+    with pytest.raises(ValueError, match="22GiB"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (200 * 2**20, "200.0 MiB"), (-(2**30), "-1.00 GiB")],
+)
+def test_formats_in_the_largest_unit(count: int, expected: str) -> None:
+    assert format_bytes(count) == expected

@@ -1,0 +1,76 @@
+import random
+
+import numpy as np
+import torch
+from torch import nn
+from torchmetrics import MeanMetric
+
+from lightning_memkit.rollback import Rollback
+
+
+class Stateful(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.metric = MeanMetric()
+        self.register_buffer("constant", torch.arange(5.0))
+        self.register_buffer("replaced", torch.zeros(2))
+        self.seen: list[float] = []
+        self.count = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        self.new_attribute = self.count
+        self.replaced = torch.ones(3)
+        noise = random.random() + float(np.random.rand()) + torch.rand(1)
+        out = self.norm(x) * noise
+        self.seen.append(float(out.detach().mean()))
+        self.metric.update(out.detach())
+        return out
+
+
+def everything(module: Stateful) -> list[object]:
+    tensors = [t.clone() for t in module.buffers()]
+    return [*tensors, list(module.seen), module.count, hasattr(module, "new_attribute"),
+            float(module.metric.mean_value), float(module.metric.weight), module.metric._update_count]  # fmt: skip
+
+
+def equal(a: list[object], b: list[object]) -> bool:
+    return all(
+        torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in zip(a, b, strict=True)
+    )  # pyright: ignore
+
+
+def test_a_step_is_undone_and_repeats_bitwise() -> None:
+    module = Stateful()
+    module(torch.randn(8, 4))
+    before, inputs = everything(module), torch.randn(8, 4)
+    rollback = Rollback(module)
+    first = module(inputs)
+    assert not equal(everything(module), before)
+    assert rollback.restore() == frozenset()
+    assert equal(everything(module), before)
+    assert torch.equal(module(inputs), first)
+
+
+def test_only_what_changes_is_cloned_once_that_is_known() -> None:
+    module = Stateful()
+    module(torch.randn(8, 4))
+    rollback = Rollback(module)
+    module(torch.randn(8, 4))
+    changing = rollback.changed()
+    assert ("norm", "running_mean") in changing
+    assert ("", "constant") not in changing
+    rollback.restore()
+    before = everything(module)
+    known = Rollback(module, changing)
+    module(torch.randn(8, 4))
+    assert known.restore() == frozenset()
+    assert equal(everything(module), before)
+
+
+def test_a_tensor_that_was_not_cloned_is_named_as_lost() -> None:
+    module = Stateful()
+    rollback = Rollback(module, frozenset())
+    module.constant.add_(1)
+    assert rollback.restore() == {("", "constant")}
