@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_memkit.optim.shadow import LOW_STATES
 from lightning_memkit.optim.stochastic_rounding import StochasticRounding
 
 STATE_KEY = "memkit"  # the entry of the state dict that holds the seed and position of the rounding noise
@@ -29,19 +30,28 @@ class _Hidden:
 
 def install_checkpoint_hooks(optimizer: Optimizer, rounding: StochasticRounding) -> Undo:
     """Make the optimizer's own `state_dict` and `load_state_dict` exact; returns the undo."""
+    low_halves: dict[Tensor, dict[str, Tensor]] = {}
 
     def add_rounding(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         return {**state_dict, STATE_KEY: {"rounding": rounding.state_dict()}}
 
-    def hide(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def hide(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         saved = state_dict.get(STATE_KEY)
         if saved is not None:
             rounding.load_state_dict(saved["rounding"])
+        for key, value in optimizer.state.items():
+            if isinstance(key, Tensor):
+                low_halves[key] = {name: value[name] for name in LOW_STATES if name in value}
         return {**state_dict, "state": {key: _hide(value) for key, value in state_dict["state"].items()}}
 
     def reveal(optimizer: Optimizer) -> None:
         for key, value in optimizer.state.items():
             optimizer.state[key] = _reveal(value, key if isinstance(key, Tensor) else None)
+        # A checkpoint of float32 training has no low halves; those captured when its weights were cast stay.
+        for parameter, kept in low_halves.items():
+            if not any(name in optimizer.state.get(parameter, ()) for name in LOW_STATES) and kept:
+                optimizer.state[parameter].update(kept)
+        low_halves.clear()
 
     handles = (
         optimizer.register_state_dict_post_hook(add_rounding),
@@ -60,7 +70,10 @@ def _hide(value: Any) -> Any:
     if isinstance(value, Tensor):
         return _Hidden(value)
     if isinstance(value, dict):
-        return {key: item if key in _LEFT_TO_TORCH else _hide(item) for key, item in value.items()}
+        return {
+            key: item.clone() if key in _LEFT_TO_TORCH and isinstance(item, Tensor) else _hide(item)
+            for key, item in value.items()
+        }
     if isinstance(value, (list, tuple)):
         return type(value)(_hide(item) for item in value)
     return value

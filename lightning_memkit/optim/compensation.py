@@ -88,7 +88,9 @@ class Compensation:
         """The optimizer that is compensated."""
         optimizer = self._optimizer()
         if optimizer is None:
-            raise ReferenceError("The compensated optimizer is gone; keep a reference to it beside the handle.")
+            raise ReferenceError(
+                "The compensated optimizer is gone; keep a reference to it beside the handle."
+            )
         return optimizer
 
     def undo(self) -> None:
@@ -158,13 +160,16 @@ class Compensation:
     def float32_weights(self) -> Iterator[tuple[Parameter, Tensor]]:
         """Each parameter with the float32 value that is trained, one new tensor (4 bytes a value) at a time."""
         for slot in slots(self.optimizer):
-            yield slot.parameter, _float32_weight(slot.parameter, self.optimizer.state.get(slot.parameter, {}))
+            yield (
+                slot.parameter,
+                _float32_weight(slot.parameter, self.optimizer.state.get(slot.parameter, {})),
+            )
 
     def _make_step(self) -> "_WeakMethod":
         # torch's own wrapper around ours: profiler label, and the user's step hooks once a step.
         step = _WeakMethod(Optimizer.profile_hook_step(_step_of(self)), self.optimizer)
         if hasattr(self._previous_step, "_wrapped_by_lr_sched"):
-            step._wrapped_by_lr_sched = True  # what a scheduler that was made before looks for
+            step.__dict__["_wrapped_by_lr_sched"] = True  # what a scheduler that was made before looks for
         return step
 
 

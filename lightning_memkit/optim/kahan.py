@@ -6,7 +6,6 @@ Zamirai et al., "Revisiting BFloat16 Training", arXiv:2010.06192). Unlike in the
 happens in float32 on the sum, weight decay included.
 """
 
-import torch
 from torch import Tensor
 
 from lightning_memkit.optim.blocks import blocks

@@ -80,8 +80,8 @@ class ShadowEngine:
     """
 
     def __init__(self, mode: Mode, states: States, rounding: StochasticRounding, bucket_bytes: int) -> None:
-        self.mode = mode
-        self.states = states
+        self.mode: Mode = mode
+        self.states: States = states
         self.rounding = rounding
         self.bucket_bytes = bucket_bytes
         # What the optimizer sees in the place of parameters that are not in the bucket: it has no gradient,
@@ -245,7 +245,10 @@ def _showing(optimizer: Optimizer, state: Any, params: list[list[Parameter]]) ->
     optimizer.state = state
     for group, shown in zip(optimizer.param_groups, params, strict=True):
         group["params"] = shown
-    optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = type(hooks[0])(), type(hooks[1])()
+    optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = (
+        type(hooks[0])(),
+        type(hooks[1])(),
+    )
     try:
         yield
     finally:

@@ -32,7 +32,9 @@ RUNNING_MAXIMA = frozenset({"max_exp_avg_sq"})  # noise would only ever push a m
 NEAREST_UP_TO_DECAY = 0.9
 
 
-def storage_of(name: str, value: Any, state: Mapping[str, Any], group: Mapping[str, Any], like: Tensor) -> Storage:
+def storage_of(
+    name: str, value: Any, state: Mapping[str, Any], group: Mapping[str, Any], like: Tensor
+) -> Storage:
     """How ``states="compact"`` stores the state ``name`` of a parameter shaped ``like``."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.dtype == torch.float64:
         return "keep"

@@ -3,10 +3,11 @@
 A value between two neighbouring bfloat16 numbers goes to the upper one with the probability of its distance
 to the lower one (Gupta et al., "Deep Learning with Limited Numerical Precision", arXiv:1502.02551).
 
-The noise is a function of (seed, step, stream, element) and of nothing else: it neither reads nor moves torch's
-own random state, it is the same on every device and for every bucket size, and two integers resume it. A step
-draws one tile of 16-bit numbers; every run of ``TILE`` elements XORs the tile with a 16-bit number of its own.
-So each element's noise is uniform, any two elements' are independent, and the drawing costs next to nothing.
+The noise is a function of (seed, step, stream, element, kind of device) and of nothing else: it neither reads
+nor moves torch's own random state, it is the same for every bucket size, and two integers resume it. Drawing
+it is the slow part on a CPU. So a step there draws one tile of 16-bit numbers, and every run of ``TILE``
+elements takes it from another place and XORs it with a 16-bit number of its own: each element's noise is
+uniform, any two elements' are independent, and the drawing costs next to nothing.
 """
 
 import zlib
@@ -41,7 +42,7 @@ class StochasticRounding:
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
         self.step = 0
-        self._tiles: dict[torch.device, Tensor] = {}
+        self._current_tile: Tensor | None = None
 
     def state_dict(self) -> dict[str, int]:
         """Two integers that resume the stream."""
@@ -50,16 +51,16 @@ class StochasticRounding:
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue the stream that `state_dict` described."""
         self.seed, self.step = int(state["seed"]), int(state["step"])
-        self._tiles.clear()
+        self._current_tile = None
 
     def begin_step(self) -> None:
         """Move on to the noise of the next step."""
         self.step += 1
-        self._tiles.clear()
+        self._current_tile = None
 
     def end_step(self) -> None:
         """Let go of the tile: between steps the stream holds no memory."""
-        self._tiles.clear()
+        self._current_tile = None
 
     def round_(self, source: Tensor, out: Tensor, stream: tuple[int, str]) -> None:
         """Write float32 ``source``, rounded stochastically, into bfloat16 ``out`` of the same shape.
@@ -75,26 +76,26 @@ class StochasticRounding:
             self.round_(source.contiguous(), dense, stream)
             out.copy_(dense)
             return
-        tile = self._tile(source.device)
-        runs = -(-source.numel() // TILE)
-        generator = torch.Generator().manual_seed(
-            _mixed(self.seed, self.step, stream[0], zlib.crc32(stream[1].encode()))
-        )
-        keys = torch.randint(0, 1 << 16, (runs,), dtype=torch.int32, generator=generator)
-        if source.device.type == "cpu":
-            pieces = zip(*(tensor.split(TILE) for tensor in flat), strict=True)
-            for key, (source_piece, out_piece) in zip(keys.tolist(), pieces, strict=True):
-                _round(source_piece, out_piece, tile[: source_piece.numel()].bitwise_xor(key))
-        else:
-            noise = tile.bitwise_xor(keys.to(source.device).unsqueeze(1)).view(-1)[: source.numel()]
-            _round(*flat, noise)
+        seed = _mixed(self.seed, self.step, stream[0], zlib.crc32(stream[1].encode()))
+        generator = torch.Generator(source.device).manual_seed(seed)
+        if source.device.type != "cpu":
+            noise = torch.empty(source.numel(), dtype=torch.int32, device=source.device)
+            _round(flat[0], flat[1], noise.random_(0, 1 << 16, generator=generator))
+            return
+        pieces = list(zip(*(tensor.split(TILE) for tensor in flat), strict=True))
+        places = torch.randint(0, TILE, (len(pieces),), generator=generator).tolist()
+        keys = torch.randint(0, 1 << 16, (len(pieces),), generator=generator).tolist()
+        tile = self._tile()
+        for place, key, (source_piece, out_piece) in zip(places, keys, pieces, strict=True):
+            _round(source_piece, out_piece, tile[place : place + source_piece.numel()].bitwise_xor(key))
 
-    def _tile(self, device: torch.device) -> Tensor:
-        if device not in self._tiles:
+    def _tile(self) -> Tensor:
+        if self._current_tile is None:
             generator = torch.Generator().manual_seed(_mixed(self.seed, self.step))
-            tile = torch.randint(0, 1 << 16, (TILE,), dtype=torch.int32, generator=generator)
-            self._tiles[device] = tile.to(device)
-        return self._tiles[device]
+            self._current_tile = torch.randint(
+                0, 1 << 16, (2 * TILE,), dtype=torch.int32, generator=generator
+            )
+        return self._current_tile
 
 
 def _round(source: Tensor, out: Tensor, noise: Tensor) -> None:

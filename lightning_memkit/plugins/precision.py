@@ -1,0 +1,263 @@
+"""Pure bfloat16 training under any Lightning strategy, over the user's own optimizers."""
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal, get_args
+
+import torch
+from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_memkit.casting import cast_inputs, cast_module
+from lightning_memkit.initialization import build_on
+from lightning_memkit.optim.compensation import (
+    Compensation,
+    compensate,
+    compensation_of,
+    refuse_unsupported,
+)
+from lightning_memkit.optim.shadow import Mode, States, is_compensated, slots
+
+GradDtype = Literal["auto", "float32", "bfloat16"]
+
+
+class PureBF16Precision(Precision):
+    """Weights, gradients and optimizer states in bfloat16 with no update lost: 10 bytes a parameter for AdamW.
+
+    The module is cast in place, except for what must stay float32 (`casting.cast_module`); float32 inputs are
+    cast where a layer's weights need it, integers, float64 and targets never. The default dtype stays float32.
+    The optimizers that `configure_optimizers` gives keep stepping, in float32 on the compensated weights
+    (`optim.compensation.compensate`). Manual optimization works with any number of optimizers, through
+    ``self.optimizers()`` or the optimizers themselves. Checkpoints hold every state bit for bit.
+
+    Args:
+        compensation: ``"kahan"`` and ``"split"`` keep 2 bytes a parameter more; split is the exact float32
+            weight. ``"stochastic"`` rounds at random for 0 bytes. ``"none"`` loses small updates.
+        states: ``"compact"`` keeps moments in bfloat16, the second stochastically rounded (10 bytes a
+            parameter with compensation); ``"exact"`` keeps them in float32 (14 bytes).
+        grad_dtype: ``"auto"`` accumulates gradients in float32 (2 bytes a parameter more) where an optimizer
+            step has more than one part or batch, and in bfloat16 otherwise.
+        fp32_exceptions: Glob patterns of module, parameter, buffer or class names to keep in float32.
+
+    Raises:
+        ValueError: An option has an unknown value.
+        TypeError: At setup, where an optimizer's step demands a closure (LBFGS).
+    """
+
+    precision: Literal["bf16-true"] = "bf16-true"
+
+    def __init__(
+        self,
+        compensation: Mode = "kahan",
+        states: States = "compact",
+        grad_dtype: GradDtype = "auto",
+        fp32_exceptions: Sequence[str] = (),
+    ) -> None:
+        for name, value, known in (
+            ("compensation", compensation, get_args(Mode)),
+            ("states", states, get_args(States)),
+            ("grad_dtype", grad_dtype, get_args(GradDtype)),
+        ):
+            if value not in known:
+                raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(map(repr, known))}.")
+        if isinstance(fp32_exceptions, str):
+            raise ValueError(
+                f"fp32_exceptions={fp32_exceptions!r} is one string; write a list of patterns: "
+                f"[{fp32_exceptions!r}]."
+            )
+        if grad_dtype == "float32" and not _grad_dtype_is_settable():
+            raise ValueError(
+                f"grad_dtype='float32' needs a torch with Tensor.grad_dtype, and this is torch "
+                f"{torch.__version__}; upgrade torch or leave grad_dtype='auto'."
+            )
+        self.compensation: Mode = compensation
+        self.states: States = states
+        self.grad_dtype: GradDtype = grad_dtype
+        self.fp32_exceptions = tuple(fp32_exceptions)
+        self.compensations: list[Compensation] = []
+        self._low_halves: dict[nn.Parameter, Tensor] = {}
+        self._undo: list[Callable[[], None]] = []
+        self._float32_gradients = False
+
+    def __repr__(self) -> str:
+        return (
+            f"PureBF16Precision(compensation={self.compensation!r}, states={self.states!r}, "
+            f"grad_dtype={self.grad_dtype!r}, fp32_exceptions={self.fp32_exceptions!r})"
+        )
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Cast the module in place; before a fit, keep what the cast drops from float32 weights."""
+        self._undo_all()
+        # The module stays cast after the run: its float32 bits live in the optimizer's states.
+        wants_low = self.compensation in ("kahan", "split") and _is_fitting(module)
+        cast_module(
+            module,
+            torch.bfloat16,
+            keep_float32=self.fp32_exceptions,
+            low_halves=self._low_halves if wants_low else None,
+        )
+        _announce_dtype(module, torch.bfloat16)
+        self._undo.append(cast_inputs(module, torch.bfloat16))
+        return module
+
+    def tensor_init_context(self) -> AbstractContextManager:
+        """Parameters made inside are bfloat16 at once; the default dtype stays float32."""
+        return build_on(None, torch.bfloat16)
+
+    def module_init_context(self) -> AbstractContextManager:
+        """Parameters made in `configure_model` are bfloat16 at once; the default dtype stays float32."""
+        return self.tensor_init_context()
+
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        """Compensate the optimizers of a fit and set the dtype of their gradients."""
+        for optimizer in optimizers:
+            refuse_unsupported(optimizer)
+        if optimizers and _is_fitting(model):
+            self.compensations = [self._compensation_for(optimizer) for optimizer in optimizers]
+            self._undo.append(_full_precision_reductions())
+            self.set_gradient_parts(_batches_per_step(model))
+        self._low_halves.clear()
+        return model, optimizers, lr_schedulers
+
+    def set_gradient_parts(self, parts: int) -> None:
+        """Say how many backward passes add up to one step's gradients.
+
+        With ``grad_dtype="auto"``, more than one switches to float32 gradients (2 bytes a parameter more,
+        printed), for the rest of the fit: sums in bfloat16 stall. Gradients that exist are converted.
+        """
+        wanted = self.grad_dtype == "float32" or (self.grad_dtype == "auto" and parts > 1)
+        if not wanted or self._float32_gradients:
+            return
+        if not _grad_dtype_is_settable():
+            rank_zero_info(
+                f"Gradients add up over {parts} parts in bfloat16, where small parts get lost: float32 "
+                f"gradients need a torch with Tensor.grad_dtype, and this is torch {torch.__version__}."
+            )
+            return
+        parameters = self._compensated_parameters()
+        if not parameters:
+            return
+        for parameter in parameters:
+            _set_grad_dtype(parameter, torch.float32)
+        self._float32_gradients = True
+        self._undo.append(self._default_gradients)
+        reason = f"{parts} parts add up to a step" if self.grad_dtype == "auto" else "grad_dtype='float32'"
+        count = sum(parameter.numel() for parameter in parameters)
+        rank_zero_info(
+            f"Gradients of {count:,} bfloat16 parameters are float32, since {reason}: +2 bytes a parameter."
+        )
+
+    def optimizer_step(
+        self,
+        optimizer: Any,
+        model: LightningModule,
+        closure: Callable[[], Any],
+        **kwargs: Any,
+    ) -> Any:
+        """Run the closure, then Lightning's hooks and clipping, then the step.
+
+        Where `training_step` returned None and no gradient was accumulated before, there is nothing to step.
+        """
+        result = self._wrap_closure(model, optimizer, closure)
+        nothing = all(p.grad is None for group in optimizer.param_groups for p in group["params"])
+        if result is None and model.automatic_optimization and nothing:
+            return result
+        optimizer.step(**kwargs)
+        return result
+
+    def teardown(self) -> None:
+        """Remove hooks and restore torch's flags; optimizers stay compensated, so they can still be saved."""
+        self._undo_all()
+
+    def _compensation_for(self, optimizer: Optimizer) -> Compensation:
+        existing = compensation_of(optimizer)
+        if existing is not None:
+            return existing
+        return compensate(
+            optimizer,
+            mode=self.compensation,
+            states=self.states,
+            low_halves=self._low_halves,
+            seed=int(os.environ.get("PL_GLOBAL_SEED", 0)),
+        )
+
+    def _compensated_parameters(self) -> list[nn.Parameter]:
+        return [
+            slot.parameter
+            for compensation in self.compensations
+            for slot in slots(compensation.optimizer)
+            if is_compensated(slot.parameter)
+        ]
+
+    def _default_gradients(self) -> None:
+        self._float32_gradients = False
+        for parameter in self._compensated_parameters():
+            _set_grad_dtype(parameter, parameter.dtype)
+
+    def _undo_all(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+
+def _trainer_of(module: nn.Module) -> Trainer | None:
+    """The trainer of a LightningModule, or of the one that a strategy has wrapped."""
+    if not isinstance(module, LightningModule):
+        module = getattr(module, "module", module)
+    trainer = getattr(module, "_trainer", None)
+    return trainer if isinstance(trainer, Trainer) else None
+
+
+def _is_fitting(module: nn.Module) -> bool:
+    trainer = _trainer_of(module)
+    return trainer is None or trainer.state.fn == TrainerFn.FITTING
+
+
+def _batches_per_step(module: nn.Module) -> int:
+    """The most batches that Lightning's own accumulation adds up in this fit."""
+    trainer = _trainer_of(module)
+    if trainer is None:
+        return 1
+    most = trainer.accumulate_grad_batches
+    for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
+        if isinstance(callback, GradientAccumulationScheduler):
+            most = max(most, *callback.scheduling.values())
+    return most
+
+
+def _announce_dtype(module: nn.Module, dtype: torch.dtype) -> None:
+    """Let ``self.dtype`` of LightningModules say what their weights are, as Lightning's own casts do."""
+    for part in module.modules():
+        if isinstance(part, _DeviceDtypeModuleMixin):
+            part.__dict__["_dtype"] = dtype
+
+
+def _full_precision_reductions() -> Callable[[], None]:
+    """Have CUDA's bfloat16 matmuls add up in float32 throughout."""
+    flags = torch.backends.cuda.matmul
+    before = flags.allow_bf16_reduced_precision_reduction
+    flags.allow_bf16_reduced_precision_reduction = False
+
+    def undo() -> None:
+        flags.allow_bf16_reduced_precision_reduction = before
+
+    return undo
+
+
+def _grad_dtype_is_settable() -> bool:
+    return hasattr(Tensor, "grad_dtype")
+
+
+def _set_grad_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    gradient, parameter.grad = parameter.grad, None
+    parameter.grad_dtype = dtype
+    if gradient is not None:
+        parameter.grad = gradient.to(dtype)

@@ -1,0 +1,122 @@
+"""Saved optimizer states come back bit for bit, and training goes on as if it had never stopped."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from lightning_memkit.optim.compensation import compensate
+from tests.optim.helpers import (
+    OPTIMIZERS,
+    all_tensors,
+    assert_same_bits,
+    bf16_twins,
+    set_gradients,
+    shapes_for,
+    two_groups,
+)
+
+MODES = ("kahan", "split", "stochastic", "none")
+STATES = ("compact", "exact")
+NAMES = ("AdamW-foreach", "AdamW-fused", "AdamW-amsgrad", "SGD", "Adagrad", "RMSprop", "Adafactor", "Muon")
+
+
+def build(name: str, mode: str, states: str, seed: int):
+    torch.manual_seed(seed)
+    parameters, low_halves = bf16_twins([torch.randn(shape) for shape in shapes_for(name)])
+    exception = Parameter(torch.randn(6, 5))  # float32 beside the others
+    optimizer = OPTIMIZERS[name](two_groups([*parameters, exception]))
+    compensate(optimizer, mode=mode, states=states, low_halves=low_halves, seed=7)  # pyright: ignore
+    return [*parameters, exception], optimizer
+
+
+def run(parameters, optimizer, steps) -> None:
+    for step in steps:
+        set_gradients(parameters, seed=step)
+        optimizer.step()
+
+
+def through_a_file(state_dict: dict) -> dict:
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("states", STATES)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", NAMES)
+def test_resume_is_bitwise(name, mode, states):
+    parameters, optimizer = build(name, mode, states, seed=0)
+    run(parameters, optimizer, range(3))
+    saved = through_a_file({"weights": [p.detach() for p in parameters], "optimizer": optimizer.state_dict()})
+    others, resumed = build(name, mode, states, seed=1)  # other weights, no states
+    for other, weight in zip(others, saved["weights"], strict=True):
+        other.data.copy_(weight)
+    resumed.load_state_dict(saved["optimizer"])
+    assert_same_bits(all_tensors(optimizer), all_tensors(resumed))
+    run(parameters, optimizer, range(3, 6))
+    run(others, resumed, range(3, 6))
+    assert_same_bits(all_tensors(optimizer), all_tensors(resumed))
+
+
+def test_without_the_hooks_torch_destroys_the_states():
+    """The control: what the hooks are for."""
+    parameters, optimizer = build("AdamW-foreach", "split", "exact", seed=0)
+    run(parameters, optimizer, range(3))
+    plain = torch.optim.AdamW(two_groups(parameters))
+    plain.load_state_dict(optimizer.state_dict())
+    assert plain.state[parameters[0]]["low_half"].dtype == torch.bfloat16
+    assert plain.state[parameters[0]]["exp_avg"].dtype == torch.bfloat16
+
+
+def test_a_loaded_state_dict_stays_the_callers():
+    parameters, optimizer = build("AdamW-foreach", "split", "compact", seed=0)
+    run(parameters, optimizer, range(3))
+    saved = copy.deepcopy(optimizer.state_dict())
+    kept = copy.deepcopy(saved)
+    others, resumed = build("AdamW-foreach", "split", "compact", seed=0)
+    resumed.load_state_dict(saved)
+    run(others, resumed, range(3, 6))
+    for index, state in kept["state"].items():
+        for name, value in state.items():
+            assert torch.equal(value, saved["state"][index][name]), name
+
+
+@pytest.mark.parametrize(("saved_mode", "mode"), [("kahan", "split"), ("split", "kahan"), ("split", "none")])
+def test_a_checkpoint_of_another_mode_keeps_its_low_halves(saved_mode, mode):
+    parameters, optimizer = build("SGD", saved_mode, "exact", seed=0)
+    run(parameters, optimizer, range(3))
+    others, resumed = build("SGD", mode, "exact", seed=0)
+    for other, parameter in zip(others, parameters, strict=True):
+        other.data.copy_(parameter.data)
+    resumed.load_state_dict(optimizer.state_dict())
+    for group in [*optimizer.param_groups, *resumed.param_groups]:
+        group["lr"] = 0.0
+    before = [weight for _, weight in optimizer.__dict__["_memkit_compensation"].float32_weights()]
+    run(others, resumed, [3])
+    kept = {"kahan": "compensation", "split": "low_half", "none": None}[mode]
+    names = resumed.state[others[0]].keys()
+    assert {"compensation", "low_half"} & names == ({kept} - {None})
+    after = [weight for _, weight in resumed.__dict__["_memkit_compensation"].float32_weights()]
+    tolerance = 2**-17 if mode != "none" else 2**-8
+    for left, right in zip(before, after, strict=True):
+        assert ((left - right).abs() <= tolerance * left.abs()).all()
+
+
+def test_states_of_plain_float32_training_are_taken_over():
+    masters = [Parameter(torch.randn(20, 10))]
+    plain = torch.optim.AdamW(masters, lr=1e-3)
+    run(masters, plain, range(3))
+    parameters, low_halves = bf16_twins([masters[0].detach()])
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+    handle = compensate(optimizer, mode="split", states="exact", low_halves=low_halves)
+    optimizer.load_state_dict(plain.state_dict())  # has no low halves: the captured ones stay
+    set_gradients(parameters, seed=3)
+    assert parameters[0].grad is not None
+    masters[0].grad = parameters[0].grad.float()
+    plain.step()
+    optimizer.step()
+    assert torch.equal(next(iter(handle.float32_weights()))[1], masters[0].detach())

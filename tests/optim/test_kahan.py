@@ -1,0 +1,30 @@
+import torch
+
+from lightning_memkit.optim.kahan import kahan_join_, kahan_split_
+
+
+def round_trip(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    weight = torch.empty_like(master, dtype=torch.bfloat16)
+    rest = torch.empty_like(weight)
+    joined = torch.empty_like(master)
+    kahan_split_(master, weight, rest)
+    kahan_join_(weight, rest, joined)
+    return weight, rest, joined
+
+
+def test_about_sixteen_bits_of_the_master_are_kept():
+    master = torch.randn(100_000)
+    weight, _, joined = round_trip(master)
+    assert torch.equal(weight, master.to(torch.bfloat16))
+    relative = ((joined - master).abs() / master.abs()).max()
+    assert relative <= 2**-17
+    assert ((weight.float() - master).abs() / master.abs()).max() > 2**-10  # the control: no compensation
+
+
+def test_infinity_and_nan_leave_no_rest():
+    largest = torch.finfo(torch.float32).max
+    weight, rest, joined = round_trip(torch.tensor([largest, -largest, torch.inf, torch.nan]))
+    assert torch.equal(rest, torch.zeros(4, dtype=torch.bfloat16))
+    assert joined[:3].isinf().all()
+    assert joined[3].isnan()
+    assert torch.equal(weight[:3].float(), joined[:3])

@@ -1,0 +1,74 @@
+import pytest
+import torch
+
+from lightning_memkit.optim.compensation import compensate
+from lightning_memkit.optim.snapshots import restore_snapshot, take_snapshot
+from tests.optim.helpers import (
+    OPTIMIZERS,
+    all_tensors,
+    assert_same_bits,
+    bf16_twins,
+    set_gradients,
+    shapes_for,
+    two_groups,
+)
+
+
+def run(parameters, optimizer, steps) -> None:
+    for step in steps:
+        set_gradients(parameters, seed=step)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("warm_up_steps", [0, 2])
+@pytest.mark.parametrize("states", ["compact", "exact"])
+@pytest.mark.parametrize("mode", ["kahan", "split", "stochastic", "none"])
+@pytest.mark.parametrize("name", ["AdamW-foreach", "SGD", "Adagrad", "Muon"])
+def test_a_trial_step_leaves_no_trace(name, mode, states, warm_up_steps):
+    parameters, low_halves = bf16_twins([torch.randn(shape) for shape in shapes_for(name)])
+    optimizer = OPTIMIZERS[name](two_groups(parameters))
+    handle = compensate(optimizer, mode=mode, states=states, low_halves=low_halves)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    run(parameters, optimizer, range(warm_up_steps))
+    before, keys = all_tensors(optimizer), list(optimizer.state)
+    called = getattr(optimizer, "_opt_called", None)
+    snapshot = handle.snapshot()
+    run(parameters, optimizer, range(50, 53))
+    optimizer.param_groups[0]["lr"] = 123.0
+    optimizer.param_groups[0]["added"] = True
+    changed = all_tensors(optimizer)
+    assert len(changed) != len(before) or not all(map(torch.equal, before, changed))
+    handle.restore(snapshot)
+    assert_same_bits(before, all_tensors(optimizer))
+    assert list(optimizer.state) == keys
+    assert optimizer.param_groups[0]["lr"] == scheduler.get_last_lr()[0]
+    assert "added" not in optimizer.param_groups[0]
+    assert getattr(optimizer, "_opt_called", None) == called
+    run(parameters, optimizer, range(10, 12))
+    first = all_tensors(optimizer)
+    handle.restore(snapshot)  # good for a second time, and the noise is the same again
+    run(parameters, optimizer, range(10, 12))
+    assert_same_bits(first, all_tensors(optimizer))
+
+
+def test_weights_can_be_left_to_the_caller():
+    parameters, _ = bf16_twins([torch.randn(8, 8)])
+    optimizer = torch.optim.SGD(parameters, lr=0.5)
+    handle = compensate(optimizer)
+    snapshot = handle.snapshot(weights=False)
+    run(parameters, optimizer, [0])
+    trained = parameters[0].detach().clone()
+    handle.restore(snapshot)
+    assert torch.equal(parameters[0].detach(), trained)
+    assert not optimizer.state
+
+
+def test_plain_optimizers_are_rolled_back_too():
+    parameter = torch.nn.Parameter(torch.randn(8, 8))
+    optimizer = torch.optim.AdamW([parameter])
+    run([parameter], optimizer, [0])
+    before = all_tensors(optimizer)
+    snapshot = take_snapshot(optimizer, device=torch.device("cpu"))
+    run([parameter], optimizer, [1])
+    restore_snapshot(optimizer, snapshot)
+    assert_same_bits(before, all_tensors(optimizer))
