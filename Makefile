@@ -29,7 +29,7 @@ types: $(FOR_TEST)
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 docs: $(FOR_TEST)
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 unit: $(FOR_TEST)
 	$(BIN)/python -m pytest
