@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -72,7 +72,7 @@ class PureBF16Precision(Precision):
                 f"fp32_exceptions={fp32_exceptions!r} is one string; write a list of patterns: "
                 f"[{fp32_exceptions!r}]."
             )
-        if grad_dtype == "float32" and not _grad_dtype_is_settable():
+        if grad_dtype == "float32" and not _torch_has_grad_dtype():
             raise ValueError(
                 f"grad_dtype='float32' needs a torch with Tensor.grad_dtype, and this is torch "
                 f"{torch.__version__}; upgrade torch or leave grad_dtype='auto'."
@@ -84,7 +84,10 @@ class PureBF16Precision(Precision):
         self.compensations: list[Compensation] = []
         self._low_halves: dict[nn.Parameter, Tensor] = {}
         self._undo: list[Callable[[], None]] = []
+        self._batches_per_step = 1
+        self._gradient_parts = 1
         self._float32_gradients = False
+        self._announced = False
 
     def __repr__(self) -> str:
         return (
@@ -124,37 +127,25 @@ class PureBF16Precision(Precision):
         if optimizers and _is_fitting(model):
             self.compensations = [self._compensation_for(optimizer) for optimizer in optimizers]
             self._undo.append(_full_precision_reductions())
-            self.set_gradient_parts(_batches_per_step(model))
+            self._undo.append(self._default_gradients)
+            self._batches_per_step, self._announced = _batches_per_step(model), False
+            self.set_gradient_parts(1)
         self._low_halves.clear()
         return model, optimizers, lr_schedulers
 
     def set_gradient_parts(self, parts: int) -> None:
         """Say how many backward passes add up to one step's gradients.
 
-        With ``grad_dtype="auto"``, more than one switches to float32 gradients (2 bytes a parameter more,
-        printed), for the rest of the fit: sums in bfloat16 stall. Gradients that exist are converted.
+        With ``grad_dtype="auto"``, more than one makes gradients float32 (2 bytes a parameter more), since sums
+        in bfloat16 stall, and one makes them bfloat16 again. Gradients that exist are converted. The first
+        step with float32 gradients prints it.
         """
+        self._gradient_parts = parts = max(parts, self._batches_per_step)
         wanted = self.grad_dtype == "float32" or (self.grad_dtype == "auto" and parts > 1)
-        if not wanted or self._float32_gradients:
-            return
-        if not _grad_dtype_is_settable():
-            rank_zero_info(
-                f"Gradients add up over {parts} parts in bfloat16, where small parts get lost: float32 "
-                f"gradients need a torch with Tensor.grad_dtype, and this is torch {torch.__version__}."
-            )
-            return
-        parameters = self._compensated_parameters()
-        if not parameters:
-            return
-        for parameter in parameters:
-            _set_grad_dtype(parameter, torch.float32)
-        self._float32_gradients = True
-        self._undo.append(self._default_gradients)
-        reason = f"{parts} parts add up to a step" if self.grad_dtype == "auto" else "grad_dtype='float32'"
-        count = sum(parameter.numel() for parameter in parameters)
-        rank_zero_info(
-            f"Gradients of {count:,} bfloat16 parameters are float32, since {reason}: +2 bytes a parameter."
-        )
+        if wanted != self._float32_gradients and self._grad_dtype_is_settable():
+            for parameter in self._compensated_parameters():
+                _set_grad_dtype(parameter, torch.float32 if wanted else parameter.dtype)
+            self._float32_gradients = wanted
 
     def optimizer_step(
         self,
@@ -171,6 +162,7 @@ class PureBF16Precision(Precision):
         nothing = all(p.grad is None for group in optimizer.param_groups for p in group["params"])
         if result is None and model.automatic_optimization and nothing:
             return result
+        self._announce_gradients()
         optimizer.step(**kwargs)
         return result
 
@@ -202,6 +194,27 @@ class PureBF16Precision(Precision):
         self._float32_gradients = False
         for parameter in self._compensated_parameters():
             _set_grad_dtype(parameter, parameter.dtype)
+
+    def _announce_gradients(self) -> None:
+        """Say once a fit what float32 gradients cost; not when they are set, since that may be a trial."""
+        if not self._float32_gradients or self._announced:
+            return
+        self._announced = True
+        auto = self.grad_dtype == "auto"
+        reason = f"{self._gradient_parts} parts add up to a step" if auto else "grad_dtype='float32'"
+        count = sum(parameter.numel() for parameter in self._compensated_parameters())
+        rank_zero_info(
+            f"Gradients of {count:,} bfloat16 parameters are float32, since {reason}: +2 bytes a parameter."
+        )
+
+    def _grad_dtype_is_settable(self) -> bool:
+        if not _torch_has_grad_dtype() and not self._announced:
+            self._announced = True
+            rank_zero_warn(
+                f"Gradients of {self._gradient_parts} parts add up in bfloat16, where small parts get lost: "
+                f"float32 gradients need Tensor.grad_dtype, which torch {torch.__version__} lacks; upgrade torch."
+            )
+        return _torch_has_grad_dtype()
 
     def _undo_all(self) -> None:
         while self._undo:
@@ -252,7 +265,7 @@ def _full_precision_reductions() -> Callable[[], None]:
     return undo
 
 
-def _grad_dtype_is_settable() -> bool:
+def _torch_has_grad_dtype() -> bool:
     return hasattr(Tensor, "grad_dtype")
 
 
