@@ -1,5 +1,6 @@
 """Build any module on its device at its dtype, with the values that float32 initialisation would have given."""
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -148,6 +149,9 @@ class _Staging(TorchFunctionMode):
         name = func.__name__
         if name == "__set__":
             return self._replace_values(func, args)
+        if sys._getframe(1).f_globals.get("__name__", "").startswith("torch.distributed"):
+            self._write_back()  # sharding takes the parameters as they are, not to initialise them
+            return func(*args, **kwargs)
         field = func.__self__.__name__ if name == "__get__" else ""
         if field == "dtype":
             return torch.float32  # constructors compute in the dtype that they see

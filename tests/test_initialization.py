@@ -311,3 +311,23 @@ def test_lazy_modules_are_left_to_their_first_forward():
         module = nn.LazyLinear(3)
     module(torch.ones(2, 4))
     assert module.weight.shape == (3, 4)
+
+
+def test_sharding_inside_the_context_takes_the_target_dtype(tmp_path):
+    from torch import distributed
+    from torch.distributed.fsdp import fully_shard
+
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = distributed.init_device_mesh("cpu", (1,))
+        torch.manual_seed(5)
+        with build_on("cpu", BF16):
+            module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+            fully_shard(module, mesh=mesh)
+        plain = cast(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+        for name, parameter in module.named_parameters():
+            assert parameter.dtype == BF16
+            assert torch.equal(parameter.full_tensor(), plain.get_parameter(name))
+        module(torch.ones(2, 4, dtype=BF16)).sum().backward()
+    finally:
+        distributed.destroy_process_group()
