@@ -53,7 +53,8 @@ def cached(name: str, build: Callable[[], TokenStore]) -> TokenStore:
 
 def _load(path: Path) -> TokenStore:
     # numpy reads through zipfile, which checks every array's CRC-32.
-    with np.load(path, allow_pickle=False) as arrays:
+    # The file is opened here because numpy leaves it open where it is broken.
+    with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
         store = TokenStore(tokens=arrays["tokens"], offsets=arrays["offsets"])
     if store.offsets.ndim != 1 or store.tokens.ndim != 1 or int(store.offsets[-1]) != len(store.tokens):
         raise ValueError("its offsets don't fit its tokens")

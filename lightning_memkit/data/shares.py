@@ -15,30 +15,32 @@ class DocumentOptions:
 
     Args:
         text_field: The field of a JSONL record that holds the text.
-        limit_documents: Takes so many documents, drawn at random, for tiny runs; null takes all.
-        validation_fraction: Share of the documents kept for validation, 0 to 1.
-        test_fraction: Share of the documents kept for testing; 0 tests on the validation documents.
+        limit: Takes so many documents, drawn at random, for tiny runs; null takes all.
+        validation: Share of the documents kept for validation, 0 to 1.
+        test: Share of the documents kept for testing; 0 tests on the validation documents.
         seed: Of every random choice: limits, shares, shuffling.
     """
 
     text_field: str = "text"
-    limit_documents: int | None = None
-    validation_fraction: float = 0.05
-    test_fraction: float = 0.0
+    limit: int | None = None
+    validation: float = 0.05
+    test: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("validation_fraction", "test_fraction"):
+        for name in ("validation", "test"):
             value = getattr(self, name)
             if not 0 <= value < 1:
                 raise ValueError(f"{name}={value} is outside [0, 1); for 5 % write 0.05.")
-        if self.validation_fraction + self.test_fraction >= 1:
+        if self.validation + self.test >= 1:
             raise ValueError(
-                f"validation_fraction={self.validation_fraction} and test_fraction={self.test_fraction} leave "
+                f"validation={self.validation} and test={self.test} leave "
                 "nothing to train on; their sum is below 1."
             )
-        if self.limit_documents is not None and self.limit_documents < 1:
-            raise ValueError(f"limit_documents={self.limit_documents} is below 1; null takes all documents.")
+        if self.seed < 0:
+            raise ValueError(f"seed={self.seed} is below 0; choose 0 or more.")
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"limit={self.limit} is below 1; null takes all documents.")
 
 
 def deal_documents(count: int, options: DocumentOptions) -> dict[str, NDArray[np.int64]]:
@@ -47,17 +49,17 @@ def deal_documents(count: int, options: DocumentOptions) -> dict[str, NDArray[np
     A document's share follows from the seed and its number: it stays when others are added behind it.
     """
     numbers = np.arange(count)
-    if options.limit_documents is not None and options.limit_documents < count:
-        drawn = np.random.default_rng(options.seed).choice(count, options.limit_documents, replace=False)
+    if options.limit is not None and options.limit < count:
+        drawn = np.random.default_rng(options.seed).choice(count, options.limit, replace=False)
         numbers = np.sort(drawn)
     place = _uniform(numbers, options.seed)
-    test, validation = options.test_fraction, options.test_fraction + options.validation_fraction
+    test, validation = options.test, options.test + options.validation
     shares = {
         "train": numbers[place >= validation],
         "validation": numbers[(place >= test) & (place < validation)],
         "test": numbers[place < test],
     }
-    for name, wanted in (("train", True), ("validation", options.validation_fraction), ("test", test)):
+    for name, wanted in (("train", True), ("validation", options.validation), ("test", test)):
         if wanted and not len(shares[name]):
             message = f"Of {len(numbers)} documents none falls to {name}; give more, or change the fractions."
             if name == "train":
@@ -69,11 +71,8 @@ def deal_documents(count: int, options: DocumentOptions) -> dict[str, NDArray[np
 def _uniform(numbers: NDArray[np.int64], seed: int) -> NDArray[np.float64]:
     """A number in [0, 1) for each, by the SplitMix64 hash (Steele et al. 2014)."""
     with np.errstate(over="ignore"):
-        x = (
-            numbers.astype(np.uint64)
-            + np.uint64(seed % 2**32) * np.uint64(2**32)
-            + np.uint64(0x9E3779B97F4A7C15)
-        )
+        x = numbers.astype(np.uint64) + np.uint64(seed % 2**32) * np.uint64(2**32)
+        x += np.uint64(0x9E3779B97F4A7C15)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         x ^= x >> np.uint64(31)

@@ -14,7 +14,7 @@ from lightning_memkit.data.shares import DocumentOptions
 from lightning_memkit.errors import MissingPackageError
 from lightning_memkit.plugins.packed_data import BatchOptions, PackedDataModule
 
-SHARES = DocumentOptions(validation_fraction=0.2)
+SHARES = DocumentOptions(validation=0.2)
 
 
 def documents(count: int, longest: int = 12, seed: int = 0) -> list[list[int]]:
@@ -96,6 +96,7 @@ def test_the_epochs_of_these_tests_are_of_the_length_they_assume():
     assert len(loader.rows) % 4 != 0
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on a single core
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("step", [2, BATCHES - 1, BATCHES, BATCHES + 1, 2 * BATCHES])
 def test_a_resumed_run_sees_the_batches_of_the_uninterrupted_one(tmp_path, step, num_workers):
@@ -150,6 +151,7 @@ def test_a_resume_with_other_data_is_refused(tmp_path):
         fit(Recorder(), module(batch_size=8), resume=path)
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_training_draws_nothing_from_torchs_random_numbers():
     torch.manual_seed(3)
     untouched = torch.get_rng_state()
@@ -166,7 +168,7 @@ def test_overfitting_repeats_the_same_batches():
 
 
 def test_shares_hold_every_document_once_and_each_share_its_own_rows():
-    data = module(documents=DocumentOptions(validation_fraction=0.2, test_fraction=0.2))
+    data = module(documents=DocumentOptions(validation=0.2, test=0.2))
     data.setup()
     loaders = data.train_dataloader(), data.val_dataloader(), data.test_dataloader()
     tokens = [sorted(real_tokens(batch) for batch in loader) for loader in loaders]
@@ -198,7 +200,7 @@ def test_validation_repeats_the_same_batches_and_testing_falls_back_on_it():
 
 
 def test_a_limit_draws_that_many_documents():
-    data = module(documents=DocumentOptions(limit_documents=7, validation_fraction=0.5))
+    data = module(documents=DocumentOptions(limit=7, validation=0.5))
     data.setup()
     drawn = [*data.train_dataloader(), *data.val_dataloader()]
     assert sum(batch.documents for batch in drawn) == 7
@@ -219,9 +221,7 @@ def test_the_worst_batch_is_a_whole_context_before_the_documents_are_known():
 
 def test_text_files_become_bytes_between_marks(tmp_path):
     (tmp_path / "poem.txt").write_text("first lines\nof one\n\n\nsecond", encoding="utf-8")
-    data = PackedDataModule(
-        str(tmp_path / "poem.txt"), context=64, documents=DocumentOptions(validation_fraction=0.0)
-    )
+    data = PackedDataModule(str(tmp_path / "poem.txt"), context=64, documents=DocumentOptions(validation=0.0))
     data.setup()
     (batch,) = data.train_dataloader()
     expected = [256, *b"first lines\nof one", 257, 256, *b"second", 257]
@@ -232,7 +232,7 @@ def test_text_files_become_bytes_between_marks(tmp_path):
 def test_jsonl_reads_the_named_field(tmp_path):
     path = tmp_path / "records.jsonl"
     path.write_text("\n".join(json.dumps({"body": text}) for text in ("a", "bc")), encoding="utf-8")
-    options = DocumentOptions(text_field="body", validation_fraction=0.0)
+    options = DocumentOptions(text_field="body", validation=0.0)
     data = PackedDataModule(str(path), context=8, documents=options)
     data.setup()
     (batch,) = data.train_dataloader()
@@ -253,7 +253,7 @@ def test_the_summary_counts_what_was_cut(caplog):
         [[1] * 10, [2] * 3],
         context=4,
         long_documents="truncate",
-        documents=DocumentOptions(validation_fraction=0.0),
+        documents=DocumentOptions(validation=0.0),
     )
     assert "1 truncated (6 tokens dropped)" in (data.setup() or data.summary())
 
@@ -333,9 +333,7 @@ def test_ranks_see_disjoint_rows_and_equally_many_batches():
 
 
 def test_the_standard_library_trains_with_the_defaults():
-    data = PackedDataModule(
-        context=256, long_documents="split", documents=replace(SHARES, limit_documents=50)
-    )
+    data = PackedDataModule(context=256, long_documents="split", documents=replace(SHARES, limit=50))
     data.prepare_data()
     data.setup()
     batch = next(iter(data.train_dataloader()))

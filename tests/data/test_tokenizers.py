@@ -1,0 +1,61 @@
+import sys
+
+import numpy as np
+import pytest
+
+from lightning_memkit.data.corpora import text_store
+from lightning_memkit.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
+from lightning_memkit.errors import MissingPackageError
+
+TEXTS = ["", "plain", "größer\n日本", "x"]
+
+
+def test_bytes_stand_between_marks():
+    store = load_tokenizer("bytes").tokenize(text_store(TEXTS))
+    for number, text in enumerate(TEXTS):
+        assert store[number].tolist() == [256, *text.encode(), 257]
+    assert store.tokens.dtype == np.uint16
+
+
+def test_bytes_decode_to_the_text():
+    tokenizer = ByteTokenizer()
+    store = tokenizer.tokenize(text_store(TEXTS))
+    assert [tokenizer.decode(store[number]) for number in range(4)] == TEXTS
+    assert tokenizer.decode([258, 104, 105]) == "hi"
+    assert max(tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) < tokenizer.vocabulary_size
+
+
+@pytest.fixture
+def saved_tokenizer(tmp_path):
+    """A small word tokenizer, trained here and saved as transformers saves one."""
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"[UNK]": 0, "one": 1, "two": 2, "</s>": 3}, "[UNK]")
+    )
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]", eos_token="</s>")
+    fast.save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def test_a_hugging_face_tokenizer_ends_every_document(saved_tokenizer):
+    tokenizer = HuggingFaceTokenizer(saved_tokenizer)
+    store = tokenizer.tokenize(text_store(["one two one", "", "three"]))
+    assert [store[number].tolist() for number in range(3)] == [[1, 2, 1, 3], [3], [0, 3]]
+    assert (tokenizer.vocabulary_size, tokenizer.pad_id, tokenizer.eos_id) == (4, 3, 3)
+    assert tokenizer.decode([1, 2]) == "one two"
+
+
+def test_its_key_names_the_vocabulary(saved_tokenizer, tmp_path):
+    key = HuggingFaceTokenizer(saved_tokenizer).key
+    assert key == HuggingFaceTokenizer(saved_tokenizer).key
+    file = tmp_path / "tokenizer.json"
+    file.write_text(file.read_text().replace('"two"', '"deux"'))
+    assert HuggingFaceTokenizer(saved_tokenizer).key != key
+
+
+def test_an_absent_transformers_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(MissingPackageError, match=r"tokenizer='gpt2' needs .*'lightning_memkit\[hf\]'"):
+        load_tokenizer("gpt2")
