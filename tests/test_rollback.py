@@ -1,4 +1,5 @@
 import random
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,13 +30,13 @@ class Stateful(nn.Module):
         return out
 
 
-def everything(module: Stateful) -> list[object]:
+def everything(module: Stateful) -> list[Any]:
     tensors = [t.clone() for t in module.buffers()]
     return [*tensors, list(module.seen), module.count, hasattr(module, "new_attribute"),
             float(module.metric.mean_value), float(module.metric.weight), module.metric._update_count]  # fmt: skip
 
 
-def equal(a: list[object], b: list[object]) -> bool:
+def equal(a: list[Any], b: list[Any]) -> bool:
     return all(
         torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in zip(a, b, strict=True)
     )  # pyright: ignore
@@ -72,5 +73,5 @@ def test_only_what_changes_is_cloned_once_that_is_known() -> None:
 def test_a_tensor_that_was_not_cloned_is_named_as_lost() -> None:
     module = Stateful()
     rollback = Rollback(module, frozenset())
-    module.constant.add_(1)
+    dict(module.named_buffers())["constant"].add_(1)
     assert rollback.restore() == {("", "constant")}

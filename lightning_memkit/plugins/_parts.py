@@ -91,22 +91,21 @@ class PartsRunner:
     def run(self, step: _seam.Step) -> tuple[Tensor | None, dict[str, Any]]:
         """Forward, zero_grad and backward of the step's batch, in parts; gradients are the full batch's."""
         while True:
-            rollback = Rollback(self._trainer.lightning_module, self.changing) if self._recover else None
-            attempt, failure = _Attempt(), ""
-            with step.counters_kept() as reset_counters:
-                try:
-                    self._attempt(step, attempt)
-                except (RuntimeError, MemoryError) as error:
-                    if rollback is None or not self._retriable(step, attempt, error):
-                        raise
-                    failure = f"{type(error).__name__}: {error}"
-                # The retry is outside `except`: the traceback holds the failed step's tensors alive.
-                if failure:
-                    del attempt
-                    reset_counters()
-                    self._shrink(step, failure, rollback)
-                    continue
-            return self._result(attempt)
+            rollback, attempt, failure = None, _Attempt(), ""
+            undo = [step.keep_counters(), _seam.keep_results(self._trainer)]
+            try:
+                rollback = Rollback(self._trainer.lightning_module, self.changing) if self._recover else None
+                self._attempt(step, attempt)
+                return self._result(attempt)
+            except (RuntimeError, MemoryError) as error:
+                if not self._retriable(step, attempt, error):
+                    raise
+                failure = f"{type(error).__name__}: {error}"
+            # The retry is outside `except`: the traceback holds the failed step's tensors alive.
+            del attempt
+            for put_back in undo:
+                put_back()
+            self._shrink(step, failure, rollback)
 
     def _attempt(self, step: _seam.Step, attempt: _Attempt) -> None:
         size = batch_size(step.batch) if self.partition.split is None else None
@@ -172,7 +171,7 @@ class PartsRunner:
             torch._foreach_mul_(gradients, factor)
 
     def _retriable(self, step: _seam.Step, attempt: _Attempt, error: BaseException) -> bool:
-        if not is_out_of_memory(error) or self._trainer.world_size > 1:
+        if not self._recover or not is_out_of_memory(error) or self._trainer.world_size > 1:
             return False
         if attempt.backward_started and not step.starts_window:
             return False  # the gradients of the window's earlier batches are mixed with this one's

@@ -74,12 +74,11 @@ class Step:
         """The module's own backward, with no callback hook and no scaling: for trials."""
         self._loop.trainer.lightning_module.backward(loss)
 
-    @contextmanager
-    def counters_kept(self) -> Iterator[Undo]:
-        """Yields a function that puts the loop's progress counters back to where they were on entry."""
+    def keep_counters(self) -> Undo:
+        """Returns a function that puts the loop's progress counters back to where they are now."""
         progress = self._loop.optim_progress
         before = progress.state_dict()
-        yield lambda: progress.load_state_dict(before)
+        return lambda: progress.load_state_dict(before)
 
 
 class Driver(Protocol):
@@ -205,6 +204,22 @@ def logging_held(trainer: Trainer) -> Iterator[list[dict[str, Any]]]:
         yield held
     finally:
         vars(results).pop("log", None)
+
+
+def keep_results(trainer: Trainer) -> Undo:
+    """Returns a function that puts the values logged so far back to what they are now."""
+    results: Any = trainer.fit_loop.epoch_loop._results
+    # Lightning replaces a metric's values, never changes them in place: references are enough.
+    kept = {key: (metric, dict(vars(metric))) for key, metric in results.items()}
+
+    def undo() -> None:
+        for key in [key for key in results if key not in kept]:
+            del results[key]
+        for metric, values in kept.values():
+            vars(metric).clear()
+            vars(metric).update(values)
+
+    return undo
 
 
 def log_now(trainer: Trainer, entry: dict[str, Any]) -> None:

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -34,7 +36,8 @@ def test_agrees_with_the_allocator_s_own_profile() -> None:
     ) as profile:
         step()
     live = peak = 0
-    for event in profile.profiler.kineto_results.events():  # pyright: ignore[reportOptionalMemberAccess]
+    results: Any = profile.profiler.kineto_results  # pyright: ignore[reportOptionalMemberAccess]
+    for event in results.events():
         if event.name() == "[memory]":
             live += event.nbytes()
             peak = max(peak, live)

@@ -1,0 +1,428 @@
+import re
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.demos import LightningTransformer
+from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBoringModel
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_memkit import MemoryBudget
+from lightning_memkit.memory.meter import ByteMeter
+from lightning_memkit.plugins._sizing import BudgetError
+from tests.plugins.toys import TokenTagger, loader, tagged_rows, trained, trainer, weights
+
+EXACT = {torch.float64: 1e-12, torch.float32: 2e-5}
+
+
+def difference(a: nn.Module, b: nn.Module) -> float:
+    return float((weights(a) - weights(b)).abs().max())
+
+
+# Exactness against the unsplit batch
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 3, "auto"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_twenty_steps_in_parts_are_the_unsplit_batch_s(dtype: torch.dtype, micro_batch_size: Any) -> None:
+    whole, _ = trained(dtype=dtype)
+    parts, _ = trained(MemoryBudget("1GiB", micro_batch_size=micro_batch_size), dtype=dtype)
+    assert difference(whole, parts) <= EXACT[dtype]
+
+
+def test_lightning_s_own_accumulation_is_the_control_that_differs() -> None:
+    whole, _ = trained(dtype=torch.float64)
+    control, _ = trained(dtype=torch.float64, data=loader(batch_size=2), accumulate_grad_batches=4)
+    assert difference(whole, control) >= 1e-3
+
+
+def test_loader_batches_accumulate_exactly_to_an_effective_batch() -> None:
+    whole, _ = trained(dtype=torch.float64)
+    budget = MemoryBudget("1GiB", micro_batch_size=1, effective_batch_size=8)
+    parts, fitted = trained(budget, dtype=torch.float64, data=loader(batch_size=2))
+    assert difference(whole, parts) <= 1e-12
+    assert fitted.global_step == 20
+    assert fitted.accumulate_grad_batches == 1  # given back
+
+
+def test_logged_values_are_those_of_the_whole_batch() -> None:
+    seen: list[dict[str, float]] = []
+
+    class Logged(TokenTagger):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            assert outputs["logits"].shape == (8, 12, 50)
+            assert len(batch["x"]) == 8
+            seen.append({"returned": float(outputs["loss"])})
+
+    def metrics(*callbacks: Any) -> dict[str, float]:
+        _, fitted = trained(*callbacks, module=Logged, dtype=torch.float64)
+        return {name: float(value) for name, value in fitted.callback_metrics.items()}
+
+    whole, parts = metrics(), metrics(MemoryBudget("1GiB", micro_batch_size=3))
+    assert whole.keys() == parts.keys() == {"loss", "loss_step", "loss_epoch", "labels", "longest", "mean_x"}
+    for name in whole:
+        if name != "longest":  # the maximum over parts of a count is not the whole's count
+            assert whole[name] == pytest.approx(parts[name], rel=1e-6), name
+    assert [row["returned"] for row in seen[:20]] == pytest.approx([row["returned"] for row in seen[20:]])
+
+
+# Third-party modules with ordinary loaders
+
+
+class DigitsNet(LightningModule):
+    def __init__(self, norm: bool = False) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8) if norm else nn.Identity(), nn.ReLU(),
+                                 nn.Flatten(), nn.Dropout(0.1), nn.Linear(8 * 36, 10))  # fmt: skip
+        self.accuracy = MulticlassAccuracy(10)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        images, labels = batch
+        logits = self.net(images)
+        self.accuracy(logits, labels)
+        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+        return F.cross_entropy(logits, labels)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class DemoTransformer(LightningTransformer):
+    def prepare_data(self) -> None:
+        """Lightning's demo would download its text here."""
+
+
+def digits(batch_size: int = 16, shuffle: bool = True) -> DataLoader:
+    data: Any = load_digits()
+    images = torch.tensor(data.images[:256], dtype=torch.float32)[:, None] / 16
+    return DataLoader(TensorDataset(images, torch.tensor(data.target[:256])), batch_size, shuffle=shuffle)
+
+
+@pytest.mark.parametrize("name", ["demo transformer", "boring", "digits"])
+def test_modules_of_others_train_as_unsplit(name: str) -> None:
+    def make() -> tuple[LightningModule, DataLoader]:
+        if name == "demo transformer":
+            module = DemoTransformer(vocab_size=50)
+            for child in module.modules():
+                if isinstance(child, nn.Dropout):
+                    child.p = 0.0
+                if isinstance(child, nn.MultiheadAttention):
+                    child.dropout = 0.0
+            rows = [(row["x"], row["x"].roll(1)) for row in tagged_rows(40)]
+            return module, DataLoader(rows, batch_size=8)  # pyright: ignore[reportArgumentType]
+        if name == "boring":
+            return BoringModel(), DataLoader(torch.randn(64, 32), batch_size=8)  # pyright: ignore
+        module = DigitsNet()
+        module.net[4].p = 0.0  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
+        return module, digits()
+
+    results = []
+    for callbacks in ([], [MemoryBudget("1GiB", micro_batch_size=3)]):
+        torch.manual_seed(5)
+        module, data = make()
+        module, fitted = trained(*callbacks, module=module, data=data, max_steps=5)
+        results.append((module, dict(fitted.callback_metrics)))
+    assert difference(results[0][0], results[1][0]) <= 2e-5
+    for key, value in results[0][1].items():
+        assert float(value) == pytest.approx(float(results[1][1][key]), abs=1e-5)
+
+
+# The decomposability probe
+
+
+class Custom(LightningModule):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.net = kind, nn.Linear(32, 8)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        out = self.net(batch)
+        if self.kind == "contrastive":
+            out = F.normalize(out)
+            return F.cross_entropy(out @ out.roll(1, 1).T / 0.1, torch.arange(len(out)))
+        return out.square().sum() if self.kind == "sum" else out.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def vectors() -> DataLoader:
+    rows = torch.randn(64, 32, generator=torch.Generator().manual_seed(2))
+    return DataLoader(rows, batch_size=8)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause", "remedy"),
+    [
+        ("contrastive", "act on each other", "keep the batch whole"),
+        ("sum", "sum over its samples", 'weigh_by="sum"'),
+    ],
+)
+def test_losses_that_do_not_decompose_are_refused_with_cause_and_remedy(
+    kind: str, cause: str, remedy: str
+) -> None:
+    module = Custom(kind)
+    before = weights(module).clone()
+    with pytest.raises(BudgetError, match=f"{cause}.*{remedy}"):
+        trained(MemoryBudget("1GiB", micro_batch_size=2), module=module, data=vectors())
+    assert torch.equal(weights(module), before)
+
+
+def test_an_unsplit_batch_may_have_any_loss() -> None:
+    module, _ = trained(MemoryBudget("1GiB"), module=Custom("contrastive"), data=vectors(), max_steps=2)
+    assert isinstance(module, Custom)
+
+
+def test_a_sum_that_is_named_trains_as_unsplit() -> None:
+    whole, _ = trained(module=lambda: Custom("sum"), data=vectors())
+    parts, _ = trained(
+        MemoryBudget("1GiB", micro_batch_size=3, weigh_by="sum"), module=lambda: Custom("sum"), data=vectors()
+    )
+    assert difference(whole, parts) <= 2e-5
+
+
+def test_batch_normalization_is_named_in_a_warning_and_allowed() -> None:
+    with pytest.warns(UserWarning, match=r"net\.1 normalize with statistics of the batch"):
+        module, _ = trained(MemoryBudget("1GiB", micro_batch_size=4), module=DigitsNet(norm=True), data=digits(),
+                            max_steps=3)  # fmt: skip
+    assert int(module.net[1].num_batches_tracked) == 3 * 4  # pyright: ignore
+
+
+class CausalTagger(TokenTagger):
+    """Shifts inside, as transformers' models do: each row's first label never counts."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:  # pyright: ignore
+        logits = self.head(self.mix(self.embedding(batch["x"]))[0])
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+class SampleMean(TokenTagger):
+    """A mean over samples of each one's mean."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:  # pyright: ignore
+        logits = self.head(self.mix(self.embedding(batch["x"]))[0])
+        losses = F.cross_entropy(logits.transpose(1, 2), batch["labels"], reduction="none")
+        return (losses.sum(1) / (batch["labels"] != -100).sum(1)).mean()
+
+
+@pytest.mark.parametrize("kind", [TokenTagger, CausalTagger, SampleMean])
+def test_the_probe_finds_what_a_loss_is_a_mean_over(kind: type[TokenTagger]) -> None:
+    whole, _ = trained(module=kind, dtype=torch.float64)
+    parts, _ = trained(MemoryBudget("1GiB", micro_batch_size=3), module=kind, dtype=torch.float64)
+    assert difference(whole, parts) <= 1e-12
+
+
+# Verification leaves no trace; the budget is kept
+
+
+def test_verification_leaves_no_trace() -> None:
+    """With one part for the whole batch, a run with the callback is bitwise the run without."""
+    runs = []
+    for callbacks in ([], [MemoryBudget("1GiB")]):
+        with pytest.warns(UserWarning, match="normalize") if callbacks else nullwarns():
+            torch.manual_seed(3)
+            module = TokenTagger(dropout=0.3, norm=True)
+            module, fitted = trained(*callbacks, module=module, data=loader(shuffle=True))
+        runs.append(
+            (module, {k: float(v) for k, v in fitted.callback_metrics.items()}, torch.get_rng_state())
+        )
+    (a, logged_a, rng_a), (b, logged_b, rng_b) = runs
+    assert torch.equal(weights(a), weights(b))
+    assert all(torch.equal(x, y) for x, y in zip(a.buffers(), b.buffers(), strict=True))
+    assert logged_a == logged_b
+    assert torch.equal(rng_a, rng_b)
+    assert a.steps == b.steps  # the module's own list has no entry of a trial
+
+
+class nullwarns:  # noqa: N801
+    def __enter__(self) -> None: ...
+    def __exit__(self, *args: object) -> None: ...
+
+
+def test_three_budgets_are_kept_by_three_sizes_with_one_result() -> None:
+    results = []
+    for budget in ("185KiB", "230KiB", "1MiB"):
+        callback = MemoryBudget(budget, enforce="always")
+        module, _ = trained(callback, max_steps=10)
+        assert callback.sizing is not None
+        assert callback.peak_bytes <= callback.budget_bytes
+        results.append((callback.sizing.micro_batch_size, weights(module)))
+    assert len({size for size, _ in results}) == 3
+    assert all((w - results[-1][1]).abs().max() <= 1e-5 for _, w in results)
+
+
+def test_a_budget_below_one_sample_says_by_how_much_and_what_helps() -> None:
+    with pytest.raises(BudgetError) as caught:
+        trained(MemoryBudget("100KiB"))
+    text = str(caught.value)
+    assert re.search(
+        r"micro-batch of 1 needs [\d.]+ KiB at its peak, [\d.]+ KiB more than the budget's usable 95.00 KiB",
+        text,
+    )
+    assert "PureBF16Precision" in text
+    assert "optimizer states" in text
+
+
+def test_a_given_size_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(BudgetError, match='smaller micro_batch_size, or "auto"'):
+        trained(MemoryBudget("300KiB", micro_batch_size=8))
+
+
+def test_the_longest_samples_are_verified_not_the_first() -> None:
+    rows = tagged_rows(64, length=4) + tagged_rows(64, length=40)
+
+    def collate(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        return {key: nn.utils.rnn.pad_sequence([i[key] for i in items], True, -100 if key == "labels" else 0)
+                for key in items[0]}  # fmt: skip
+
+    data = DataLoader(rows, batch_size=8, collate_fn=collate)  # pyright: ignore[reportArgumentType]
+    callback = MemoryBudget("600KiB", enforce="always")
+    trained(callback, data=data, max_steps=16)
+    assert callback.retries == 0
+    assert 1 <= callback.sizing.micro_batch_size < 8  # pyright: ignore[reportOptionalMemberAccess]
+    assert callback.peak_bytes <= callback.budget_bytes
+
+
+# Recovery
+
+
+class Faulty(MemoryBudget):
+    """Fails one allocation of forward or backward in batch 2; `fail_at=None` only shrinks there: the oracle."""
+
+    def __init__(self, fail_at: int | None, **options: Any) -> None:
+        super().__init__("1GiB", micro_batch_size=8, **options)
+        self.fail_at, self.allocations = fail_at, 0
+
+    def run(self, step: Any) -> Any:
+        if step.batch_idx != 2 or self._runner is None:
+            return super().run(step)
+        if self.fail_at is None:
+            self._runner.partition.micro_batch_size = 4
+        with ByteMeter(fail_at=self.fail_at) as meter:
+            result = super().run(step)
+        self.allocations = meter.allocations
+        return result
+
+
+def faulty_run(fail_at: int | None) -> tuple[Faulty, TokenTagger, dict[str, float], Tensor]:
+    callback = Faulty(fail_at)
+    with pytest.warns(UserWarning, match="normalize"):
+        fitted_module, fitted = trained(
+            callback, module=lambda: TokenTagger(dropout=0.2, norm=True), max_steps=4
+        )
+    assert isinstance(fitted_module, TokenTagger)
+    logged = {name: float(value) for name, value in fitted.callback_metrics.items()}
+    return callback, fitted_module, logged, torch.get_rng_state()
+
+
+def test_a_step_that_runs_out_of_memory_is_retried_bitwise() -> None:
+    """Against a fault-free run that uses the retry's partition from that step on."""
+    whole, *_ = faulty_run(10**9)
+    _, reference, logged, rng = faulty_run(None)
+    assert whole.retries == 0
+    for index in range(0, whole.allocations, 12):
+        callback, module, also_logged, also_rng = faulty_run(index)
+        assert callback.retries == 1
+        assert torch.equal(weights(module), weights(reference)), index
+        assert all(torch.equal(x, y) for x, y in zip(module.buffers(), reference.buffers(), strict=True))
+        assert also_logged == logged
+        assert torch.equal(also_rng, rng)
+        assert module.steps == reference.steps
+
+
+class Raises(TokenTagger):
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error, self.armed = error, False
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.armed = batch_idx == 2
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.armed:
+            raise self.error
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("a bug"), KeyError("x"), RuntimeError("NCCL error: out of memory")]
+)
+def test_other_errors_surface_unchanged(error: Exception) -> None:
+    with pytest.raises(type(error)) as caught:
+        trained(MemoryBudget("1GiB"), module=Raises(error))
+    assert caught.value is error
+
+
+def test_at_a_micro_batch_of_one_the_error_names_remedies() -> None:
+    with pytest.raises(torch.OutOfMemoryError, match=r"micro-batch of 1 runs out .*ActivationCheckpointing"):
+        trained(MemoryBudget("1GiB", micro_batch_size=2), module=Raises(torch.OutOfMemoryError("dry")))
+    with pytest.raises(torch.OutOfMemoryError, match="dry"):
+        trained(MemoryBudget("1GiB", recover=False), module=Raises(torch.OutOfMemoryError("dry")))
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"budget": -1.0}, "outside"),
+        ({"budget": "many"}, "can't be read"),
+        ({"micro_batch_size": 0}, "1 or more"),
+        ({"effective_batch_size": 0}, "1 or more"),
+        ({"weigh_by": "tokens"}, "causal_labels"),
+        ({"headroom": 5}, "write 0.05"),
+        ({"enforce": "never"}, "always"),
+    ],
+)
+def test_bad_options_are_refused_at_construction(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        MemoryBudget(**options)
+
+
+def test_manual_optimization_is_left_alone_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match=r"micro_batches\(batch, size\)"):
+        _, fitted = trained(MemoryBudget("1GiB"), module=ManualOptimBoringModel(), max_steps=2, gradient_clip_val=None,
+                            data=DataLoader(torch.randn(64, 32), batch_size=8))  # fmt: skip  # pyright: ignore
+    assert fitted.global_step == 2
+
+
+def test_unweighted_accumulation_is_warned_about() -> None:
+    with pytest.warns(UserWarning, match="effective_batch_size"):
+        trained(MemoryBudget("1GiB"), max_steps=2, accumulate_grad_batches=2)
+
+
+def test_a_batch_that_can_not_be_split_names_the_remedy() -> None:
+    class Odd(Custom):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.net(batch["a"]).mean() + batch["b"].mean()
+
+    rows = [{"a": torch.randn(8, 32), "b": torch.randn(3)} for _ in range(4)]
+    data = DataLoader(rows, batch_size=None)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="split="):
+        trained(MemoryBudget("1GiB"), module=Odd("mean"), data=data)
+
+
+def test_effective_batches_must_be_whole_loader_batches() -> None:
+    with pytest.raises(ValueError, match="write 8"):
+        trained(MemoryBudget("1GiB", effective_batch_size=12))
+
+
+@pytest.mark.filterwarnings(
+    "ignore:You're resuming from a checkpoint that ended before the epoch:UserWarning"
+)
+def test_the_chosen_size_is_part_of_the_checkpoint(tmp_path: Any) -> None:
+    callback = MemoryBudget("300KiB")
+    _, fitted = trained(callback, max_steps=3)
+    path = tmp_path / "last.ckpt"
+    fitted.save_checkpoint(path)
+    resumed = MemoryBudget("1GiB")
+    trainer(resumed, max_steps=5, gradient_clip_val=0.5).fit(TokenTagger(), loader(), ckpt_path=path)
+    assert callback.sizing is not None
+    assert resumed.sizing is not None
+    assert resumed.sizing.micro_batch_size == callback.sizing.micro_batch_size < 8

@@ -1,0 +1,86 @@
+"""Small LightningModules with ordinary DataLoaders that several tests train."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+
+class TokenTagger(LightningModule):
+    """A mean over labels that are not -100, very unevenly many a sample; logs in every way there is."""
+
+    def __init__(self, dropout: float = 0.0, norm: bool = False) -> None:
+        super().__init__()
+        self.embedding, self.mix = nn.Embedding(50, 16), nn.GRU(16, 32, batch_first=True)
+        self.norm = nn.BatchNorm1d(32) if norm else nn.Identity()
+        self.dropout, self.head = nn.Dropout(dropout), nn.Linear(32, 50)
+        self.steps: list[int] = []
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        hidden = self.mix(self.embedding(batch["x"]))[0]
+        logits = self.head(self.dropout(self.norm(hidden.flatten(0, 1))))
+        loss = F.cross_entropy(logits, batch["labels"].flatten())
+        self.steps.append(len(batch["x"]))
+        counted = (batch["labels"] != -100).sum()
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("labels", counted.float(), reduce_fx="sum", on_step=True, on_epoch=False)
+        self.log("longest", counted.float(), reduce_fx="max", on_step=False, on_epoch=True)
+        self.log("mean_x", batch["x"].float().mean(), batch_size=len(batch["x"]))
+        return {"loss": loss, "logits": logits.detach().view(len(batch["x"]), -1, 50)}
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 20)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def tagged_rows(count: int = 160, length: int = 12) -> list[dict[str, Tensor]]:
+    """Rows of which 1 to 12 labels count."""
+    generator = torch.Generator().manual_seed(1)
+    rows = []
+    for _ in range(count):
+        x = torch.randint(0, 50, (length,), generator=generator)
+        labels = x.roll(1).clone()
+        labels[: int(torch.randint(0, length, (1,), generator=generator))] = -100
+        rows.append({"x": x, "labels": labels})
+    return rows
+
+
+def loader(batch_size: int = 8, count: int = 160, **options: Any) -> DataLoader:
+    return DataLoader(tagged_rows(count), batch_size=batch_size, **options)  # pyright: ignore[reportArgumentType]
+
+
+def trainer(*callbacks: Any, max_steps: int = 20, **options: Any) -> Trainer:
+    quiet: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return Trainer(max_steps=max_steps, callbacks=list(callbacks), **{**quiet, **options})
+
+
+def weights(module: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+def trained(
+    *callbacks: Any,
+    module: LightningModule | Callable[[], LightningModule] = TokenTagger,
+    data: Any = None,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> tuple[LightningModule, Trainer]:
+    """A module after training, from one seed; a function builds it under that seed."""
+    torch.manual_seed(0)
+    module = (module if isinstance(module, LightningModule) else module()).to(dtype)
+    torch.manual_seed(1)
+    fitted = trainer(*callbacks, **{"gradient_clip_val": 0.5, **options})
+    fitted.fit(module, loader() if data is None else data)
+    return module, fitted
