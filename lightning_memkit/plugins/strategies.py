@@ -16,7 +16,11 @@ from lightning_memkit.plugins.random_state import RandomState
 
 _DTYPES = {
     "64-true": torch.float64,
+    "64": torch.float64,
     "32-true": torch.float32,
+    "32": torch.float32,
+    "16": torch.float32,  # Lightning's short names of mixed precision
+    "bf16": torch.float32,
     "bf16-mixed": torch.float32,
     "16-mixed": torch.float32,
     "bf16-true": torch.bfloat16,

@@ -1,0 +1,123 @@
+"""The `memkit` command: fit, validate, test and predict from YAML, and doctor."""
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+COMMANDS = {
+    "fit": "Train the model of a config.",
+    "validate": "One evaluation epoch over the validation set.",
+    "test": "One evaluation epoch over the test set.",
+    "predict": "Predictions for the data of a config.",
+    "doctor": "What this machine offers, and what memkit will therefore use.",
+}
+INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code; errors print one line, `--debug` adds the traceback.
+
+    Args:
+        arguments: the words after `memkit`; None takes those of the process.
+
+    Returns:
+        0; 1 after an error; 2 where the arguments or the config can't be read; 130 after Ctrl+C.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if "--debug" in words:
+        words = [word for word in words if word != "--debug"]
+        os.environ["MEMKIT_DEBUG"] = "1"  # processes that a strategy launches inherit it
+    # Classes of the project one stands in are named in its configs: `examples.job.model.Model`.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    if not words or words[0] in ("-h", "--help"):
+        print(_help())
+        return 0
+    if not words[0].startswith("-") and words[0] not in COMMANDS:
+        print(f"memkit: {words[0]!r} is no command; the commands are {', '.join(COMMANDS)}.", file=sys.stderr)
+        return 2
+    if words[0] == "doctor":
+        return _doctor(words[1:])
+    return _run(words)
+
+
+def _help() -> str:
+    lines = [f"  {name:<10}{text}" for name, text in COMMANDS.items()]
+    return "\n".join(
+        (
+            "usage: memkit COMMAND [--config FILE.yaml] [options] [--debug]",
+            "",
+            "Train PyTorch Lightning models in the memory one has.",
+            "",
+            *lines,
+            "",
+            "`memkit fit --help` explains every option. --debug, or MEMKIT_DEBUG=1, prints tracebacks.",
+        )
+    )
+
+
+def _run(words: list[str]) -> int:
+    # LightningCLI reads sys.argv, and strategies start further processes with it.
+    previous, sys.argv = sys.argv, [sys.argv[0], *words]
+    try:
+        from lightning_memkit.plugins.cli import MemkitCLI
+
+        MemkitCLI()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except SystemExit as exit_:
+        # Lightning shuts down after Ctrl+C and exits with 1, whatever the shell should know.
+        if isinstance(exit_.__context__, KeyboardInterrupt):
+            return INTERRUPTED
+        return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+    except Exception as error:
+        if os.environ.get("MEMKIT_DEBUG"):
+            traceback.print_exc()
+        else:
+            print(_short(error), file=sys.stderr)
+        return 1
+    finally:
+        sys.argv = previous
+    return 0
+
+
+def _short(error: Exception) -> str:
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return (
+        f"memkit: error: {type(error).__name__}: {error}\n"
+        f"  in {place.name}, {place.filename}:{place.lineno}; --debug prints the traceback"
+    )
+
+
+def _doctor(words: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="memkit doctor", description=COMMANDS["doctor"])
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    options = parser.parse_args(words)
+
+    from lightning_memkit.doctor import diagnose, summary
+
+    diagnosis = diagnose()
+    if options.json:
+        import json
+
+        print(json.dumps(diagnosis.as_dict(), indent=2))
+        return 0
+
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    for title, rows in summary(diagnosis).items():
+        table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2))
+        for row in rows:
+            table.add_row(*(Text(cell) for cell in row))  # Text: brackets are no markup here
+        console.print(table)
+        console.print()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,273 @@
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import yaml
+from jsonargparse import Namespace
+from lightning.pytorch.accelerators import CUDAAccelerator
+
+from lightning_memkit import PureBF16Precision
+from lightning_memkit.cli import COMMANDS, main
+from lightning_memkit.plugins.cli import target_device, target_dtype
+from lightning_memkit.plugins.random_state import KEY
+from tests import cli_models
+from tests.plugins.noise import NOISE
+
+pytestmark = [
+    *NOISE,
+    pytest.mark.filterwarnings("ignore:.*jsonargparse"),
+    pytest.mark.filterwarnings("ignore:.*configure_optimizers. is not overridden"),
+]
+ADAMW = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.01}}
+SHORT = {
+    "max_steps": 3,
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+@pytest.fixture
+def memkit(tmp_path, monkeypatch):
+    """Runs a command in a folder of its own; returns the exit code and the model that it built."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MEMKIT_DEBUG", raising=False)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def run(command, *options, model="tests.cli_models.Early", **config):
+        trainer = {**SHORT, "default_root_dir": str(tmp_path), **config.pop("trainer", {})}
+        path = tmp_path / "given.yaml"
+        model = {"class_path": model} if isinstance(model, str) else model
+        path.write_text(yaml.safe_dump({"seed_everything": 1, "model": model, "trainer": trainer, **config}))
+        cli_models.BUILT.clear()
+        code = main([command, "--config", str(path), *options])
+        return code, cli_models.BUILT[-1] if cli_models.BUILT else None
+
+    return run
+
+
+BF16_PLUGIN = {"plugins": [{"class_path": "lightning_memkit.PureBF16Precision"}]}
+
+
+@pytest.mark.parametrize(
+    "trainer",
+    [BF16_PLUGIN, {"precision": "bf16-true"}, {"precision": "bf16", "strategy": "memkit"}],
+    ids=["plugin", "bf16-true", "strategy"],
+)
+def test_a_model_of_a_config_is_built_in_bfloat16_with_one_float32_tensor_at_a_time(memkit, trainer):
+    if trainer.get("precision") == "bf16":
+        trainer = {"strategy": "memkit", **BF16_PLUGIN}
+    code, model = memkit("fit", trainer=trainer, optimizer=ADAMW)
+    assert code == 0
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert model.counter.peak == 4 * 64 * 64  # the largest parameter
+    assert model.counter.live == 0
+    assert model.change() > 0
+
+
+def test_the_stock_path_builds_everything_in_float32(tmp_path, monkeypatch):
+    from lightning.pytorch.cli import LightningCLI
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["stock"])
+    LightningCLI(
+        cli_models.Early, run=False, args=["--trainer.precision=bf16-true", "--trainer.logger=false"]
+    )
+    model = cli_models.BUILT[-1]
+    assert model.counter.peak == 4 * sum(p.numel() for p in model.parameters())
+
+
+def test_a_float32_run_is_stock(memkit):
+    code, model = memkit("fit", optimizer=ADAMW)
+    assert code == 0
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_modules_that_are_arguments_of_the_model_are_built_likewise(memkit):
+    network = {"class_path": "tests.cli_models.Network", "init_args": {"width": 16}}
+    model = {"class_path": "tests.cli_models.Early", "init_args": {"network": network}}
+    code, built = memkit("fit", model=model, trainer=BF16_PLUGIN, optimizer=ADAMW)
+    assert code == 0
+    assert {p.dtype for p in built.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("trainer", [{}, BF16_PLUGIN, {"strategy": "memkit"}], ids=["fp32", "bf16", "memkit"])
+def test_an_optimizer_of_the_config_trains_a_model_built_late(memkit, trainer):
+    schedule = {"class_path": "torch.optim.lr_scheduler.ConstantLR", "init_args": {"total_iters": 2}}
+    trainer = {"max_steps": 6, **trainer}
+    code, model = memkit(
+        "fit", model="tests.cli_models.Late", trainer=trainer, optimizer=ADAMW, lr_scheduler=schedule
+    )
+    assert code == 0
+    assert model.change() > 1e-3
+    assert model.trainer.lr_scheduler_configs[0].scheduler.last_epoch > 0
+
+
+def test_the_configs_optimizer_replaces_the_models_own_with_a_warning(memkit):
+    with pytest.warns(UserWarning, match=r"WithOptimizer\.configure_optimizers is not used"):
+        code, model = memkit("fit", model="tests.cli_models.WithOptimizer", optimizer=ADAMW)
+    assert code == 0
+    assert isinstance(model.trainer.optimizers[0], torch.optim.AdamW)
+
+
+def test_without_an_optimizer_in_the_config_the_models_own_is_used(memkit):
+    code, model = memkit("fit", model="tests.cli_models.WithOptimizer")
+    assert code == 0
+    assert isinstance(model.trainer.optimizers[0], torch.optim.SGD)
+
+
+def test_seeded_runs_repeat_and_resume_bitwise(memkit, tmp_path):
+    def weights(steps, *options):
+        keep = {"class_path": "ModelCheckpoint", "init_args": {"dirpath": str(tmp_path), "save_last": True}}
+        trainer = {"max_steps": steps, "callbacks": [keep], "enable_checkpointing": True, **BF16_PLUGIN}
+        code, model = memkit("fit", *options, trainer=trainer, optimizer=ADAMW)
+        assert code == 0
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    whole = weights(8)
+    assert torch.equal(weights(8), whole)
+    weights(4)
+    last = tmp_path / "last.ckpt"
+    assert KEY in torch.load(last, weights_only=True)
+    assert torch.equal(weights(8, "--ckpt_path", str(last)), whole)
+
+
+def test_plugins_have_short_names(memkit):
+    trainer = {"plugins": [{"class_path": "PureBF16Precision"}], "callbacks": [{"class_path": "RandomState"}]}
+    code, model = memkit("fit", trainer=trainer, optimizer=ADAMW)
+    assert code == 0
+    assert isinstance(model.trainer.precision_plugin, PureBF16Precision)
+
+
+def test_predict_runs(memkit):
+    code, model = memkit("predict", trainer=BF16_PLUGIN)
+    assert code == 0
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+def test_two_precisions_are_refused_before_anything_is_built(memkit, capsys):
+    code, model = memkit("fit", trainer={**BF16_PLUGIN, "precision": "32-true"}, optimizer=ADAMW)
+    assert code == 1
+    assert model is None
+    assert "stands beside the precision plugin PureBF16Precision" in capsys.readouterr().err
+
+
+def test_an_unknown_key_is_refused_by_name(memkit, capsys):
+    code, model = memkit("fit", trainer={"max_stepz": 3})
+    assert code == 2
+    assert model is None
+    assert "max_stepz" in capsys.readouterr().err
+
+
+def test_an_error_is_one_line_and_a_place_unless_debugging(memkit, capsys):
+    code, _ = memkit("fit", model="tests.cli_models.Failing", optimizer=ADAMW)
+    printed = capsys.readouterr().err
+    assert code == 1
+    assert "memkit: error: ValueError: the third document is empty" in printed
+    assert "in training_step" in printed
+    assert "Traceback" not in printed
+    code, _ = memkit("fit", "--debug", model="tests.cli_models.Failing", optimizer=ADAMW)
+    assert code == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_an_interrupt_is_130(memkit):
+    import signal
+
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        assert memkit("fit", model="tests.cli_models.Interrupted", optimizer=ADAMW)[0] == 130
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+def test_help_lists_the_commands(capsys):
+    assert main(["--help"]) == 0
+    printed = capsys.readouterr().out
+    assert all(command in printed for command in COMMANDS)
+
+
+def test_an_unknown_command_is_refused_with_the_list(capsys):
+    assert main(["train"]) == 2
+    assert "'train' is no command; the commands are fit, validate" in capsys.readouterr().err
+
+
+def test_classes_of_the_working_folder_are_found(tmp_path):
+    (tmp_path / "mine.py").write_text("from tests.cli_models import WithOptimizer as Model\n")
+    (tmp_path / "mine.yaml").write_text(
+        yaml.safe_dump({"model": {"class_path": "mine.Model"}, "trainer": {**SHORT, "max_steps": 1}})
+    )
+    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    out = subprocess.run(
+        [sys.executable, "-W", "ignore", "-P", "-m", "lightning_memkit.cli", "fit", "--config", "mine.yaml"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": here},
+        capture_output=True,
+        text=True,
+    )
+    assert out.returncode == 0, out.stderr
+
+
+@pytest.mark.parametrize(
+    ("trainer", "dtype"),
+    [
+        ({}, torch.float32),
+        ({"precision": 16}, torch.float32),
+        ({"precision": "bf16"}, torch.float32),  # Lightning's short name of mixed precision
+        ({"precision": "bf16-true"}, torch.bfloat16),
+        ({"precision": "64"}, torch.float64),
+        ({"precision": "transformer-engine"}, None),
+        ({"plugins": PureBF16Precision()}, torch.bfloat16),
+        ({"plugins": [Namespace(class_path="lightning_memkit.PureBF16Precision")]}, torch.bfloat16),
+        (
+            {
+                "strategy": Namespace(
+                    class_path="lightning.pytorch.strategies.DDPStrategy",
+                    init_args=Namespace(
+                        precision_plugin=Namespace(
+                            class_path="lightning.pytorch.plugins.precision.HalfPrecision",
+                            init_args=Namespace(precision="bf16-true"),
+                        )
+                    ),
+                )
+            },
+            torch.bfloat16,
+        ),
+    ],
+)
+def test_the_target_dtype_is_read_from_the_config(trainer, dtype):
+    assert target_dtype(Namespace(**trainer)) == dtype
+
+
+@pytest.mark.parametrize(
+    ("trainer", "environ", "device"),
+    [
+        ({}, {}, "cuda:0"),
+        ({"devices": [2, 3]}, {}, "cuda:2"),
+        ({"devices": [2, 3], "strategy": "ddp"}, {"LOCAL_RANK": "1"}, "cuda:3"),
+        ({"devices": 4, "strategy": "ddp"}, {"SLURM_LOCALID": "2"}, "cuda:2"),
+        ({"devices": "auto", "accelerator": "gpu", "strategy": "ddp"}, {"LOCAL_RANK": "3"}, "cuda:3"),
+        ({"strategy": "ddp_spawn"}, {}, "cpu"),
+        ({"strategy": "ddp_notebook"}, {}, "cpu"),
+        ({"accelerator": "cpu"}, {}, "cpu"),
+        (
+            {"strategy": Namespace(class_path="OnDeviceStrategy", init_args=Namespace(device="cuda:1"))},
+            {},
+            "cuda:1",
+        ),
+    ],
+)
+def test_the_target_device_is_that_of_the_local_rank(trainer, environ, device, monkeypatch):
+    monkeypatch.setattr(CUDAAccelerator, "is_available", staticmethod(lambda: True))
+    monkeypatch.setattr(CUDAAccelerator, "auto_device_count", staticmethod(lambda: 4))
+    monkeypatch.setattr(
+        CUDAAccelerator,
+        "parse_devices",
+        staticmethod(lambda n: n if isinstance(n, list) else list(range(int(n)))),
+    )
+    assert target_device(Namespace(**trainer), environ) == torch.device(device)
