@@ -179,9 +179,10 @@ def _cpu_bfloat16() -> str:
 
 def _kernels() -> dict[str, bool]:
     cuda = torch.cuda.is_available()
+    cpu = not cuda and not torch.backends.mps.is_available()
     ampere = cuda and torch.cuda.get_device_capability(0) >= (8, 0)
     return {
-        "SDPA flash": (ampere and torch.backends.cuda.is_flash_attention_available()) or not cuda,
+        "SDPA flash": cpu or (ampere and torch.backends.cuda.is_flash_attention_available()),
         "SDPA memory-efficient": cuda,
         "SDPA cuDNN": ampere and torch.backends.cudnn.is_available(),
         "SDPA math": True,
