@@ -24,6 +24,7 @@ TINY = [
     "--data.context=64",
     "--data.batch_size=8",
     "--trainer.limit_val_batches=1",
+    "--trainer.val_check_interval=10",
     "--trainer.num_sanity_val_steps=0",
     "--trainer.log_every_n_steps=1",
 ]
@@ -56,9 +57,8 @@ def corpus(tmp_path: Path) -> Path:
 
 
 def train(folder: Path, corpus: Path, *arguments: str) -> dict:
-    """Run the demo's two configs at a tiny size; return the checkpoint."""
-    checkpoint = folder / "last.ckpt"
-    main(
+    """Run the demo's two configs at a tiny size; return the last checkpoint."""
+    code = main(
         [
             "fit",
             *(f"--config={PRETRAIN / name}" for name in ("budget.yaml", "demo.yaml")),
@@ -69,13 +69,14 @@ def train(folder: Path, corpus: Path, *arguments: str) -> dict:
             "--trainer.logger=lightning.pytorch.loggers.CSVLogger",
             f"--trainer.logger.save_dir={folder}",
             "--trainer.callbacks+=lightning.pytorch.callbacks.ModelCheckpoint",
-            f"--trainer.callbacks.dirpath={folder}",
+            f"--trainer.callbacks.dirpath={folder / 'checkpoints'}",
             "--trainer.callbacks.filename=last",
             "--trainer.callbacks.every_n_train_steps=1",
             *arguments,
         ]
     )
-    return torch.load(checkpoint, weights_only=True)
+    assert code == 0
+    return torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
 
 
 @pytest.fixture
@@ -98,6 +99,7 @@ def test_demo_trains_within_its_budget_and_reports(tmp_path: Path, corpus: Path,
 
 
 @pytest.mark.usefixtures("at_root")
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning")
 def test_demo_interrupted_and_resumed_ends_with_the_same_weights(tmp_path: Path, corpus: Path) -> None:
     steps = [
         "--model.warmup_steps=2",
@@ -106,11 +108,12 @@ def test_demo_interrupted_and_resumed_ends_with_the_same_weights(tmp_path: Path,
     ]
     # The schedule depends on max_steps, so the interruption must not change it.
     stop = "--trainer.callbacks+=tests.test_examples.StopAfter"
-    straight = train(tmp_path / "straight", corpus, *steps, "--trainer.max_steps=6")
-    half = tmp_path / "half"
-    train(half, corpus, *steps, "--trainer.max_steps=6", stop, "--trainer.callbacks.steps=3")
-    resumed = train(half, corpus, *steps, "--trainer.max_steps=6", f"--ckpt_path={half / 'last.ckpt'}")
-    assert resumed["global_step"] == straight["global_step"] == 6
+    steps.append("--trainer.max_steps=6")
+    straight = train(tmp_path / "straight", corpus, *steps)
+    begun = train(tmp_path / "half", corpus, *steps, stop, "--trainer.callbacks.steps=3")
+    last = tmp_path / "half" / "checkpoints" / "last.ckpt"
+    resumed = train(tmp_path / "half", corpus, *steps, f"--ckpt_path={last}")
+    assert (begun["global_step"], resumed["global_step"], straight["global_step"]) == (3, 6, 6)
     for key, value in straight["state_dict"].items():
         assert torch.equal(resumed["state_dict"][key], value), key
 
