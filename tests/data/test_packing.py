@@ -1,4 +1,5 @@
 import inspect
+import sys
 from collections import Counter
 
 import numpy as np
@@ -6,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_memkit.data import packing as packing_module
 from lightning_memkit.data.packing import Packing, pack
 
 
@@ -36,6 +38,16 @@ def test_the_rows_are_those_of_trls_packer(lengths, context):
 def test_the_rows_are_those_of_trls_packer_on_many_documents(context):
     lengths = np.random.default_rng(0).lognormal(4, 1, 20_000).clip(1, context).astype(int)
     assert contents(pack(lengths, context)) == trl_contents(lengths.tolist(), context)
+
+
+@pytest.mark.parametrize("pieces_a_run", [0, 10**9])
+def test_both_ways_to_order_the_pieces_agree(monkeypatch, pieces_a_run):
+    lengths = np.random.default_rng(0).integers(1, 100, 3000)
+    expected = pack(lengths, 100)
+    monkeypatch.setattr(packing_module, "_PIECES_A_RUN", pieces_a_run)
+    packed = pack(lengths, 100)
+    assert packed.documents.tolist() == expected.documents.tolist()
+    assert packed.offsets.tolist() == expected.offsets.tolist()
 
 
 def tokens_of(packing: Packing) -> list[tuple[int, int]]:
@@ -135,14 +147,11 @@ def test_bad_arguments_are_refused(arguments, message):
 
 def test_the_python_work_does_not_grow_with_the_documents():
     """A loop over documents would take 100 times the lines for 100 times the documents."""
-    import sys
-
-    from lightning_memkit.data import packing
 
     def lines(count: int) -> int:
         lengths = np.random.default_rng(0).integers(1, 128, count)
         executed = 0
-        source = inspect.getsourcefile(packing)
+        source = inspect.getsourcefile(packing_module)
 
         def trace(frame, event, _):
             nonlocal executed
