@@ -12,6 +12,7 @@ from jsonargparse import Namespace
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.cli import (
+    LightningArgumentParser,
     LightningCLI,
     _get_module_type,
     _global_add_class_path,
@@ -33,6 +34,14 @@ _LAUNCHED_LATE = (
 )  # the processes that train don't exist yet when the model is built
 
 
+class ShortUsageParser(LightningArgumentParser):
+    """Prints one line of usage before an error: the full one takes a screen and hides the error."""
+
+    def print_usage(self, file: Any = None) -> None:
+        """The program and where its options are explained."""
+        print(f"usage: {self.prog} [options], see {self.prog} --help", file=file)
+
+
 class MemkitCLI(LightningCLI):
     """LightningCLI that builds the model on its device at its dtype: no float32 copy, under every strategy.
 
@@ -52,6 +61,7 @@ class MemkitCLI(LightningCLI):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         _import_plugins()
+        kwargs.setdefault("parser_class", ShortUsageParser)
         kwargs["save_config_kwargs"] = {"overwrite": True, **(kwargs.get("save_config_kwargs") or {})}
         super().__init__(*args, **kwargs)
 
