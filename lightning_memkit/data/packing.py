@@ -162,7 +162,7 @@ def _pieces(
     lengths: NDArray, context: int, long_documents: LongDocuments
 ) -> tuple[NDArray | None, NDArray, NDArray, dict[str, int]]:
     """Pieces no longer than the context: documents (None: all, in order), starts, lengths; counts."""
-    documents: NDArray | None = None
+    documents: NDArray | None = None  # while they are all there, in order, they take no memory
     is_empty = lengths == 0
     empty = int(np.count_nonzero(is_empty))
     if empty:

@@ -200,7 +200,7 @@ class PackedDataModule(pl.LightningDataModule):
         )
         return PackedRows(
             store=store,
-            packing=replace(packing, documents=numbers[packing.documents]),
+            packing=replace(packing, documents=numbers.astype(packing.documents.dtype)[packing.documents]),
             pad_id=self.pad_id,
             multiple_of=self.batches.multiple_of,
         )

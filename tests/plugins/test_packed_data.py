@@ -1,6 +1,10 @@
+import ast
 import json
+import os
+import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import lightning.pytorch as pl
@@ -330,6 +334,61 @@ def test_ranks_see_disjoint_rows_and_equally_many_batches():
         tokens += [token for batch in data.train_dataloader() for token in real_tokens(batch)]
     assert len(lengths) == 1
     assert len(tokens) == len(set(tokens)) > 250
+
+
+def test_a_packed_document_costs_eight_bytes():
+    data = module()
+    data.setup()
+    packing = data.train_dataloader().rows.packing
+    kept = {
+        id(base(array)): base(array).nbytes for array in (packing.documents, packing.starts, packing.lengths)
+    }
+    assert sum(kept.values()) <= 8 * packing.pieces + 64
+
+
+def base(array: np.ndarray) -> np.ndarray:
+    """The array that owns the memory."""
+    return array if array.base is None else base(array.base)
+
+
+DDP_RUN = """
+import sys
+import lightning.pytorch as pl
+import torch.distributed as dist
+from tests.plugins.test_packed_data import Recorder, Saver, module
+
+path, out, resume = sys.argv[1:]
+model = Recorder()
+trainer = pl.Trainer(
+    accelerator="cpu", devices=2, strategy="ddp", max_epochs=2, logger=False, enable_checkpointing=False,
+    callbacks=[Saver(path, step=2)] if not resume else [], enable_progress_bar=False,
+)
+trainer.fit(model, datamodule=module(batch_size=2), ckpt_path=resume or None)
+with open(f"{out}.{trainer.global_rank}", "w") as file:
+    file.write(repr(model.seen))
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_share_an_epoch_and_resume_alike(tmp_path):
+    script = tmp_path / "run.py"
+    script.write_text(DDP_RUN)
+    root = Path(__file__).resolve().parents[2]
+
+    def run(out: str, resume: str) -> list[list[list[int]]]:
+        arguments = [str(tmp_path / "saved.ckpt"), str(tmp_path / out), resume]
+        environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+        subprocess.run(
+            [sys.executable, str(script), *arguments], env=environment, cwd=tmp_path, check=True, timeout=240
+        )
+        return [ast.literal_eval((tmp_path / f"{out}.{rank}").read_text()) for rank in range(2)]
+
+    whole = run("whole", "")
+    steps = len(whole[0]) // 2
+    assert len(whole[1]) == 2 * steps
+    shares = [{token for batch in rank[:steps] for token in batch} - {0} for rank in whole]
+    assert not shares[0] & shares[1]
+    assert run("resumed", str(tmp_path / "saved.ckpt")) == [rank[2:] for rank in whole]
 
 
 def test_the_standard_library_trains_with_the_defaults():
