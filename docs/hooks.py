@@ -1,6 +1,7 @@
 """What mkdocs does to the pages: home is the README, benchmark tables come from results/*.json."""
 
 import json
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -10,11 +11,15 @@ TABLES = "<!-- benchmark tables -->"
 def on_page_markdown(markdown: str, page, **_) -> str:
     """Fill in the README, the changelog and the tables."""
     if page.file.src_uri == "index.md":
-        # Links in the README start at the repository's root, those of the site at docs/.
-        return (ROOT / "README.md").read_text(encoding="utf-8").replace("](docs/", "](")
+        return _home((ROOT / "README.md").read_text(encoding="utf-8"))
     if page.file.src_uri == "changelog.md":
         return (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     return markdown.replace(TABLES, benchmark_tables(ROOT / "benchmarks" / "results"))
+
+
+def _home(readme: str) -> str:
+    """Links in the README start at the repository's root: those to docs/ lead to pages, others to plain text."""
+    return re.sub(r"\[([^]]+)\]\((?!docs/|https?:)[^)]+\)", r"\1", readme).replace("](docs/", "](")
 
 
 def benchmark_tables(results: Path) -> str:
