@@ -6,7 +6,6 @@
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import update_wrapper, wraps
 from typing import Any, get_args
 from weakref import ref
@@ -18,37 +17,16 @@ from torch.optim import Optimizer
 
 from lightning_memkit.errors import NoEffectWarning
 from lightning_memkit.optim.blocks import local_part
+from lightning_memkit.optim.bytes_per_parameter import BytesPerParameter, bytes_per_parameter
 from lightning_memkit.optim.checkpoints import install_checkpoint_hooks
 from lightning_memkit.optim.kahan import COMPENSATION, kahan_join_
-from lightning_memkit.optim.shadow import LOW_STATES, Mode, ShadowEngine, States, is_compensated, slots
+from lightning_memkit.optim.pieces import is_compensated, slots
+from lightning_memkit.optim.shadow import LOW_STATES, Mode, ShadowEngine, States
 from lightning_memkit.optim.snapshots import OptimizerSnapshot, restore_snapshot, take_snapshot
 from lightning_memkit.optim.split import LOW_HALF, join_
 from lightning_memkit.optim.stochastic_rounding import StochasticRounding
 
-DEFAULT_BUCKET_BYTES = 64 * 2**20
 _MARK = "_memkit_compensation"
-
-
-@dataclass(frozen=True, kw_only=True)
-class BytesPerParameter:
-    """Bytes that the tensors alive now take, divided by the number of parameters.
-
-    Args:
-        weights: the parameters themselves.
-        gradients: their gradients; 0 after `zero_grad`.
-        states: what the optimizer keeps, without the compensation.
-        compensation: low halves or Kahan's compensation.
-    """
-
-    weights: float
-    gradients: float
-    states: float
-    compensation: float
-
-    @property
-    def total(self) -> float:
-        """The sum of all four."""
-        return self.weights + self.gradients + self.states + self.compensation
 
 
 def check_options(mode: str, states: str) -> None:
@@ -138,24 +116,7 @@ class Compensation:
 
     def bytes_per_parameter(self) -> BytesPerParameter:
         """Measure the optimizer's tensors as they are now; compact states exist from the first step on."""
-        count = weights = gradients = states = compensation = 0
-        for slot in slots(self.optimizer):
-            parameter = slot.parameter
-            count += local_part(parameter).numel()
-            weights += _bytes(parameter)
-            gradients += 0 if parameter.grad is None else _bytes(parameter.grad)
-            for name, value in self.optimizer.state.get(parameter, {}).items():
-                if name in LOW_STATES:
-                    compensation += _bytes(value)
-                else:
-                    states += _bytes(value)
-        count = max(count, 1)
-        return BytesPerParameter(
-            weights=weights / count,
-            gradients=gradients / count,
-            states=states / count,
-            compensation=compensation / count,
-        )
+        return bytes_per_parameter(self.optimizer)
 
     def float32_weights(self) -> Iterator[tuple[Parameter, Tensor]]:
         """Each parameter with the float32 value that is trained, one new tensor (4 bytes a value) at a time."""
@@ -209,7 +170,7 @@ def compensate(
     states: States = "compact",
     low_halves: Mapping[Parameter, Tensor] | None = None,
     seed: int = 0,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    bucket_bytes: int | None = None,
 ) -> Compensation:
     """Let an optimizer over bfloat16 weights step in float32; +2 bytes a parameter for kahan and split.
 
@@ -225,7 +186,9 @@ def compensate(
             keeps every state in float32.
         low_halves: int16 low halves of float32 weights, as `cast_module` collects them.
         seed: seeds stochastic rounding, which leaves torch's random state alone.
-        bucket_bytes: float32 temporaries of a step; a larger parameter is stepped by itself.
+        bucket_bytes: float32 temporaries of a step, 8 MiB on a CPU and 256 MiB elsewhere by default. Optimizers
+            that are known to treat every element alike (AdamW and most of torch.optim) take large parameters
+            in pieces; for any other, a larger parameter is a bucket of its own.
 
     Returns:
         The handle; `Compensation.undo` gives the optimizer back.
@@ -306,10 +269,3 @@ def _float32_weight(parameter: Parameter, state: Mapping[str, Any]) -> Tensor:
     else:
         weight.copy_(parameter.detach())
     return weight
-
-
-def _bytes(value: Any) -> int:
-    if not isinstance(value, Tensor):
-        return 0
-    local = local_part(value)
-    return local.numel() * local.element_size()

@@ -8,7 +8,7 @@ happens in float32 on the sum, weight decay included.
 
 from torch import Tensor
 
-from lightning_memkit.optim.blocks import blocks
+from lightning_memkit.optim.blocks import blocks, surely_finite
 
 COMPENSATION = "compensation"  # the name under which an optimizer's state holds it
 
@@ -17,9 +17,11 @@ def kahan_split_(master: Tensor, weight: Tensor, compensation: Tensor) -> None:
     """Write float32 ``master`` as the bfloat16 ``weight`` nearest to it and the bfloat16 rest."""
     for master_block, weight_block, rest_block in blocks(master, weight, compensation):
         weight_block.copy_(master_block)
-        rest_block.copy_(master_block.sub(weight_block))
-        # Infinity and NaN leave no rest: inf - inf would turn them, or a value that rounds to inf, into NaN.
-        rest_block.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        rest = master_block.sub(weight_block)
+        if not surely_finite(rest):
+            # Infinity and NaN leave no rest: inf - inf would turn a value that rounds to infinity into NaN.
+            rest.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        rest_block.copy_(rest)
 
 
 def kahan_join_(weight: Tensor, compensation: Tensor, out: Tensor) -> None:

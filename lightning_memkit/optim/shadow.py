@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_memkit.optim.blocks import local_part
 from lightning_memkit.optim.kahan import COMPENSATION, kahan_join_, kahan_split_
+from lightning_memkit.optim.pieces import Piece, Scratch, Slot, buckets_of, is_compensated, slots
 from lightning_memkit.optim.split import LOW_HALF, join_, split_
 from lightning_memkit.optim.state_dtypes import storage_of
 from lightning_memkit.optim.stochastic_rounding import StochasticRounding
@@ -26,37 +27,12 @@ from lightning_memkit.optim.stochastic_rounding import StochasticRounding
 Mode = Literal["kahan", "split", "stochastic", "none"]
 States = Literal["compact", "exact"]
 LOW_STATES = (LOW_HALF, COMPENSATION)
-_BYTES_IN_FLIGHT = 16  # float32 weight, gradient and two moments of one parameter
-
-
-@dataclass(frozen=True)
-class Slot:
-    """Where a parameter stands: its group, its place in it, and its index over all groups."""
-
-    group: int
-    place: int
-    index: int
-    parameter: Parameter
-
-
-def slots(optimizer: Optimizer) -> Iterator[Slot]:
-    """All parameters of an optimizer in order; groups added later come last, so earlier indices stay."""
-    index = 0
-    for group_index, group in enumerate(optimizer.param_groups):
-        for place, parameter in enumerate(group["params"]):
-            yield Slot(group_index, place, index, parameter)
-            index += 1
-
-
-def is_compensated(parameter: Tensor) -> bool:
-    """Whether the engine steps a parameter on a shadow; every other dtype is stepped as it is."""
-    return parameter.dtype == torch.bfloat16
 
 
 def group_scalars(optimizer: Optimizer) -> list[dict[str, Any]]:
     """A copy of every group's entries but its parameters."""
     return [
-        {key: deepcopy(value) for key, value in group.items() if key != "params"}
+        {key: _copied(value) for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
     ]
 
@@ -66,7 +42,31 @@ def restore_group_scalars(optimizer: Optimizer, scalars: list[dict[str, Any]]) -
     for group, kept in zip(optimizer.param_groups, scalars, strict=True):
         for key in group.keys() - kept.keys() - {"params"}:
             del group[key]
-        group.update(deepcopy(kept))
+        group.update({key: _copied(value) for key, value in kept.items()})
+
+
+def _copied(value: Any) -> Any:
+    """A deep copy, without its price where there is nothing to copy; it is taken once a bucket."""
+    if isinstance(value, (int, float, str, type(None))):
+        return value
+    return value.detach().clone() if isinstance(value, Tensor) else deepcopy(value)
+
+
+@dataclass
+class _Progress:
+    """A parameter's state while its pieces are stepped one after the other.
+
+    Attributes:
+        before: what the optimizer kept before the step.
+        low: the low half before the step, under its name; empty where there is none yet.
+        after: what the optimizer keeps after the step, as far as the pieces have come.
+        low_after: the low half after the step.
+    """
+
+    before: dict[str, Any]
+    low: dict[str, Tensor]
+    after: dict[str, Any] = field(default_factory=dict)
+    low_after: dict[str, Tensor] = field(default_factory=dict)
 
 
 class ShadowEngine:
@@ -76,10 +76,12 @@ class ShadowEngine:
         mode: what keeps the bits that bfloat16 lacks.
         states: ``"compact"`` keeps moments in bfloat16, ``"exact"`` in float32.
         rounding: the noise of stochastic rounding.
-        bucket_bytes: float32 temporaries at a time; a parameter larger than that is a bucket of its own.
+        bucket_bytes: float32 temporaries at a time; None for a size that suits the device.
     """
 
-    def __init__(self, mode: Mode, states: States, rounding: StochasticRounding, bucket_bytes: int) -> None:
+    def __init__(
+        self, mode: Mode, states: States, rounding: StochasticRounding, bucket_bytes: int | None
+    ) -> None:
         self.mode: Mode = mode
         self.states: States = states
         self.rounding = rounding
@@ -90,143 +92,162 @@ class ShadowEngine:
 
     def step(self, optimizer: Optimizer, stock_step: Callable[[], object]) -> None:
         """One optimizer step, from the gradients as they stand."""
-        plain: list[Slot] = []
-        buckets: list[list[Slot]] = [[]]
-        in_bucket = 0
-        for slot in slots(optimizer):
-            if slot.parameter.grad is None:
-                continue
-            if not is_compensated(slot.parameter):
-                plain.append(slot)
-                continue
-            self._refuse_sparse(slot.parameter)
-            size = _BYTES_IN_FLIGHT * local_part(slot.parameter).numel()
-            if buckets[-1] and in_bucket + size > self.bucket_bytes:
-                buckets.append([])
-                in_bucket = 0
-            buckets[-1].append(slot)
-            in_bucket += size
+        with_gradient = [slot for slot in slots(optimizer) if slot.parameter.grad is not None]
+        plain = [slot for slot in with_gradient if not is_compensated(slot.parameter)]
+        compensated = [slot for slot in with_gradient if is_compensated(slot.parameter)]
+        for slot in compensated:
+            _refuse_sparse(slot.parameter)
+        run = _Run(self, optimizer, stock_step)
+        buckets = list(buckets_of(optimizer, compensated, self.bucket_bytes)) or [[]]
         before = group_scalars(optimizer) if len(buckets) > 1 else []
         self.rounding.begin_step()
         for number, bucket in enumerate(buckets):
             if number > 0:  # scalars of a group advance once a step, not once a bucket
                 restore_group_scalars(optimizer, before)
-            self._step_bucket(optimizer, bucket, plain if number == 0 else [], stock_step)
+            run.step_bucket(bucket, plain if number == 0 else [])
         self.rounding.end_step()
 
-    def _step_bucket(
-        self, optimizer: Optimizer, bucket: list[Slot], plain: list[Slot], stock_step: Callable[[], object]
-    ) -> None:
-        full_state: Mapping[Any, Any] = optimizer.state
+    def absent(self, count: int) -> list[Parameter]:
+        """Placeholders for the parameters of a group."""
+        return [self._absent] * count
+
+
+class _Run:
+    """One step: what its buckets share."""
+
+    def __init__(self, engine: ShadowEngine, optimizer: Optimizer, stock_step: Callable[[], object]) -> None:
+        self._engine = engine
+        self._optimizer = optimizer
+        self._stock_step = stock_step
+        self._scratch = Scratch()
+        self._progress: dict[Parameter, _Progress] = {}
+
+    def step_bucket(self, bucket: list[Piece], plain: list[Slot]) -> None:
+        optimizer, full_state = self._optimizer, self._optimizer.state
         seen_state: defaultdict[Any, Any] = defaultdict(dict)
         seen_state.update({key: value for key, value in full_state.items() if not isinstance(key, Tensor)})
-        seen_params = [[self._absent] * len(group["params"]) for group in optimizer.param_groups]
+        seen_params = [self._engine.absent(len(group["params"])) for group in optimizer.param_groups]
         for slot in plain:
             seen_params[slot.group][slot.place] = slot.parameter
             if slot.parameter in full_state:
                 seen_state[slot.parameter] = full_state[slot.parameter]
-        shadows: list[Parameter] = []
-        for slot in bucket:
-            state = full_state[slot.parameter] if slot.parameter in full_state else {}
-            shadow = self._shadow(slot.parameter, state)
-            shadows.append(shadow)
-            seen_params[slot.group][slot.place] = shadow
-            seen_state[shadow] = _widened(state, slot.parameter)
+        self._scratch.begin_bucket(bucket)
+        shadows = [self._open(piece) for piece in bucket]
+        for piece, shadow in zip(bucket, shadows, strict=True):
+            seen_params[piece.slot.group][piece.slot.place] = shadow
+            seen_state[shadow] = self._widened(piece)
         with _showing(optimizer, seen_state, seen_params):
-            stock_step()
-        for slot, shadow in zip(bucket, shadows, strict=True):
+            self._stock_step()
+        for piece, shadow in zip(bucket, shadows, strict=True):
             shadow.grad = None
-            self._write_back(optimizer, slot, shadow, seen_state.pop(shadow, {}))
+            self._close(piece, shadow, seen_state.pop(shadow, {}))
         for slot in plain:
             if slot.parameter in seen_state:
-                optimizer.state[slot.parameter] = seen_state.pop(slot.parameter)
+                full_state[slot.parameter] = seen_state.pop(slot.parameter)
         for key in [key for key in seen_state if not isinstance(key, Tensor)]:
-            optimizer.state[key] = seen_state[key]
+            full_state[key] = seen_state[key]
 
-    def _shadow(self, parameter: Parameter, state: Mapping[str, Any]) -> Parameter:
+    def _open(self, piece: Piece) -> Parameter:
+        """The float32 shadow of a piece, with its gradient."""
+        parameter = piece.slot.parameter
+        if parameter not in self._progress:
+            state = self._optimizer.state[parameter] if parameter in self._optimizer.state else {}
+            self._progress[parameter] = _Progress(
+                before={name: value for name, value in state.items() if name not in LOW_STATES},
+                low={name: state[name] for name in LOW_STATES if name in state},
+            )
+        low = self._progress[parameter].low
+        weight = self._scratch.like(piece.view(parameter))
+        high, out = local_part(piece.view(parameter)), local_part(weight)
         # Which low half is there decides, not the mode: a checkpoint may come from another mode.
-        weight = torch.empty_like(parameter.detach(), dtype=torch.float32)
-        high, out = local_part(parameter), local_part(weight)
-        if LOW_HALF in state:
-            join_(high, local_part(state[LOW_HALF]), out)
-        elif COMPENSATION in state:
-            kahan_join_(high, local_part(state[COMPENSATION]), out)
+        if LOW_HALF in low:
+            join_(high, local_part(piece.view(low[LOW_HALF])), out)
+        elif COMPENSATION in low:
+            kahan_join_(high, local_part(piece.view(low[COMPENSATION])), out)
         else:
             out.copy_(high)
         shadow = Parameter(weight)
         assert parameter.grad is not None
-        shadow.grad = parameter.grad.detach().to(torch.float32)
+        shadow.grad = self._float32(piece.view(parameter.grad))
         return shadow
 
-    def _write_back(
-        self, optimizer: Optimizer, slot: Slot, shadow: Parameter, stepped: dict[str, Any]
-    ) -> None:
-        parameter, group = slot.parameter, optimizer.param_groups[slot.group]
-        state = optimizer.state[parameter]
-        if self.states == "compact":
-            for name, value in stepped.items():
-                stepped[name] = self._stored(name, value, stepped, group, state.get(name), slot)
-        low = {name: state[name] for name in LOW_STATES if name in state}
-        state.clear()
-        state.update(stepped)
-        state.update(self._narrowed(slot, shadow, low))
+    def _widened(self, piece: Piece) -> dict[str, Any]:
+        """What the stock step sees as the state of a piece: bfloat16 moments in float32, no low half."""
+        seen: dict[str, Any] = {}
+        for name, value in self._progress[piece.slot.parameter].before.items():
+            if isinstance(value, Tensor) and value.shape == piece.slot.parameter.shape:
+                part = piece.view(value)
+                seen[name] = self._float32(part) if value.dtype == torch.bfloat16 else part
+            else:  # counters advance once a step: each piece but the last gets a copy of its own
+                seen[name] = value if piece.whole else _copied(value)
+        return seen
 
-    def _narrowed(self, slot: Slot, shadow: Parameter, low: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Write the float32 shadow into the parameter; returns the state that holds what was left over."""
-        parameter = slot.parameter.detach()
-        master, high = local_part(shadow), local_part(parameter)
-        if self.mode == "split":
-            half = _reuse(low.get(LOW_HALF), parameter, torch.int16)
-            split_(master, high, local_part(half))
-            return {LOW_HALF: half}
-        if self.mode == "kahan":
-            rest = _reuse(low.get(COMPENSATION), parameter, torch.bfloat16)
-            kahan_split_(master, high, local_part(rest))
-            return {COMPENSATION: rest}
-        if self.mode == "stochastic":
-            self.rounding.round_(master, high, (slot.index, "weight"))
+    def _float32(self, part: Tensor) -> Tensor:
+        if part.dtype == torch.float32:
+            return part.detach()
+        wide = self._scratch.like(part)
+        local_part(wide).copy_(local_part(part))
+        return wide
+
+    def _close(self, piece: Piece, shadow: Parameter, stepped: dict[str, Any]) -> None:
+        """Write a stepped piece back into parameter, state and low half."""
+        parameter = piece.slot.parameter
+        progress = self._progress[parameter]
+        for name, value in stepped.items():
+            self._store(name, value, stepped, piece, shadow)
+        self._narrow(piece, local_part(shadow), progress)
+        if piece.last:
+            state = self._optimizer.state[parameter]
+            state.clear()
+            state.update(progress.after)
+            state.update(progress.low_after)
+            del self._progress[parameter]
+
+    def _store(
+        self, name: str, value: Any, stepped: Mapping[str, Any], piece: Piece, shadow: Parameter
+    ) -> None:
+        parameter, progress = piece.slot.parameter, self._progress[piece.slot.parameter]
+        if not isinstance(value, Tensor) or value.shape != shadow.shape:
+            progress.after[name] = value
+            return
+        group = self._optimizer.param_groups[piece.slot.group]
+        compact = self._engine.states == "compact"
+        storage = storage_of(name, value, stepped, group, shadow) if compact else "keep"
+        if storage == "keep" and piece.whole and not self._scratch.owns(value):
+            progress.after[name] = value
+            return
+        dtype = value.dtype if storage == "keep" else torch.bfloat16
+        if name not in progress.after:
+            progress.after[name] = _reuse(progress.before.get(name), parameter, dtype)
+        source, target = local_part(value), local_part(piece.view(progress.after[name]))
+        if storage == "stochastic":
+            self._engine.rounding.round_(source, target, (piece.slot.index, name, piece.start))
+        elif source.data_ptr() != target.data_ptr() or source.dtype != target.dtype:
+            target.copy_(source)
+
+    def _narrow(self, piece: Piece, master: Tensor, progress: _Progress) -> None:
+        """Write the float32 master into the weight and what is left over into the low half."""
+        mode, parameter = self._engine.mode, piece.slot.parameter.detach()
+        high = local_part(piece.view(parameter))
+        if mode in ("split", "kahan"):
+            name, dtype = (LOW_HALF, torch.int16) if mode == "split" else (COMPENSATION, torch.bfloat16)
+            if name not in progress.low_after:
+                progress.low_after[name] = _reuse(progress.low.get(name), parameter, dtype)
+            low = local_part(piece.view(progress.low_after[name]))
+            (split_ if mode == "split" else kahan_split_)(master, high, low)
+        elif mode == "stochastic":
+            self._engine.rounding.round_(master, high, (piece.slot.index, "weight", piece.start))
         else:
             high.copy_(master)
-        return {}
-
-    def _stored(
-        self,
-        name: str,
-        value: Any,
-        stepped: Mapping[str, Any],
-        group: Mapping[str, Any],
-        previous: Any,
-        slot: Slot,
-    ) -> Any:
-        storage = storage_of(name, value, stepped, group, slot.parameter)
-        if storage == "keep":
-            return value
-        stored = _reuse(previous, value, torch.bfloat16)
-        if storage == "nearest":
-            local_part(stored).copy_(local_part(value))
-        else:
-            self.rounding.round_(local_part(value), local_part(stored), (slot.index, name))
-        return stored
-
-    def _refuse_sparse(self, parameter: Parameter) -> None:
-        assert parameter.grad is not None
-        if parameter.grad.is_sparse:
-            raise RuntimeError(
-                f"The gradient of a bfloat16 parameter of shape {tuple(parameter.shape)} is sparse: compensated "
-                "steps take dense gradients; build the module with sparse=False, or keep it in float32 "
-                "(fp32_exceptions=) and give it an optimizer for sparse gradients."
-            )
 
 
-def _widened(state: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
-    """What the stock step sees as a parameter's state: moments in float32, no low half."""
-    return {
-        name: value.to(torch.float32)
-        if isinstance(value, Tensor) and value.dtype == torch.bfloat16 and value.shape == like.shape
-        else value
-        for name, value in state.items()
-        if name not in LOW_STATES
-    }
+def _refuse_sparse(parameter: Parameter) -> None:
+    if parameter.grad is not None and parameter.grad.is_sparse:
+        raise RuntimeError(
+            f"The gradient of a bfloat16 parameter of shape {tuple(parameter.shape)} is sparse: compensated "
+            "steps take dense gradients; build the module with sparse=False, or keep it in float32 "
+            "(fp32_exceptions=) and give it an optimizer for sparse gradients."
+        )
 
 
 def _reuse(previous: Any, like: Tensor, dtype: torch.dtype) -> Tensor:

@@ -9,7 +9,7 @@ Float32 values within 0.2 % of the largest one show as infinity in the high half
 import torch
 from torch import Tensor
 
-from lightning_memkit.optim.blocks import blocks
+from lightning_memkit.optim.blocks import blocks, surely_finite
 
 LOW_HALF = "low_half"  # the name under which an optimizer's state holds it
 
@@ -21,11 +21,12 @@ def split_(master: Tensor, high: Tensor, low: Tensor) -> None:
     """
     for master_block, high_block, low_block in blocks(master, high, low):
         bits = master_block.view(torch.int32)
-        not_a_number = master_block.isnan()
         high_block.view(torch.int16).copy_(bits.add(0x8000).bitwise_right_shift_(16))
         low_block.copy_(bits)  # keeps the lowest 16 bits, read as a signed number
-        high_block.masked_fill_(not_a_number, torch.nan)
-        low_block.masked_fill_(not_a_number, 0)
+        if not surely_finite(master_block):
+            not_a_number = master_block.isnan()
+            high_block.masked_fill_(not_a_number, torch.nan)
+            low_block.masked_fill_(not_a_number, 0)
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,9 +44,12 @@ def join_(high: Tensor, low: Tensor, out: Tensor) -> None:
     pattern of a NaN; `split_` never pairs it with zero, so it is read as 0 without losing exactness.
     """
     for high_block, low_block, out_block in blocks(high, low, out):
-        safe_low = torch.where(high_block == 0, low_block.clamp(min=0), low_block)
+        high_bits = high_block.view(torch.int16)
+        # Both negative: the high half's magnitude less one, which only zero makes so, and the low half.
+        zero_with_negative = high_bits.bitwise_and(0x7FFF).sub_(1).bitwise_and_(low_block)
+        keep = zero_with_negative.bitwise_right_shift_(15).bitwise_not_()
         bits = out_block.view(torch.int32)
-        bits.copy_(high_block.view(torch.int16)).bitwise_left_shift_(16).add_(safe_low)
+        bits.copy_(high_bits).bitwise_left_shift_(16).add_(keep.bitwise_and_(low_block))
 
 
 def join(high: Tensor, low: Tensor) -> Tensor:

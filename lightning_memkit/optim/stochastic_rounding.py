@@ -15,7 +15,7 @@ import zlib
 import torch
 from torch import Tensor
 
-from lightning_memkit.optim.blocks import BLOCK_ELEMENTS, flat_views
+from lightning_memkit.optim.blocks import BLOCK_ELEMENTS, flat_views, surely_finite
 
 TILE = BLOCK_ELEMENTS
 _MASK64 = (1 << 64) - 1
@@ -62,13 +62,14 @@ class StochasticRounding:
         """Let go of the tile: between steps the stream holds no memory."""
         self._current_tile = None
 
-    def round_(self, source: Tensor, out: Tensor, stream: tuple[int, str]) -> None:
+    def round_(self, source: Tensor, out: Tensor, stream: tuple[int, str, int]) -> None:
         """Write float32 ``source``, rounded stochastically, into bfloat16 ``out`` of the same shape.
 
         Args:
             source: float32, any shape; infinity and NaN stay what they are.
             out: bfloat16, the same shape.
-            stream: which noise of this step: the parameter's index and the name of what is rounded.
+            stream: which noise of this step: the parameter's index, the name of what is rounded, and the element
+                that ``source`` starts at.
         """
         flat = flat_views(source, out)
         if flat is None:
@@ -76,7 +77,7 @@ class StochasticRounding:
             self.round_(source.contiguous(), dense, stream)
             out.copy_(dense)
             return
-        seed = _mixed(self.seed, self.step, stream[0], zlib.crc32(stream[1].encode()))
+        seed = _mixed(self.seed, self.step, stream[0], zlib.crc32(stream[1].encode()), stream[2])
         generator = torch.Generator(source.device).manual_seed(seed)
         if source.device.type != "cpu":
             noise = torch.empty(source.numel(), dtype=torch.int32, device=source.device)
@@ -102,4 +103,5 @@ def _round(source: Tensor, out: Tensor, noise: Tensor) -> None:
     """Add 16 bits of noise below bfloat16's last bit, then cut; ``noise`` is used up."""
     noise.add_(source.view(torch.int32)).bitwise_right_shift_(16)
     out.view(torch.int16).copy_(noise)
-    out.masked_fill_(source.isnan(), torch.nan)  # the carry may run through a NaN's payload into its sign
+    if not surely_finite(source):  # a carry may run through a NaN's payload into its sign
+        out.masked_fill_(source.isnan(), torch.nan)

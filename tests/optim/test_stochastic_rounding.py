@@ -4,7 +4,7 @@ import torch
 from lightning_memkit.optim.stochastic_rounding import TILE, StochasticRounding
 
 
-def rounded(source: torch.Tensor, *, seed: int = 0, step: int = 1, stream=(0, "weight")) -> torch.Tensor:
+def rounded(source: torch.Tensor, *, seed: int = 0, step: int = 1, stream=(0, "weight", 0)) -> torch.Tensor:
     rounding = StochasticRounding(seed)
     rounding.load_state_dict({"seed": seed, "step": step})
     out = torch.empty_like(source, dtype=torch.bfloat16)
@@ -44,8 +44,8 @@ def test_seed_step_and_stream_each_change_the_noise():
     assert torch.equal(first, rounded(source))
     assert not torch.equal(first, rounded(source, seed=1))
     assert not torch.equal(first, rounded(source, step=2))
-    assert not torch.equal(first, rounded(source, stream=(1, "weight")))
-    assert not torch.equal(first, rounded(source, stream=(0, "exp_avg_sq")))
+    assert not torch.equal(first, rounded(source, stream=(1, "weight", 0)))
+    assert not torch.equal(first, rounded(source, stream=(0, "exp_avg_sq", 0)))
 
 
 def test_torchs_random_state_is_neither_read_nor_moved():
@@ -73,5 +73,5 @@ def test_strided_tensors_are_rounded_like_dense_ones():
     out = torch.empty(400, 300, dtype=torch.bfloat16).t()
     rounding = StochasticRounding()
     rounding.begin_step()
-    rounding.round_(source, out, (0, "weight"))
+    rounding.round_(source, out, (0, "weight", 0))
     assert torch.equal(out, rounded(source))

@@ -1,0 +1,211 @@
+"""Time and bytes of a compensated bfloat16 AdamW step beside torch's float32 fused AdamW and other optimizers.
+
+Every row is a ratio to torch's fused AdamW on float32 weights. The gradients stay the same from step to step,
+and zero_grad is not timed. One CPU thread.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from benchmarks.harness import (
+    LONG_STEP_SECONDS,
+    MINIMUM_PAIRS,
+    Options,
+    Report,
+    paired_ratio,
+    self_ratio_is_void,
+)
+from lightning_memkit.optim.compensation import compensate
+
+LEARNING_RATE = 1e-3
+FULL_SHAPES = [(1024, 3072)] * 16 + [(3072,)] * 16  # 50.4 million parameters
+QUICK_SHAPES = [(1024, 2048)] * 4 + [(2048,)] * 4  # 8.4 million
+PAIRS_OF_LONG_STEPS = 15
+MOVED_BYTES = 18  # weights, compensation and two bfloat16 moments read and written, the gradient read
+
+Build = Callable[[list[Parameter]], Any]
+
+
+def run(options: Options) -> Report:
+    """Time the step on the CPU, our modes and the peers that are installed, each against the base."""
+    shapes = QUICK_SHAPES if options.quick else FULL_SHAPES
+    figures: dict[str, float | int | bool] = {}
+    notes = [
+        f"{_count(shapes) / 1e6:.1f} million parameters, one thread; states of all rows exist before timing"
+    ]
+    rows: list[dict[str, object]] = []
+    with _one_thread():
+        base = _fused_fp32(_parameters(shapes, torch.float32, torch.device("cpu"), options.seed))
+        same = paired_ratio(base.step, base.step, seed=options.seed)
+        rows.append(same.row("torch AdamW fused, fp32, against itself") | _bytes(base))
+        for label, dtype, build in _candidates(notes):
+            parameters = _parameters(shapes, dtype, torch.device("cpu"), options.seed)
+            optimizer = build(parameters)
+            ratio = paired_ratio(optimizer.step, base.step, pairs=_pairs(optimizer), seed=options.seed)
+            rows.append(ratio.row(label) | _bytes(optimizer))
+            key = {"memkit kahan, compact": "kahan", "memkit split, compact": "split"}.get(label)
+            if key is not None:
+                figures |= {
+                    f"cpu_ratio_{key}": ratio.median,
+                    f"cpu_ratio_{key}_high": ratio.high,
+                    f"bytes_per_param_{key}": _bytes(optimizer)["bytes_per_param"],
+                }
+    figures["parameters"] = _count(shapes)
+    return Report("optimizer_step", figures, rows, void=self_ratio_is_void(same), notes=tuple(notes))
+
+
+def run_gpu(options: Options) -> Report:
+    """Bandwidth that a step reaches on the GPU, as a fraction of a device copy's; not yet verified on a GPU."""
+    device = torch.device("cuda")
+    shapes = FULL_SHAPES if options.quick else FULL_SHAPES * 8
+    copy_seconds = _gpu_copy_seconds(_count(shapes), device)
+    copy_bandwidth = 8 * _count(shapes) / copy_seconds
+    base = _fused_fp32(_parameters(shapes, torch.float32, device, options.seed))
+    base_seconds = _gpu_seconds(base.step)
+    base_bytes = _bytes(base)
+    del base
+    rows: list[dict[str, object]] = [
+        {"what": "device copy", "step_ms": 1000 * copy_seconds, "bandwidth_fraction": 1.0},
+        {"what": "torch AdamW fused, fp32", "step_ms": 1000 * base_seconds} | base_bytes,
+    ]
+    figures: dict[str, float | int | bool] = {"copy_gigabytes_per_second": copy_bandwidth / 1e9}
+    for mode in ("kahan", "split"):
+        optimizer = _memkit(mode, "compact")(_parameters(shapes, torch.bfloat16, device, options.seed))
+        seconds = _gpu_seconds(optimizer.step)
+        fraction = MOVED_BYTES * _count(shapes) / seconds / copy_bandwidth
+        figures[f"gpu_bandwidth_fraction_{mode}"] = fraction
+        figures[f"gpu_ratio_{mode}"] = seconds / base_seconds
+        rows.append(
+            {"what": f"memkit {mode}, compact", "step_ms": 1000 * seconds, "bandwidth_fraction": fraction}
+            | _bytes(optimizer)
+        )
+        del optimizer
+    note = f"{MOVED_BYTES} bytes a parameter have to move; the fraction is of the copy's bandwidth"
+    return Report("optimizer_step", figures, rows, notes=(note,))
+
+
+def _candidates(notes: list[str]) -> Iterator[tuple[str, torch.dtype, Build]]:
+    """Label, weights' dtype and constructor of everything that is timed against the base."""
+    low = torch.bfloat16
+    for mode, states in (("kahan", "compact"), ("split", "compact"), ("split", "exact")):
+        yield f"memkit {mode}, {states}", low, _memkit(mode, states)
+    yield "torch AdamW fused, bf16", low, lambda p: torch.optim.AdamW(p, lr=LEARNING_RATE, fused=True)
+    for label, build in (
+        ("optimi AdamW, Kahan", _optimi),
+        ("torchao AdamW, stochastic rounding", _torchao),
+        ("bitsandbytes AdamW 32-bit", lambda p: _bitsandbytes(p, 32)),
+        ("bitsandbytes AdamW 8-bit", lambda p: _bitsandbytes(p, 8)),
+    ):
+        try:
+            build([Parameter(torch.zeros(64, 64, dtype=low))])
+        except ImportError as error:
+            notes.append(f"{label} is left out: {error}")
+        else:
+            yield label, low, build
+
+
+def _memkit(mode: Any, states: Any) -> Build:
+    def build(parameters: list[Parameter]) -> Optimizer:
+        optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
+        compensate(optimizer, mode=mode, states=states)
+        return optimizer
+
+    return build
+
+
+def _fused_fp32(parameters: list[Parameter]) -> Optimizer:
+    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
+    optimizer.step()
+    return optimizer
+
+
+def _optimi(parameters: list[Parameter]) -> Any:
+    from optimi import AdamW
+
+    return AdamW(parameters, lr=LEARNING_RATE, kahan_sum=True)
+
+
+def _torchao(parameters: list[Parameter]) -> Any:
+    from torchao.optim import _AdamW
+
+    return _AdamW(parameters, lr=LEARNING_RATE, bf16_stochastic_round=True)
+
+
+def _bitsandbytes(parameters: list[Parameter], bits: int) -> Any:
+    from bitsandbytes.optim import AdamW, AdamW8bit
+
+    return (AdamW8bit if bits == 8 else AdamW)(parameters, lr=LEARNING_RATE)
+
+
+def _parameters(
+    shapes: list[tuple[int, ...]], dtype: torch.dtype, device: torch.device, seed: int
+) -> list[Parameter]:
+    generator = torch.Generator(device).manual_seed(seed)
+    parameters = []
+    for shape in shapes:
+        parameter = Parameter(torch.randn(shape, generator=generator, device=device).to(dtype))
+        parameter.grad = (1e-2 * torch.randn(shape, generator=generator, device=device)).to(dtype)
+        parameters.append(parameter)
+    return parameters
+
+
+def _count(shapes: list[tuple[int, ...]]) -> int:
+    return sum(torch.Size(shape).numel() for shape in shapes)
+
+
+def _pairs(optimizer: Any) -> int:
+    """Fewer pairs only where a step takes clearly over a second."""
+    optimizer.step()
+    start = time.perf_counter()
+    optimizer.step()
+    long = time.perf_counter() - start > 1.3 * LONG_STEP_SECONDS
+    return PAIRS_OF_LONG_STEPS if long else MINIMUM_PAIRS
+
+
+def _bytes(optimizer: Any) -> dict[str, float]:
+    """Bytes of all the tensors of an optimizer's parameters, by their storages, a parameter."""
+    count, held = 0, []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            count += parameter.numel()
+            held += [parameter, parameter.grad, *optimizer.state.get(parameter, {}).values()]
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in held
+        if isinstance(tensor, torch.Tensor)
+    }
+    return {"bytes_per_param": round(sum(storages.values()) / count, 4)}
+
+
+def _gpu_copy_seconds(count: int, device: torch.device) -> float:
+    source = torch.zeros(count, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    return _gpu_seconds(lambda: target.copy_(source))
+
+
+def _gpu_seconds(step: Callable[[], object], steps: int = 20) -> float:
+    for _ in range(3):
+        step()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(steps):
+        step()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1000 / steps
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

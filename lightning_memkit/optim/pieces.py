@@ -1,0 +1,144 @@
+"""Which parts of an optimizer's parameters are stepped together, and float32 scratch memory for them.
+
+An optimizer that treats every element alike is shown a large parameter in pieces, so that the float32
+temporaries of a step are bounded by a constant, and on a CPU stay in its cache.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_memkit.optim.blocks import flat_views, local_part
+
+# The same piece always starts at the same element: stochastic rounding's noise goes by it.
+PIECE_ELEMENTS_CPU = 1 << 19
+PIECE_ELEMENTS_ACCELERATOR = 1 << 24
+BYTES_IN_FLIGHT = 16  # float32 weight, gradient and two moments of one parameter
+
+_ELEMENTWISE = frozenset(
+    getattr(torch.optim, name)
+    for name in ("SGD Adam AdamW NAdam RAdam Adamax Adagrad Adadelta RMSprop Rprop ASGD".split())
+)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a parameter stands: its group, its place in it, and its index over all groups."""
+
+    group: int
+    place: int
+    index: int
+    parameter: Parameter
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The elements of a parameter that are stepped at once: all of them, or a run in storage order."""
+
+    slot: Slot
+    start: int
+    stop: int
+    whole: bool
+    last: bool
+
+    def view(self, tensor: Tensor) -> Tensor:
+        """The piece of a tensor that has the parameter's shape; shares its memory."""
+        return tensor if self.whole else tensor.detach().view(-1)[self.start : self.stop]
+
+
+def slots(optimizer: Optimizer) -> Iterator[Slot]:
+    """All parameters of an optimizer in order; groups added later come last, so earlier indices stay."""
+    index = 0
+    for group_index, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            yield Slot(group_index, place, index, parameter)
+            index += 1
+
+
+def is_compensated(parameter: Tensor) -> bool:
+    """Whether the engine steps a parameter on a shadow; every other dtype is stepped as it is."""
+    return parameter.dtype == torch.bfloat16
+
+
+def buckets_of(optimizer: Optimizer, stepped: list[Slot], bucket_bytes: int | None) -> Iterator[list[Piece]]:
+    """Pieces to be stepped together: at most one a parameter, within ``bucket_bytes`` unless it is only one."""
+    bucket: list[Piece] = []
+    size = 0
+    elementwise = type(optimizer) in _ELEMENTWISE
+    for slot in stepped:
+        most = _piece_elements(slot.parameter.device)
+        limit = BYTES_IN_FLIGHT * most if bucket_bytes is None else bucket_bytes
+        for piece in _pieces(slot, most, elementwise and _is_sliceable(optimizer, slot.parameter)):
+            piece_bytes = BYTES_IN_FLIGHT * (piece.stop - piece.start)
+            if bucket and (size + piece_bytes > limit or bucket[-1].slot is slot):
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(piece)
+            size += piece_bytes
+    if bucket:
+        yield bucket
+
+
+def _pieces(slot: Slot, most: int, sliceable: bool) -> Iterator[Piece]:
+    count = local_part(slot.parameter).numel()
+    if not sliceable or count <= most:
+        yield Piece(slot, 0, count, whole=True, last=True)
+        return
+    for start in range(0, count, most):
+        stop = min(start + most, count)
+        yield Piece(slot, start, stop, whole=False, last=stop == count)
+
+
+def _is_sliceable(optimizer: Optimizer, parameter: Parameter) -> bool:
+    state = optimizer.state[parameter] if parameter in optimizer.state else {}
+    alike = [
+        value for value in state.values() if isinstance(value, Tensor) and value.shape == parameter.shape
+    ]
+    tensors = [parameter, parameter.grad, *alike]
+    return all(t is not None and not hasattr(t, "to_local") and t.is_contiguous() for t in tensors)
+
+
+def _piece_elements(device: torch.device) -> int:
+    return PIECE_ELEMENTS_CPU if device.type == "cpu" else PIECE_ELEMENTS_ACCELERATOR
+
+
+class Scratch:
+    """Float32 memory that the buckets of one step take turns in.
+
+    On a CPU, fresh memory costs a page fault every 4 KiB, more than the arithmetic done in it. On other
+    devices torch's caching allocator does the same job.
+    """
+
+    def __init__(self) -> None:
+        self._memory: Tensor | None = None
+        self._used = 0
+
+    def begin_bucket(self, bucket: list[Piece]) -> None:
+        """Take everything back, and make room for the pieces of a bucket."""
+        self._used = 0
+        on_cpu = [piece.stop - piece.start for piece in bucket if piece.slot.parameter.device.type == "cpu"]
+        need = BYTES_IN_FLIGHT // 4 * sum(count + 16 for count in on_cpu)
+        if need and (self._memory is None or self._memory.numel() < need):
+            self._memory = None  # let go before taking more
+            self._memory = torch.empty(need, dtype=torch.float32)
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """An uninitialised float32 tensor of a tensor's shape and strides, good until the next bucket."""
+        count = tensor.numel()
+        fits = self._memory is not None and self._used + count <= self._memory.numel()
+        plain = tensor.device.type == "cpu" and not hasattr(tensor, "to_local")
+        if not (fits and plain) or flat_views(tensor) is None:
+            return torch.empty_like(tensor.detach(), dtype=torch.float32)
+        assert self._memory is not None
+        start, self._used = self._used, self._used + -(-count // 16) * 16  # whole cache lines
+        return self._memory.as_strided(tensor.shape, tensor.stride(), start)
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in the scratch memory, which must not be kept."""
+        if self._memory is None or hasattr(tensor, "to_local"):
+            return False
+        return tensor.untyped_storage().data_ptr() == self._memory.untyped_storage().data_ptr()
