@@ -54,7 +54,7 @@ def run(options: Options) -> Report:
                 figures |= {
                     f"cpu_ratio_{key}": ratio.median,
                     f"cpu_ratio_{key}_high": ratio.high,
-                    f"bytes_per_param_{key}": _bytes(optimizer)["bytes_per_param"],
+                    f"bytes_per_param_{key}": _bytes_per_parameter(optimizer),
                 }
     figures["parameters"] = _count(shapes)
     return Report("optimizer_step", figures, rows, void=self_ratio_is_void(same), notes=tuple(notes))
@@ -168,7 +168,12 @@ def _pairs(optimizer: Any) -> int:
     return PAIRS_OF_LONG_STEPS if long else MINIMUM_PAIRS
 
 
-def _bytes(optimizer: Any) -> dict[str, float]:
+def _bytes(optimizer: Any) -> dict[str, object]:
+    """The table's column of bytes."""
+    return {"bytes_per_param": _bytes_per_parameter(optimizer)}
+
+
+def _bytes_per_parameter(optimizer: Any) -> float:
     """Bytes of all the tensors of an optimizer's parameters, by their storages, a parameter."""
     count, held = 0, []
     for group in optimizer.param_groups:
@@ -180,7 +185,7 @@ def _bytes(optimizer: Any) -> dict[str, float]:
         for tensor in held
         if isinstance(tensor, torch.Tensor)
     }
-    return {"bytes_per_param": round(sum(storages.values()) / count, 4)}
+    return round(sum(storages.values()) / count, 4)
 
 
 def _gpu_copy_seconds(count: int, device: torch.device) -> float:
