@@ -13,6 +13,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_memkit.casting import cast_inputs, cast_module
@@ -23,7 +24,8 @@ from lightning_memkit.optim.compensation import (
     compensation_of,
     refuse_unsupported,
 )
-from lightning_memkit.optim.shadow import Mode, States, is_compensated, slots
+from lightning_memkit.optim.pieces import is_compensated, slots
+from lightning_memkit.optim.shadow import Mode, States
 
 GradDtype = Literal["auto", "float32", "bfloat16"]
 
@@ -43,7 +45,8 @@ class PureBF16Precision(Precision):
         states: ``"compact"`` keeps moments in bfloat16, the second stochastically rounded (10 bytes a
             parameter with compensation); ``"exact"`` keeps them in float32 (14 bytes).
         grad_dtype: ``"auto"`` accumulates gradients in float32 (2 bytes a parameter more) where an optimizer
-            step has more than one part or batch, and in bfloat16 otherwise.
+            step has more than one part or batch, and in bfloat16 otherwise. DDP can't reduce float32
+            gradients of bfloat16 weights: there "auto" warns and "float32" is refused at setup.
         fp32_exceptions: Glob patterns of module, parameter, buffer or class names to keep in float32.
 
     Raises:
@@ -72,21 +75,18 @@ class PureBF16Precision(Precision):
                 f"fp32_exceptions={fp32_exceptions!r} is one string; write a list of patterns: "
                 f"[{fp32_exceptions!r}]."
             )
-        if grad_dtype == "float32" and not _torch_has_grad_dtype():
-            raise ValueError(
-                f"grad_dtype='float32' needs a torch with Tensor.grad_dtype, and this is torch "
-                f"{torch.__version__}; upgrade torch or leave grad_dtype='auto'."
-            )
         self.compensation: Mode = compensation
         self.states: States = states
         self.grad_dtype: GradDtype = grad_dtype
         self.fp32_exceptions = tuple(fp32_exceptions)
         self.compensations: list[Compensation] = []
+        self._optimizers: list[Optimizer] = []
         self._low_halves: dict[nn.Parameter, Tensor] = {}
         self._undo: list[Callable[[], None]] = []
         self._batches_per_step = 1
         self._gradient_parts = 1
         self._float32_gradients = False
+        self._no_float32_gradients: str | None = None  # why they can't be set, where they can't
         self._announced = False
 
     def __repr__(self) -> str:
@@ -125,9 +125,11 @@ class PureBF16Precision(Precision):
         for optimizer in optimizers:
             refuse_unsupported(optimizer)
         if optimizers and _is_fitting(model):
+            self._optimizers = optimizers  # a compensation alone doesn't keep its optimizer alive
             self.compensations = [self._compensation_for(optimizer) for optimizer in optimizers]
             self._undo.append(_full_precision_reductions())
             self._undo.append(self._default_gradients)
+            self._no_float32_gradients = _why_no_float32_gradients(model)
             self._batches_per_step, self._announced = _batches_per_step(model), False
             self.set_gradient_parts(1)
         self._low_halves.clear()
@@ -142,7 +144,7 @@ class PureBF16Precision(Precision):
         """
         self._gradient_parts = parts = max(parts, self._batches_per_step)
         wanted = self.grad_dtype == "float32" or (self.grad_dtype == "auto" and parts > 1)
-        if wanted != self._float32_gradients and self._grad_dtype_is_settable():
+        if wanted != self._float32_gradients and self._can_set_grad_dtype():
             for parameter in self._compensated_parameters():
                 _set_grad_dtype(parameter, torch.float32 if wanted else parameter.dtype)
             self._float32_gradients = wanted
@@ -207,14 +209,20 @@ class PureBF16Precision(Precision):
             f"Gradients of {count:,} bfloat16 parameters are float32, since {reason}: +2 bytes a parameter."
         )
 
-    def _grad_dtype_is_settable(self) -> bool:
-        if not _torch_has_grad_dtype() and not self._announced:
+    def _can_set_grad_dtype(self) -> bool:
+        if self._no_float32_gradients is None:
+            return True
+        if self.grad_dtype == "float32":
+            raise ValueError(
+                f"grad_dtype='float32' is not possible: {self._no_float32_gradients}; write grad_dtype='bfloat16'."
+            )
+        if not self._announced:
             self._announced = True
             rank_zero_warn(
-                f"Gradients of {self._gradient_parts} parts add up in bfloat16, where small parts get lost: "
-                f"float32 gradients need Tensor.grad_dtype, which torch {torch.__version__} lacks; upgrade torch."
+                f"The gradients of {self._gradient_parts} parts add up in bfloat16, where small parts get lost, "
+                f"since {self._no_float32_gradients}. Write grad_dtype='bfloat16' to accept that."
             )
-        return _torch_has_grad_dtype()
+        return False
 
     def _undo_all(self) -> None:
         while self._undo:
@@ -265,8 +273,13 @@ def _full_precision_reductions() -> Callable[[], None]:
     return undo
 
 
-def _torch_has_grad_dtype() -> bool:
-    return hasattr(Tensor, "grad_dtype")
+def _why_no_float32_gradients(model: nn.Module) -> str | None:
+    """Why gradients of bfloat16 weights can't be float32 here; None where they can."""
+    if not hasattr(Tensor, "grad_dtype"):
+        return f"torch {torch.__version__} lacks Tensor.grad_dtype"
+    if isinstance(model, DistributedDataParallel):
+        return "DistributedDataParallel reduces gradients of the weights' dtype only"
+    return None
 
 
 def _set_grad_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:

@@ -213,6 +213,31 @@ def test_parts_can_be_set_when_gradients_exist(tmp_path, caplog):
     assert not any("bytes a parameter" in record.message for record in caplog.records)
 
 
+@pytest.fixture
+def one_process_group(tmp_path):
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_ddp_keeps_bfloat16_gradients_and_says_so(one_process_group):
+    """DDP's reducer refuses gradients of another dtype than the weights'."""
+    net = nn.Linear(4, 2).to(BF16)
+    model = nn.parallel.DistributedDataParallel(net)
+    precision = PureBF16Precision()
+    precision.connect(model, [torch.optim.SGD(net.parameters(), lr=0.1)], [])
+    with pytest.warns(UserWarning, match="3 parts add up in bfloat16.*DistributedDataParallel"):
+        precision.set_gradient_parts(3)
+    model(torch.ones(2, 4, dtype=BF16)).sum().backward()
+    assert set(gradient_dtypes(net)) == {BF16}
+    precision.teardown()
+    insisting = PureBF16Precision(grad_dtype="float32")
+    with pytest.raises(ValueError, match=r"not possible: DistributedDataParallel.*grad_dtype='bfloat16'"):
+        insisting.connect(model, [torch.optim.SGD(net.parameters(), lr=0.1)], [])
+    insisting.teardown()
+
+
 def test_sums_of_many_small_parts_do_not_stall():
     """The reason for float32 gradients: 512 parts of 1e-3."""
     sums = {}
