@@ -13,7 +13,7 @@ _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) - {"training"}
 _CONTAINERS = (list, dict, set, deque)
 
 
-class RandomState:
+class _Generators:
     """The state of every random number generator that a step may draw from: Python, NumPy, torch's."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Rollback:
     """
 
     def __init__(self, module: nn.Module, changing: frozenset[tuple[str, str]] | None = None) -> None:
-        self._random = RandomState()
+        self._random = _Generators()
         self._modules = dict(module.named_modules())
         self._attributes: dict[str, dict[str, Any]] = {}
         self._contents: list[tuple[Any, Any]] = []
