@@ -137,9 +137,9 @@ def pack(
     if packing == "none":
         offsets = np.arange(len(sizes) + 1, dtype=np.int64)
     else:
-        order, offsets = _best_fit_decreasing(sizes, context)
+        order, sizes, offsets = _best_fit_decreasing(sizes, context)
         documents = order if documents is None else documents[order]
-        starts, sizes = _take(starts, order), sizes[order]
+        starts = _take(starts, order)
     if documents is None:
         documents = np.arange(len(sizes), dtype=_index_type(len(sizes)))
     packed = Packing(
@@ -197,12 +197,13 @@ def _pieces(
     return np.repeat(documents, parts), begin.astype(_index_type(longest)), sizes, counts
 
 
-# (begin, end, each): `each` documents of one length go into every one of the rows `begin` to `end`.
-_Placement = tuple[int, int, int]
+# (begin, end, each, length): `each` documents of one length go into every one of the rows `begin` to `end`.
+_Placement = tuple[int, int, int, int]
+_ByRow = tuple[NDArray[np.integer], NDArray[np.int32], NDArray[np.int64]]
 
 
-def _best_fit_decreasing(lengths: NDArray, context: int) -> tuple[NDArray, NDArray[np.int64]]:
-    """Pieces in the order of their rows, and the rows' offsets."""
+def _best_fit_decreasing(lengths: NDArray, context: int) -> _ByRow:
+    """Pieces in the order of their rows, their lengths, and the rows' offsets."""
     placements, rows = _place(np.bincount(lengths, minlength=context + 1), context)
     longest_first = _stable_order((context - lengths).astype(np.uint32))
     runs_are_long = len(lengths) > _PIECES_A_RUN * len(placements)
@@ -214,36 +215,32 @@ def _best_fit_decreasing(lengths: NDArray, context: int) -> tuple[NDArray, NDArr
 _PIECES_A_RUN = 200
 
 
-def _by_row_run_by_run(
-    longest_first: NDArray, placements: list[_Placement], rows: int
-) -> tuple[NDArray, NDArray[np.int64]]:
+def _by_row_run_by_run(longest_first: NDArray, placements: list[_Placement], rows: int) -> _ByRow:
     counts = np.zeros(rows, np.int64)
-    for begin, end, each in placements:
+    for begin, end, each, _ in placements:
         counts[begin:end] += each
     offsets = offsets_of(counts)
-    order = np.empty_like(longest_first)
+    order, lengths = np.empty_like(longest_first), np.empty(len(longest_first), np.int32)
     next_free = offsets[:-1].copy()
     done = 0
-    for begin, end, each in placements:
-        slots = next_free[begin:end]
-        if each == 1:
-            order[slots] = longest_first[done : done + len(slots)]
-        else:
-            columns = slots[:, None] + np.arange(each)
-            order[columns] = longest_first[done : done + columns.size].reshape(columns.shape)
-        done += len(slots) * each
-        slots += each
-    return order, offsets
+    for begin, end, each, length in placements:
+        first = next_free[begin:end]
+        slots = first if each == 1 else first[:, None] + np.arange(each)
+        order[slots] = longest_first[done : done + slots.size].reshape(slots.shape)
+        lengths[slots] = length
+        done += slots.size
+        first += each
+    return order, lengths, offsets
 
 
-def _by_row_sorted(
-    longest_first: NDArray, placements: list[_Placement], rows: int
-) -> tuple[NDArray, NDArray[np.int64]]:
-    begin, end, each = np.array(placements, np.int64).reshape(-1, 3).T
+def _by_row_sorted(longest_first: NDArray, placements: list[_Placement], rows: int) -> _ByRow:
+    begin, end, each, length = np.array(placements, np.int64).reshape(-1, 4).T
     width = end - begin
     row_of_run = np.repeat(begin - offsets_of(width)[:-1], width) + np.arange(width.sum())
     row_of = np.repeat(row_of_run, np.repeat(each, width)).astype(np.uint32)
-    return longest_first[_stable_order(row_of)], offsets_of(np.bincount(row_of, minlength=rows))
+    by_row = _stable_order(row_of)
+    lengths = np.repeat(length.astype(np.int32), width * each)
+    return longest_first[by_row], lengths[by_row], offsets_of(np.bincount(row_of, minlength=rows))
 
 
 def _place(histogram: NDArray, context: int) -> tuple[list[_Placement], int]:
@@ -282,7 +279,7 @@ def _place(histogram: NDArray, context: int) -> tuple[list[_Placement], int]:
                 if not queue:
                     spaces &= ~(1 << space)
             for first, last, each in parts:
-                placements.append((first, last, each))
+                placements.append((first, last, each, length))
                 rest = space - each * length
                 if rest:
                     _wait(waiting.setdefault(rest, deque()), first, last)

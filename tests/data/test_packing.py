@@ -48,6 +48,7 @@ def test_both_ways_to_order_the_pieces_agree(monkeypatch, pieces_a_run):
     packed = pack(lengths, 100)
     assert packed.documents.tolist() == expected.documents.tolist()
     assert packed.offsets.tolist() == expected.offsets.tolist()
+    assert packed.lengths.tolist() == lengths[packed.documents].tolist()
 
 
 def tokens_of(packing: Packing) -> list[tuple[int, int]]:
