@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-# How far the parts' gradient may be from the whole's, relative to its norm: rounding stays well below.
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 4e-2}
+# How far the parts' gradient may be from the whole's, relative to its norm. Rounding stays below: in bf16 5 % were
+# seen on a two-layer Llama. A loss that does not decompose is off by tens of per cent.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-3, torch.float16: 5e-2, torch.bfloat16: 0.15}
 SAMPLED_PER_PARAMETER = 4096
 
 
@@ -47,7 +48,7 @@ def sampled_gradient(parameters: Iterable[nn.Parameter]) -> Tensor:
 
 def tolerance(parameters: Iterable[nn.Parameter]) -> float:
     """The tolerance of the coarsest dtype among the parameters."""
-    return max((TOLERANCE.get(p.dtype, 4e-2) for p in parameters if p.requires_grad), default=2e-3)
+    return max((TOLERANCE.get(p.dtype, 0.15) for p in parameters if p.requires_grad), default=2e-3)
 
 
 def relative_error(whole: Tensor, parts: Sequence[Tensor], weights: Sequence[float]) -> float:

@@ -1,7 +1,7 @@
-"""Trial steps that leave no trace: the decomposability probe, and the peak of a micro-batch."""
+"""Trial steps that leave no trace: the gradient of a batch, and the peak of a micro-batch."""
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
@@ -14,21 +14,14 @@ from lightning_memkit import decomposability
 from lightning_memkit.memory.measure import peak_meter
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.micro_batching import (
-    WeighBy,
-    Weigher,
     batch_size,
-    find_labels,
-    normalized,
     split_batch,
-    weigher,
 )
 from lightning_memkit.optim.compensation import compensation_of
 from lightning_memkit.optim.snapshots import restore_snapshot, take_snapshot
 from lightning_memkit.plugins import _seam
 from lightning_memkit.rollback import Rollback
 
-_RANDOM_OR_BATCHED = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
-_PROBED_SAMPLES = 5
 _SCANNED_ITEMS, _SCAN_SECONDS = 256, 2.0
 
 
@@ -76,44 +69,6 @@ class Trials:
                 return decomposability.sampled_gradient([])
             step.quiet_backward(loss)
             return decomposability.sampled_gradient(self._module.parameters())
-
-    def probe(
-        self,
-        step: _seam.Step,
-        weigh_by: WeighBy | Weigher,
-        split: Callable[[Any, Sequence[int]], Sequence[Any]] | None,
-    ) -> tuple[WeighBy | Weigher, decomposability.Verdict | None]:
-        """Compare a small batch's gradient whole and in uneven parts, for each way of weighing.
-
-        Returns:
-            The way that fits best, and its verdict; no verdict where the batch is too small to be split.
-        """
-        total = batch_size(step.batch)
-        if total < 2:
-            return weigh_by, None
-        rows = min(_PROBED_SAMPLES, total)
-        small = step.batch
-        if rows < total:
-            small = split_batch(step.batch, [rows, total - rows], split=split)[0]
-        sizes = [rows // 2, rows - rows // 2]
-        parts = split_batch(small, sizes, split=split)
-        candidates = _candidates(weigh_by, step.batch)
-        allowed = decomposability.tolerance(self._module.parameters())
-        best: tuple[WeighBy | Weigher, decomposability.Verdict] | None = None
-        for everything_in_eval in (False, True):
-            with _deterministic(self._module, everything_in_eval):
-                whole = self.gradient_of(step, small)
-                gradients = [self.gradient_of(step, part) for part in parts]
-            for candidate in candidates:
-                counts = [float(weigher(candidate, small)(part)) for part in parts]
-                weights = normalized(counts, summed=candidate == "sum")
-                verdict = decomposability.judge(whole, gradients, weights, allowed)
-                # A clear lead only: ways that differ by rounding keep their order.
-                if best is None or verdict.relative_error < 0.3 * best[1].relative_error:
-                    best = (candidate, verdict)
-            if best is not None and best[1].adds_up:
-                break
-        return best if best is not None else (weigh_by, None)
 
     @contextmanager
     def optimizer_state(self, step: _seam.Step) -> Iterator[tuple[list[Tensor], int]]:
@@ -237,29 +192,3 @@ def tensors_of(item: Any) -> Iterator[Tensor]:
             yield from tensors_of(value)
     elif hasattr(item, "__dataclass_fields__"):
         yield from tensors_of(list(vars(item).values()))
-
-
-def _candidates(weigh_by: WeighBy | Weigher, batch: Any) -> list[WeighBy | Weigher]:
-    """The ways of weighing to compare: the user's alone, or all that a batch may mean, the likeliest first."""
-    if weigh_by != "auto" or hasattr(batch, "weight"):
-        return [weigh_by]
-    labels = find_labels(batch)
-    if labels is None:
-        return ["samples"]
-    return ["labels", "samples"] if labels.ndim < 2 else ["labels", "causal_labels", "samples"]
-
-
-@contextmanager
-def _deterministic(module: nn.Module, everything: bool) -> Iterator[None]:
-    """Dropout and batch normalization (or the whole module) in eval mode, so that parts can be compared at all."""
-    switched = [
-        child for child in module.modules()
-        if child.training and (everything or isinstance(child, _RANDOM_OR_BATCHED))
-    ]  # fmt: skip
-    for child in switched:
-        child.training = False
-    try:
-        yield
-    finally:
-        for child in switched:
-            child.training = True

@@ -9,7 +9,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
-from lightning_memkit.decomposability import Verdict
 from lightning_memkit.memory.measure import budget_bytes, check_budget
 from lightning_memkit.memory.meter import ByteMeter
 from lightning_memkit.memory.sizing import Sizing
@@ -17,6 +16,7 @@ from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.micro_batching import WeighBy, Weigher, batch_size, weigher
 from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._parts import Partition, PartsRunner, Splitter
+from lightning_memkit.plugins._probe import Weighing
 from lightning_memkit.plugins._sizing import AccumulationWindow, BudgetError, choose_size
 from lightning_memkit.plugins._trials import Trials, tensors_of
 
@@ -80,6 +80,7 @@ class MemoryBudget(Callback):
         self.retries = 0
         self._resumed: dict[str, Any] = {}
         self._prepared = False
+        self._weighing = Weighing(weigh_by, split)
         self._window = AccumulationWindow(effective_batch_size)
         self._runner: PartsRunner | None = None
         self._trials: Trials | None = None
@@ -162,11 +163,18 @@ class MemoryBudget(Callback):
 
     def prepare(self, step: _seam.Step) -> None:
         """Before the first step: probe, measure, choose; later nothing."""
-        if self._prepared or self._runner is None or self._trials is None:
+        if self._runner is None or self._trials is None:
             return
         total = batch_size(step.batch)
+        if self._prepared:
+            before = self._weighing.verdict
+            self._settle(step, self._runner, self._trials)
+            if self._weighing.verdict is not before:
+                self._check(splits=self._runner.partition.micro_batch_size < total)
+            return
         self._window.open(step.trainer, total)
-        weigh_by, verdict = self._trials.probe(step, self.weigh_by, self.split)
+        self._weighing = Weighing(self.weigh_by, self.split)
+        self._settle(step, self._runner, self._trials)
         self.sizing = choose_size(
             step,
             self._trials,
@@ -174,18 +182,14 @@ class MemoryBudget(Callback):
             headroom=self.headroom,
             given=self._resumed.get("micro_batch_size", self.micro_batch_size),
         )
-        if verdict is not None and not verdict.adds_up:
-            self._on_mismatch(verdict, splits=self.sizing.micro_batch_size < total)
-        partition = self._runner.partition
-        partition.micro_batch_size = self.sizing.micro_batch_size
-        partition.weigh = weigher(weigh_by, step.batch)
-        partition.summed = weigh_by == "sum"
+        self._check(splits=self.sizing.micro_batch_size < total)
+        self._runner.partition.micro_batch_size = self.sizing.micro_batch_size
         self._runner.changing = self._trials.changing
         self.peak_bytes = self.sizing.peak_bytes
         self._prepared = True
         rank_zero_info(
             f"MemoryBudget: {self.sizing}; budget {format_bytes(self.budget_bytes)}, effective batch "
-            f"{self.effective_batch_size or total}, weighed by {_described(weigh_by)}."
+            f"{self.effective_batch_size or total}, weighed by {_described(self._weighing.weigh_by)}."
         )
 
     @contextmanager
@@ -209,8 +213,18 @@ class MemoryBudget(Callback):
             raise RuntimeError("MemoryBudget runs a step before its setup.")
         return self._runner.run(step)
 
-    def _on_mismatch(self, verdict: Verdict, *, splits: bool) -> None:
-        """Refuse to split by guess; warn where the user decided, or where nothing is split yet."""
+    def _settle(self, step: _seam.Step, runner: PartsRunner, trials: Trials) -> None:
+        """Let the probe decide how this batch's parts are weighed, where that is still open."""
+        weighing, partition = self._weighing, runner.partition
+        weighing.settle(step, trials, partition.micro_batch_size)
+        partition.weigh = weigher(weighing.weigh_by, step.batch)
+        partition.summed = weighing.weigh_by == "sum"
+
+    def _check(self, *, splits: bool) -> None:
+        """Refuse to split by guess; warn where the user decided, keep in mind where nothing is split yet."""
+        verdict = self._weighing.verdict
+        if verdict is None or verdict.adds_up:
+            return
         text = (
             f"The weighted gradients of a batch's parts miss the whole batch's by {verdict.relative_error:.1%}: "
             f"{verdict.cause}. To mend it, {verdict.remedy}."

@@ -131,8 +131,10 @@ class MemoryReport(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the table and write the JSON."""
+        # Asked on every rank: a logger's folder is broadcast from the first.
+        folder = Path(trainer.log_dir or trainer.default_root_dir)
         if self.anatomy is not None:
-            self._print_table(trainer, self.anatomy)
+            self._print_table(trainer, self.anatomy, Path(self.path or folder / "memory_report.json"))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """A step that fails within the meter must not leave it active."""
@@ -186,8 +188,7 @@ class MemoryReport(Callback):
         self._console.print(" | ".join(cells))
 
     @rank_zero_only
-    def _print_table(self, trainer: Trainer, anatomy: Anatomy) -> None:
-        path = Path(self.path or Path(trainer.log_dir or trainer.default_root_dir) / "memory_report.json")
+    def _print_table(self, trainer: Trainer, anatomy: Anatomy, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         anatomy.to_json(path)
         self._console.print(anatomy_table(anatomy, _budget(trainer)))

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_memkit import MemoryBudget
+from lightning_memkit import MemoryBudget, PureBF16Precision
 from lightning_memkit.memory.meter import ByteMeter
 from lightning_memkit.plugins._sizing import BudgetError
 from tests.plugins.toys import TokenTagger, loader, tagged_rows, trained, trainer, weights
@@ -215,6 +215,70 @@ def test_the_probe_finds_what_a_loss_is_a_mean_over(kind: type[TokenTagger]) -> 
     whole, _ = trained(module=kind, dtype=torch.float64)
     parts, _ = trained(MemoryBudget("1GiB", micro_batch_size=3), module=kind, dtype=torch.float64)
     assert difference(whole, parts) <= 1e-12
+
+
+@pytest.mark.parametrize("kind", [TokenTagger, CausalTagger, SampleMean])
+@pytest.mark.parametrize("first", ["all labels", "prompts masked"])
+def test_what_the_first_batch_can_not_tell_is_found_out_later(kind: type[TokenTagger], first: str) -> None:
+    """Without ignored labels, or with every row's first one ignored, several ways weigh the first batch alike."""
+    rows = tagged_rows(80)
+    for row in rows[:8]:
+        row["labels"] = row["x"].roll(1)
+        if first == "prompts masked":
+            row["labels"][:3] = -100
+    data = DataLoader(rows, batch_size=8)  # pyright: ignore[reportArgumentType]
+    whole, _ = trained(module=kind, dtype=torch.float64, data=data, max_steps=10)
+    parts, _ = trained(
+        MemoryBudget("1GiB", micro_batch_size=3), module=kind, dtype=torch.float64, data=data, max_steps=10
+    )
+    assert difference(whole, parts) <= 1e-12
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_transformers_model_on_padded_batches_is_weighed_by_its_shifted_labels(bf16: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+
+    class Llama(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            config = transformers.LlamaConfig(
+                vocab_size=64,
+                hidden_size=32,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                intermediate_size=64,
+            )
+            self.model = transformers.LlamaForCausalLM(config)
+
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            return self.model(**batch).loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        def pad(name: str, fill: int) -> Tensor:
+            return nn.utils.rnn.pad_sequence([row[name] for row in rows], True, fill)
+
+        return {"input_ids": pad("x", 0), "labels": pad("labels", -100), "attention_mask": pad("mask", 0)}
+
+    generator = torch.Generator().manual_seed(4)
+    rows = []
+    for _ in range(48):
+        length = int(torch.randint(6, 40, (1,), generator=generator))
+        x = torch.randint(0, 64, (length,), generator=generator)
+        labels = x.clone()
+        labels[: int(torch.randint(0, length - 3, (1,), generator=generator))] = -100
+        rows.append({"x": x, "labels": labels, "mask": torch.ones(length, dtype=torch.int64)})
+    data = DataLoader(rows, batch_size=8, collate_fn=collate)  # pyright: ignore[reportArgumentType]
+    plugins: dict[str, Any] = {"plugins": [PureBF16Precision()]} if bf16 else {}
+    whole, _ = trained(module=Llama, data=data, max_steps=6, **plugins)
+    budget = MemoryBudget("1GiB", micro_batch_size=3)
+    parts, _ = trained(budget, module=Llama, data=data, max_steps=6, **plugins)
+    assert budget._weighing.weigh_by == "causal_labels"
+    norm = weights(whole).float().norm()
+    relative = float((weights(whole).float() - weights(parts).float()).norm() / norm)
+    assert relative <= (5e-3 if bf16 else 1e-5)
 
 
 # Verification leaves no trace; the budget is kept

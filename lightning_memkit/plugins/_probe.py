@@ -1,0 +1,185 @@
+"""Find out what a loss is a mean over, by comparing gradients of a small batch whole and in uneven parts."""
+
+import copy
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_memkit import decomposability
+from lightning_memkit.decomposability import Verdict
+from lightning_memkit.memory.out_of_memory import is_out_of_memory
+from lightning_memkit.micro_batching import (
+    IGNORED_LABEL,
+    LABEL_NAMES,
+    WeighBy,
+    Weigher,
+    batch_size,
+    find_labels,
+    normalized,
+    split_batch,
+    weigher,
+)
+from lightning_memkit.plugins import _seam
+from lightning_memkit.plugins._parts import Splitter
+from lightning_memkit.plugins._trials import Trials
+
+_RANDOM_OR_BATCHED = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
+_PROBED_SAMPLES = (5, 2)  # the second where the first runs out of memory
+
+
+class Weighing:
+    """How parts are weighed: given by the user, or whichever of several ways the gradients agree with.
+
+    Ways that weigh a batch's parts alike can't be told apart by it, and need not be. They stay open until a
+    batch weighs differently under them; that batch is probed again.
+
+    Args:
+        weigh_by: the user's choice; `"auto"` considers all that a batch may mean.
+        split: the user's own splitter.
+    """
+
+    def __init__(self, weigh_by: WeighBy | Weigher, split: Splitter | None) -> None:
+        self.weigh_by: WeighBy | Weigher = weigh_by
+        self.split = split
+        self.verdict: Verdict | None = None
+        self._open: list[WeighBy | Weigher] = []
+        self._probed = False
+
+    def settle(self, step: _seam.Step, trials: Trials, micro_batch_size: int) -> None:
+        """Probe where the batch needs it; afterwards `weigh_by` holds for this batch."""
+        if not self._probed:
+            self._open = _candidates(self.weigh_by, step.batch)
+        elif len(self._open) < 2 or not self._open_ways_differ(step.batch, micro_batch_size):
+            return
+        self._probe(step, trials)
+
+    def _open_ways_differ(self, batch: Any, micro_batch_size: int) -> bool:
+        total = batch_size(batch)
+        sizes = [min(micro_batch_size, total)]
+        sizes += [1] * (total - sizes[0])
+        parts = split_batch(batch, sizes, split=self.split)
+        shares = [normalized([float(weigher(way, batch)(part)) for part in parts]) for way in self._open]
+        return any(abs(a - b) > 1e-12 for other in shares[1:] for a, b in zip(shares[0], other, strict=True))
+
+    def _probe(self, step: _seam.Step, trials: Trials) -> None:
+        total = batch_size(step.batch)
+        self.weigh_by = self._open[0]
+        for rows in sorted({min(most, total) for most in _PROBED_SAMPLES}, reverse=True):
+            if rows < 2:
+                return
+            try:
+                self._compare(step, trials, rows)
+                return
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+        self._probed = True
+        warnings.warn(
+            "Two samples at once run out of memory, so MemoryBudget can't check that the loss may be split; it is "
+            f"taken to be a mean over {self.weigh_by}. Write weigh_by= to say what it is a mean over.",
+            stacklevel=2,
+        )
+
+    def _compare(self, step: _seam.Step, trials: Trials, rows: int) -> None:
+        total, small = batch_size(step.batch), step.batch
+        if rows < total:
+            small = split_batch(step.batch, [rows, total - rows], split=self.split)[0]
+        sizes = [rows // 2, rows - rows // 2]
+        if len(self._open) > 1:
+            small = _told_apart(small, sizes[0], step.batch)
+        parts = split_batch(small, sizes, split=self.split)
+        module = step.trainer.lightning_module
+        allowed = decomposability.tolerance(module.parameters())
+        verdicts: dict[int, Verdict] = {}
+        for everything_in_eval in (False, True):
+            with _deterministic(module, everything_in_eval):
+                whole = trials.gradient_of(step, small)
+                gradients = [trials.gradient_of(step, part) for part in parts]
+            for index, way in enumerate(self._open):
+                weights = normalized(
+                    [float(weigher(way, small)(part)) for part in parts], summed=way == "sum"
+                )
+                verdict = decomposability.judge(whole, gradients, weights, allowed)
+                if index not in verdicts or verdict.relative_error < verdicts[index].relative_error:
+                    verdicts[index] = verdict
+            if any(verdict.adds_up for verdict in verdicts.values()):
+                break
+        self._probed = True
+        # A clear lead only: ways that differ by rounding stay open, in their order.
+        least = min(verdict.relative_error for verdict in verdicts.values())
+        most = 3 * least + allowed / 20
+        kept = [index for index, verdict in verdicts.items() if verdict.relative_error <= most]
+        self.verdict = verdicts[kept[0]]
+        self._open = [self._open[index] for index in kept]
+        self.weigh_by = self._open[0]
+
+
+def _told_apart(small: Any, first: int, batch: Any) -> Any:
+    """A copy of a batch whose labels tell the ways of weighing apart, where ignored labels are known to be used.
+
+    A row of the first part keeps two labels: its last, and one at position 0, where losses that shift inside don't
+    look; a row of the second keeps its last three. No two ways share alike then, which even bf16 shows.
+    Only values that the batch holds are used: another one might be out of the loss's range.
+    """
+    everywhere, labels = find_labels(batch), find_labels(small)
+    if everywhere is None or labels is None or not bool((everywhere == IGNORED_LABEL).any()):
+        return small
+    real = everywhere[everywhere != IGNORED_LABEL]
+    if len(real) == 0:
+        return small
+    changed = labels.clone()
+    if labels.ndim < 2:
+        changed[changed == IGNORED_LABEL] = real[0]
+        changed[first + 1 :: 2] = IGNORED_LABEL
+    elif labels.ndim == 2 and labels.shape[1] > 3:
+        changed[:] = IGNORED_LABEL
+        for row, kept in enumerate(labels):
+            places = (kept[1:] != IGNORED_LABEL).nonzero().flatten().tolist() or [kept.shape[0] - 2]
+            chosen = [0, 1 + places[-1]] if row < first else [1 + place for place in places[-3:]]
+            for place in chosen:
+                changed[row, place] = kept[place] if kept[place] != IGNORED_LABEL else real[0]
+    return _with_labels(small, labels, changed)
+
+
+def _with_labels(batch: Any, labels: Tensor, changed: Tensor) -> Any:
+    """A shallow copy of the batch with other labels."""
+    if isinstance(batch, Mapping):
+        replaced: Any = copy.copy(batch)
+        replaced[next(name for name in LABEL_NAMES if name in batch)] = changed
+        return replaced
+    if isinstance(batch, (tuple, list)):
+        items, kind = [*batch[:-1], changed], type(batch)
+        return kind(*items) if hasattr(batch, "_fields") else kind(items)
+    replaced = copy.copy(batch)
+    name = next(name for name in LABEL_NAMES if getattr(batch, name, None) is labels)
+    object.__setattr__(replaced, name, changed)
+    return replaced
+
+
+def _candidates(weigh_by: WeighBy | Weigher, batch: Any) -> list[WeighBy | Weigher]:
+    """The ways of weighing to compare: the user's alone, or all that a batch may mean, the likeliest first."""
+    if weigh_by != "auto" or hasattr(batch, "weight"):
+        return [weigh_by]
+    labels = find_labels(batch)
+    if labels is None:
+        return ["samples"]
+    return ["labels", "samples"] if labels.ndim < 2 else ["labels", "causal_labels", "samples"]
+
+
+@contextmanager
+def _deterministic(module: nn.Module, everything: bool) -> Iterator[None]:
+    """Dropout and batch normalization (or the whole module) in eval mode, so that parts can be compared at all."""
+    switched = [
+        child for child in module.modules()
+        if child.training and (everything or isinstance(child, _RANDOM_OR_BATCHED))
+    ]  # fmt: skip
+    for child in switched:
+        child.training = False
+    try:
+        yield
+    finally:
+        for child in switched:
+            child.training = True
