@@ -157,6 +157,14 @@ def test_benchmark_tables_show_figures_command_commit_and_voidness(tmp_path: Pat
     assert "small" not in tables
 
 
+def test_readme_shows_the_peaks_that_were_measured() -> None:
+    (path,) = (ROOT / "benchmarks" / "results").glob("before_and_after-[!q]*.json")
+    figures = json.loads(path.read_text())["figures"]
+    measured = [value for name, value in figures.items() if name.endswith("_peak_mib")]
+    shown = re.findall(r"^\| [^|]+ \| (\d+) \| [\d.]+ % \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert [int(number) for number in shown] == [round(number) for number in measured]
+
+
 def test_navigation_names_every_page() -> None:
     navigation = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
     listed = re.findall(r"[\w/-]+\.md", json.dumps(navigation))
