@@ -81,7 +81,7 @@ class PartsRunner:
         self.partition = partition
         self.changing: frozenset[tuple[str, str]] | None = None
         self.unsplittable = ""  # why the loss can't be split, where that is known and nothing is split yet
-        self.on_shrink: Callable[[int], None] = lambda size: None
+        self.on_shrink: Callable[[_seam.Step], None] = lambda step: None
         self._trainer = trainer
         self._transfer = transfer
         self._recover = recover
@@ -206,7 +206,7 @@ class PartsRunner:
             )
         self.partition.micro_batch_size = (failed + 1) // 2
         self.partition.retries += 1
-        self.on_shrink(self.partition.micro_batch_size)
+        self.on_shrink(step)
         rank_zero_info(
             f"MemoryBudget: out of memory at batch {step.batch_idx} with a micro-batch of {failed}; the "
             f"state before the step is restored, and the batch runs again in parts of "

@@ -17,7 +17,7 @@ from lightning_memkit.micro_batching import WeighBy, Weigher, batch_size, weighe
 from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._parts import Partition, PartsRunner, Splitter
 from lightning_memkit.plugins._probe import Weighing
-from lightning_memkit.plugins._sizing import AccumulationWindow, BudgetError, choose_size
+from lightning_memkit.plugins._sizing import AccumulationWindow, BudgetError, choose_size, set_gradient_parts
 from lightning_memkit.plugins._trials import Trials, tensors_of
 
 
@@ -131,7 +131,7 @@ class MemoryBudget(Callback):
             recover=self.recover,
             exact_window=self.effective_batch_size is not None,
         )
-        self._runner.on_shrink = lambda size: self._count_retry(trainer, size)
+        self._runner.on_shrink = self._count_retry
         self._undo = [_seam.install(trainer, self), undo_transfer, self._window.close]
         self._prepared = False
 
@@ -236,9 +236,12 @@ class MemoryBudget(Callback):
         elif splits:
             warnings.warn(f"weigh_by={self.weigh_by!r}, split={self.split!r}: {text}", stacklevel=2)
 
-    def _count_retry(self, trainer: Trainer, size: int) -> None:
-        """One retry more; the logger hears of it, and the gradients' dtype of the parts."""
+    def _count_retry(self, step: _seam.Step) -> None:
+        """One retry more; the logger hears of it, and the precision of the new number of parts."""
         self.retries += 1
+        trainer = step.trainer
+        if self._runner is not None:
+            set_gradient_parts(trainer, -(-batch_size(step.batch) // self._runner.partition.micro_batch_size))
         for logger in trainer.loggers:
             logger.log_metrics({"memory_budget/retries": float(self.retries)}, step=trainer.global_step)
 

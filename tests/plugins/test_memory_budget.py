@@ -14,7 +14,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_memkit import MemoryBudget, PureBF16Precision
 from lightning_memkit.memory.meter import ByteMeter
-from lightning_memkit.plugins._sizing import BudgetError
+from lightning_memkit.plugins._sizing import BudgetError, set_gradient_parts
 from tests.plugins.toys import TokenTagger, loader, tagged_rows, trained, trainer, weights
 
 EXACT = {torch.float64: 1e-12, torch.float32: 2e-5}
@@ -367,6 +367,7 @@ class Faulty(MemoryBudget):
             return super().run(step)
         if self.fail_at is None:
             self._runner.partition.micro_batch_size = 4
+            set_gradient_parts(step.trainer, 2)
         with ByteMeter(fail_at=self.fail_at) as meter:
             result = super().run(step)
         self.allocations = meter.allocations
@@ -397,6 +398,17 @@ def test_a_step_that_runs_out_of_memory_is_retried_bitwise() -> None:
         assert also_logged == logged
         assert torch.equal(also_rng, rng)
         assert module.steps == reference.steps
+
+
+def test_a_retry_in_bf16_sums_its_parts_in_float32() -> None:
+    """Against a fault-free run that uses the retry's partition, and so its gradients' dtype, from that step on."""
+    runs = []
+    for fail_at in (20, None):
+        callback = Faulty(fail_at)
+        module, _ = trained(callback, max_steps=4, plugins=[PureBF16Precision()])
+        runs.append((callback.retries, weights(module)))
+    assert (runs[0][0], runs[1][0]) == (1, 0)
+    assert torch.equal(runs[0][1], runs[1][1])
 
 
 class Raises(TokenTagger):
