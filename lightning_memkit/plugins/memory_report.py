@@ -129,6 +129,15 @@ class MemoryReport(Callback):
         if self.live:
             self._print_line(trainer, self._loss(trainer, outputs), values, budget)
 
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print what validation has logged: the values whose names begin with "val"."""
+        found = {
+            name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val")
+        }
+        if self.live and found and not trainer.sanity_checking:
+            self._print_values(trainer, found)
+        self._rates.restart(self._waited())
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the table and write the JSON."""
         # Asked on every rank: a logger's folder is broadcast from the first.
@@ -188,6 +197,11 @@ class MemoryReport(Callback):
         self._console.print(" | ".join(cells))
 
     @rank_zero_only
+    def _print_values(self, trainer: Trainer, values: dict[str, float]) -> None:
+        cells = [f"{name} {value:.4f}" for name, value in values.items()]
+        self._console.print(" | ".join([f"step {trainer.global_step} validation", *cells]))
+
+    @rank_zero_only
     def _print_table(self, trainer: Trainer, anatomy: Anatomy, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         anatomy.to_json(path)
@@ -222,9 +236,13 @@ class _Rates:
             values["real_tokens"] = self._real / self._tokens
         if self._samples:
             values["samples_per_second"] = self._samples / seconds
-        self._since, self._waited_before = now, waited
-        self._tokens = self._real = self._samples = 0
+        self.restart(waited, now)
         return values
+
+    def restart(self, waited: float, now: float | None = None) -> None:
+        """Count anew from here; what came in between is not training."""
+        self._since, self._waited_before = perf_counter() if now is None else now, waited
+        self._tokens = self._real = self._samples = 0
 
 
 def anatomy_table(anatomy: Anatomy, budget: MemoryBudget | None = None) -> Table:

@@ -28,6 +28,16 @@ def test_the_table_and_the_json_take_the_measured_peak_apart(tmp_path: Path, cap
         assert row in printed
 
 
+def test_validation_values_are_printed(capsys: Any) -> None:
+    class Validated(TokenTagger):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_count", float(len(batch["x"])), batch_size=1)
+
+    trained(MemoryReport(), module=Validated, max_steps=2, data=None, val_check_interval=2,
+            val_loaders=loader(count=16))  # fmt: skip
+    assert "step 2 validation | val_count 8.0000" in capsys.readouterr().out
+
+
 def test_the_metered_step_changes_nothing() -> None:
     plain, _ = trained(max_steps=4)
     metered, _ = trained(MemoryReport(live=False), max_steps=4)

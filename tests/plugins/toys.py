@@ -75,6 +75,7 @@ def trained(
     module: LightningModule | Callable[[], LightningModule] = TokenTagger,
     data: Any = None,
     dtype: torch.dtype = torch.float32,
+    val_loaders: Any = None,
     **options: Any,
 ) -> tuple[LightningModule, Trainer]:
     """A module after training, from one seed; a function builds it under that seed."""
@@ -82,5 +83,5 @@ def trained(
     module = (module if isinstance(module, LightningModule) else module()).to(dtype)
     torch.manual_seed(1)
     fitted = trainer(*callbacks, **{"gradient_clip_val": 0.5, **options})
-    fitted.fit(module, loader() if data is None else data)
+    fitted.fit(module, loader() if data is None else data, val_loaders)
     return module, fitted
