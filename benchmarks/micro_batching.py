@@ -150,7 +150,9 @@ class SteppedTrainer:
         torch.set_num_threads(1)
         torch.manual_seed(0)
         module = CausalLM(vocabulary_size=259, width=128, layers=4, heads=4, warmup_steps=1)
-        trainer = quiet_trainer(*callbacks, max_steps=100_000, max_epochs=1, accumulate_grad_batches=accumulate)
+        trainer = quiet_trainer(
+            *callbacks, max_steps=100_000, max_epochs=1, accumulate_grad_batches=accumulate
+        )
         trainer.fit(module, _Batches(self._batch, self._wait))  # pyright: ignore[reportArgumentType]
 
     def _wait(self, index: int) -> bool:

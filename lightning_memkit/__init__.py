@@ -48,7 +48,9 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; public names: {', '.join(__all__)}.")
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}; public names: {', '.join(__all__)}."
+        )
     value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
     globals()[name] = value
     return value
