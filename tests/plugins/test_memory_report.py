@@ -10,6 +10,12 @@ from lightning_memkit import MemoryBudget, MemoryReport
 from tests.plugins.toys import TokenTagger, loader, trained
 
 
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report is written where one stands."""
+    monkeypatch.chdir(tmp_path)
+
+
 def test_the_table_and_the_json_take_the_measured_peak_apart(tmp_path: Path, capsys: Any) -> None:
     report, budget = MemoryReport(), MemoryBudget("260KiB", enforce="always")
     module, _ = trained(budget, report, max_steps=4, default_root_dir=tmp_path, log_every_n_steps=2)
