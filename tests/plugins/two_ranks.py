@@ -27,6 +27,8 @@ def main(path: str, micro_batch_size: int) -> None:
     torch.distributed.all_gather(gathered, weights(module))
     if fitted.global_rank == 0:
         torch.save({"weights": gathered[0], "spread": (gathered[0] - gathered[1]).abs().max()}, path)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()  # gloo's threads abort a process that exits without
 
 
 if __name__ == "__main__":
