@@ -46,9 +46,10 @@ def sampled_gradient(parameters: Iterable[nn.Parameter]) -> Tensor:
     return torch.cat(samples) if samples else torch.zeros(0, dtype=torch.float64)
 
 
-def tolerance(parameters: Iterable[nn.Parameter]) -> float:
-    """The tolerance of the coarsest dtype among the parameters."""
-    return max((TOLERANCE.get(p.dtype, 0.15) for p in parameters if p.requires_grad), default=2e-3)
+def tolerance(parameters: Iterable[nn.Parameter], *, reduced: bool = False) -> float:
+    """The tolerance of the coarsest dtype among the parameters; `reduced`: layers compute in 16 bits or fewer."""
+    coarsest = max((TOLERANCE.get(p.dtype, 0.15) for p in parameters if p.requires_grad), default=2e-3)
+    return max(coarsest, TOLERANCE[torch.bfloat16]) if reduced else coarsest
 
 
 def relative_error(whole: Tensor, parts: Sequence[Tensor], weights: Sequence[float]) -> float:

@@ -156,8 +156,9 @@ def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     """The storages behind a tensor; a wrapper subclass (DTensor) answers with its parts'."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]
-        for name in names:
-            yield from _storages(getattr(tensor, name))
+        for part in (getattr(tensor, name) for name in names):
+            if isinstance(part, Tensor):  # a DTensor names its mesh too
+                yield from _storages(part)
         return
     if tensor.layout is not torch.strided:
         return

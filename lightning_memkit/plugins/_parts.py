@@ -52,9 +52,9 @@ class _Attempt:
 
     losses: list[Tensor] = field(default_factory=list)
     extras: list[dict[str, Any]] = field(default_factory=list)
-    logged: list[list[dict[str, Any]]] = field(default_factory=list)
-    weights: list[float] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)  # of the parts that have a loss, as are sizes
     sizes: list[int] = field(default_factory=list)
+    logged: list[tuple[float, list[dict[str, Any]]]] = field(default_factory=list)
     backward_started: bool = False
 
 
@@ -109,26 +109,29 @@ class PartsRunner:
 
     def _attempt(self, step: _seam.Step, attempt: _Attempt) -> None:
         size = batch_size(step.batch) if self.partition.split is None else None
-        parts, attempt.sizes = self._split(step.batch, size)
+        parts, sizes = self._split(step.batch, size)
         if self._exact_window and step.starts_window:
             self._window = _Window()
         weights = self._weights(parts)
-        # Where nothing is counted, one part still runs: other ranks wait for this one's gradients.
+        # Where nothing is counted, one part still runs: other ranks wait for this one's gradients. Under a
+        # strategy that communicates in every part, all run.
         kept = [index for index, weight in enumerate(weights) if weight > 0] or [0]
-        attempt.sizes = [attempt.sizes[index] for index in kept]
-        attempt.weights = [weights[index] for index in kept]
+        if _seam.communicates_in_every_part(self._trainer):
+            kept = list(range(len(parts)))
         for position, index in enumerate(kept):
             last = position == len(kept) - 1
             part = self._transfer(parts[index])
             block = _seam.no_gradient_sync(self._trainer, block=not (last and step.ends_window))
             with block, _seam.logging_held(self._trainer) as logged:
                 loss, extra = step.forward(part)
-                attempt.logged.append(logged)
+                attempt.logged.append((weights[index], logged))
                 if position == 0:
                     step.zero_grad()
                 if loss is not None:
                     attempt.backward_started = True
-                    step.backward(self._scaled(step, loss, attempt.weights[position]))
+                    step.backward(self._scaled(step, loss, weights[index]))
+                    attempt.weights.append(weights[index])
+                    attempt.sizes.append(sizes[index])
                     attempt.losses.append(loss.detach())
                     attempt.extras.append(extra)
             del part, loss, extra
@@ -234,7 +237,7 @@ def _parameters(step: _seam.Step) -> Iterator[torch.nn.Parameter]:
 def _merged_logs(attempt: _Attempt) -> Iterable[dict[str, Any]]:
     """One entry for each value that the parts logged, as if the whole batch had been logged once."""
     grouped: dict[tuple[str, str, int], list[tuple[float, dict[str, Any]]]] = defaultdict(list)
-    for weight, entries in zip(attempt.weights, attempt.logged, strict=True):
+    for weight, entries in attempt.logged:
         seen: dict[tuple[str, str], int] = defaultdict(int)
         for entry in entries:
             name = (entry["fx"], entry["name"])
@@ -261,7 +264,7 @@ def _merged(entries: list[tuple[float, dict[str, Any]]]) -> dict[str, Any]:
         given = len(own) == len(entries)
         weights = [float(size) for size in own] if given else [weight for weight, _ in entries]
         scaled = stacked if stacked.is_floating_point() else stacked.float()
-        shares = torch.tensor(weights, dtype=scaled.dtype, device=scaled.device) / sum(weights)
+        shares = torch.tensor(weights, dtype=scaled.dtype, device=scaled.device) / (sum(weights) or 1.0)
         merged["value"] = (scaled * shares).sum(0)
         merged["batch_size"] = sum(own) if given else None
     else:

@@ -24,6 +24,7 @@ from lightning_memkit.micro_batching import (
 )
 from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._parts import Splitter
+from lightning_memkit.plugins._ranks import any_rank, largest_of_ranks
 from lightning_memkit.plugins._trials import Trials
 
 _RANDOM_OR_BATCHED = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
@@ -52,7 +53,9 @@ class Weighing:
         """Probe where the batch needs it; afterwards `weigh_by` holds for this batch."""
         if not self._probed:
             self._open = _candidates(self.weigh_by, step.batch)
-        elif len(self._open) < 2 or not self._open_ways_differ(step.batch, micro_batch_size):
+        elif len(self._open) < 2 or not any_rank(
+            step.trainer, self._open_ways_differ(step.batch, micro_batch_size)
+        ):
             return
         self._probe(step, trials)
 
@@ -67,6 +70,11 @@ class Weighing:
     def _probe(self, step: _seam.Step, trials: Trials) -> None:
         total = batch_size(step.batch)
         self.weigh_by = self._open[0]
+        if _seam.communicates_in_every_part(step.trainer):
+            self._unproved(
+                f"{type(step.trainer.strategy).__name__} averages gradients over ranks in each backward"
+            )
+            return
         for rows in sorted({min(most, total) for most in _PROBED_SAMPLES}, reverse=True):
             if rows < 2:
                 return
@@ -76,12 +84,16 @@ class Weighing:
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-        self._probed = True
-        warnings.warn(
-            "Two samples at once run out of memory, so MemoryBudget can't check that the loss may be split; it is "
-            f"taken to be a mean over {self.weigh_by}. Write weigh_by= to say what it is a mean over.",
-            stacklevel=2,
-        )
+        self._unproved("two samples at once run out of memory")
+
+    def _unproved(self, reason: str) -> None:
+        self._probed, self._open = True, self._open[:1]
+        if self.weigh_by != "auto" and not callable(self.weigh_by):
+            warnings.warn(
+                f"MemoryBudget can't check that the loss may be split, since {reason}: it is taken to be a mean over "
+                f"{self.weigh_by}. Write weigh_by= to say what it is a mean over.",
+                stacklevel=2,
+            )
 
     def _compare(self, step: _seam.Step, trials: Trials, rows: int) -> None:
         total, small = batch_size(step.batch), step.batch
@@ -92,8 +104,10 @@ class Weighing:
             small = _told_apart(small, sizes[0], step.batch)
         parts = split_batch(small, sizes, split=self.split)
         module = step.trainer.lightning_module
-        allowed = decomposability.tolerance(module.parameters())
+        exact = str(step.trainer.precision_plugin.precision) in ("32-true", "64-true")
+        allowed = decomposability.tolerance(module.parameters(), reduced=not exact)
         verdicts: dict[int, Verdict] = {}
+        errors: list[float] = []
         for everything_in_eval in (False, True):
             with _deterministic(module, everything_in_eval):
                 whole = trials.gradient_of(step, small)
@@ -105,14 +119,23 @@ class Weighing:
                 verdict = decomposability.judge(whole, gradients, weights, allowed)
                 if index not in verdicts or verdict.relative_error < verdicts[index].relative_error:
                     verdicts[index] = verdict
-            if any(verdict.adds_up for verdict in verdicts.values()):
+            # Ranks see other samples, and must come to one answer.
+            errors = largest_of_ranks(
+                step.trainer, [verdicts[i].relative_error for i in range(len(self._open))]
+            )
+            if min(errors) <= allowed:
                 break
         self._probed = True
         # A clear lead only: ways that differ by rounding stay open, in their order.
-        least = min(verdict.relative_error for verdict in verdicts.values())
-        most = 3 * least + allowed / 20
-        kept = [index for index, verdict in verdicts.items() if verdict.relative_error <= most]
+        kept = [index for index, error in enumerate(errors) if error <= 3 * min(errors) + allowed / 20]
         self.verdict = verdicts[kept[0]]
+        if errors[kept[0]] > allowed and self.verdict.adds_up:
+            self.verdict = Verdict(
+                adds_up=False,
+                relative_error=errors[kept[0]],
+                cause="another rank's samples show it (its own message names the cause)",
+                remedy="see that rank's message",
+            )
         self._open = [self._open[index] for index in kept]
         self.weigh_by = self._open[0]
 

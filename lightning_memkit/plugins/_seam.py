@@ -177,6 +177,11 @@ def keep_batches_on_host(trainer: Trainer) -> tuple[Callable[[Any], Any], Undo]:
     return partial(transfer, dataloader_idx=0), undo
 
 
+def communicates_in_every_part(trainer: Trainer) -> bool:
+    """Whether ranks meet in each forward and backward (sharded parameters), not only in a step's last."""
+    return trainer.world_size > 1 and not isinstance(trainer.strategy, DDPStrategy)
+
+
 @contextmanager
 def no_gradient_sync(trainer: Trainer, block: bool) -> Iterator[None]:
     """DDP: gradients stay local to the rank while blocked; other strategies are left alone."""

@@ -11,6 +11,7 @@ from lightning_memkit.memory.sizing import NothingFitsError, Sizing, Trial, larg
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.micro_batching import batch_size
 from lightning_memkit.plugins import _seam
+from lightning_memkit.plugins._ranks import largest_of_ranks
 from lightning_memkit.plugins._trials import Trials, tensors_of, worst_batch
 
 
@@ -39,7 +40,7 @@ def choose_size(
             set_gradient_parts(step.trainer, -(-total // size))
             part = worst_batch(step.trainer, step.batch, size)
             peak = trials.peak_of(step, part, [*states, *tensors_of(step.batch)], limit)
-            return None if peak is None else max(peak, step_peak)
+            return _largest_of_ranks(step.trainer, None if peak is None else max(peak, step_peak))
 
         if given == "auto":
             try:
@@ -66,6 +67,12 @@ def set_gradient_parts(trainer: Trainer, parts: int) -> None:
     setter: Any = getattr(trainer.precision_plugin, "set_gradient_parts", None)
     if setter is not None:
         setter(parts * trainer.accumulate_grad_batches)
+
+
+def _largest_of_ranks(trainer: Trainer, peak: int | None) -> int | None:
+    """The largest peak of all ranks, None where one ran out of memory: then all try the same sizes."""
+    largest = largest_of_ranks(trainer, [float("inf") if peak is None else peak])[0]
+    return None if largest == float("inf") else int(largest)
 
 
 class AccumulationWindow:

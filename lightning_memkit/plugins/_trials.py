@@ -149,7 +149,7 @@ def worst_batch(trainer: Trainer, batch: Any, rows: int) -> Any:
     owners: tuple[Any, ...] = (getattr(trainer, "datamodule", None), trainer.lightning_module)
     for owner in owners:
         if callable(getattr(owner, "worst_batch", None)):
-            return owner.worst_batch(rows)
+            return _before_transfer(trainer, owner.worst_batch(rows))
     if isinstance(batch, Tensor) or not hasattr(batch, "split"):
         largest = _largest_collated(trainer, rows)
         if largest is not None and _elements(largest) >= _elements(batch) * rows / max(1, batch_size(batch)):
@@ -172,7 +172,12 @@ def _largest_collated(trainer: Trainer, rows: int) -> Any:
             break
     items.sort(key=_elements, reverse=True)
     chosen = [items[index % len(items)] for index in range(rows)]
-    batch = trainer.precision_plugin.convert_input(loader.collate_fn(chosen))
+    return _before_transfer(trainer, loader.collate_fn(chosen))
+
+
+def _before_transfer(trainer: Trainer, batch: Any) -> Any:
+    """What Lightning does to a batch between the loader and the transfer."""
+    batch = trainer.precision_plugin.convert_input(batch)
     return trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
 
 

@@ -71,6 +71,26 @@ def test_logged_values_are_those_of_the_whole_batch() -> None:
     assert [row["returned"] for row in seen[:20]] == pytest.approx([row["returned"] for row in seen[20:]])
 
 
+def test_parts_without_a_loss_are_skipped_as_batches_are() -> None:
+    class Skips(TokenTagger):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+            if batch_idx == 1 or int(batch["x"][0, 0]) % 7 == 0:
+                return None
+            return super().training_step(batch, batch_idx)
+
+    with pytest.warns(UserWarning, match="returned `None`"):
+        module, fitted = trained(MemoryBudget("1GiB", micro_batch_size=2), module=Skips, max_steps=6)
+    assert fitted.global_step == 6
+    assert torch.isfinite(weights(module)).all()
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "64-true"])
+def test_lightning_s_own_precisions_work(precision: Any) -> None:
+    whole, _ = trained(precision=precision, max_steps=5)
+    parts, _ = trained(MemoryBudget("1GiB", micro_batch_size=3), precision=precision, max_steps=5)
+    assert difference(whole, parts) <= (1e-12 if precision == "64-true" else 2e-3)
+
+
 # Third-party modules with ordinary loaders
 
 

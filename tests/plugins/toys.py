@@ -38,6 +38,23 @@ class TokenTagger(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+class Mix(nn.Module):
+    """In the place of a recurrent layer, which can't be sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 32)
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        return (self.linear(x).tanh(),)
+
+
+class ShardableTagger(TokenTagger):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = Mix()
+
+
 def tagged_rows(count: int = 160, length: int = 12) -> list[dict[str, Tensor]]:
     """Rows of which 1 to 12 labels count."""
     generator = torch.Generator().manual_seed(1)

@@ -1,30 +1,47 @@
-"""Run by torchrun in test_two_ranks.py: trains a TokenTagger under DDP and saves rank 0's weights."""
+"""Run by torchrun in test_two_ranks.py: trains a tagger on two ranks and saves rank 0's weights."""
 
 import sys
+from typing import Any
 
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_memkit import MemoryBudget
-from tests.plugins.toys import TokenTagger, tagged_rows, trainer, weights
+from tests.plugins.toys import ShardableTagger, tagged_rows, trainer
 
 
-def main(path: str, micro_batch_size: int) -> None:
+class Sharded(ShardableTagger):
+    """Each of its layers is sharded over the ranks (FSDP2)."""
+
+    def configure_model(self) -> None:
+        mesh: Any = self.device_mesh
+        for part in (self.embedding, self.mix, self.head):
+            if not isinstance(next(part.parameters()), DTensor):
+                fully_shard(part, mesh=mesh["data_parallel"])
+
+
+def main(path: str, micro_batch_size: int, strategy: str) -> None:
     torch.set_num_threads(1)
-    callbacks = [MemoryBudget("1GiB", micro_batch_size=micro_batch_size)] if micro_batch_size else []
-    fitted = trainer(*callbacks, max_steps=10, devices=2, strategy="ddp", gradient_clip_val=0.5,
+    # Rank 1 has the rows with more labels; the sharded run is told what its loss is a mean over.
+    callbacks = [MemoryBudget("1GiB", micro_batch_size, weigh_by="labels")] if micro_batch_size else []
+    kinds: dict[str, Any] = {"ddp": "ddp", "fsdp2": ModelParallelStrategy(2, 1)}
+    fitted = trainer(*callbacks, max_steps=10, devices=2, strategy=kinds[strategy], gradient_clip_val=0.5,
                      use_distributed_sampler=False)  # fmt: skip
     torch.manual_seed(0)
-    module = TokenTagger().double()
-    # Rank 0 holds the rows with few labels: ranks must weigh by what they hold together.
+    module = (Sharded if strategy == "fsdp2" else ShardableTagger)().double()
     rows = tagged_rows(80)
     steps = [
         sorted(rows[i : i + 8], key=lambda row: int((row["labels"] != -100).sum())) for i in range(0, 80, 8)
     ]
     mine = [row for step in steps for row in step[4 * fitted.global_rank : 4 * fitted.global_rank + 4]]
     fitted.fit(module, DataLoader(mine, batch_size=4))  # pyright: ignore[reportArgumentType]
-    gathered = [torch.empty_like(weights(module)) for _ in range(2)]
-    torch.distributed.all_gather(gathered, weights(module))
+    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in module.parameters()]
+    weights = torch.cat([p.detach().flatten() for p in whole])
+    gathered = [torch.empty_like(weights) for _ in range(2)]
+    torch.distributed.all_gather(gathered, weights)
     if fitted.global_rank == 0:
         torch.save({"weights": gathered[0], "spread": (gathered[0] - gathered[1]).abs().max()}, path)
     torch.distributed.barrier()
@@ -32,4 +49,4 @@ def main(path: str, micro_batch_size: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
