@@ -19,6 +19,7 @@ from benchmarks.harness import Options, Report
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
+CODE = ("lightning_memkit", "benchmarks", "examples", "tests", "pyproject.toml", "constraints.txt")
 PACKAGES = (
     "lightning_memkit",
     "torch",
@@ -110,7 +111,7 @@ def git_commit() -> str:
     commit = _git("rev-parse", "HEAD")
     if commit is None:
         return "unknown"
-    changed = _git("status", "--porcelain", "--", ".", ":!benchmarks/results")
+    changed = _git("status", "--porcelain", "--", *CODE, ":!benchmarks/results")
     return f"{commit}-dirty" if changed else commit
 
 

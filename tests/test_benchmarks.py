@@ -4,6 +4,7 @@ import ast
 import json
 import random
 import re
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -105,6 +106,26 @@ def test_record_names_hardware_versions_commit_and_date(tmp_path: Path) -> None:
     assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?|unknown", content["commit"])
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", content["date"])
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_commit_is_dirty_where_code_differs_and_not_for_results(tmp_path: Path, monkeypatch) -> None:
+    def git(*arguments: str) -> None:
+        subprocess.run(
+            ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments], cwd=tmp_path, check=True
+        )
+
+    for name in (*record.CODE[:4], "benchmarks/results"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "pyproject.toml").write_text("")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "first")
+    monkeypatch.setattr(record, "ROOT", tmp_path)
+    (tmp_path / "benchmarks" / "results" / "a.json").write_text("{}")
+    (tmp_path / "memory_report.json").write_text("{}")
+    assert re.fullmatch(r"[0-9a-f]{40}", record.git_commit())
+    (tmp_path / "examples" / "new.py").write_text("")
+    assert record.git_commit().endswith("-dirty")
 
 
 @pytest.mark.parametrize("figures", [{"a": float("nan")}, {"a b": 1}, {"a": "fast"}, {"a": None}])
