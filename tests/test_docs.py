@@ -171,6 +171,18 @@ def test_navigation_names_every_page() -> None:
     assert sorted(listed) == sorted(str(page.relative_to(ROOT / "docs")) for page in PAGES[1:])
 
 
+def test_architecture_shows_the_tree_as_it_stands() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    package = ROOT / "lightning_memkit"
+    shown = set(re.findall(r"^  ([\w]+(?:\.py|/)) ", page, re.MULTILINE))
+    there = {path.name for path in package.glob("*.py")} | {
+        f"{path.parent.name}/" for path in package.glob("*/__init__.py")
+    }
+    assert shown == there
+    named = set(re.findall(r"`((?:[\w]+/)+[\w]+\.py)`", page))
+    assert not [name for name in named if not (package / name).exists() and not (ROOT / name).exists()]
+
+
 def test_pages_name_options_that_exist() -> None:
     """`Name(option=...)` in running text: the option is one of that class or function."""
     wrong = []

@@ -33,6 +33,7 @@ class Block(nn.Module):
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], cu_seqlens: Tensor | None) -> Tensor:
+        """Features [rows, length, width] to the next block's."""
         rows, length, width = x.shape
         qkv = self.qkv(self.attention_norm(x)).view(rows, length, 3, self.heads, width // self.heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
@@ -63,6 +64,8 @@ class CausalLM(LightningModule):
         warmup_steps: steps of the warm-up.
         weight_decay: AdamW's, on matrices only.
     """
+
+    inv_freq: Tensor
 
     def __init__(
         self,

@@ -1,17 +1,14 @@
-"""Choose the micro-batch on the real device, and say what would help where nothing fits."""
+"""Choose the micro-batch on the real device."""
 
-from collections.abc import Iterable
 from typing import Any, Literal
 
-import torch
 from lightning.pytorch import Trainer
-from torch import Tensor
 
 from lightning_memkit.memory.sizing import NothingFitsError, Sizing, Trial, largest_fitting
-from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.micro_batching import batch_size
 from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._ranks import largest_of_ranks
+from lightning_memkit.plugins._shortfall import Needs, shortfall
 from lightning_memkit.plugins._trials import Trials, tensors_of, worst_batch
 
 
@@ -35,12 +32,18 @@ def choose_size(
     total, usable = batch_size(step.batch), int(budget_bytes * (1 - headroom))
     set_gradient_parts(step.trainer, total)
     with trials.optimizer_state(step) as (states, step_peak):
+        part_peak: int | None = None
 
         def peak_of(size: int, limit: int | None) -> int | None:
+            nonlocal part_peak
             set_gradient_parts(step.trainer, -(-total // size))
             part = worst_batch(step.trainer, step.batch, size)
-            peak = trials.peak_of(step, part, [*states, *tensors_of(step.batch)], limit)
-            return _largest_of_ranks(step.trainer, None if peak is None else max(peak, step_peak))
+            part_peak = trials.peak_of(step, part, [*states, *tensors_of(step.batch)], limit)
+            return _largest_of_ranks(step.trainer, None if part_peak is None else max(part_peak, step_peak))
+
+        def refusal(size: int) -> BudgetError:
+            needs = Needs.measured(step, part_peak=part_peak, step_peak=step_peak, states=states)
+            return BudgetError(shortfall(needs, size, usable))
 
         if given == "auto":
             try:
@@ -48,14 +51,13 @@ def choose_size(
                 sizing = largest_fitting(
                     lambda size: peak_of(size, None if size == 1 else usable), usable_bytes=usable, most=total
                 )
-            except NothingFitsError as error:
-                message = _too_large(step, 1, error.peak_bytes, usable, step_peak, states)
-                raise BudgetError(message) from None
+            except NothingFitsError:
+                raise refusal(1) from None
         else:
             size = min(given, total)
             peak = peak_of(size, None)
             if peak is None or peak > usable:
-                raise BudgetError(_too_large(step, size, peak, usable, step_peak, states))
+                raise refusal(size)
             trial = Trial(micro_batch_size=size, peak_bytes=peak)
             sizing = Sizing(micro_batch_size=size, peak_bytes=peak, trials=(trial,))
     set_gradient_parts(step.trainer, -(-total // sizing.micro_batch_size))
@@ -112,48 +114,3 @@ class AccumulationWindow:
         if self._trainer is not None:
             self._trainer.accumulate_grad_batches = self._before
             self._trainer = None
-
-
-def _bytes_of(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
-
-
-def _too_large(
-    step: _seam.Step, size: int, peak: int | None, usable: int, step_peak: int, states: list[Tensor]
-) -> str:
-    """What the part needs, taken apart, by how much the budget is short, and what would help."""
-    parameters = list(step.trainer.lightning_module.parameters())
-    trained = [p for p in parameters if p.requires_grad]
-    weights, state_bytes = _bytes_of(parameters), _bytes_of(states)
-    gradients = sum(p.numel() * (getattr(p, "grad_dtype", None) or p.dtype).itemsize for p in trained)
-    if peak is None:
-        return (
-            f"micro_batch_size={size} runs out of memory on the device itself; usable are {format_bytes(usable)}, "
-            f"of which weights, gradients and optimizer states take "
-            f"{format_bytes(weights + gradients + state_bytes)}. Lower the micro-batch, or see "
-            f"{_remedies(trained, state_bytes, 0)}."
-        )
-    rest = max(0, peak - weights - gradients - state_bytes)
-    smaller = ' A smaller micro_batch_size, or "auto", needs less.' if size > 1 else ""
-    return (
-        f"A micro-batch of {size} needs {format_bytes(peak)} at its peak, {format_bytes(peak - usable)} more than the "
-        f"budget's usable {format_bytes(usable)}: weights {format_bytes(weights)}, gradients "
-        f"{format_bytes(gradients)}, optimizer states {format_bytes(state_bytes)}, and {format_bytes(rest)} of "
-        f"activations, inputs and temporaries (the optimizer's step alone peaks at {format_bytes(step_peak)})."
-        f"{smaller} What would help: {_remedies(trained, state_bytes, rest)}."
-    )
-
-
-def _remedies(trained: list[torch.nn.Parameter], states: int, activations: int) -> str:
-    """The cheapest remedies with the bytes each would save at most, the largest first."""
-    wide = sum(p.numel() for p in trained if p.dtype == torch.float32)
-    # fp32 weight, gradient and the states' 8 bytes become 2, 2 and 2 + 2 + 2 (compensation and compact states).
-    options = {
-        "PureBF16Precision (weights, gradients and states in bf16)": wide * 8 + max(0, states - wide * 6)
-        if wide
-        else 0,
-        "ActivationCheckpointing (recomputes activations)": activations,
-        "an 8-bit optimizer (bitsandbytes.optim.AdamW8bit)": int(states * 0.7),
-    }
-    ranked = sorted(options.items(), key=lambda item: -item[1])
-    return "; ".join(f"{name}: up to {format_bytes(saved)}" for name, saved in ranked if saved > 0)

@@ -1,0 +1,95 @@
+"""Where a budget is too small: by how much, what takes the bytes, and what would help."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_memkit.memory.units import format_bytes
+from lightning_memkit.plugins import _seam
+from lightning_memkit.plugins.activation_checkpointing import ActivationCheckpointing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What one part of a batch needs, in bytes.
+
+    Args:
+        weights: parameters.
+        gradients: all gradients, in the dtype they are summed in.
+        states: what the optimizer keeps.
+        part_peak: the peak of forward and backward; None where the device ran out.
+        step_peak: the peak of the optimizer's step.
+        float32: whether trained weights are float32.
+        checkpointed: whether activations are checkpointed already.
+    """
+
+    weights: int
+    gradients: int
+    states: int
+    part_peak: int | None
+    step_peak: int
+    float32: bool
+    checkpointed: bool
+
+    @classmethod
+    def measured(
+        cls, step: _seam.Step, *, part_peak: int | None, step_peak: int, states: list[Tensor]
+    ) -> "Needs":
+        """The needs of a step whose peaks have been measured."""
+        parameters = list(step.trainer.lightning_module.parameters())
+        trained = [p for p in parameters if p.requires_grad]
+        callbacks: Iterable[object] = vars(step.trainer)["callbacks"]
+        return cls(
+            weights=sum(p.numel() * p.itemsize for p in parameters),
+            gradients=sum(p.numel() * (getattr(p, "grad_dtype", None) or p.dtype).itemsize for p in trained),
+            states=sum(state.numel() * state.itemsize for state in states),
+            part_peak=part_peak,
+            step_peak=step_peak,
+            float32=any(p.dtype == torch.float32 for p in trained),
+            checkpointed=any(isinstance(callback, ActivationCheckpointing) for callback in callbacks),
+        )
+
+    @property
+    def kept(self) -> int:
+        """What stays through every phase."""
+        return self.weights + self.gradients + self.states
+
+
+def shortfall(needs: Needs, size: int, usable: int) -> str:
+    """The error's text: by how much a part of `size` samples passes the usable bytes, why, and the remedies."""
+    kept = (
+        f"weights {format_bytes(needs.weights)}, gradients {format_bytes(needs.gradients)}, optimizer states "
+        f"{format_bytes(needs.states)}"
+    )
+    if needs.part_peak is None:
+        head = f"A micro-batch of {size} runs out of memory on the device itself, besides {kept}."
+    else:
+        peak = max(needs.part_peak, needs.step_peak)
+        where = "the optimizer's step" if needs.step_peak > needs.part_peak else "forward and backward"
+        rest = max(0, peak - needs.kept)
+        head = (
+            f"A micro-batch of {size} needs {format_bytes(peak)} at its peak, {format_bytes(peak - usable)} more "
+            f"than the budget's usable {format_bytes(usable)}: {kept}, and {format_bytes(rest)} of activations, "
+            f"inputs and temporaries in {where}."
+        )
+    remedies = _remedies(needs)
+    smaller = ['a smaller micro_batch_size, or "auto"'] if size > 1 else []
+    larger = ["a larger budget"] if needs.part_peak is not None else []
+    return f"{head} What would help: {'; '.join([*smaller, *remedies, *larger])}."
+
+
+def _remedies(needs: Needs) -> list[str]:
+    """Remedies with the bytes that each saves at most, the largest first."""
+    activations = max(0, (needs.part_peak or 0) - needs.kept)
+    saved = {"an 8-bit optimizer (bitsandbytes.optim.AdamW8bit)": needs.states * 7 // 10}
+    if needs.float32:
+        # Moments of 8 bytes a parameter become 4, compensation adds 2, and weights give 2 back.
+        saved["PureBF16Precision (weights, states and activations in bf16)"] = (
+            needs.states // 2 + activations // 2
+        )
+    if not needs.checkpointed and (needs.part_peak or 0) >= needs.step_peak:
+        saved["ActivationCheckpointing (recomputes activations)"] = activations
+    ranked = sorted(saved.items(), key=lambda item: -item[1])
+    return [f"{name}: up to {format_bytes(count)}" for name, count in ranked if count > 0]
