@@ -29,6 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "--debug" in words:
         words = [word for word in words if word != "--debug"]
         os.environ["MEMKIT_DEBUG"] = "1"  # processes that a strategy launches inherit it
+    # OpenMP's threads spin while they wait, without end by default: beside another process that keeps a core busy, a
+    # step then takes a hundred times as long. A bounded spin costs nothing. Read when torch is loaded, later.
+    os.environ.setdefault("GOMP_SPINCOUNT", "300000")
     # Classes of the project one stands in are named in its configs: `examples.job.model.Model`.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

@@ -30,9 +30,8 @@ class Anatomy:
         peak_operator: the operator whose output made the peak.
         at_peak: bytes alive at the peak by category (keys of `CATEGORIES`); they add up to `peak_bytes`.
         largest: the most bytes of each category alone, at any moment of the step.
-        fixed_bytes: what lies outside the tensors: on CUDA context, workspaces and fragmentation; on CPU the
-            process before training (interpreter and libraries).
-        fixed_in_budget: whether the budget has to hold the fixed bytes too (CUDA) or not (CPU).
+        fixed_bytes: what lies outside the tensors, and outside the budget: on CUDA what the driver counts
+            besides the allocator; on CPU the process before training (interpreter and libraries).
         operators: operators the step dispatched.
     """
 
@@ -42,7 +41,6 @@ class Anatomy:
     at_peak: dict[str, int] = field(default_factory=dict)
     largest: dict[str, int] = field(default_factory=dict)
     fixed_bytes: int = 0
-    fixed_in_budget: bool = False
     operators: int = 0
 
     def to_json(self, path: Path) -> None:
@@ -74,7 +72,6 @@ class AnatomyMeter(ByteMeter):
         gradients: Iterable[Tensor],
         optimizer_states: Iterable[Tensor],
         fixed_bytes: int = 0,
-        fixed_in_budget: bool = False,
     ) -> Anatomy:
         """The anatomy of what was metered.
 
@@ -82,7 +79,6 @@ class AnatomyMeter(ByteMeter):
             gradients: the gradients as they are after the step.
             optimizer_states: the optimizer's tensors as they are after the step.
             fixed_bytes: see `Anatomy`.
-            fixed_in_budget: see `Anatomy`.
         """
         self.track(optimizer_states, "optimizer_states")
         self.track(gradients, "gradients")
@@ -97,7 +93,6 @@ class AnatomyMeter(ByteMeter):
             at_peak=_bytes_by_category(at_peak),
             largest=_largest_by_category(self.records),
             fixed_bytes=fixed_bytes,
-            fixed_in_budget=fixed_in_budget,
             operators=self.operators,
         )
 

@@ -13,6 +13,8 @@ from torch import Tensor
 from lightning_memkit.memory.meter import ByteMeter
 from lightning_memkit.memory.units import format_bytes, parse_bytes
 
+_LEAST_BYTES = 2**16  # less is a slip of the unit: no model trains in it
+
 
 class PeakMeter(Protocol):
     """A context manager that knows the peak after it is left."""
@@ -30,9 +32,9 @@ class PeakMeter(Protocol):
 
 
 class AllocatorMeter:
-    """The peak of CUDA's caching allocator plus what the device holds besides; not yet verified on GPU.
+    """The peak of what CUDA's caching allocator *reserves*; not yet verified on GPU.
 
-    The budget has to hold what the allocator *reserves*, and the context and workspaces too.
+    The context lies beside it: `budget_bytes` leaves room for it.
     """
 
     def __init__(self, device: torch.device, budget_bytes: int | None = None) -> None:
@@ -48,7 +50,7 @@ class AllocatorMeter:
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         torch.cuda.synchronize(self.device)
-        self.peak_bytes = torch.cuda.max_memory_reserved(self.device) + fixed_bytes(self.device)
+        self.peak_bytes = torch.cuda.max_memory_reserved(self.device)
         if error is None and self.budget_bytes is not None and self.peak_bytes > self.budget_bytes:
             raise torch.OutOfMemoryError(
                 f"The peak of {format_bytes(self.peak_bytes)} is over the budget of "
@@ -74,7 +76,7 @@ def peak_meter(
 
 
 def fixed_bytes(device: torch.device) -> int:
-    """CUDA: bytes outside the allocator (context, workspaces), from the driver; elsewhere 0."""
+    """CUDA: what the driver counts besides the allocator (context, other processes); elsewhere 0."""
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)
@@ -143,49 +145,51 @@ def budget_bytes(budget: int | float | str, device: torch.device) -> int:
 
     Args:
         budget: `"22GiB"`, a count of bytes, a fraction of the device's memory in (0, 1], or `"auto"` (all
-            that is free now).
+            that is free now). On CUDA it is for tensors: the context and other processes lie beside it, and a
+            fraction or `"auto"` leaves room for them.
         device: whose memory it is.
 
     Raises:
         ValueError: the budget can't be read, is outside its range, or is more than the device has.
     """
-    have = capacity(device)
+    have, fixed = capacity(device), fixed_bytes(device)
     if budget == "auto":
         return have.free_bytes
-    if isinstance(budget, float):
-        return int(budget * have.total_bytes)
-    size = parse_bytes(budget)
-    if size > have.total_bytes:
+    if isinstance(budget, float) and budget <= 1:
+        return int(budget * have.total_bytes) - fixed
+    size = parse_bytes(int(budget) if isinstance(budget, float) else budget)
+    if size > have.total_bytes - fixed:
+        beside = f", {format_bytes(fixed)} of which the driver holds" if fixed else ""
         raise ValueError(
-            f"budget={budget!r} is more than {device} has ({format_bytes(have.total_bytes)}); "
+            f"budget={budget!r} is more than {device} has ({format_bytes(have.total_bytes)}{beside}); "
             f'write a size up to that, a fraction such as 0.9, or "auto".'
         )
     return size
 
 
-def check_budget(budget: int | float | str) -> None:
+def check_budget(budget: object) -> None:
     """Refuse a budget that can't be read, before any device is looked at.
 
     Raises:
         ValueError: with the value, the rule and the remedy.
     """
-    rule = 'a budget is a size such as "22GiB", a fraction of the device in (0, 1], or "auto"'
-    if isinstance(budget, bool):
+    rule = (
+        'a budget is a size such as "22GiB" (at least 64 KiB), a count of bytes, a fraction of the device in '
+        '(0, 1], or "auto"'
+    )
+    if isinstance(budget, bool) or not isinstance(budget, (int, float, str)):
         raise ValueError(f"budget={budget!r} is not a budget: {rule}.")
-    if isinstance(budget, float):
-        if not 0 < budget <= 1:
-            hint = (
-                f"for {budget:g} % write {budget / 100:g}" if 1 < budget <= 100 else f'write "{budget:g}GiB"'
-            )
-            raise ValueError(f"budget={budget!r} is outside (0, 1]: {rule}; {hint}.")
+    if budget == "auto" or (isinstance(budget, float) and 0 < budget <= 1):
         return
-    if budget == "auto":
-        return
+    # YAML and command lines may hand a count of bytes over as a float.
+    whole = int(budget) if isinstance(budget, float) and budget == int(budget) else budget
+    if not isinstance(whole, str) and (isinstance(whole, float) or whole < _LEAST_BYTES):
+        hint = f'; for GiB write "{whole:g}GiB"' if whole > 0 else ""
+        hint += f", for {whole:g} % of the device {whole / 100:g}" if 1 < whole <= 100 else ""
+        raise ValueError(f"budget={budget!r} is outside (0, 1], and no count of bytes: {rule}{hint}.")
     try:
-        size = parse_bytes(budget)
+        size = parse_bytes(whole)
     except ValueError:
-        raise ValueError(f"budget={budget!r} can't be read: {rule}.") from None
-    if size < 2**16:
-        raise ValueError(
-            f'budget={budget!r} is only {format_bytes(size)}: {rule}; for GiB write "{budget}GiB".'
-        )
+        raise ValueError(f"budget={budget!r} is no positive size: {rule}.") from None
+    if size < _LEAST_BYTES:
+        raise ValueError(f"budget={budget!r} is only {format_bytes(size)}: {rule}.")

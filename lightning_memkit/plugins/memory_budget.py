@@ -55,7 +55,7 @@ class MemoryBudget(Callback):
 
     def __init__(
         self,
-        budget: str | float | int = "auto",
+        budget: str | int | float = "auto",
         micro_batch_size: int | Literal["auto"] = "auto",
         effective_batch_size: int | None = None,
         weigh_by: WeighBy | Weigher = "auto",

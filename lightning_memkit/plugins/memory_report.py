@@ -1,6 +1,7 @@
 """Show where every byte of a training step went, and how the run goes, in the field's terms."""
 
 import sys
+import warnings
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -68,6 +69,8 @@ class MemoryReport(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note what the process holds besides tensors, and time the waits for data."""
+        self._give_back()
+        self.anatomy, self._batches = None, 0
         held = sum(t.untyped_storage().nbytes() for t in [*pl_module.parameters(), *pl_module.buffers()])
         self._process_bytes = max(0, process_bytes() - held)
         self._waited, undo = _seam.time_data_waits(trainer)
@@ -78,7 +81,7 @@ class MemoryReport(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Enter the meter for the measured step."""
-        if self.anatomy is not None or self._batches != self.measured_step:
+        if self.anatomy is not None or self._batches != self.measured_step or self._meter is not None:
             return
         self._meter = AnatomyMeter()
         self._meter.track([*pl_module.parameters(), *pl_module.buffers()], "weights")
@@ -138,23 +141,36 @@ class MemoryReport(Callback):
             self._print_values(trainer, found)
         self._rates.restart(self._waited())
 
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """A batch whose start ended the epoch was not stepped."""
+        self._drop_meter()
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the table and write the JSON."""
+        self._drop_meter()
         # Asked on every rank: a logger's folder is broadcast from the first.
         folder = Path(trainer.log_dir or trainer.default_root_dir)
         if self.anatomy is not None:
             self._print_table(trainer, self.anatomy, Path(self.path or folder / "memory_report.json"))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """A step that fails within the meter must not leave it active."""
-        if self._meter is not None:
-            self._meter.__exit__(None, None, None)
-            self._meter = None
+        """Lightning calls no teardown after an error."""
+        self._give_back()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give the profiler's hooks back."""
+        self._give_back()
+
+    def _give_back(self) -> None:
+        self._drop_meter()
         while self._undo:
             self._undo.pop()()
+
+    def _drop_meter(self) -> None:
+        """A step that failed or was skipped must not leave its meter active."""
+        if self._meter is not None:
+            self._meter.__exit__(None, None, None)
+            self._meter = None
 
     def _leave_meter(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._meter is None:
@@ -167,7 +183,6 @@ class MemoryReport(Callback):
             gradients=_gradients(pl_module),
             optimizer_states=states,
             fixed_bytes=fixed_bytes(device) if device.type == "cuda" else self._process_bytes,
-            fixed_in_budget=device.type == "cuda",
         )
         meter.forget()
 
@@ -207,6 +222,12 @@ class MemoryReport(Callback):
         anatomy.to_json(path)
         self._console.print(anatomy_table(anatomy, _budget(trainer)))
         self._console.print(f"memory report: {path}")
+        budget = _budget(trainer)
+        if budget is not None and anatomy.peak_bytes > budget.budget_bytes:
+            over = format_bytes(anatomy.peak_bytes - budget.budget_bytes)
+            warnings.warn(
+                f"The metered step's peak is {over} over the budget {budget.budget!r}.", stacklevel=2
+            )
 
 
 class _Rates:
@@ -268,9 +289,7 @@ def anatomy_table(anatomy: Anatomy, budget: MemoryBudget | None = None) -> Table
             format_bytes(anatomy.largest[category]),
             meaning,
         )
-    fixed = (
-        "counts against the budget" if anatomy.fixed_in_budget else "the process itself, outside the budget"
-    )
+    fixed = "context, other processes and the process itself: outside the budget"
     table.add_row(
         "fixed cost", format_bytes(anatomy.fixed_bytes), "", format_bytes(anatomy.fixed_bytes), fixed
     )
