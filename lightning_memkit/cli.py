@@ -78,12 +78,20 @@ def _run(words: list[str]) -> int:
     except Exception as error:
         if os.environ.get("MEMKIT_DEBUG"):
             traceback.print_exc()
-        else:
+        refused = _is_config_error(error)
+        if refused:
+            print(f"memkit: error: {error}", file=sys.stderr)
+        elif not os.environ.get("MEMKIT_DEBUG"):
             print(_short(error), file=sys.stderr)
-        return 1
+        return 2 if refused else 1
     finally:
         sys.argv = previous
     return 0
+
+
+def _is_config_error(error: Exception) -> bool:
+    module = sys.modules.get("lightning_memkit.plugins.config_errors")  # absent where its import has failed
+    return module is not None and isinstance(error, module.ConfigError)
 
 
 def _short(error: Exception) -> str:

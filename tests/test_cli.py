@@ -161,9 +161,59 @@ def test_an_unknown_key_is_refused_by_name(memkit, capsys):
     code, model = memkit("fit", trainer={"max_stepz": 3})
     assert code == 2
     assert model is None
+    assert capsys.readouterr().err == (
+        "memkit: error: the config has no option 'trainer.max_stepz' (did you mean 'trainer.max_steps'?)\n"
+    )
+
+
+BUDGET = "trainer.callbacks: lightning_memkit.MemoryBudget"
+DATA = "data: lightning_memkit.PackedDataModule"
+
+
+@pytest.mark.parametrize(
+    ("key", "options", "printed"),
+    [
+        ("callbacks", {"budget": "-1GiB"}, f"{BUDGET}: budget='-1GiB' is no positive size"),
+        ("callbacks", {"budget": [1, 2]}, f"{BUDGET}: budget: [1, 2] is none of: "),
+        (
+            "callbacks",
+            {"bugdet": 1},
+            f"{BUDGET} has no option 'bugdet'; it accepts budget, micro_batch_size, ",
+        ),
+        ("data", {"context": -5}, f"{DATA}: context=-5 is below 1"),
+        ("data", {"contxt": 5}, f"{DATA} has no option 'contxt'; it accepts source, tokenizer, context, "),
+        (
+            "data",
+            {"batches": {"workers": 1}},
+            "data: batches of lightning_memkit.PackedDataModule has no option",
+        ),
+        ("data", {"documents": {"validation": 3}}, f"{DATA}: documents: validation=3.0 is outside [0, 1)"),
+    ],
+)
+def test_an_error_inside_a_class_is_one_line_with_its_place(memkit, capsys, key, options, printed):
+    name = "MemoryBudget" if key == "callbacks" else "PackedDataModule"
+    item = {"class_path": f"lightning_memkit.{name}", "init_args": options}
+    config = (
+        {"trainer": {"callbacks": [{"class_path": "MemoryReport"}, item]}}
+        if key == "callbacks"
+        else {key: item}
+    )
+    code, _ = memkit("fit", **config)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "eed set to" not in line]
+    assert code == 2
+    assert len(lines) == 1
+    assert lines[0].startswith(f"memkit: error: {printed}")
+
+
+@pytest.mark.parametrize(("budget", "key"), [("-1GiB", "budget"), ("1GiB", "bugdet")], ids=["value", "key"])
+def test_debugging_shows_all_of_an_error_inside_a_class(memkit, capsys, budget, key):
+    item = {"class_path": "lightning_memkit.MemoryBudget", "init_args": {key: budget}}
+    code, _ = memkit("fit", "--debug", trainer={"callbacks": [item]})
     printed = capsys.readouterr().err
-    assert "max_stepz" in printed
-    assert len(printed.splitlines()) < 12  # the error, not a screen of usage
+    assert code == 2
+    assert "Traceback" in printed
+    assert "Given value" in printed
+    assert printed.splitlines()[-1].startswith(f"memkit: error: {BUDGET}")
 
 
 def test_an_error_is_one_line_and_a_place_unless_debugging(memkit, capsys):
@@ -176,6 +226,21 @@ def test_an_error_is_one_line_and_a_place_unless_debugging(memkit, capsys):
     code, _ = memkit("fit", "--debug", model="tests.cli_models.Failing", optimizer=ADAMW)
     assert code == 1
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_the_command_line_changes_the_last_callback_and_appends_another(memkit, capsys):
+    budget = {"class_path": "lightning_memkit.MemoryBudget", "init_args": {"budget": "1GiB"}}
+    trainer = {"callbacks": [{"class_path": "lightning_memkit.MemoryReport"}, budget]}
+    appended = ("--trainer.callbacks+=RandomState", "--print_config")
+    code, _ = memkit("fit", "--trainer.callbacks.budget=4GiB", *appended, trainer=trainer)
+    assert code == 0
+    callbacks = yaml.safe_load(capsys.readouterr().out)["trainer"]["callbacks"]
+    assert [item["class_path"].rpartition(".")[2] for item in callbacks] == [
+        "MemoryReport",
+        "MemoryBudget",
+        "RandomState",
+    ]
+    assert callbacks[1]["init_args"]["budget"] == "4GiB"
 
 
 def test_an_interrupt_is_130(memkit):

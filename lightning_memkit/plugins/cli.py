@@ -1,11 +1,13 @@
 """LightningCLI whose models start on their device at their dtype, from unchanged YAML."""
 
 import os
+import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, update_wrapper
 from types import MethodType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from jsonargparse import Namespace
@@ -25,6 +27,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from lightning_memkit.initialization import build_on
+from lightning_memkit.plugins.config_errors import explain, refused_by_a_class
 from lightning_memkit.plugins.strategies import add_random_state, parameter_dtype
 
 _LAUNCHED_LATE = (
@@ -34,12 +37,21 @@ _LAUNCHED_LATE = (
 )  # the processes that train don't exist yet when the model is built
 
 
-class ShortUsageParser(LightningArgumentParser):
-    """Prints one line of usage before an error: the full one takes a screen and hides the error."""
+class OneLineErrorParser(LightningArgumentParser):
+    """Prints the innermost cause of an error on one line; all of it where `MEMKIT_DEBUG` is set."""
 
-    def print_usage(self, file: Any = None) -> None:
-        """The program and where its options are explained."""
-        print(f"usage: {self.prog} [options], see {self.prog} --help", file=file)
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Print the error and exit with 2; with `exit_on_error=False` raise it."""
+        if not self.exit_on_error:
+            super().error(message, ex)
+        if os.environ.get("MEMKIT_DEBUG"):
+            if ex is not None:
+                traceback.print_exception(ex)
+            print(message, file=sys.stderr)
+        parser = getattr(ex, "subcommand_parser", None) or self
+        names = [action.dest for action in parser._actions]
+        print(f"memkit: error: {explain(message, names)}", file=sys.stderr)
+        self.exit(2)
 
 
 class MemkitCLI(LightningCLI):
@@ -57,17 +69,28 @@ class MemkitCLI(LightningCLI):
 
     Raises:
         ValueError: `trainer.precision` beside a precision plugin.
+        ConfigError: a class of the config refuses its options; a ValueError, too.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         _import_plugins()
-        kwargs.setdefault("parser_class", ShortUsageParser)
+        kwargs.setdefault("parser_class", OneLineErrorParser)
         kwargs["save_config_kwargs"] = {"overwrite": True, **(kwargs.get("save_config_kwargs") or {})}
         super().__init__(*args, **kwargs)
 
     def before_instantiate_classes(self) -> None:
         """Refuse two precisions before anything is built; called by subclasses that override it."""
         refuse_two_precisions(self._get(self.config, "trainer", default=Namespace()))
+
+    def instantiate_classes(self) -> None:
+        """Build what the config names; an error says under which key and in which class."""
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            refused = refused_by_a_class(error, self.config.get(str(self.subcommand), self.config))
+            if refused is None:
+                raise
+            raise refused from error
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """The Trainer of the config, with the random state in its checkpoints."""
