@@ -11,6 +11,7 @@ class MissingPackageError(ImportError):
     def __init__(self, package: str, needed_for: str, extra: str) -> None:
         super().__init__(
             f"{needed_for} needs the package {package!r}, which is not installed; "
-            f"install it with `pip install 'lightning_memkit[{extra}]'`.",
+            f"install it with `pip install {package}`, or in the folder of memkit's sources with "
+            f"`pip install -c constraints.txt -e '.[{extra}]'`.",
             name=package,
         )

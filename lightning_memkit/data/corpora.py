@@ -28,11 +28,17 @@ def read_texts(path: str | Path, *, text_field: str = "text") -> TokenStore:
 
     Raises:
         FileNotFoundError: there is no such file or folder.
-        ValueError: the ending is another, a line is no such object, or no document is left.
+        ValueError: the ending is another, a folder has no .txt file, a line is no such object, or no document is left.
     """
     path = Path(path)
     if path.is_dir():
-        documents = (_read(file) for file in sorted(path.glob("*.txt")))
+        files = sorted(path.glob("*.txt"))
+        if not files:
+            raise ValueError(
+                f"The folder {str(path)!r} holds no .txt file; each .txt file right in it is one document. For "
+                "other texts give the path of a .jsonl or .txt file."
+            )
+        documents = (_read(file) for file in files)
     elif not path.exists():
         raise FileNotFoundError(
             f"{str(path)!r} is neither a file nor a folder; a source is 'python-stdlib', the path of a "
@@ -79,6 +85,7 @@ def _jsonl(path: Path, text_field: str) -> Iterator[str]:
                 found = sorted(record) if isinstance(record, dict) else type(record).__name__
                 raise ValueError(
                     f"{path.name}, line {number} has no text under {text_field!r} (found: {found}); every "
-                    "line is an object with one. Name another field with text_field=."
+                    "line is an object with one. Name another field with documents.text_field, in Python with "
+                    "DocumentOptions(text_field=...)."
                 )
             yield record[text_field]

@@ -66,6 +66,7 @@ class HuggingFaceTokenizer:
 
     Raises:
         MissingPackageError: ``transformers`` is not installed.
+        ValueError: there is no such tokenizer.
     """
 
     def __init__(self, name: str) -> None:
@@ -73,7 +74,13 @@ class HuggingFaceTokenizer:
             from transformers import AutoTokenizer
         except ImportError:
             raise MissingPackageError("transformers", f"tokenizer={name!r}", "hf") from None
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(name)
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(name)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"tokenizer={name!r} can't be loaded; give the name or the folder of a Hugging Face tokenizer, "
+                f'or "bytes", which needs none. transformers says: {error}'
+            ) from error
         self.vocabulary_size = len(self._tokenizer)
         self.eos_id: int | None = self._tokenizer.eos_token_id
         pad_id = self._tokenizer.pad_token_id

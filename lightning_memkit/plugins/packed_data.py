@@ -64,7 +64,8 @@ class PackedDataModule(pl.LightningDataModule):
         batches: How rows become batches.
 
     Raises:
-        ValueError: an option is out of range; at setup: the corpus is empty, or a document too long.
+        ValueError: an option is out of range; at setup: the corpus is empty, a document is too long, or the
+            tokenizer can't be loaded.
         MissingPackageError: at setup: the tokenizer needs ``transformers``.
     """
 
@@ -120,12 +121,17 @@ class PackedDataModule(pl.LightningDataModule):
         shares = deal_documents(store.documents, self.documents)
         for name, numbers in shares.items():
             if len(numbers) or name == "train":
-                self._splits[name] = self._rows(store, numbers)
+                try:
+                    self._splits[name] = self._rows(store, numbers)
+                except ValueError as error:
+                    self._splits.clear()  # so that another setup tries again
+                    raise ValueError(f"In the share {name!r}: {error}") from None
         rank_zero_info(self.summary())
 
     def summary(self) -> str:
-        """What was read and packed, a line a share of the documents."""
-        return "\n".join(_line(name, rows.packing) for name, rows in self._splits.items())
+        """The size of the vocabulary; what was read and packed, a line a share of the documents."""
+        shares = (_line(name, rows.packing) for name, rows in self._splits.items())
+        return "\n".join((f"vocabulary: {self.vocabulary_size:,} token ids", *shares))
 
     def train_dataloader(self) -> PackedLoader:
         """Rows in a new order every epoch; where a checkpoint stopped, if one was loaded."""

@@ -33,7 +33,10 @@ def test_jsonl_holds_a_document_a_line(tmp_path):
     ("line", "message"),
     [
         ("{not json", "line 2 is not JSON"),
-        ('{"body": "x"}', r"line 2 has no text under 'text' \(found: \['body'\]\).*text_field="),
+        (
+            '{"body": "x"}',
+            r"line 2 has no text under 'text' \(found: \['body'\]\).*documents\.text_field.*text_field=",
+        ),
         ('{"text": 3}', "line 2 has no text"),
         ("[1]", "found: list"),
     ],
@@ -52,6 +55,12 @@ def test_an_empty_corpus_is_refused(tmp_path, name, content):
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match="holds no document"):
         read_texts(tmp_path / name)
+
+
+def test_a_folder_without_text_files_says_so(tmp_path):
+    (tmp_path / "a.md").write_text("x")
+    with pytest.raises(ValueError, match=r"holds no \.txt file; each \.txt file right in it is one document"):
+        read_texts(tmp_path)
 
 
 def test_an_unknown_ending_and_an_absent_file_are_refused(tmp_path):

@@ -57,5 +57,13 @@ def test_its_key_names_the_vocabulary(saved_tokenizer, tmp_path):
 
 def test_an_absent_transformers_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(MissingPackageError, match=r"tokenizer='gpt2' needs .*'lightning_memkit\[hf\]'"):
+    with pytest.raises(
+        MissingPackageError, match=r"tokenizer='gpt2' needs .*`pip install transformers`.*'\.\[hf\]'"
+    ):
         load_tokenizer("gpt2")
+
+
+def test_an_absent_tokenizer_is_named_with_what_needs_none(tmp_path):
+    (tmp_path / "absent").mkdir()
+    with pytest.raises(ValueError, match=r"^tokenizer='.*absent' can't be loaded; .* or \"bytes\""):
+        load_tokenizer(str(tmp_path / "absent"))

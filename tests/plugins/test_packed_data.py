@@ -262,6 +262,16 @@ def test_the_summary_counts_what_was_cut(caplog):
     assert "1 truncated (6 tokens dropped)" in (data.setup() or data.summary())
 
 
+def test_the_summary_begins_with_the_vocabulary(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    of_bytes = PackedDataModule(str(tmp_path), context=64, documents=DocumentOptions(validation=0.0))
+    of_bytes.setup()
+    assert of_bytes.summary().splitlines()[0] == "vocabulary: 259 token ids"
+    of_ids = PackedDataModule([[5, 1200], [7]], context=4, documents=DocumentOptions(validation=0.0))
+    of_ids.setup()
+    assert of_ids.summary().splitlines()[0] == "vocabulary: 1,201 token ids"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -279,7 +289,9 @@ def test_bad_options_are_refused_at_construction(options, message):
 
 
 def test_a_long_document_is_refused_with_the_remedy():
-    with pytest.raises(ValueError, match=r'longest has 12 tokens.*long_documents="split"'):
+    with pytest.raises(
+        ValueError, match=r'^In the share .train.: .*longest has 12 tokens.*long_documents="split"'
+    ):
         module(context=8).setup()
 
 
@@ -292,7 +304,7 @@ def test_an_empty_corpus_is_refused(source):
 def test_a_tokenizer_without_transformers_names_the_package(monkeypatch, tmp_path):
     (tmp_path / "a.txt").write_text("text")
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(MissingPackageError, match=r"pip install 'lightning_memkit\[hf\]'"):
+    with pytest.raises(MissingPackageError, match=r"`pip install transformers`"):
         PackedDataModule(str(tmp_path / "a.txt"), tokenizer="gpt2").setup()
 
 
