@@ -25,11 +25,26 @@ def find_blocks(
         module: searched below its root; the root itself is never a block.
         patterns: a class, or a glob matched against module names (`"encoder.layers.*"`), class names
             (`"Llama*Layer"`) and full class paths, base classes included. The outermost match wins.
+
+    Raises:
+        ValueError: the patterns are one string or class, not a list.
     """
     if patterns is not None:
+        refuse_single_pattern(patterns)
         return _outermost(module, lambda name, child: _matches(name, child, patterns))
     marked = _outermost(module, lambda _, child: _marked_by_transformers(child))
     return marked or list(_repeated(module))
+
+
+def refuse_single_pattern(patterns: object) -> None:
+    """Raise where a pattern stands without a list: a string would be taken letter by letter.
+
+    Raises:
+        ValueError: `patterns` is a string or a class.
+    """
+    if isinstance(patterns, (str, type)):
+        shown = repr(patterns) if isinstance(patterns, str) else patterns.__name__
+        raise ValueError(f"blocks={shown} is one pattern; blocks is a list of them: write blocks=[{shown}].")
 
 
 def describe_blocks(blocks: Sequence[tuple[str, nn.Module]]) -> str:

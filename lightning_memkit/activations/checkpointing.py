@@ -52,8 +52,8 @@ def checkpoint_modules(
         The undo: a function that puts the forwards back.
 
     Raises:
-        ValueError: the policy is unknown, or a block is checkpointed already, by this function or by the
-            model's own gradient checkpointing.
+        ValueError: the policy is unknown; `blocks` is one string or class and no list; or a block is
+            checkpointed already, by this function or by the model's own gradient checkpointing.
 
     Source: Chen et al. 2016, arXiv:1604.06174; torch.utils.checkpoint, `use_reentrant=False`.
     """

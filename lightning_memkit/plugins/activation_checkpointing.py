@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightning_memkit.activations.blocks import refuse_single_pattern
 from lightning_memkit.activations.checkpointing import checkpoint_modules
 from lightning_memkit.activations.policies import parse_policy
 
@@ -22,11 +23,13 @@ class ActivationCheckpointing(Callback):
             class names (`Llama*Layer`).
 
     Raises:
-        ValueError: the policy is unknown.
+        ValueError: the policy is unknown, or `blocks` is one string and no list.
     """
 
     def __init__(self, policy: str = "full", blocks: Sequence[str] | None = None) -> None:
         parse_policy(policy)
+        if blocks is not None:
+            refuse_single_pattern(blocks)
         self.policy = policy
         self.blocks = None if blocks is None else list(blocks)
         self._undo: Callable[[], None] | None = None

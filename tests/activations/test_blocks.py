@@ -45,6 +45,12 @@ def test_lone_layers_and_embeddings_are_no_blocks():
     assert names(model, ["Embedding"]) == []
 
 
+@pytest.mark.parametrize(("pattern", "shown"), [("Block", "'Block'"), (Block, "Block")])
+def test_a_pattern_without_a_list_is_refused(pattern, shown):
+    with pytest.raises(ValueError, match=rf"blocks={shown} is one pattern; .* write blocks=\[{shown}\]\."):
+        find_blocks(Stack(depth=2), pattern)
+
+
 def test_torch_transformer_gives_encoder_and_decoder_layers():
     model = nn.Transformer(8, 2, 2, 3, 16, batch_first=True)
     assert names(model) == ["encoder.layers.0", "encoder.layers.1"] + [

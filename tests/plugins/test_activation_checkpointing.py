@@ -100,3 +100,8 @@ def test_a_bad_policy_is_refused_at_construction():
 def test_repr_round_trips():
     callback = ActivationCheckpointing(policy="every:3", blocks=["A*"])
     assert vars(eval(repr(callback))) == vars(callback)
+
+
+def test_one_string_as_blocks_is_refused_at_construction():
+    with pytest.raises(ValueError, match=r"write blocks=\['LlamaDecoderLayer'\]"):
+        ActivationCheckpointing(blocks="LlamaDecoderLayer")
