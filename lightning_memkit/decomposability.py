@@ -42,7 +42,9 @@ def sampled_gradient(parameters: Iterable[nn.Parameter]) -> Tensor:
         if parameter.grad is None:
             samples.append(torch.zeros(len(range(0, parameter.numel(), stride)), dtype=torch.float64))
         else:
-            samples.append(parameter.grad.detach().flatten()[::stride].to("cpu", torch.float64))
+            gradient = parameter.grad.detach()
+            gradient = gradient.to_dense() if gradient.is_sparse else gradient
+            samples.append(gradient.flatten()[::stride].to("cpu", torch.float64))
     return torch.cat(samples) if samples else torch.zeros(0, dtype=torch.float64)
 
 

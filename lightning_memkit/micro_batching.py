@@ -112,15 +112,15 @@ def batch_size(batch: Any) -> int:
     for name, tensor in _named_tensors(batch, "batch"):
         if tensor.ndim > 0:
             sizes.setdefault(tensor.shape[0], f"{name} {tuple(tensor.shape)}")
+    remedy = (
+        "Collate it to tensors that have one row a sample, or let it offer `rows`, `split(sizes)` and `weight()`, as "
+        "PackedBatch does."
+    )
     if not sizes:
-        raise SplitError(
-            f"A batch of type {type(batch).__name__} has no tensor to split; pass split= (a callable from "
-            "batch and sizes to parts), or let the batch offer `rows`, `split(sizes)` and `weight()`."
-        )
+        raise SplitError(f"A batch of type {type(batch).__name__} has no tensor to split. {remedy}")
     if len(sizes) > 1:
         raise SplitError(
-            f"The tensors of this batch disagree on the leading size: {'; '.join(sizes.values())}. All "
-            "must have one row a sample; pass split= (a callable from batch and sizes to parts) for any other layout."
+            f"The tensors of this batch disagree on the leading size: {'; '.join(sizes.values())}. {remedy}"
         )
     return next(iter(sizes))
 
@@ -209,7 +209,8 @@ def joined(outputs: Sequence[Any], weights: Sequence[float], sizes: Sequence[int
             )
         return outputs[-1]
     if isinstance(first, Mapping):
-        return {key: joined([out[key] for out in outputs], weights, sizes) for key in first}
+        common = [key for key in first if all(key in out for out in outputs)]
+        return {key: joined([out[key] for out in outputs], weights, sizes) for key in common}
     return outputs[-1]
 
 

@@ -13,8 +13,8 @@ _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) - {"training"}
 _CONTAINERS = (list, dict, set, deque)
 
 
-class _Generators:
-    """The state of every random number generator that a step may draw from: Python, NumPy, torch's."""
+class Generators:
+    """The state of every global random number generator that a step may draw from: Python, NumPy, torch's."""
 
     def __init__(self) -> None:
         self._python = random.getstate()
@@ -34,9 +34,12 @@ class _Generators:
 class Rollback:
     """A module's mutable state before a step, to be put back exactly if the step fails or was a trial.
 
-    It holds the RNG, buffers, `torchmetrics` states, and the attributes of every submodule with the contents
-    of lists, dicts, sets and deques. Tensors are cloned only where `changing` says so, or all of them without
-    it: cloning every constant mask on every step would cost what it saves.
+    It holds the global RNG, buffers, `torchmetrics` states, and the attributes of every submodule: also what their
+    lists, dicts, sets and deques hold, at any depth, with tensors, arrays, generators and modules in them. Plain
+    objects of the user's own classes are not looked into.
+
+    Buffers and attributes that are tensors are cloned only where `changing` says so, or all of them without it:
+    cloning every constant mask on every step would cost what it saves.
 
     Args:
         module: the module that steps.
@@ -44,21 +47,16 @@ class Rollback:
     """
 
     def __init__(self, module: nn.Module, changing: frozenset[tuple[str, str]] | None = None) -> None:
-        self._random = _Generators()
-        self._modules = dict(module.named_modules())
+        self._random = Generators()
+        self._changing = changing
+        self._modules: dict[str, nn.Module] = {}
         self._attributes: dict[str, dict[str, Any]] = {}
+        self._buffers: dict[str, dict[str, Tensor | None]] = {}
         self._contents: list[tuple[Any, Any]] = []
         self._tensors: dict[tuple[str, str], tuple[Tensor, int, Tensor | None]] = {}
-        for path, owner in self._modules.items():
-            kept = {key: value for key, value in vars(owner).items() if key not in _OF_EVERY_MODULE}
-            self._attributes[path] = kept
-            for value in kept.values():
-                if type(value) in _CONTAINERS:
-                    self._contents.append((value, value.copy()))
-            for name, tensor in _mutable_tensors(owner):
-                key = (path, name)
-                clone = tensor.detach().clone() if changing is None or key in changing else None
-                self._tensors[key] = (tensor, tensor._version, clone)
+        self._seen: set[int] = set()
+        for path, owner in module.named_modules():
+            self._keep_module(path, owner)
 
     def changed(self) -> frozenset[tuple[str, str]]:
         """The tensors that were changed in place, or replaced, since."""
@@ -71,26 +69,66 @@ class Rollback:
     def restore(self) -> frozenset[tuple[str, str]]:
         """Put everything back; returns the tensors that changed but were not cloned (empty: it is exact)."""
         lost = []
-        for (path, name), (tensor, version, clone) in self._tensors.items():
-            owner = self._modules[path]
-            if name in owner._buffers:
-                owner._buffers[name] = tensor
+        for key, (tensor, version, clone) in self._tensors.items():
             if not _differs(tensor, version, clone):
                 continue
             if clone is None:
-                lost.append((path, name))
+                lost.append(key)
                 continue
-            with torch.no_grad():
+            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                 tensor.copy_(clone)
         for path, kept in self._attributes.items():
             values = vars(self._modules[path])
             for key in [key for key in values if key not in _OF_EVERY_MODULE and key not in kept]:
                 del values[key]
             values.update(kept)
-        for container, contents in self._contents:
+        for path, buffers in self._buffers.items():
+            self._modules[path]._buffers.clear()
+            self._modules[path]._buffers.update(buffers)
+        for container, contents in reversed(self._contents):
             _refill(container, contents)
         self._random.restore()
         return frozenset(lost)
+
+    def _keep_module(self, path: str, owner: nn.Module) -> None:
+        if id(owner) in self._seen:
+            return
+        self._seen.add(id(owner))
+        self._modules[path] = owner
+        self._buffers[path] = dict(owner._buffers)
+        kept = {key: value for key, value in vars(owner).items() if key not in _OF_EVERY_MODULE}
+        self._attributes[path] = kept
+        for name, tensor in _mutable_tensors(owner):
+            self._keep_tensor((path, name), tensor)
+        for name, value in kept.items():
+            if isinstance(value, (*_CONTAINERS, np.ndarray, torch.Generator)):
+                self._keep_contents(f"{path}.{name}", value)
+
+    def _keep_tensor(self, key: tuple[str, str], tensor: Tensor) -> None:
+        inference = tensor.is_inference()  # such tensors count no versions
+        wanted = self._changing is None or key in self._changing or inference
+        clone = tensor.detach().clone() if wanted else None
+        self._tensors[key] = (tensor, 0 if inference else tensor._version, clone)
+
+    def _keep_contents(self, path: str, value: Any) -> None:
+        """What a container, an array or a generator holds; containers at any depth."""
+        if id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        if isinstance(value, (np.ndarray, torch.Generator)):
+            kept = value.copy() if isinstance(value, np.ndarray) else value.get_state()
+            self._contents.append((value, kept))
+            return
+        items = list(value.values()) if isinstance(value, dict) else list(value)
+        self._contents.append((value, dict(value) if isinstance(value, dict) else list(value)))
+        for index, item in enumerate(items):
+            if isinstance(item, nn.Module):
+                for below, child in item.named_modules():
+                    self._keep_module(f"{path}[{index}].{below}", child)
+            elif isinstance(item, Tensor) and not isinstance(item, nn.Parameter) and not item.requires_grad:
+                self._contents.append((item, item.detach().clone()))
+            elif isinstance(item, (*_CONTAINERS, np.ndarray, torch.Generator)):
+                self._keep_contents(f"{path}[{index}]", item)
 
 
 def _differs(tensor: Tensor, version: int, clone: Tensor | None) -> bool:
@@ -114,8 +152,18 @@ def _lookup(owner: nn.Module, name: str) -> Any:
 
 
 def _refill(container: Any, contents: Any) -> None:
-    container.clear()
-    if isinstance(container, (list, deque)):
-        container.extend(contents)
+    """Give a mutable value its kept contents back, in place."""
+    if isinstance(container, Tensor):
+        if not torch.equal(container, contents):
+            with torch.inference_mode(container.is_inference()), torch.no_grad():
+                container.copy_(contents)
+    elif isinstance(container, np.ndarray):
+        container[...] = contents
+    elif isinstance(container, torch.Generator):
+        container.set_state(contents)
     else:
-        container.update(contents)
+        container.clear()
+        if isinstance(container, (list, deque)):
+            container.extend(contents)
+        else:
+            container.update(contents)

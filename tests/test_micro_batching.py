@@ -81,7 +81,7 @@ def test_even_sizes_are_few_and_even(total: int, largest: int) -> None:
     "batch", [{"x": torch.zeros(4, 2), "y": torch.zeros(5)}, "text", {"n": torch.tensor(1)}]
 )
 def test_ambiguous_or_missing_sizes_are_refused_with_the_remedy(batch: object) -> None:
-    with pytest.raises(SplitError, match="split="):
+    with pytest.raises(SplitError, match="one row a sample"):
         batch_size(batch)
 
 

@@ -75,3 +75,32 @@ def test_a_tensor_that_was_not_cloned_is_named_as_lost() -> None:
     rollback = Rollback(module, frozenset())
     dict(module.named_buffers())["constant"].add_(1)
     assert rollback.restore() == {("", "constant")}
+
+
+def test_what_lies_deeper_is_put_back_too() -> None:
+    from collections import defaultdict
+
+    module = nn.Module()
+    module.table = defaultdict(list, {"a": [1]})  # pyright: ignore
+    module.nested = [[torch.zeros(2)], {"metric": MeanMetric()}]  # pyright: ignore
+    module.array = np.zeros(3)  # pyright: ignore
+    module.generator = torch.Generator().manual_seed(3)  # pyright: ignore
+    module.register_buffer("late", None)
+    drawn = module.generator.get_state()  # pyright: ignore
+    rollback = Rollback(module)
+    module.table["a"].append(2)  # pyright: ignore
+    module.table["b"].append(3)  # pyright: ignore
+    module.nested[0][0].add_(1)  # pyright: ignore
+    module.nested[1]["metric"].update(5.0)  # pyright: ignore
+    module.array += 1  # pyright: ignore
+    torch.rand(1, generator=module.generator)  # pyright: ignore
+    module.late = torch.ones(1)
+    module.register_buffer("later", torch.ones(1))
+    rollback.restore()
+    assert module.table == {"a": [1]}
+    assert module.nested[0][0].tolist() == [0, 0]  # pyright: ignore
+    assert module.nested[1]["metric"]._update_count == 0  # pyright: ignore
+    assert module.array.tolist() == [0, 0, 0]  # pyright: ignore
+    assert torch.equal(module.generator.get_state(), drawn)  # pyright: ignore
+    assert module.late is None
+    assert not hasattr(module, "later")

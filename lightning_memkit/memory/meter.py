@@ -2,12 +2,17 @@
 
 import weakref
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_traceable_wrapper_subclass,
+)
 
 from lightning_memkit.memory.units import format_bytes
 
@@ -137,6 +142,11 @@ class ByteMeter(TorchDispatchMode):
             self.peak_bytes = self.live_bytes
             self.peak_tick = self.clock
             self.peak_operator = operator
+
+
+def unmetered() -> AbstractContextManager[Any]:
+    """Within it no meter entered outside sees an operator; what dies meanwhile is still noticed."""
+    return _disable_current_modes()
 
 
 def _tensors(out: Any) -> Iterator[Tensor]:

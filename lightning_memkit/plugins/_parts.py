@@ -4,7 +4,7 @@ import gc
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -29,12 +29,13 @@ Splitter = Callable[[Any, Sequence[int]], Sequence[Any]]
 
 @dataclass(kw_only=True)
 class Partition:
-    """How batches are split: the largest part, how parts are weighed and cut; retries lower the size."""
+    """How batches are split: the largest part, how parts are weighed and cut; `whole`: not at all."""
 
     micro_batch_size: int
     weigh: Weigher
     summed: bool = False
     split: Splitter | None = None
+    whole: bool = False
     retries: int = 0
 
 
@@ -91,7 +92,7 @@ class PartsRunner:
     def run(self, step: _seam.Step) -> tuple[Tensor | None, dict[str, Any]]:
         """Forward, zero_grad and backward of the step's batch, in parts; gradients are the full batch's."""
         while True:
-            rollback, attempt, failure = None, _Attempt(), ""
+            rollback, attempt, failure, window = None, _Attempt(), "", replace(self._window)
             undo = [step.keep_counters(), _seam.keep_results(self._trainer)]
             try:
                 rollback = Rollback(self._trainer.lightning_module, self.changing) if self._recover else None
@@ -105,11 +106,11 @@ class PartsRunner:
             del attempt
             for put_back in undo:
                 put_back()
+            self._window = window
             self._shrink(step, failure, rollback)
 
     def _attempt(self, step: _seam.Step, attempt: _Attempt) -> None:
-        size = batch_size(step.batch) if self.partition.split is None else None
-        parts, sizes = self._split(step.batch, size)
+        parts, sizes = self._split(step.batch)
         if self._exact_window and step.starts_window:
             self._window = _Window()
         weights = self._weights(parts)
@@ -127,9 +128,10 @@ class PartsRunner:
                 attempt.logged.append((weights[index], logged))
                 if position == 0:
                     step.zero_grad()
-                if loss is not None:
+                if loss is not None and (weights[index] > 0 or self._trainer.world_size > 1):
                     attempt.backward_started = True
                     step.backward(self._scaled(step, loss, weights[index]))
+                if loss is not None and (weights[index] > 0 or len(kept) == 1):
                     attempt.weights.append(weights[index])
                     attempt.sizes.append(sizes[index])
                     attempt.losses.append(loss.detach())
@@ -138,9 +140,10 @@ class PartsRunner:
         if self._exact_window and step.ends_window:
             self._finish_window(step)
 
-    def _split(self, batch: Any, size: int | None) -> tuple[list[Any], list[int]]:
-        size = batch_size(batch) if size is None else size
-        sizes = even_sizes(size, self.partition.micro_batch_size)
+    def _split(self, batch: Any) -> tuple[list[Any], list[int]]:
+        if self.partition.whole:
+            return [batch], [1]
+        sizes = even_sizes(batch_size(batch), self.partition.micro_batch_size)
         if len(sizes) == 1:
             return [batch], sizes
         return split_batch(batch, sizes, split=self.partition.split), sizes
@@ -149,7 +152,8 @@ class PartsRunner:
         """The share of each part in what the loss is a mean over, over all ranks."""
         if self.partition.summed:
             return [1.0] * len(parts)
-        counts = [float(self.partition.weigh(part)) for part in parts]
+        whole = self.partition.whole
+        counts = [1.0 if whole else float(self.partition.weigh(part)) for part in parts]
         total, world = sum(counts), self._trainer.world_size
         if world > 1:
             # DDP averages gradients over ranks; shares are of what all ranks hold together.
@@ -158,6 +162,8 @@ class PartsRunner:
         if self._exact_window:
             self._window.reference = self._window.reference or total
             self._window.counted += total
+            if total == 0:  # the window's other batches may hold some
+                return [0.0] * len(counts)
             total = self._window.reference
         return normalized(counts, total=total)
 
@@ -189,7 +195,7 @@ class PartsRunner:
         gc.collect()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
-        failed = min(self.partition.micro_batch_size, batch_size(step.batch))
+        failed = 1 if self.partition.whole else min(self.partition.micro_batch_size, batch_size(step.batch))
         if self.unsplittable:
             raise torch.OutOfMemoryError(
                 f"Batch {step.batch_idx} runs out of memory ({failure}) and can't be split. {self.unsplittable}"
@@ -237,7 +243,8 @@ def _parameters(step: _seam.Step) -> Iterator[torch.nn.Parameter]:
 def _merged_logs(attempt: _Attempt) -> Iterable[dict[str, Any]]:
     """One entry for each value that the parts logged, as if the whole batch had been logged once."""
     grouped: dict[tuple[str, str, int], list[tuple[float, dict[str, Any]]]] = defaultdict(list)
-    for weight, entries in attempt.logged:
+    counted = [part for part in attempt.logged if part[0] > 0]
+    for weight, entries in counted or attempt.logged:
         seen: dict[tuple[str, str], int] = defaultdict(int)
         for entry in entries:
             name = (entry["fx"], entry["name"])

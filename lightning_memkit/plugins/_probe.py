@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_memkit import decomposability
@@ -25,10 +26,11 @@ from lightning_memkit.micro_batching import (
 from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._parts import Splitter
 from lightning_memkit.plugins._ranks import any_rank, largest_of_ranks
-from lightning_memkit.plugins._trials import Trials
+from lightning_memkit.plugins._trials import StepFailedError, Trials
 
 _RANDOM_OR_BATCHED = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
 _PROBED_SAMPLES = (5, 2)  # the second where the first runs out of memory
+_PROBED_BATCHES = 3  # the samples of one may be too alike to tell
 
 
 class Weighing:
@@ -47,17 +49,22 @@ class Weighing:
         self.split = split
         self.verdict: Verdict | None = None
         self._open: list[WeighBy | Weigher] = []
-        self._probed = False
+        self._probes = 0
 
     def settle(self, step: _seam.Step, trials: Trials, micro_batch_size: int) -> None:
         """Probe where the batch needs it; afterwards `weigh_by` holds for this batch."""
-        if not self._probed:
+        if self._probes == 0:
             self._open = _candidates(self.weigh_by, step.batch)
-        elif len(self._open) < 2 or not any_rank(
-            step.trainer, self._open_ways_differ(step.batch, micro_batch_size)
-        ):
+        elif self._probes >= _PROBED_BATCHES and len(self._open) < 2:
             return
-        self._probe(step, trials)
+        else:
+            splits = 1 < micro_batch_size < batch_size(step.batch)
+            wanted = splits and self._probes < _PROBED_BATCHES
+            wanted = wanted or len(self._open) > 1 and self._open_ways_differ(step.batch, micro_batch_size)
+            if not any_rank(step.trainer, wanted):
+                return
+        # Once a size is chosen, a probe keeps to it: it must not need more memory than training does.
+        self._probe(step, trials, micro_batch_size if self._probes else _PROBED_SAMPLES[0])
 
     def _open_ways_differ(self, batch: Any, micro_batch_size: int) -> bool:
         total = batch_size(batch)
@@ -67,7 +74,7 @@ class Weighing:
         shares = [normalized([float(weigher(way, batch)(part)) for part in parts]) for way in self._open]
         return any(abs(a - b) > 1e-12 for other in shares[1:] for a, b in zip(shares[0], other, strict=True))
 
-    def _probe(self, step: _seam.Step, trials: Trials) -> None:
+    def _probe(self, step: _seam.Step, trials: Trials, most: int) -> None:
         total = batch_size(step.batch)
         self.weigh_by = self._open[0]
         if _seam.communicates_in_every_part(step.trainer):
@@ -75,19 +82,36 @@ class Weighing:
                 f"{type(step.trainer.strategy).__name__} averages gradients over ranks in each backward"
             )
             return
-        for rows in sorted({min(most, total) for most in _PROBED_SAMPLES}, reverse=True):
+        for rows in sorted({min(samples, most, total) for samples in _PROBED_SAMPLES}, reverse=True):
             if rows < 2:
                 return
             try:
                 self._compare(step, trials, rows)
                 return
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
+            except StepFailedError as error:
+                if error.skipped:  # nothing is learned from a batch that the module passes over
+                    self._probes += 1
+                    return
+                if self._probes > 0:  # the batch itself will show what is wrong with it
+                    self._probes = _PROBED_BATCHES
+                    return
+                if is_out_of_memory(error.cause):
+                    continue
+                if step.trainer.world_size > 1:
+                    raise error.cause from None
+                # The whole batch may well run: a module may ask for a certain number of samples.
+                self._probes = _PROBED_BATCHES
+                self.verdict = Verdict(
+                    adds_up=False,
+                    relative_error=float("inf"),
+                    cause=f"training_step fails on a part of the batch ({type(error.cause).__name__}: {error.cause})",
+                    remedy="keep the batch whole (micro_batch_size = the loader's batch size), or pass split=",
+                )
+                return
         self._unproved("two samples at once run out of memory")
 
     def _unproved(self, reason: str) -> None:
-        self._probed, self._open = True, self._open[:1]
+        self._probes, self._open, self.verdict = _PROBED_BATCHES, self._open[:1], None
         if self.weigh_by != "auto" and not callable(self.weigh_by):
             warnings.warn(
                 f"MemoryBudget can't check that the loss may be split, since {reason}: it is taken to be a mean over "
@@ -95,10 +119,17 @@ class Weighing:
                 stacklevel=2,
             )
 
+    def _some_rows(self, batch: Any, rows: int) -> Any:
+        """That many rows, from another place at each probe."""
+        total = batch_size(batch)
+        if rows == total:
+            return batch
+        before = _offset(self._probes, total - rows)
+        sizes = [size for size in (before, rows, total - rows - before) if size > 0]
+        return split_batch(batch, sizes, split=self.split)[1 if before else 0]
+
     def _compare(self, step: _seam.Step, trials: Trials, rows: int) -> None:
-        total, small = batch_size(step.batch), step.batch
-        if rows < total:
-            small = split_batch(step.batch, [rows, total - rows], split=self.split)[0]
+        small = self._some_rows(step.batch, rows)
         sizes = [rows // 2, rows - rows // 2]
         if len(self._open) > 1:
             small = _told_apart(small, sizes[0], step.batch)
@@ -108,6 +139,7 @@ class Weighing:
         allowed = decomposability.tolerance(module.parameters(), reduced=not exact)
         verdicts: dict[int, Verdict] = {}
         errors: list[float] = []
+        whole = torch.zeros(0)
         for everything_in_eval in (False, True):
             with _deterministic(module, everything_in_eval):
                 whole = trials.gradient_of(step, small)
@@ -125,7 +157,13 @@ class Weighing:
             )
             if min(errors) <= allowed:
                 break
-        self._probed = True
+        if min(errors) > allowed:
+            again = trials.gradient_of(step, small, seed=1)
+            noise = decomposability.relative_error(whole, [again], [1.0])
+            if largest_of_ranks(step.trainer, [noise])[0] > allowed:
+                self._unproved("the loss draws random numbers of its own")
+                return
+        self._probes += 1
         # A clear lead only: ways that differ by rounding stay open, in their order.
         kept = [index for index, error in enumerate(errors) if error <= 3 * min(errors) + allowed / 20]
         self.verdict = verdicts[kept[0]]
@@ -138,6 +176,11 @@ class Weighing:
             )
         self._open = [self._open[index] for index in kept]
         self.weigh_by = self._open[0]
+
+
+def _offset(probes: int, free: int) -> int:
+    """Where the probed rows begin: at the start, at the end, in the middle."""
+    return (0, free, free // 2)[probes % 3]
 
 
 def _told_apart(small: Any, first: int, batch: Any) -> Any:

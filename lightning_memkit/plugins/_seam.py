@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer import call
@@ -209,6 +210,22 @@ def logging_held(trainer: Trainer) -> Iterator[list[dict[str, Any]]]:
         yield held
     finally:
         vars(results).pop("log", None)
+
+
+def training_source(trainer: Trainer) -> Any:
+    """What the training batches come from: a DataLoader, or the module or datamodule that makes one."""
+    return trainer.fit_loop._data_source.instance
+
+
+@contextmanager
+def loggers_silent(trainer: Trainer) -> Iterator[None]:
+    """What a module sends to `self.logger` by itself goes nowhere."""
+    loggers = trainer.loggers
+    trainer.loggers = [DummyLogger() for _ in loggers]
+    try:
+        yield
+    finally:
+        trainer.loggers = loggers
 
 
 def keep_results(trainer: Trainer) -> Undo:

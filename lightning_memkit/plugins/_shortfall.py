@@ -57,7 +57,7 @@ class Needs:
         return self.weights + self.gradients + self.states
 
 
-def shortfall(needs: Needs, size: int, usable: int) -> str:
+def shortfall(needs: Needs, size: int, usable: int, headroom: float = 0.05) -> str:
     """The error's text: by how much a part of `size` samples passes the usable bytes, why, and the remedies."""
     kept = (
         f"weights {format_bytes(needs.weights)}, gradients {format_bytes(needs.gradients)}, optimizer states "
@@ -76,8 +76,17 @@ def shortfall(needs: Needs, size: int, usable: int) -> str:
         )
     remedies = _remedies(needs)
     smaller = ['a smaller micro_batch_size, or "auto"'] if size > 1 else []
-    larger = ["a larger budget"] if needs.part_peak is not None else []
+    larger = [] if needs.part_peak is None else [_larger_budget(needs, headroom)]
     return f"{head} What would help: {'; '.join([*smaller, *remedies, *larger])}."
+
+
+def _larger_budget(needs: Needs, headroom: float) -> str:
+    enough = max(needs.part_peak or 0, needs.step_peak) / (1 - headroom)
+    return (
+        f'budget="{-(-enough // 2**20):.0f}MiB"'
+        if enough >= 2**20
+        else f'budget="{-(-enough // 2**10):.0f}KiB"'
+    )
 
 
 def _remedies(needs: Needs) -> list[str]:

@@ -43,7 +43,7 @@ def choose_size(
 
         def refusal(size: int) -> BudgetError:
             needs = Needs.measured(step, part_peak=part_peak, step_peak=step_peak, states=states)
-            return BudgetError(shortfall(needs, size, usable))
+            return BudgetError(shortfall(needs, size, usable, headroom))
 
         if given == "auto":
             try:
@@ -62,6 +62,23 @@ def choose_size(
             sizing = Sizing(micro_batch_size=size, peak_bytes=peak, trials=(trial,))
     set_gradient_parts(step.trainer, -(-total // sizing.micro_batch_size))
     return sizing
+
+
+def verify_whole(step: _seam.Step, trials: Trials, *, budget_bytes: int, headroom: float, why: str) -> Sizing:
+    """The peak of a batch that can't be split.
+
+    Raises:
+        BudgetError: it does not fit.
+    """
+    usable = int(budget_bytes * (1 - headroom))
+    set_gradient_parts(step.trainer, 1)
+    with trials.optimizer_state(step) as (states, step_peak):
+        part_peak = trials.peak_of(step, step.batch, [*states, *tensors_of(step.batch)], None)
+        peak = _largest_of_ranks(step.trainer, None if part_peak is None else max(part_peak, step_peak))
+        if peak is None or peak > usable:
+            needs = Needs.measured(step, part_peak=part_peak, step_peak=step_peak, states=states)
+            raise BudgetError(f"{shortfall(needs, 1, usable, headroom)} {why}")
+    return Sizing(micro_batch_size=1, peak_bytes=peak, trials=(Trial(micro_batch_size=1, peak_bytes=peak),))
 
 
 def set_gradient_parts(trainer: Trainer, parts: int) -> None:
@@ -86,6 +103,13 @@ class AccumulationWindow:
         self._trainer: Trainer | None = None
         self._before = 1
 
+    def open_early(self, trainer: Trainer) -> None:
+        """Open before schedulers ask for the number of steps, where the loader's batch size is written down."""
+        source: Any = _seam.training_source(trainer)
+        size = getattr(source, "batch_size", None)
+        if isinstance(size, int):
+            self.open(trainer, size)
+
     def open(self, trainer: Trainer, loader_batch: int) -> None:
         """Let the trainer accumulate as many loader batches as the effective batch holds.
 
@@ -100,14 +124,8 @@ class AccumulationWindow:
                 f"effective_batch_size={wanted} is not a multiple of the loader's batch of {loader_batch}; "
                 f"write {max(1, wanted // loader_batch) * loader_batch}, or change the loader's batch_size."
             )
-        self.reopen(trainer, wanted // loader_batch)
-
-    def reopen(self, trainer: Trainer, loader_batches: int) -> None:
-        """The same from a known number of batches."""
-        if self.effective_batch_size is None or loader_batches == 1:
-            return
         self._trainer, self._before = trainer, trainer.accumulate_grad_batches
-        self.loader_batches = trainer.accumulate_grad_batches = loader_batches
+        self.loader_batches = trainer.accumulate_grad_batches = wanted // loader_batch
 
     def close(self) -> None:
         """Give the trainer its own setting back."""

@@ -1,14 +1,18 @@
 """Trial steps that leave no trace: the gradient of a batch, and the peak of a micro-batch."""
 
+import random
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_debug
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_memkit import decomposability
 from lightning_memkit.memory.measure import peak_meter
@@ -23,6 +27,15 @@ from lightning_memkit.plugins import _seam
 from lightning_memkit.rollback import Rollback
 
 _SCANNED_ITEMS, _SCAN_SECONDS = 256, 2.0
+
+
+class StepFailedError(Exception):
+    """The user's step raised on a batch that it was given for a trial."""
+
+    def __init__(self, cause: Exception, *, skipped: bool) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+        self.skipped = skipped  # it returned None, as it may to skip a batch
 
 
 class Trials:
@@ -43,31 +56,44 @@ class Trials:
         return self._trainer.lightning_module
 
     @contextmanager
-    def _no_trace(self) -> Iterator[None]:
+    def _no_trace(self, step: _seam.Step) -> Iterator[None]:
         rollback = Rollback(self._module)
-        gradients = [(parameter, parameter.grad) for parameter in self._module.parameters()]
-        for parameter, _ in gradients:
+        # The last step's gradients are zeroed before they are used: held beside the trial's they would cost twice.
+        kept = [] if step.starts_window else [(p, p.grad) for p in self._module.parameters()]
+        for parameter in self._module.parameters():
             parameter.grad = None
         try:
             with (
                 _seam.no_gradient_sync(self._trainer, block=True),
                 _seam.logging_held(self._trainer),
+                _seam.loggers_silent(self._trainer),
                 torch.enable_grad(),
             ):
                 yield
         finally:
             self.changing |= rollback.changed()
             rollback.restore()
-            for parameter, gradient in gradients:
+            for parameter in self._module.parameters():
+                parameter.grad = None
+            for parameter, gradient in kept:
                 parameter.grad = gradient
 
-    def gradient_of(self, step: _seam.Step, batch: Any) -> Tensor:
-        """A sample of the gradient that a batch's own loss has."""
-        with self._no_trace():
-            loss, _ = step.forward(self._transfer(batch))
-            if loss is None:
-                return decomposability.sampled_gradient([])
-            step.quiet_backward(loss)
+    def gradient_of(self, step: _seam.Step, batch: Any, *, seed: int | None = None) -> Tensor:
+        """A sample of the gradient that a batch's own loss has; `seed` draws other random numbers than training."""
+        with self._no_trace(step):
+            if seed is not None:
+                random.seed(seed)
+                np.random.seed(seed)
+                torch.manual_seed(seed)
+            skipped = False
+            try:
+                loss, _ = step.forward(self._transfer(batch))
+                skipped = loss is None
+                if loss is None:
+                    raise ValueError("training_step returned None")
+                step.quiet_backward(loss)
+            except Exception as error:
+                raise StepFailedError(error, skipped=skipped) from error
             return decomposability.sampled_gradient(self._module.parameters())
 
     @contextmanager
@@ -101,7 +127,7 @@ class Trials:
         held += tensors_of(dict(step.optimizer.state))
         meter = peak_meter(self._trainer.strategy.root_device, held)
         try:
-            with meter:
+            with meter, _without_hooks(step.optimizer):
                 step.optimizer.step()
         except (RuntimeError, TypeError) as error:  # sparse gradients only, or a closure is asked for
             if is_out_of_memory(error):
@@ -123,7 +149,7 @@ class Trials:
     ) -> int | None:
         """The peak of forward and backward of one part, weights, gradients and `resident` included; None: OOM."""
         failed = False
-        with self._no_trace():
+        with self._no_trace(step):
             self._allocate_gradients(self._module.parameters())  # in a step's later parts all are alive
             held = [*self._module.parameters(), *self._module.buffers(), *resident]
             held += [p.grad for p in self._module.parameters() if p.grad is not None]
@@ -151,7 +177,11 @@ def worst_batch(trainer: Trainer, batch: Any, rows: int) -> Any:
         if callable(getattr(owner, "worst_batch", None)):
             return _before_transfer(trainer, owner.worst_batch(rows))
     if isinstance(batch, Tensor) or not hasattr(batch, "split"):
-        largest = _largest_collated(trainer, rows)
+        try:
+            largest = _largest_collated(trainer, rows)
+        except Exception as error:  # whatever a user's data set does with an item asked for out of turn
+            rank_zero_debug(f"MemoryBudget takes the batch at hand for the worst: {error!r}")
+            largest = None
         if largest is not None and _elements(largest) >= _elements(batch) * rows / max(1, batch_size(batch)):
             return largest
     total = batch_size(batch)
@@ -170,9 +200,13 @@ def _largest_collated(trainer: Trainer, rows: int) -> Any:
         items.append(dataset[index])
         if perf_counter() - started > _SCAN_SECONDS:
             break
+    if not items:
+        return None
     items.sort(key=_elements, reverse=True)
     chosen = [items[index % len(items)] for index in range(rows)]
-    return _before_transfer(trainer, loader.collate_fn(chosen))
+    batch = _before_transfer(trainer, loader.collate_fn(chosen))
+    total = batch_size(batch)  # a collate function may make several rows of an item
+    return batch if total <= rows else split_batch(batch, [rows, total - rows])[0]
 
 
 def _before_transfer(trainer: Trainer, batch: Any) -> Any:
@@ -189,7 +223,7 @@ def tensors_of(item: Any) -> Iterator[Tensor]:
     """Every tensor in nested dicts, lists, tuples and dataclasses."""
     if isinstance(item, Tensor):
         yield item
-    elif isinstance(item, dict):
+    elif isinstance(item, Mapping):
         for value in item.values():
             yield from tensors_of(value)
     elif isinstance(item, (list, tuple)):
@@ -197,3 +231,17 @@ def tensors_of(item: Any) -> Iterator[Tensor]:
             yield from tensors_of(value)
     elif hasattr(item, "__dataclass_fields__"):
         yield from tensors_of(list(vars(item).values()))
+
+
+@contextmanager
+def _without_hooks(optimizer: Optimizer) -> Iterator[None]:
+    """The user's step hooks (an EMA, say) are not to hear of a trial."""
+    hooks: tuple[Any, ...] = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    kept = [dict(registered) for registered in hooks]
+    for registered in hooks:
+        registered.clear()
+    try:
+        yield
+    finally:
+        for registered, before in zip(hooks, kept, strict=True):
+            registered.update(before)

@@ -3,22 +3,31 @@
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import isfinite
 from typing import Any, Literal, get_args
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_memkit.memory.measure import budget_bytes, check_budget
-from lightning_memkit.memory.meter import ByteMeter
+from lightning_memkit.memory.meter import ByteMeter, unmetered
 from lightning_memkit.memory.sizing import Sizing
 from lightning_memkit.memory.units import format_bytes
-from lightning_memkit.micro_batching import WeighBy, Weigher, batch_size, weigher
+from lightning_memkit.micro_batching import SplitError, WeighBy, Weigher, batch_size, weigher
 from lightning_memkit.plugins import _seam
+from lightning_memkit.plugins._checks import check_accumulation, warn_of_inexactness
 from lightning_memkit.plugins._parts import Partition, PartsRunner, Splitter
 from lightning_memkit.plugins._probe import Weighing
-from lightning_memkit.plugins._sizing import AccumulationWindow, BudgetError, choose_size, set_gradient_parts
+from lightning_memkit.plugins._sizing import (
+    AccumulationWindow,
+    BudgetError,
+    choose_size,
+    set_gradient_parts,
+    verify_whole,
+)
 from lightning_memkit.plugins._trials import Trials, tensors_of
+from lightning_memkit.rollback import Generators
 
 
 class MemoryBudget(Callback):
@@ -67,7 +76,7 @@ class MemoryBudget(Callback):
         check_budget(budget)
         _check_options(micro_batch_size, effective_batch_size, weigh_by, headroom, enforce)
         self.budget = budget
-        self.micro_batch_size = micro_batch_size
+        self.micro_batch_size: int | Literal["auto"] = micro_batch_size
         self.effective_batch_size = effective_batch_size
         self.weigh_by: WeighBy | Weigher = weigh_by
         self.split = split
@@ -81,6 +90,7 @@ class MemoryBudget(Callback):
         self._resumed: dict[str, Any] = {}
         self._prepared = False
         self._weighing = Weighing(weigh_by, split)
+        self._warned = ""
         self._window = AccumulationWindow(effective_batch_size)
         self._runner: PartsRunner | None = None
         self._trials: Trials | None = None
@@ -100,6 +110,7 @@ class MemoryBudget(Callback):
         """Refuse what can't work, and take the seams of the training loop."""
         if stage != "fit":
             return
+        self._give_back()
         self.budget_bytes = budget_bytes(self.budget, trainer.strategy.root_device)
         if not pl_module.automatic_optimization:
             warnings.warn(
@@ -108,20 +119,9 @@ class MemoryBudget(Callback):
                 stacklevel=2,
             )
             return
-        if trainer.accumulate_grad_batches > 1 and self.effective_batch_size is None:
-            warnings.warn(
-                f"accumulate_grad_batches={trainer.accumulate_grad_batches} weighs its batches equally, whatever "
-                "labels they hold; MemoryBudget(effective_batch_size=...) accumulates them exactly.",
-                stacklevel=2,
-            )
-        names = [name for name, child in pl_module.named_modules() if _has_batch_statistics(child)]
-        if names:
-            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-            warnings.warn(
-                f"{shown} normalize with statistics of the batch: in parts they see each part's, as under any "
-                "gradient accumulation, and update their running averages once a part.",
-                stacklevel=2,
-            )
+        check_accumulation(trainer, self.effective_batch_size)
+        warn_of_inexactness(trainer, pl_module)
+        self._window.open_early(trainer)
         transfer, undo_transfer = _seam.keep_batches_on_host(trainer)
         self._trials = Trials(trainer, transfer)
         self._runner = PartsRunner(
@@ -135,8 +135,15 @@ class MemoryBudget(Callback):
         self._undo = [_seam.install(trainer, self), undo_transfer, self._window.close]
         self._prepared = False
 
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Lightning calls no teardown after an error."""
+        self._give_back()
+
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give the seams back."""
+        self._give_back()
+
+    def _give_back(self) -> None:
         while self._undo:
             self._undo.pop()()
 
@@ -147,7 +154,6 @@ class MemoryBudget(Callback):
         return {
             "micro_batch_size": self._runner.partition.micro_batch_size,
             "retries": self.retries,
-            "loader_batches": self._window.loader_batches,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -155,42 +161,68 @@ class MemoryBudget(Callback):
         self._resumed = dict(state_dict)
         self.retries = int(state_dict.get("retries", 0))
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """A resumed run accumulates from its first batch as before."""
-        self._window.reopen(trainer, self._resumed.get("loader_batches", 1))
-
     # The seam's driver
 
     def prepare(self, step: _seam.Step) -> None:
-        """Before the first step: probe, measure, choose; later nothing."""
+        """Before the first step: probe, measure, choose; then probe where a batch is the first to differ."""
         if self._runner is None or self._trials is None:
             return
-        total = batch_size(step.batch)
-        if self._prepared:
-            before = self._weighing.verdict
-            self._settle(step, self._runner, self._trials)
-            if self._weighing.verdict is not before:
-                self._check(splits=self._runner.partition.micro_batch_size < total)
-            return
-        self._window.open(step.trainer, total)
-        self._weighing = Weighing(self.weigh_by, self.split)
-        self._settle(step, self._runner, self._trials)
-        self.sizing = choose_size(
-            step,
-            self._trials,
-            budget_bytes=self.budget_bytes,
-            headroom=self.headroom,
-            given=self._resumed.get("micro_batch_size", self.micro_batch_size),
-        )
-        self._check(splits=self.sizing.micro_batch_size < total)
-        self._runner.partition.micro_batch_size = self.sizing.micro_batch_size
-        self._runner.changing = self._trials.changing
+        generators = Generators()  # a data set that is scanned for its largest sample may draw
+        try:
+            with unmetered():  # whoever meters the step is to see the step
+                if not self._prepared:
+                    self._choose(step, self._runner, self._trials)
+                    self._prepared = True
+                elif not self._runner.partition.whole:
+                    self._settle(step, self._runner, self._trials)
+                    self._check(splits=self._runner.partition.micro_batch_size < batch_size(step.batch))
+        finally:
+            generators.restore()
+
+    def _choose(self, step: _seam.Step, runner: PartsRunner, trials: Trials) -> None:
+        known = {"budget_bytes": self.budget_bytes, "headroom": self.headroom}
+        try:
+            total = batch_size(step.batch)
+        except SplitError as error:
+            if self.micro_batch_size != "auto":
+                raise
+            warnings.warn(f"MemoryBudget runs batches whole: {error}", stacklevel=2)
+            self.sizing = verify_whole(step, trials, **known, why=str(error))
+            runner.partition.whole, runner.unsplittable = True, str(error)
+        else:
+            self._window.open(step.trainer, total)
+            self._weighing = Weighing(self.weigh_by, self.split)
+            self._settle(step, runner, trials)
+            if self.micro_batch_size != "auto":
+                self._check(splits=self.micro_batch_size < total)
+            self.sizing = self._size(step, trials, known)
+            runner.partition.micro_batch_size = self.sizing.micro_batch_size
+            self._check(splits=self.sizing.micro_batch_size < total)
+        runner.changing = trials.changing
         self.peak_bytes = self.sizing.peak_bytes
-        self._prepared = True
         rank_zero_info(
-            f"MemoryBudget: {self.sizing}; budget {format_bytes(self.budget_bytes)}, effective batch "
-            f"{self.effective_batch_size or total}, weighed by {_described(self._weighing.weigh_by)}."
+            f"MemoryBudget: {self.sizing}; budget {format_bytes(self.budget_bytes)}, weighed by "
+            f"{_described(self._weighing.weigh_by)}."
         )
+
+    def _size(self, step: _seam.Step, trials: Trials, known: dict[str, Any]) -> Sizing:
+        """What the user says holds; else a resumed run's size, if it still fits; else the largest that fits."""
+        if self._mismatch and self.micro_batch_size == self.weigh_by == "auto" and self.split is None:
+            try:
+                return choose_size(step, trials, **known, given=batch_size(step.batch))
+            except BudgetError as error:
+                raise BudgetError(f"{self._mismatch} Whole it does not fit: {error}") from None
+        resumed = self._resumed.get("micro_batch_size")
+        if self.micro_batch_size == "auto" and resumed is not None:
+            try:
+                return choose_size(step, trials, **known, given=int(resumed))
+            except BudgetError:
+                warnings.warn(
+                    f"The resumed run's micro-batch of {resumed} does not fit this budget; another one is measured, "
+                    "and the runs differ by rounding.",
+                    stacklevel=2,
+                )
+        return choose_size(step, trials, **known, given=self.micro_batch_size)
 
     @contextmanager
     def around(self, step: _seam.Step) -> Iterator[None]:
@@ -220,21 +252,31 @@ class MemoryBudget(Callback):
         partition.weigh = weigher(weighing.weigh_by, step.batch)
         partition.summed = weighing.weigh_by == "sum"
 
-    def _check(self, *, splits: bool) -> None:
-        """Refuse to split by guess; warn where the user decided, keep in mind where nothing is split yet."""
+    @property
+    def _mismatch(self) -> str:
+        """Why the loss can't be split, and what to do; empty where it can, or nothing is known."""
         verdict = self._weighing.verdict
         if verdict is None or verdict.adds_up:
-            return
-        text = (
-            f"The weighted gradients of a batch's parts miss the whole batch's by {verdict.relative_error:.1%}: "
-            f"{verdict.cause}. To mend it, {verdict.remedy}."
+            return ""
+        by = f" by {verdict.relative_error:.1%}" if isfinite(verdict.relative_error) else ""
+        return (
+            f"The weighted gradients of a batch's parts miss the whole batch's{by}: {verdict.cause}. To mend it, "
+            f"{verdict.remedy}."
         )
-        if splits and self.weigh_by == "auto" and self.split is None:
-            raise BudgetError(text)
-        if not splits and self._runner is not None:
-            self._runner.unsplittable = text
+
+    def _check(self, *, splits: bool) -> None:
+        """Refuse to split by guess; warn where the user decided, keep in mind where nothing is split yet."""
+        text = self._mismatch
+        if not text:
+            return
+        if self.weigh_by != "auto" or self.split is not None:
+            if splits and text != self._warned:
+                self._warned = text
+                warnings.warn(f"weigh_by={self.weigh_by!r}, split={self.split!r}: {text}", stacklevel=2)
         elif splits:
-            warnings.warn(f"weigh_by={self.weigh_by!r}, split={self.split!r}: {text}", stacklevel=2)
+            raise BudgetError(text)
+        elif self._runner is not None:
+            self._runner.unsplittable = text
 
     def _count_retry(self, step: _seam.Step) -> None:
         """One retry more; the logger hears of it, and the precision of the new number of parts."""
@@ -275,7 +317,3 @@ def _described(weigh_by: WeighBy | Weigher) -> str:
     if not isinstance(weigh_by, str):
         return "the given callable"
     return "the batch's own count" if weigh_by == "auto" else weigh_by
-
-
-def _has_batch_statistics(module: nn.Module) -> bool:
-    return isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training

@@ -156,9 +156,9 @@ def test_modules_of_others_train_as_unsplit(name: str) -> None:
 
 
 class Custom(LightningModule):
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, width: int = 8) -> None:
         super().__init__()
-        self.kind, self.net = kind, nn.Linear(32, 8)
+        self.kind, self.net = kind, nn.Linear(32, width)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         out = self.net(batch)
@@ -468,7 +468,7 @@ def test_at_a_micro_batch_of_one_the_error_names_remedies() -> None:
     ("options", "words"),
     [
         ({"budget": -1.0}, "outside"),
-        ({"budget": "many"}, "can't be read"),
+        ({"budget": "many"}, "no positive size"),
         ({"micro_batch_size": 0}, "1 or more"),
         ({"effective_batch_size": 0}, "1 or more"),
         ({"weigh_by": "tokens"}, "causal_labels"),
@@ -500,8 +500,16 @@ def test_a_batch_that_can_not_be_split_names_the_remedy() -> None:
 
     rows = [{"a": torch.randn(8, 32), "b": torch.randn(3)} for _ in range(4)]
     data = DataLoader(rows, batch_size=None)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="split="):
-        trained(MemoryBudget("1GiB"), module=Odd("mean"), data=data)
+    with pytest.warns(UserWarning, match=r"runs batches whole: .*disagree on the leading size"):
+        _, fitted = trained(MemoryBudget("1GiB"), module=Odd("mean"), data=data, max_steps=2)
+    assert fitted.global_step == 2
+    with pytest.raises(ValueError, match=r"Collate it .* `rows`, `split\(sizes\)`"):
+        trained(MemoryBudget("1GiB", micro_batch_size=2), module=Odd("mean"), data=data)
+    with (
+        pytest.warns(UserWarning, match="whole"),
+        pytest.raises(BudgetError, match="disagree on the leading size"),
+    ):
+        trained(MemoryBudget("64KiB"), module=lambda: Odd("mean", 4096), data=data)
 
 
 def test_effective_batches_must_be_whole_loader_batches() -> None:
@@ -522,3 +530,207 @@ def test_the_chosen_size_is_part_of_the_checkpoint(tmp_path: Any) -> None:
     assert callback.sizing is not None
     assert resumed.sizing is not None
     assert resumed.sizing.micro_batch_size == callback.sizing.micro_batch_size < 8
+
+
+# What a review by adversaries has found
+
+
+def test_an_error_gives_the_seams_back_and_the_next_fit_is_right() -> None:
+    class Augmented(TokenTagger):
+        transferred = 0
+
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            Augmented.transferred += 1
+            return {**batch, "x": batch["x"].flip(0), "labels": batch["labels"].flip(0)}
+
+    fitted = trainer(MemoryBudget("64KiB"), max_steps=2)
+    with pytest.raises(BudgetError):
+        fitted.fit(Augmented(), loader())
+    assert "batch_to_device" not in vars(fitted.strategy)
+    fitted.callbacks[0].budget = "1GiB"  # pyright: ignore[reportAttributeAccessIssue]
+    Augmented.transferred = 0
+    fitted.fit(Augmented(), loader())
+    assert Augmented.transferred >= 2
+    assert fitted.fit_loop.epoch_loop.automatic_optimization.__class__.__name__ == "_AutomaticOptimization"
+
+
+def test_validation_before_the_fit_leaves_inference_tensors_that_are_no_obstacle() -> None:
+    class Measured(TokenTagger):
+        def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+            self.seen = batch["x"].float().mean() * 1.0
+
+    fitted = trainer(MemoryBudget("1GiB", micro_batch_size=3), max_steps=2)
+    module = Measured()
+    fitted.validate(module, loader(count=16), verbose=False)
+    fitted.fit(module, loader(), loader(count=16))
+    assert fitted.global_step == 2
+
+
+def test_a_retry_within_an_accumulation_window_counts_its_batch_once() -> None:
+    class FailsOnce(MemoryBudget):
+        fails = True
+
+        def run(self, step: Any) -> Any:
+            if step.batch_idx == 6 and FailsOnce.fails:
+                FailsOnce.fails = False
+                with ByteMeter(fail_at=5):
+                    return super().run(step)
+            return super().run(step)
+
+    whole, _ = trained(dtype=torch.float64, max_steps=4)
+    budget = FailsOnce("1GiB", micro_batch_size=2, effective_batch_size=8)
+    parts, _ = trained(budget, dtype=torch.float64, max_steps=4, data=loader(batch_size=2))
+    assert budget.retries == 1
+    assert difference(whole, parts) <= 1e-12
+
+
+class MaskedMean(TokenTagger):
+    """A mean written by hand, which is nan where nothing counts."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:  # pyright: ignore
+        logits = self.head(self.mix(self.embedding(batch["x"]))[0])
+        losses = F.cross_entropy(logits.transpose(1, 2), batch["labels"], reduction="none")
+        counted = batch["labels"] != -100
+        return losses[counted].sum() / counted.sum()
+
+
+def test_a_window_may_begin_with_a_batch_without_labels() -> None:
+    rows = tagged_rows(160)
+    for row in rows[16:18]:
+        row["labels"][:] = -100
+    data = [DataLoader(rows, batch_size=size) for size in (8, 2)]  # pyright: ignore[reportArgumentType]
+    whole, _ = trained(module=MaskedMean, dtype=torch.float64, max_steps=5, data=data[0])
+    budget = MemoryBudget("1GiB", micro_batch_size=2, effective_batch_size=8)
+    parts, _ = trained(budget, module=MaskedMean, dtype=torch.float64, max_steps=5, data=data[1])
+    assert difference(whole, parts) <= 1e-12
+
+
+def test_a_loss_that_can_not_be_split_is_refused_when_a_later_batch_has_to_be() -> None:
+    rows = torch.randn(28, 32, generator=torch.Generator().manual_seed(2))
+    batches = [rows[:4], rows[4:12], rows[12:20], rows[20:]]
+    with pytest.raises(BudgetError, match="act on each other"):
+        trained(MemoryBudget("1GiB", micro_batch_size=4), module=lambda: Custom("contrastive"), max_steps=4,
+                data=DataLoader(batches, batch_size=None))  # fmt: skip  # pyright: ignore[reportArgumentType]
+
+
+def test_samples_too_alike_in_the_first_batch_are_told_apart_by_the_next() -> None:
+    """A class-weighted mean: with one class in the first samples it looks like a plain one."""
+
+    class Weighted(TokenTagger):
+        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:  # pyright: ignore
+            x, y = batch
+            logits = self.head(self.mix(self.embedding(x))[0].mean(1))
+            return F.cross_entropy(logits, y, weight=torch.linspace(0.1, 5, 50, dtype=logits.dtype))
+
+    rows = [
+        (row["x"], row["x"][0] * 0 + (3 if i < 6 else int(row["x"][1])))
+        for i, row in enumerate(tagged_rows(80))
+    ]
+    with pytest.raises(BudgetError, match="mean over something else"):
+        trained(MemoryBudget("1GiB", micro_batch_size=3), module=Weighted, dtype=torch.float64,
+                data=DataLoader(rows, batch_size=8))  # fmt: skip  # pyright: ignore[reportArgumentType]
+
+
+def test_a_data_set_and_an_optimizer_that_draw_see_the_same_numbers() -> None:
+    class Augmenting(torch.utils.data.Dataset):
+        rows = tagged_rows(80)
+
+        def __len__(self) -> int:
+            return len(self.rows)
+
+        def __getitem__(self, index: int) -> dict[str, Tensor]:
+            row = self.rows[index]
+            return {"x": (row["x"] + torch.randint(0, 3, (1,))) % 50, "labels": row["labels"]}
+
+    class Noisy(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            result = super().step(closure)
+            with torch.no_grad():
+                for p in self.param_groups[0]["params"]:
+                    p.add_(torch.randn_like(p), alpha=1e-3)
+            return result
+
+    class Drawing(TokenTagger):
+        calls = 0
+
+        def configure_optimizers(self) -> Any:
+            optimizer = Noisy(self.parameters(), lr=1e-2)
+            optimizer.register_step_post_hook(lambda *_: setattr(Drawing, "calls", Drawing.calls + 1))
+            return optimizer
+
+    runs = []
+    for callbacks in ([], [MemoryBudget("1GiB")]):
+        Drawing.calls = 0
+        data = DataLoader(Augmenting(), batch_size=8)
+        runs.append((weights(trained(*callbacks, module=Drawing, data=data, max_steps=4)[0]), Drawing.calls))
+    assert torch.equal(runs[0][0], runs[1][0])
+    assert runs[0][1] == runs[1][1] > 0
+
+
+def test_a_step_that_wants_so_many_samples_runs_whole_but_not_in_parts() -> None:
+    class Views(Custom):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return self.net(batch.view(4, 2, 32)).square().mean()
+
+    _, fitted = trained(MemoryBudget("1GiB"), module=lambda: Views("mean"), data=vectors(), max_steps=2)
+    assert fitted.global_step == 2
+    with pytest.raises(BudgetError, match="fails on a part of the batch"):
+        trained(MemoryBudget("1GiB", micro_batch_size=4), module=lambda: Views("mean"), data=vectors())
+
+
+def test_sparse_gradients_and_losses_with_noise_of_their_own() -> None:
+    class Sparse(TokenTagger):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(50, 16, sparse=True)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    whole, _ = trained(module=Sparse, max_steps=5, gradient_clip_val=None)
+    parts, _ = trained(MemoryBudget("1GiB", 3), module=Sparse, max_steps=5, gradient_clip_val=None)
+    assert difference(whole, parts) <= 2e-5
+
+    class Diffusing(Custom):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return (self.net(batch + torch.randn_like(batch)) - 1).square().mean()
+
+    with pytest.warns(UserWarning, match="draws random numbers of its own.*mean over samples"):
+        trained(MemoryBudget("1GiB", 3), module=lambda: Diffusing("mean"), data=vectors(), max_steps=2)
+
+
+def test_accumulation_that_is_asked_for_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match="remove accumulate_grad_batches"):
+        trained(MemoryBudget("1GiB", effective_batch_size=16), accumulate_grad_batches=2)
+
+
+def test_an_effective_batch_is_known_before_schedulers_ask_for_the_number_of_steps() -> None:
+    class OneCycle(TokenTagger):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            self.total = int(self.trainer.estimated_stepping_batches)
+            return optimizer
+
+    module, _ = trained(MemoryBudget("1GiB", effective_batch_size=8), module=OneCycle, data=loader(2, 80),
+                        max_steps=-1, max_epochs=1)  # fmt: skip
+    assert module.total == 10
+
+
+@pytest.mark.filterwarnings(
+    "ignore:You're resuming from a checkpoint that ended before the epoch:UserWarning"
+)
+def test_on_resume_what_the_user_says_holds_and_a_size_that_no_longer_fits_is_measured_anew(
+    tmp_path: Any,
+) -> None:
+    path = tmp_path / "last.ckpt"
+    _, fitted = trained(MemoryBudget("1GiB"), max_steps=2)
+    fitted.save_checkpoint(path)
+    explicit = MemoryBudget("1GiB", micro_batch_size=2)
+    trainer(explicit, max_steps=3).fit(TokenTagger(), loader(), ckpt_path=path)
+    assert explicit.sizing is not None
+    assert explicit.sizing.micro_batch_size == 2
+    tight = MemoryBudget("230KiB")
+    with pytest.warns(UserWarning, match="another one is measured"):
+        trainer(tight, max_steps=3).fit(TokenTagger(), loader(), ckpt_path=path)
+    assert tight.sizing is not None
+    assert tight.sizing.micro_batch_size < 8

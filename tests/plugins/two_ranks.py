@@ -1,5 +1,6 @@
 """Run by torchrun in test_two_ranks.py: trains a tagger on two ranks and saves rank 0's weights."""
 
+import os
 import sys
 from typing import Any
 
@@ -45,7 +46,9 @@ def main(path: str, micro_batch_size: int, strategy: str) -> None:
     if fitted.global_rank == 0:
         torch.save({"weights": gathered[0], "spread": (gathered[0] - gathered[1]).abs().max()}, path)
     torch.distributed.barrier()
-    torch.distributed.destroy_process_group()  # gloo's threads abort a process that exits without
+    torch.distributed.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads now and then abort a process that exits by the usual way
 
 
 if __name__ == "__main__":
