@@ -16,17 +16,17 @@ from lightning_memkit import attention
 from lightning_memkit.memory.measure import capacity
 from lightning_memkit.memory.units import format_bytes
 
-PACKAGES = {
-    "torch": "core",
-    "lightning": "core",
-    "torchmetrics": "core",
-    "jsonargparse": "core",
-    "transformers": "hf",
-    "bitsandbytes": "bnb",
-    "flash-attn": "flash",
-    "torchao": "torchao",
-    "triton": "triton",
-}
+PACKAGES = (
+    "torch",
+    "lightning",
+    "torchmetrics",
+    "jsonargparse",
+    "transformers",
+    "bitsandbytes",
+    "flash-attn",
+    "torchao",
+    "triton",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,8 +268,7 @@ def summary(diagnosis: Diagnosis) -> dict[str, list[tuple[str, str]]]:
         for found in diagnosis.devices
     ]
     packages = [
-        (name, found or f"not installed: pip install 'lightning_memkit[{PACKAGES[name]}]'")
-        for name, found in diagnosis.packages.items()
+        (name, found or f"not installed: pip install {name}") for name, found in diagnosis.packages.items()
     ]
     return {
         "This machine": machine,

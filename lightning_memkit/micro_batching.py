@@ -57,7 +57,7 @@ def micro_batches(
             `"causal_labels"` (the same without each row's first, for losses that shift inside), `"sum"` (the
             loss is a sum: all weights are 1), a callable from part to count, or `"auto"`: the batch's own
             answer, else labels where it has some, else samples.
-        split: from (batch, sizes) to parts, for a batch that the generic splitter can't read.
+        split: from (batch, sizes) to parts, for a batch that is to be cut in another way than row by row.
 
     Raises:
         SplitError: the batch's size is ambiguous, or there is none.

@@ -36,7 +36,6 @@ class Partition:
     summed: bool = False
     split: Splitter | None = None
     whole: bool = False
-    retries: int = 0
 
 
 @dataclass(kw_only=True)
@@ -214,7 +213,6 @@ class PartsRunner:
                 stacklevel=2,
             )
         self.partition.micro_batch_size = (failed + 1) // 2
-        self.partition.retries += 1
         self.on_shrink(step)
         rank_zero_info(
             f"MemoryBudget: out of memory at batch {step.batch_idx} with a micro-batch of {failed}; the "

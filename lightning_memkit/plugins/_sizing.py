@@ -114,10 +114,18 @@ class AccumulationWindow:
         """Let the trainer accumulate as many loader batches as the effective batch holds.
 
         Raises:
-            ValueError: the effective batch is not a multiple of the loader's.
+            ValueError: the effective batch is not a multiple of the loader's, or the source named another one.
         """
         wanted = self.effective_batch_size
-        if wanted is None or self._trainer is not None:
+        if wanted is None:
+            return
+        if self._trainer is not None:
+            if trainer.global_step == 0 and loader_batch * self.loader_batches != wanted:
+                raise ValueError(
+                    f"effective_batch_size={wanted} counts on {self.loader_batches} loader batches of "
+                    f"{wanted // self.loader_batches}, by the `batch_size` that the data source names; the first "
+                    f"batch holds {loader_batch}. Let the source's batch_size be that of its loader."
+                )
             return
         if wanted % loader_batch:
             raise ValueError(

@@ -35,8 +35,8 @@ class MemoryBudget(Callback):
 
     The DataLoader yields the effective batch (per rank). Each is split inside the optimizer step, so shuffling,
     `global_step`, schedulers and logging don't change with the parts. Before step 1 a probe checks that the loss
-    may be split, the peak of the worst batch is measured, and both leave no trace. After an OOM the state before
-    the step is restored and the same batch runs in smaller parts (one device).
+    may be split (two later batches are probed again), the peak of the worst batch is measured, and both leave no
+    trace. After an OOM the state before the step is restored and the same batch runs in smaller parts (one device).
 
     Price: one forward and backward more a part's size tried (at most 8), and the smaller kernels of smaller parts.
     What is not exact: batch statistics (BatchNorm is warned about), random draws (dropout draws part by part), and
@@ -50,7 +50,7 @@ class MemoryBudget(Callback):
             accumulated and weighed exactly. Must be a multiple of the loader's batch size.
         weigh_by: what the loss is a mean over: `"samples"`, `"labels"`, `"causal_labels"` (see `micro_batches`),
             `"sum"`, a callable from a part to a count, or `"auto"`: what the probe finds right.
-        split: from (batch, sizes) to parts, for batches that the generic splitter can't read.
+        split: from (batch, sizes) to parts, for batches that are to be cut in another way than row by row.
         headroom: the fraction of the budget that the verified peak leaves free.
         recover: retry a step that runs out of memory with smaller parts.
         enforce: `"verified"`: count bytes before step 1 only. `"always"`: on CPU count them in every step too,
@@ -58,8 +58,9 @@ class MemoryBudget(Callback):
             enforces by itself.
 
     Raises:
-        ValueError: an argument is outside its range.
-        BudgetError: in the first step: the budget can't hold a micro-batch of 1, or the loss can't be split.
+        ValueError: an argument is outside its range, or the effective batch is not made of whole loader batches.
+        BudgetError: before the first step: the budget can't hold a micro-batch of 1, or the loss can't be split;
+            before a later one: the probe finds only then that the loss can't be split.
     """
 
     def __init__(
