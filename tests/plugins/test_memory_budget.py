@@ -734,3 +734,14 @@ def test_on_resume_what_the_user_says_holds_and_a_size_that_no_longer_fits_is_me
         trainer(tight, max_steps=3).fit(TokenTagger(), loader(), ckpt_path=path)
     assert tight.sizing is not None
     assert tight.sizing.micro_batch_size < 8
+
+
+def test_a_source_that_names_another_batch_size_than_its_loader_s_is_refused() -> None:
+    class Owner(TokenTagger):
+        batch_size = 2
+
+        def train_dataloader(self) -> DataLoader:
+            return loader(batch_size=4)
+
+    with pytest.raises(ValueError, match="counts on 4 loader batches of 2.* holds 4"):
+        trainer(MemoryBudget("1GiB", effective_batch_size=8), max_steps=2).fit(Owner())
