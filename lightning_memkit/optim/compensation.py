@@ -51,6 +51,7 @@ class Compensation:
         # The optimizer owns its compensation. A reference back would make a cycle, and its states would stay
         # in memory until the garbage collector comes by.
         self._optimizer = ref(optimizer)
+        assert engine.mode is not None
         self.mode: Mode = engine.mode
         self.states: States = engine.states
         self._engine = engine

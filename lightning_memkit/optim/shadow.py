@@ -6,7 +6,7 @@ states back. The update, weight decay included, therefore happens in float32 on 
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -73,16 +73,16 @@ class ShadowEngine:
     """Steps an optimizer's bfloat16 parameters in float32.
 
     Args:
-        mode: what keeps the bits that bfloat16 lacks.
+        mode: what keeps the bits that bfloat16 lacks; None steps every parameter as it is.
         states: ``"compact"`` keeps moments in bfloat16, ``"exact"`` in float32.
         rounding: the noise of stochastic rounding.
         bucket_bytes: float32 temporaries at a time; None for a size that suits the device.
     """
 
     def __init__(
-        self, mode: Mode, states: States, rounding: StochasticRounding, bucket_bytes: int | None
+        self, mode: Mode | None, states: States, rounding: StochasticRounding, bucket_bytes: int | None
     ) -> None:
-        self.mode: Mode = mode
+        self.mode: Mode | None = mode
         self.states: States = states
         self.rounding = rounding
         self.bucket_bytes = bucket_bytes
@@ -90,30 +90,35 @@ class ShadowEngine:
         # so it is passed over, and the places of the others, which some optimizers go by, stay.
         self._absent = Parameter(torch.empty(0))
 
+    @classmethod
+    def plain(cls) -> "ShadowEngine":
+        """An engine that steps every parameter as it is: the order of a step can be chosen, nothing else."""
+        return cls(None, "exact", StochasticRounding(), None)
+
+    def shadows(self, parameter: Tensor) -> bool:
+        """Whether a parameter is stepped on a float32 shadow."""
+        return self.mode is not None and is_compensated(parameter)
+
     def step(self, optimizer: Optimizer, stock_step: Callable[[], object]) -> None:
         """One optimizer step, from the gradients as they stand."""
-        with_gradient = [slot for slot in slots(optimizer) if slot.parameter.grad is not None]
-        plain = [slot for slot in with_gradient if not is_compensated(slot.parameter)]
-        compensated = [slot for slot in with_gradient if is_compensated(slot.parameter)]
-        for slot in compensated:
-            _refuse_sparse(slot.parameter)
-        run = _Run(self, optimizer, stock_step)
-        buckets = list(buckets_of(optimizer, compensated, self.bucket_bytes)) or [[]]
-        before = group_scalars(optimizer) if len(buckets) > 1 else []
-        self.rounding.begin_step()
-        for number, bucket in enumerate(buckets):
-            if number > 0:  # scalars of a group advance once a step, not once a bucket
-                restore_group_scalars(optimizer, before)
-            run.step_bucket(bucket, plain if number == 0 else [])
-        self.rounding.end_step()
+        step = self.begin(optimizer, stock_step)
+        step.advance([slot for slot in slots(optimizer) if slot.parameter.grad is not None])
+        step.finish()
+
+    def begin(self, optimizer: Optimizer, stock_step: Callable[[], object]) -> "OpenStep":
+        """Open a step that is advanced parameter by parameter; its result is that of one whole step."""
+        return OpenStep(self, optimizer, stock_step)
 
     def absent(self, count: int) -> list[Parameter]:
         """Placeholders for the parameters of a group."""
         return [self._absent] * count
 
 
-class _Run:
-    """One step: what its buckets share."""
+class OpenStep:
+    """One optimizer step in the making: what its buckets share.
+
+    Each parameter may be advanced once, in any order; `finish` ends the step.
+    """
 
     def __init__(self, engine: ShadowEngine, optimizer: Optimizer, stock_step: Callable[[], object]) -> None:
         self._engine = engine
@@ -121,9 +126,32 @@ class _Run:
         self._stock_step = stock_step
         self._scratch = Scratch()
         self._progress: dict[Parameter, _Progress] = {}
+        self._scalars = group_scalars(optimizer)
+        self._stock_steps = 0
+        engine.rounding.begin_step()
 
-    def step_bucket(self, bucket: list[Piece], plain: list[Slot]) -> None:
+    def advance(self, ready: Sequence[Slot]) -> None:
+        """Step these parameters now; each must have its gradient."""
+        shadowed = [slot for slot in ready if self._engine.shadows(slot.parameter)]
+        plain = [slot for slot in ready if not self._engine.shadows(slot.parameter)]
+        for slot in shadowed:
+            _refuse_sparse(slot.parameter)
+        for bucket in buckets_of(self._optimizer, shadowed, self._engine.bucket_bytes):
+            self._step_bucket(bucket, plain)
+            plain = []
+        if plain:
+            self._step_bucket([], plain)
+
+    def finish(self) -> None:
+        """End the step: scalars that the optimizer keeps in its groups have advanced once."""
+        if self._stock_steps == 0:
+            self._step_bucket([], [])
+        self._engine.rounding.end_step()
+
+    def _step_bucket(self, bucket: list[Piece], plain: list[Slot]) -> None:
         optimizer, full_state = self._optimizer, self._optimizer.state
+        if self._stock_steps > 0:  # scalars of a group advance once a step, not once a bucket
+            restore_group_scalars(optimizer, self._scalars)
         seen_state: defaultdict[Any, Any] = defaultdict(dict)
         seen_state.update({key: value for key, value in full_state.items() if not isinstance(key, Tensor)})
         seen_params = [self._engine.absent(len(group["params"])) for group in optimizer.param_groups]
@@ -138,6 +166,7 @@ class _Run:
             seen_state[shadow] = self._widened(piece)
         with _showing(optimizer, seen_state, seen_params):
             self._stock_step()
+        self._stock_steps += 1
         for piece, shadow in zip(bucket, shadows, strict=True):
             shadow.grad = None
             self._close(piece, shadow, seen_state.pop(shadow, {}))

@@ -7,7 +7,18 @@ import torch
 from torch.nn import Parameter
 
 from lightning_memkit.optim.compensation import compensate
-from tests.optim.helpers import OPTIMIZERS, bf16_twins, set_gradients, shapes_for, two_groups
+from lightning_memkit.optim.pieces import slots
+from lightning_memkit.optim.shadow import ShadowEngine
+from lightning_memkit.optim.stochastic_rounding import StochasticRounding
+from tests.optim.helpers import (
+    OPTIMIZERS,
+    all_tensors,
+    assert_same_bits,
+    bf16_twins,
+    set_gradients,
+    shapes_for,
+    two_groups,
+)
 
 SMALL_BUCKETS = 16 * 1300  # several buckets for the helpers' shapes
 
@@ -205,3 +216,27 @@ def test_bucket_size_does_not_change_the_result():
         results.append(parameters)
     for other in results[1:]:
         assert all(torch.equal(left, right) for left, right in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("name", ["AdamW-fused", "SGD", "Adafactor", "NAdam"])
+@pytest.mark.parametrize("mode", ["split", "stochastic", None])
+def test_an_open_step_may_be_advanced_in_any_order(name, mode):
+    results = []
+    for one_by_one in (False, True):
+        torch.manual_seed(0)
+        parameters, _ = bf16_twins([torch.randn(shape) for shape in shapes_for(name)])
+        parameters.append(Parameter(torch.randn(6, 6)))  # one that stays float32
+        optimizer = OPTIMIZERS[name](two_groups(parameters))
+        engine = ShadowEngine(mode, "compact", StochasticRounding(3), None)
+        for step in range(3):
+            set_gradients(parameters, seed=step)
+            if one_by_one:
+                opened = engine.begin(optimizer, optimizer.step)
+                for slot in reversed(list(slots(optimizer))):
+                    opened.advance([slot])
+                    slot.parameter.grad = None
+                opened.finish()
+            else:
+                engine.step(optimizer, optimizer.step)
+        results.append(all_tensors(optimizer))
+    assert_same_bits(*results)
