@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,15 +18,10 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_memkit.optim.blocks import local_part
-from lightning_memkit.optim.kahan import COMPENSATION, kahan_join_, kahan_split_
+from lightning_memkit.optim.modes import LOW_STATES, Mode, States, low_state_of, narrow_, widen_
 from lightning_memkit.optim.pieces import Piece, Scratch, Slot, buckets_of, is_compensated, slots
-from lightning_memkit.optim.split import LOW_HALF, join_, split_
 from lightning_memkit.optim.state_dtypes import storage_of
 from lightning_memkit.optim.stochastic_rounding import StochasticRounding
-
-Mode = Literal["kahan", "split", "stochastic", "none"]
-States = Literal["compact", "exact"]
-LOW_STATES = (LOW_HALF, COMPENSATION)
 
 
 def group_scalars(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -185,16 +180,13 @@ class OpenStep:
                 before={name: value for name, value in state.items() if name not in LOW_STATES},
                 low={name: state[name] for name in LOW_STATES if name in state},
             )
-        low = self._progress[parameter].low
+        low = next(iter(self._progress[parameter].low.values()), None)
         weight = self._scratch.like(piece.view(parameter))
-        high, out = local_part(piece.view(parameter)), local_part(weight)
-        # Which low half is there decides, not the mode: a checkpoint may come from another mode.
-        if LOW_HALF in low:
-            join_(high, local_part(piece.view(low[LOW_HALF])), out)
-        elif COMPENSATION in low:
-            kahan_join_(high, local_part(piece.view(low[COMPENSATION])), out)
-        else:
-            out.copy_(high)
+        widen_(
+            local_part(piece.view(parameter)),
+            None if low is None else local_part(piece.view(low)),
+            local_part(weight),
+        )
         shadow = Parameter(weight)
         assert parameter.grad is not None
         shadow.grad = self._float32(piece.view(parameter.grad))
@@ -257,17 +249,15 @@ class OpenStep:
     def _narrow(self, piece: Piece, master: Tensor, progress: _Progress) -> None:
         """Write the float32 master into the weight and what is left over into the low half."""
         mode, parameter = self._engine.mode, piece.slot.parameter.detach()
-        high = local_part(piece.view(parameter))
-        if mode in ("split", "kahan"):
-            name, dtype = (LOW_HALF, torch.int16) if mode == "split" else (COMPENSATION, torch.bfloat16)
+        assert mode is not None
+        name, low = low_state_of(mode), None
+        if name is not None:
             if name not in progress.low_after:
+                dtype = torch.int16 if mode == "split" else torch.bfloat16
                 progress.low_after[name] = _reuse(progress.low.get(name), parameter, dtype)
             low = local_part(piece.view(progress.low_after[name]))
-            (split_ if mode == "split" else kahan_split_)(master, high, low)
-        elif mode == "stochastic":
-            self._engine.rounding.round_(master, high, (piece.slot.index, "weight", piece.start))
-        else:
-            high.copy_(master)
+        high, stream = local_part(piece.view(parameter)), (piece.slot.index, piece.start)
+        narrow_(mode, master, high, low, self._engine.rounding, stream)
 
 
 def _refuse_sparse(parameter: Parameter) -> None:

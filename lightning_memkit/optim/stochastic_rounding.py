@@ -69,7 +69,7 @@ class StochasticRounding:
             source: float32, any shape; infinity and NaN stay what they are.
             out: bfloat16, the same shape.
             stream: which noise of this step: the parameter's index, the name of what is rounded, and the element
-                that ``source`` starts at.
+                that ``source`` starts at, a multiple of ``TILE``.
         """
         flat = flat_views(source, out)
         if flat is None:
@@ -77,26 +77,36 @@ class StochasticRounding:
             self.round_(source.contiguous(), dense, stream)
             out.copy_(dense)
             return
-        seed = _mixed(self.seed, self.step, stream[0], zlib.crc32(stream[1].encode()), stream[2])
-        generator = torch.Generator(source.device).manual_seed(seed)
+        index, name, start = stream
         if source.device.type != "cpu":
+            generator = torch.Generator(source.device).manual_seed(_mixed(self.stream(index, name), start))
             noise = torch.empty(source.numel(), dtype=torch.int32, device=source.device)
             _round(flat[0], flat[1], noise.random_(0, 1 << 16, generator=generator))
             return
-        pieces = list(zip(*(tensor.split(TILE) for tensor in flat), strict=True))
-        places = torch.randint(0, TILE, (len(pieces),), generator=generator).tolist()
-        keys = torch.randint(0, 1 << 16, (len(pieces),), generator=generator).tolist()
-        tile = self._tile()
-        for place, key, (source_piece, out_piece) in zip(places, keys, pieces, strict=True):
+        tile, own = self.tile(), self.stream(index, name)
+        pieces = zip(*(tensor.split(TILE) for tensor in flat), strict=True)
+        for run, (source_piece, out_piece) in enumerate(pieces, start // TILE):
+            place, key = place_and_key(own, run)
             _round(source_piece, out_piece, tile[place : place + source_piece.numel()].bitwise_xor(key))
 
-    def _tile(self) -> Tensor:
+    def stream(self, index: int, name: str) -> int:
+        """The 63-bit number that stands for the noise of one state of one parameter in this step."""
+        return _mixed(self.seed, self.step, index, zlib.crc32(name.encode()))
+
+    def tile(self) -> Tensor:
+        """This step's ``2 * TILE`` 16-bit numbers, as int32 on the CPU."""
         if self._current_tile is None:
             generator = torch.Generator().manual_seed(_mixed(self.seed, self.step))
             self._current_tile = torch.randint(
                 0, 1 << 16, (2 * TILE,), dtype=torch.int32, generator=generator
             )
         return self._current_tile
+
+
+def place_and_key(stream: int, run: int) -> tuple[int, int]:
+    """Where a run of ``TILE`` elements takes its noise from the tile, and what it is XORed with."""
+    mixed = _mixed(stream, run)
+    return mixed & (TILE - 1), mixed >> 40 & 0xFFFF
 
 
 def _round(source: Tensor, out: Tensor, noise: Tensor) -> None:

@@ -7,6 +7,7 @@ from torch.nn import Parameter
 from lightning_memkit.optim import pieces
 from lightning_memkit.optim.compensation import compensate
 from lightning_memkit.optim.pieces import BYTES_IN_FLIGHT, Scratch, buckets_of, slots
+from lightning_memkit.optim.stochastic_rounding import TILE
 from tests.optim.helpers import (
     OPTIMIZERS,
     all_tensors,
@@ -62,13 +63,18 @@ def test_pieces_change_nothing_but_the_noise(mode, monkeypatch):
     assert_same_bits(whole, stepped(mode, "exact"))
 
 
-def test_noise_differs_from_piece_to_piece(small_pieces):
-    parameter = Parameter(torch.full((1024,), 1.0, dtype=torch.bfloat16))
-    optimizer = torch.optim.SGD([parameter], lr=2**-8)
-    compensate(optimizer, mode="stochastic")
-    parameter.grad = -torch.ones_like(parameter)
-    optimizer.step()
-    first, second = parameter.detach().chunk(2)
+def test_the_noise_does_not_go_by_the_pieces(monkeypatch):
+    results = []
+    for most in (2 * TILE, TILE):
+        monkeypatch.setattr(pieces, "PIECE_ELEMENTS_CPU", most)
+        parameter = Parameter(torch.full((2 * TILE,), 1.0, dtype=torch.bfloat16))
+        optimizer = torch.optim.Adagrad([parameter], lr=2**-8)
+        compensate(optimizer, mode="stochastic")
+        parameter.grad = -torch.ones_like(parameter)
+        optimizer.step()
+        results.append(parameter.detach())
+    assert torch.equal(*results)
+    first, second = results[0].chunk(2)
     assert 0.4 < (first == second).double().mean() < 0.6
 
 
