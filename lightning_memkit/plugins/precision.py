@@ -24,8 +24,10 @@ from lightning_memkit.optim.compensation import (
     compensation_of,
     refuse_unsupported,
 )
+from lightning_memkit.optim.consolidate import NAMES_KEY, parameter_names
 from lightning_memkit.optim.pieces import is_compensated, slots
 from lightning_memkit.optim.shadow import Mode, States
+from lightning_memkit.plugins.consolidate import capture_low_halves
 
 GradDtype = Literal["auto", "float32", "bfloat16"]
 
@@ -81,6 +83,7 @@ class PureBF16Precision(Precision):
         self.fp32_exceptions = tuple(fp32_exceptions)
         self.compensations: list[Compensation] = []
         self._optimizers: list[Optimizer] = []
+        self._module: nn.Module | None = None
         self._low_halves: dict[nn.Parameter, Tensor] = {}
         self._undo: list[Callable[[], None]] = []
         self._batches_per_step = 1
@@ -125,6 +128,7 @@ class PureBF16Precision(Precision):
         for optimizer in optimizers:
             refuse_unsupported(optimizer)
         if optimizers and _is_fitting(model):
+            self._module = _unwrapped(model)
             self._optimizers = optimizers  # a compensation alone doesn't keep its optimizer alive
             self.compensations = [self._compensation_for(optimizer) for optimizer in optimizers]
             self._undo.append(_full_precision_reductions())
@@ -167,6 +171,17 @@ class PureBF16Precision(Precision):
         self._announce_gradients()
         optimizer.step(**kwargs)
         return result
+
+    def state_dict(self) -> dict[str, Any]:
+        """The names of the optimizers' parameters: `memkit consolidate` finds weights by them."""
+        if self._module is None:
+            return {}
+        return {NAMES_KEY: parameter_names(self._module, self._optimizers)}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep what a module that was built in bfloat16 drops of a checkpoint's float32 weights."""
+        if self._module is not None:
+            capture_low_halves(checkpoint, self._module, self.compensations)
 
     def teardown(self) -> None:
         """Remove hooks and restore torch's flags; optimizers stay compensated, so they can still be saved."""
@@ -231,10 +246,12 @@ class PureBF16Precision(Precision):
 
 def _trainer_of(module: nn.Module) -> Trainer | None:
     """The trainer of a LightningModule, or of the one that a strategy has wrapped."""
-    if not isinstance(module, LightningModule):
-        module = getattr(module, "module", module)
-    trainer = getattr(module, "_trainer", None)
+    trainer = getattr(_unwrapped(module), "_trainer", None)
     return trainer if isinstance(trainer, Trainer) else None
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    return module if isinstance(module, LightningModule) else getattr(module, "module", module)
 
 
 def _is_fitting(module: nn.Module) -> bool:

@@ -1,0 +1,292 @@
+"""Float32 weights and states out of a bfloat16 checkpoint, for plain float32 training: 4 bytes a value instead of 2.
+
+The weight of a compensated optimizer is a bfloat16 tensor of the module and a low half among the optimizer's
+states. Here the two become one float32 tensor again: exactly for split, about 16 bits for kahan. A checkpoint
+numbers an optimizer's parameters, so it has to hold their names, too: `parameter_names` gives them.
+"""
+
+import os
+import pickle
+import warnings
+import zipfile
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_memkit.errors import NoEffectWarning
+from lightning_memkit.optim.blocks import local_part
+from lightning_memkit.optim.checkpoints import STATE_KEY
+from lightning_memkit.optim.kahan import COMPENSATION, kahan_join_, kahan_split_
+from lightning_memkit.optim.pieces import slots
+from lightning_memkit.optim.shadow import LOW_STATES
+from lightning_memkit.optim.split import LOW_HALF, join_, split_
+
+NAMES_KEY = "memkit_parameter_names"  # where a checkpoint holds what `parameter_names` gave
+_CURRENT_WEIGHTS = "current_model_state"  # Lightning's WeightAveraging: "state_dict" is the average then
+
+Names = Sequence[Sequence[Sequence[str]]]
+
+
+def float32_weight(weight: Tensor, state: Mapping[str, Any]) -> Tensor:
+    """The float32 value that is trained, as a new tensor: the weight with the low half of its optimizer state."""
+    wide = torch.empty_like(weight.detach(), dtype=torch.float32)
+    if LOW_HALF in state:
+        join_(local_part(weight), local_part(state[LOW_HALF]), local_part(wide))
+    elif COMPENSATION in state:
+        kahan_join_(local_part(weight), local_part(state[COMPENSATION]), local_part(wide))
+    else:
+        wide.copy_(weight.detach())
+    return wide
+
+
+def set_float32_weight(weight: Tensor, state: Mapping[str, Any], value: Tensor) -> None:
+    """Write a float32 value into a weight and, where its optimizer state has one, the low half.
+
+    Writing the weight alone would leave the low half of the old value: an error of up to 0.4 %.
+    """
+    value = value.detach().to(weight.device, torch.float32)
+    if LOW_HALF in state:
+        split_(local_part(value), local_part(weight), local_part(state[LOW_HALF]))
+    elif COMPENSATION in state:
+        kahan_split_(local_part(value), local_part(weight), local_part(state[COMPENSATION]))
+    else:
+        weight.detach().copy_(value)
+
+
+def parameter_names(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[list[list[str]]]:
+    """For each optimizer and each of its parameters, in the order of its state dict, the names in the module.
+
+    A tied parameter has several names, one that is not the module's has none.
+    """
+    names: dict[Tensor, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return [[names.get(slot.parameter, []) for slot in slots(optimizer)] for optimizer in optimizers]
+
+
+def float32_state_dict(
+    module: nn.Module, optimizers: Optimizer | Iterable[Optimizer], device: torch.device | str | None = None
+) -> dict[str, Tensor]:
+    """The module's state dict with the float32 weights that are trained, at any moment; 4 bytes a value.
+
+    Every bfloat16 tensor becomes float32, and every tensor is a copy. Tied weights stay one tensor.
+
+    Args:
+        module: the module whose names the state dict shall have.
+        optimizers: one or several, compensated or not.
+        device: where the copies live; each on its own device by default.
+    """
+    if isinstance(optimizers, Optimizer):
+        optimizers = [optimizers]
+    states: dict[Tensor, Mapping[str, Any]] = {
+        slot.parameter: optimizer.state.get(slot.parameter, {})
+        for optimizer in optimizers
+        for slot in slots(optimizer)
+    }
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    copies: dict[Any, Tensor] = {}
+    weights: dict[str, Any] = {}
+    for name, value in module.state_dict().items():
+        if not isinstance(value, Tensor):  # what `get_extra_state` of a module gave
+            weights[name] = value
+            continue
+        owner = parameters.get(name, value)
+        if owner not in copies:
+            wide = owner.dtype == torch.bfloat16
+            copied = float32_weight(owner, states.get(owner, {})) if wide else owner.detach().clone()
+            copies[owner] = copied.to(device or copied.device)
+        weights[name] = copies[owner]
+    return weights
+
+
+def consolidate_state_dicts(
+    weights: Mapping[str, Any], optimizer_states: Sequence[Mapping[str, Any]], names: Names | None
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """State dicts of a module and its compensated optimizers as float32 training would have saved them.
+
+    Args:
+        weights: the module's state dict.
+        optimizer_states: the optimizers' state dicts, in the order of ``names``.
+        names: what `parameter_names` gave when they were saved. None where the states go by names (sharded
+            training saves them so) or have no low halves.
+
+    Returns:
+        New dicts; tensors that need no change are shared with the given ones.
+
+    Raises:
+        ValueError: the states have low halves, and ``names`` are missing or of another number of parameters.
+    """
+    whole: dict[str, Any] = dict(weights)
+    for number, saved in enumerate(optimizer_states):
+        for key, state in saved["state"].items():
+            if not isinstance(state, Mapping) or not any(name in state for name in LOW_STATES):
+                continue
+            present = [name for name in _names_of(key, number, saved, names) if name in weights]
+            if present:
+                wide = float32_weight(weights[present[0]], state)
+                whole.update({name: wide for name in present})
+    return _widened(whole, {}), [_plain_state_dict(saved) for saved in optimizer_states]
+
+
+def consolidate_checkpoint(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """A bfloat16 checkpoint as float32 training would have saved it: `Trainer(precision="32-true")` loads it.
+
+    Weights are the float32 values that were trained, states are float32 (8-bit states stay as they are), and
+    what memkit's precision added is gone. Loops, schedulers, callbacks and hyperparameters are kept.
+
+    Args:
+        checkpoint: what `Trainer.save_checkpoint` wrote under `PureBF16Precision`, loaded.
+
+    Raises:
+        ValueError: it has no weights, or low halves without the names of their parameters.
+    """
+    if not isinstance(checkpoint.get("state_dict"), Mapping):
+        keys = ", ".join(map(repr, checkpoint))
+        raise ValueError(
+            f"The checkpoint has no 'state_dict' (it has {keys or 'no keys'}); give the file that "
+            "Trainer.save_checkpoint wrote, or call consolidate_state_dicts with your own state dicts."
+        )
+    kept = {key: value for key, value in checkpoint.items() if not _is_names(value)}
+    names = next((value[NAMES_KEY] for value in checkpoint.values() if _is_names(value)), None)
+    trained_under = _CURRENT_WEIGHTS if _CURRENT_WEIGHTS in checkpoint else "state_dict"
+    states = checkpoint.get("optimizer_states", [])
+    if not states and any(_is_bfloat16(value) for value in checkpoint[trained_under].values()):
+        warnings.warn(
+            "The checkpoint has no optimizer states, and low halves are among them: its float32 weights have "
+            "only the 8 bits of bfloat16. Save with save_weights_only=False for the rest.",
+            stacklevel=2,
+        )
+    if not any(_is_bfloat16(value) for value in checkpoint[trained_under].values()):
+        warnings.warn(
+            "The checkpoint has no bfloat16 weight, so there is nothing to consolidate; plain float32 training "
+            "loads it as it is.",
+            NoEffectWarning,
+            stacklevel=2,
+        )
+    weights, states = consolidate_state_dicts(checkpoint[trained_under], states, names)
+    if "optimizer_states" in kept:
+        kept["optimizer_states"] = states
+    kept[trained_under] = weights
+    if trained_under != "state_dict":
+        kept["state_dict"] = _widened(dict(checkpoint["state_dict"]), {})
+    return kept
+
+
+def consolidate_file(source: str | Path, target: str | Path, *, overwrite: bool = False) -> Path:
+    """`consolidate_checkpoint` from file to file; the target appears whole or not at all.
+
+    The source is read with ``weights_only=True`` and mapped, not copied, into memory: what is needed is the size
+    of the result, 4 bytes a weight and 8 for AdamW's states.
+
+    Raises:
+        FileNotFoundError: no such source, or no such folder for the target.
+        FileExistsError: the target exists and ``overwrite`` is False.
+        ValueError: the source is no checkpoint that can be read or consolidated.
+    """
+    source, target = Path(source), Path(target)
+    if source.is_dir():
+        raise ValueError(
+            f"{source} is a folder (a sharded checkpoint), not a file; make one file of it first: "
+            f"python -m lightning.pytorch.utilities.consolidate_checkpoint {source}"
+        )
+    if not source.is_file():
+        raise FileNotFoundError(f"{source} does not exist; give the path of a checkpoint file.")
+    if target.exists() and not overwrite:
+        raise FileExistsError(
+            f"{target} exists and would be overwritten; choose another name, or ask for it."
+        )
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"{target.parent} is no folder; create it first.")
+    consolidated = consolidate_checkpoint(_read(source))
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("xb") as file:
+            torch.save(consolidated, file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+    return target
+
+
+def _read(source: Path) -> Mapping[str, Any]:
+    try:
+        checkpoint = torch.load(
+            source, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(source) or None
+        )
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{source} can't be read with weights_only=True: {str(error).splitlines()[0]} If you trust the file, "
+            "load it with torch.load(..., weights_only=False) and call consolidate_checkpoint in Python."
+        ) from error
+    except Exception as error:  # of whatever kind: torch reads a stray file as instructions
+        raise ValueError(
+            f"{source} is no checkpoint that torch can read ({type(error).__name__}: {error})."
+        ) from error
+    if not isinstance(checkpoint, Mapping):
+        raise ValueError(
+            f"{source} holds a {type(checkpoint).__name__}, not a checkpoint; give a file that "
+            "Trainer.save_checkpoint wrote."
+        )
+    return checkpoint
+
+
+def _names_of(key: int | str, optimizer: int, saved: Mapping[str, Any], names: Names | None) -> Sequence[str]:
+    """The names of the parameter that an optimizer's state dict calls ``key``."""
+    if isinstance(key, str):
+        return [key]
+    if names is None:
+        raise ValueError(
+            "The checkpoint has low halves but no names of the parameters they belong to: it was saved without "
+            "PureBF16Precision, or by an earlier version. Resume it with ckpt_path= and save it once more; "
+            "outside Lightning, pass the names that parameter_names(module, optimizers) gives."
+        )
+    count = sum(len(group["params"]) for group in saved["param_groups"])
+    if optimizer >= len(names) or len(names[optimizer]) != count:
+        found = len(names[optimizer]) if optimizer < len(names) else 0
+        raise ValueError(
+            f"Optimizer {optimizer} has {count} parameters and {found} names: state dicts and names are from "
+            "different moments; take both when saving."
+        )
+    return names[optimizer][key]
+
+
+def _plain_state_dict(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state dict in float32, without low halves and without the position of memkit's noise."""
+    states: dict[Any, Any] = {}
+    for key, state in saved["state"].items():
+        if isinstance(state, Mapping):
+            state = {name: value for name, value in state.items() if name not in LOW_STATES}
+            if not state:  # had its low half only: not yet stepped
+                continue
+        states[key] = _widened(state, {})
+    return {**{key: value for key, value in saved.items() if key != STATE_KEY}, "state": states}
+
+
+def _widened(value: Any, done: MutableMapping[Any, Tensor]) -> Any:
+    """A value with every bfloat16 tensor in float32; what was one tensor under two names stays one."""
+    if isinstance(value, Tensor):
+        if value.dtype != torch.bfloat16:
+            return value
+        place = (value.untyped_storage().data_ptr(), value.storage_offset(), value.shape, value.stride())
+        if place not in done:
+            done[place] = value.detach().float()
+        return done[place]
+    if isinstance(value, Mapping):
+        return {key: _widened(item, done) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_widened(item, done) for item in value)
+    return value
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, Mapping) and NAMES_KEY in value
+
+
+def _is_bfloat16(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype == torch.bfloat16
