@@ -1,0 +1,310 @@
+"""Step each parameter as soon as its gradient is there: gradients are never all alive, the result is the same.
+
+Autograd tells when a parameter's gradient is complete (`Tensor.register_post_accumulate_grad_hook`). The
+parameter is then stepped by the user's own optimizer, which is shown nothing else, and its gradient is dropped.
+``optimizer.step()`` still ends the step. The order in which parameters are stepped does not change the result,
+unless the optimizer combines values over the model; those that are known to are refused.
+"""
+
+import threading
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Literal
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_memkit.optim.compensation import _stock_step, _WeakMethod, compensation_of
+from lightning_memkit.optim.pieces import Slot, slots
+from lightning_memkit.optim.release_checks import (
+    changed_options,
+    options_of,
+    refuse_gradient,
+    refuse_second_gradient,
+    refuse_unreleasable,
+)
+from lightning_memkit.optim.shadow import OpenStep, ShadowEngine
+
+BUNDLE_BYTES = 1 << 20
+_MARK = "_memkit_release"
+
+
+class Release:
+    """The handle of an optimizer whose gradients are released: clipping, and the undo.
+
+    Made by `release_gradients`.
+
+    Attributes:
+        mode: ``"step"`` releases the gradients of the next backward; ``"keep"`` lets them accumulate as ever.
+        clip_value: gradients are clipped to ``[-clip_value, clip_value]`` before they are used; None for not.
+        records_norm: whether `last_norm` is kept; each gradient is then read once more.
+        last_norm: the norm of the last step's gradients, before clipping.
+    """
+
+    def __init__(self, optimizer: Optimizer, bundle_bytes: int) -> None:
+        self.mode: Literal["step", "keep"] = "step"
+        self.clip_value: float | None = None
+        self.records_norm = False
+        self.last_norm: Tensor | None = None
+        self._optimizer = ref(optimizer)  # the optimizer owns its release; a cycle would outlive it
+        self._bundle_bytes = bundle_bytes
+        self._compensation = compensation_of(optimizer)
+        self._plain = ShadowEngine.plain()
+        self._lock = threading.RLock()  # autograd has a thread a device
+        self._hooks: dict[Parameter, RemovableHandle] = {}
+        self._measured: dict[Parameter, Tensor] | None = None  # not None while norms are measured
+        self._forget_step()
+        self._previous_step = optimizer.__dict__.get("step")
+        self._stock_step = _stock_step(optimizer)
+        optimizer.step = self._make_step(optimizer)  # pyright: ignore[reportAttributeAccessIssue]
+        self._load_hook = optimizer.register_load_state_dict_pre_hook(lambda *_: self._abandon())
+        self._active = True
+        self.attach()
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer whose gradients are released."""
+        optimizer = self._optimizer()
+        if optimizer is None:
+            raise ReferenceError("The optimizer is gone; keep a reference to it beside the handle.")
+        return optimizer
+
+    @property
+    def parameters_stepped(self) -> int:
+        """How many parameters the step that is under way has stepped; 0 between steps."""
+        return len(self._stepped)
+
+    def attach(self) -> None:
+        """Take in parameters that were added or unfrozen since; every step does so when it ends."""
+        if not self._active:  # a scheduler's wrapper keeps our step in use after the undo
+            return
+        for slot in slots(self.optimizer):
+            if slot.parameter.requires_grad and slot.parameter not in self._hooks:
+                hook = _hook_of(ref(self))
+                self._hooks[slot.parameter] = slot.parameter.register_post_accumulate_grad_hook(hook)
+
+    def undo(self) -> None:
+        """Give the optimizer its step back; a step that is under way is dropped as far as it has come."""
+        if not self._active:
+            return
+        self._active = False
+        self.clip_value, self.records_norm = None, False
+        self._abandon()
+        self._load_hook.remove()
+        for handle in self._hooks.values():
+            handle.remove()
+        self._hooks.clear()
+        optimizer = self.optimizer
+        optimizer.__dict__.pop(_MARK, None)
+        if getattr(optimizer.__dict__.get("step"), _MARK, None) is self:
+            # A scheduler made since has wrapped our step: then it stays, and hands on to the one before.
+            if self._previous_step is None:
+                del optimizer.__dict__["step"]
+            else:
+                optimizer.step = self._previous_step  # pyright: ignore[reportAttributeAccessIssue]
+
+    def measured_norm(self, backward: Callable[[], object]) -> Tensor:
+        """The norm of the gradients that a backward gives, each dropped at once; bitwise `clip_grad_norm_`'s.
+
+        Args:
+            backward: runs the backward pass, with ``retain_graph=True`` where it is to run again.
+
+        Returns:
+            A scalar on the gradients' device: the norm of the norms of all parameters, in the optimizer's order.
+        """
+        self._measured = {}
+        try:
+            self.attach()
+            backward()
+            return self._total(self._measured)
+        finally:
+            self._measured = None
+
+    def clip_next_step(self, max_norm: float, norm: Tensor) -> None:
+        """Scale the next step's gradients as `clip_grad_norm_` would if their norm were ``norm``."""
+        self._clip = (max_norm, norm)
+
+    def _on_gradient(self, parameter: Parameter) -> None:
+        """Autograd's hook: the parameter's gradient is complete."""
+        measured, gradient = self._measured, parameter.grad
+        if gradient is None or (self.mode == "keep" and measured is None):
+            return
+        with self._lock, torch.no_grad():
+            refuse_gradient(parameter, gradient)
+            if measured is not None:
+                refuse_second_gradient(parameter, measured)
+                measured[parameter] = get_total_norm([gradient])
+                parameter.grad = None
+                return
+            refuse_second_gradient(parameter, self._stepped)
+            self._open_step()
+            if parameter not in self._slots:  # the optimizer holds it no longer
+                return
+            self._waiting.append(parameter)
+            self._waiting_bytes += gradient.numel() * gradient.element_size()
+            if self._waiting_bytes >= self._bundle_bytes:
+                self._advance(self._waiting)
+
+    def _open_step(self) -> OpenStep:
+        if self._open is None:
+            optimizer = self.optimizer
+            engine, stock_step = self._engine_and_step()
+            self._slots = {slot.parameter: slot for slot in slots(optimizer)}
+            self._open = engine.begin(optimizer, stock_step)
+            self._options = options_of(optimizer)
+        return self._open
+
+    def _engine_and_step(self) -> tuple[ShadowEngine, Callable[..., Any]]:
+        compensation = compensation_of(self.optimizer)
+        if compensation is None:
+            return self._plain, self._stock_step
+        if compensation is not self._compensation:
+            raise RuntimeError(
+                f"{type(self.optimizer).__name__} was compensated after its gradients were released; call "
+                "compensate(optimizer) first, then release_gradients(optimizer)."
+            )
+        return compensation._engine, compensation._stock_step
+
+    def _advance(self, ready: list[Parameter]) -> None:
+        """Clip, step and drop these gradients."""
+        step = self._open_step()
+        if self.records_norm:
+            for parameter in ready:
+                assert parameter.grad is not None
+                self._norms[parameter] = get_total_norm([parameter.grad])
+        if self.clip_value is not None:
+            clip_grad_value_(ready, self.clip_value)
+        if self._clip is not None:
+            clip_grads_with_norm_(ready, *self._clip)
+        step.advance([self._slots[parameter] for parameter in ready])
+        # Kernels and optimizers that write through .data leave the version as it was; autograd is to notice where it
+        # still needs the old weight.
+        torch.autograd.graph.increment_version(ready)
+        for parameter in ready:
+            parameter.grad = None
+        self._stepped.update(ready)
+        self._options = options_of(self.optimizer)
+        self._waiting, self._waiting_bytes = [], 0
+
+    def _finish(self) -> None:
+        """Step what else has a gradient, and end the step."""
+        step, optimizer = self._open_step(), self.optimizer
+        if self._stepped and options_of(optimizer) != self._options:
+            changed = changed_options(self._options, options_of(optimizer))
+            raise RuntimeError(
+                f"Options of {type(optimizer).__name__} changed between backward and step(), after parameters were "
+                f"stepped with the old ones ({changed}); change them before backward, or after step()."
+            )
+        left = [parameter for parameter in self._slots if parameter.grad is not None]
+        others = len(left) - len(self._waiting)
+        for parameter in left:
+            refuse_second_gradient(parameter, self._stepped)
+        if self._clip is not None and others:
+            raise RuntimeError(
+                f"{others} parameters got their gradients outside of the backward that was measured, so the norm "
+                "to clip by does not count them; clip by value, or don't release gradients."
+            )
+        if left:
+            self._advance(left)
+        step.finish()
+        if self.records_norm:
+            self.last_norm = self._total(self._norms) if self._norms else self.last_norm
+        self._forget_step()
+        self.attach()
+
+    def _forget_step(self) -> None:
+        self._open: OpenStep | None = None
+        self._slots: dict[Parameter, Slot] = {}
+        self._stepped: set[Parameter] = set()
+        self._waiting: list[Parameter] = []
+        self._waiting_bytes = 0
+        self._norms: dict[Parameter, Tensor] = {}
+        self._clip: tuple[float, Tensor] | None = None
+        self._options: list[dict[str, Any]] = []
+
+    def _abandon(self) -> None:
+        """Leave a step that is under way: what comes next starts from other weights."""
+        if self._open is not None:
+            self._engine_and_step()[0].rounding.end_step()
+        self._forget_step()
+
+    def _total(self, norms: dict[Parameter, Tensor]) -> Tensor:
+        # The norm of a scalar is the scalar: torch itself combines the norms, grouped as it would the gradients.
+        return get_total_norm(
+            [norms[slot.parameter] for slot in slots(self.optimizer) if slot.parameter in norms]
+        )
+
+    def _make_step(self, optimizer: Optimizer) -> _WeakMethod:
+        # torch's own wrapper around ours: profiler label, and the user's step hooks once a step.
+        step = _WeakMethod(Optimizer.profile_hook_step(_step_of(self, type(optimizer))), optimizer)
+        step.__dict__[_MARK] = (
+            self  # not the other way round: a cycle would keep the weights until it is collected
+        )
+        if hasattr(self._previous_step, "_wrapped_by_lr_sched"):
+            step.__dict__["_wrapped_by_lr_sched"] = True  # what a scheduler that was made before looks for
+        return step
+
+
+def _step_of(release: Release, optimizer_class: type[Optimizer]) -> Callable[..., Any]:
+    @wraps(optimizer_class.step)
+    def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]  # as schedulers expect
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            release._finish()
+        return loss
+
+    return step
+
+
+def _hook_of(release: "ref[Release]") -> Callable[[Parameter], None]:
+    def hook(parameter: Parameter) -> None:
+        alive = release()
+        if alive is not None:
+            alive._on_gradient(parameter)
+
+    return hook
+
+
+def release_gradients(optimizer: Optimizer, *, bundle_bytes: int = BUNDLE_BYTES) -> Release:
+    """Step each parameter within backward and drop its gradient; at most a few gradients are alive, 0 bytes kept.
+
+    ``loss.backward()`` then changes the weights, and ``optimizer.step()`` only ends the step: one backward a
+    step. Learning rates must be set before the backward; a scheduler that is stepped after the step does so.
+    Weights and states are bitwise those of the same optimizer without release.
+
+    Args:
+        optimizer: any optimizer that steps each parameter by itself; `compensate` it before.
+        bundle_bytes: gradients are held until they take this many bytes together, since stepping many small
+            parameters one by one is slow. 0 steps each at once.
+
+    Returns:
+        The handle; `Release.undo` gives the optimizer back.
+
+    Raises:
+        ValueError: gradients are released already, or the optimizer combines them over the model.
+        TypeError: the optimizer's step demands a closure, such as LBFGS's.
+    """
+    if bundle_bytes < 0:
+        raise ValueError(f"bundle_bytes={bundle_bytes} must be 0 or more; 0 steps every parameter at once.")
+    if release_of(optimizer) is not None:
+        raise ValueError(
+            f"The gradients of this {type(optimizer).__name__} are released already; call .undo() on the first handle."
+        )
+    refuse_unreleasable(optimizer)
+    release = Release(optimizer, bundle_bytes)
+    optimizer.__dict__[_MARK] = release
+    return release
+
+
+def release_of(optimizer: Optimizer) -> Release | None:
+    """The handle of an optimizer whose gradients are released; None for any other."""
+    return optimizer.__dict__.get(_MARK)

@@ -1,0 +1,90 @@
+"""What can't go with released gradients, said before it goes wrong."""
+
+import inspect
+from collections.abc import Container
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+
+def refuse_unreleasable(optimizer: Optimizer) -> None:
+    """Refuse optimizers whose step needs all gradients at once.
+
+    Raises:
+        TypeError: the step demands a closure.
+        ValueError: the step combines gradients over the model, or is to be differentiable.
+    """
+    name = type(optimizer).__name__
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise TypeError(
+            f"{name}.step demands a closure: it evaluates the model several times a step, and released gradients are "
+            "gone by then; use an optimizer such as AdamW, or don't release gradients."
+        )
+    for group in optimizer.param_groups:
+        if group.get("differentiable"):
+            raise ValueError(f"{name} has differentiable=True: released gradients are gone; leave it False.")
+        if group.get("max_grad_norm"):
+            raise ValueError(
+                f"{name} clips by the norm of all gradients itself (max_grad_norm={group['max_grad_norm']}), "
+                "which are never all alive here; set it to 0 or None, and clip by Trainer(gradient_clip_val=...)."
+            )
+        if "d" in group and "growth_rate" in group:
+            raise ValueError(
+                f"{name} estimates one step size from all gradients (Prodigy, D-Adaptation), which are never all "
+                "alive here; use an optimizer such as AdamW, or don't release gradients."
+            )
+
+
+def refuse_gradient(parameter: Parameter, gradient: Tensor) -> None:
+    """Refuse a gradient that can't be used and dropped.
+
+    Raises:
+        RuntimeError: it is sparse, or is to be differentiated itself.
+    """
+    if gradient.is_sparse:
+        raise RuntimeError(
+            f"The gradient of a parameter of shape {tuple(parameter.shape)} is sparse, which can't be released: "
+            "build the module with sparse=False."
+        )
+    if gradient.requires_grad:
+        raise RuntimeError(
+            f"The gradient of a parameter of shape {tuple(parameter.shape)} is to be differentiated "
+            "(create_graph=True), but it is used and dropped at once: take second derivatives with "
+            "torch.autograd.grad, or don't release gradients."
+        )
+
+
+def refuse_second_gradient(parameter: Parameter, before: Container[Parameter]) -> None:
+    """Refuse a gradient of a parameter that is among those of this step already.
+
+    Raises:
+        RuntimeError: gradients accumulate.
+    """
+    if parameter in before:
+        raise RuntimeError(
+            f"A parameter of shape {tuple(parameter.shape)} gets a second gradient in one step, after the first "
+            "was used and dropped: released gradients can't accumulate. Call optimizer.step() after every "
+            "backward (accumulate_grad_batches=1, one part a step), or don't release gradients. After an "
+            "error within a backward, load a checkpoint: part of the weights are stepped."
+        )
+
+
+def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The numbers and flags of each group."""
+    plain = (int, float, str, tuple, type(None))
+    return [
+        {key: value for key, value in group.items() if isinstance(value, plain)}
+        for group in optimizer.param_groups
+    ]
+
+
+def changed_options(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> str:
+    """Name the first option that differs."""
+    for old, new in zip(before, after, strict=False):
+        for key in old:
+            if new.get(key) != old[key]:
+                return f"{key}: {old[key]} became {new.get(key)}"
+    return "groups were added"
