@@ -1,0 +1,274 @@
+"""bitsandbytes' optimizers: embeddings keep 32-bit states, overrides and resume work over bfloat16 weights.
+
+8-bit states share one scale among 256 values. In an embedding a block holds rows that are used all the time
+beside rows that are hardly ever used, whose second moment then rounds to nothing while the first does not.
+"""
+
+import re
+import sys
+import warnings
+from collections.abc import Mapping
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_memkit.errors import NoEffectWarning
+from lightning_memkit.optim.compensation import compensation_of
+from lightning_memkit.optim.pieces import Slot, slots
+
+BLOCK_VALUES = 256  # that share a scale in bitsandbytes' states
+PAGING_DEVICES = ("cuda", "xpu")
+_MARK = "_memkit_bitsandbytes"
+_WRAPPED_STATE = (
+    "__bnb_optimizer_quant_state__"  # where bitsandbytes' state dicts put what FSDP must not gather
+)
+_EMBEDDING_NAME = re.compile(
+    r"(?:^|_)(?:wte|wpe|emb|embs|embeds?|embeddings?|tokens?|tables?|codebooks?|pos(?:itional)?_enc(?:odings?)?)(?:_|$)",
+    re.IGNORECASE,
+)
+
+
+def is_bitsandbytes(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is one of bitsandbytes' own; never imports it."""
+    module = sys.modules.get("bitsandbytes.optim.optimizer")
+    return module is not None and isinstance(optimizer, module.Optimizer8bit)
+
+
+def at_risk(module: nn.Module) -> dict[Parameter, str]:
+    """The parameters whose 8-bit states can go wrong, with their names.
+
+    These are the weights of `nn.Embedding`, `nn.EmbeddingBag` and of every class called an embedding, what is
+    tied to them, and parameters outside torch's own layers that are named as one: ``wte``, ``pos_emb``,
+    ``cls_token``, ``relative_position_bias_table``, ``codebook``.
+    """
+    found: dict[Parameter, str] = {}
+    for path, owner in module.named_modules():
+        embeds = (
+            isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) or "embedding" in type(owner).__name__.lower()
+        )
+        is_named = not _is_torchs_layer(owner) and _EMBEDDING_NAME.search(path.rpartition(".")[2]) is not None
+        for name, parameter in owner._parameters.items():
+            by_name = not _is_torchs_layer(owner) and _EMBEDDING_NAME.search(name) is not None
+            if parameter is not None and parameter not in found and (embeds or is_named or by_name):
+                found[parameter] = f"{path}.{name}" if path else name
+    return found
+
+
+class BitsandbytesAdapter:
+    """The handle of an adapted optimizer: what keeps 32-bit states, and the undo. Made by `adapt_bitsandbytes`."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        # The optimizer owns its adapter; a reference back would make a cycle.
+        self._optimizer = ref(optimizer)
+        self._kept: dict[Parameter, str] = {}
+        self._overrides: dict[tuple[int, int], dict[str, Any]] = {}
+        self._was_paged: bool = getattr(optimizer, "is_paged", False)
+        if self._was_paged and not any(_is_there(device) for device in PAGING_DEVICES):
+            _leave_paging(optimizer)
+        optimizer.__dict__["get_config"] = self._get_config
+        optimizer.__dict__["load_state_dict"] = self._load_state_dict
+        self._hook = optimizer.register_step_pre_hook(_before_step)
+
+    @property
+    def kept(self) -> dict[str, Parameter]:
+        """The optimizer's parameters that keep 32-bit states although others have 8-bit ones, by name."""
+        optimizer = self._target()
+        bits = {slot: self._bits(optimizer, slot) for slot in slots(optimizer)}
+        if 8 not in bits.values():
+            return {}
+        return {
+            self._kept.get(slot.parameter, _place(slot)): slot.parameter
+            for slot, own in bits.items()
+            if own == 32 and slot.parameter.numel() >= optimizer.args.min_8bit_size
+        }
+
+    def undo(self) -> None:
+        """Give the optimizer its own behaviour back; states that exist stay as they are."""
+        optimizer = self._target()
+        if optimizer.__dict__.get(_MARK) is not self:
+            return
+        del optimizer.__dict__[_MARK], optimizer.__dict__["get_config"], optimizer.__dict__["load_state_dict"]
+        self._hook.remove()
+        optimizer.is_paged = self._was_paged  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _target(self) -> Any:
+        optimizer = self._optimizer()
+        if optimizer is None:
+            raise ReferenceError("The adapted optimizer is gone; keep a reference to it beside the handle.")
+        return optimizer
+
+    def _keep(self, parameters: Mapping[Parameter, str]) -> None:
+        self._kept.update(parameters)
+        self._refresh(self._target())
+
+    def _bits(self, optimizer: Any, slot: Slot) -> int:
+        return self._overrides.get((slot.group, slot.place), {}).get("optim_bits", optimizer.args.optim_bits)
+
+    def _refresh(self, optimizer: Optimizer) -> None:
+        """Note what holds for each place in the groups; a compensated step shows other parameters there."""
+        by_user = _overrides_by_user(optimizer)
+        self._overrides.clear()
+        for slot in slots(optimizer):
+            override = dict(by_user.get(id(slot.parameter), {}))
+            default = 32 if slot.parameter in self._kept else None
+            bits = optimizer.param_groups[slot.group].get("optim_bits", default)
+            if bits is not None:
+                override.setdefault("optim_bits", _checked_bits(bits))
+            if override:
+                self._overrides[slot.group, slot.place] = override
+
+    def _get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
+        optimizer = self._target()
+        config = type(optimizer).get_config(optimizer, gindex, pindex, group)
+        config.update(self._overrides.get((gindex, pindex), {}))
+        return config
+
+    def _load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        # bitsandbytes' own casts low halves to the weights' dtype and calls no hooks; torch's calls them.
+        optimizer = self._target()
+        if compensation_of(optimizer) is None:
+            type(optimizer).load_state_dict(optimizer, state_dict, *args, **kwargs)
+        else:
+            states = {key: _unwrapped(state) for key, state in state_dict["state"].items()}
+            Optimizer.load_state_dict(optimizer, {**state_dict, "state": states})
+        self._refresh(optimizer)  # the groups are those of the checkpoint now
+        for slot in slots(optimizer):
+            if self._bits(optimizer, slot) == 32 and slot.parameter in optimizer.state:
+                dequantize_(optimizer.state[slot.parameter])
+
+
+def adapt_bitsandbytes(
+    optimizer: Optimizer, module: nn.Module | None = None, *, keep_at_risk: bool = True
+) -> BitsandbytesAdapter:
+    """Keep 32-bit states for embeddings, 6 bytes a parameter of theirs more with AdamW8bit; mend paging and resume.
+
+    - Parameters that `at_risk` finds in the module keep 32-bit states, and so do float32 parameters beside
+      bfloat16 ones. ``optim_bits`` in a parameter group (8 or 32) and bitsandbytes' own overrides go first.
+    - bitsandbytes' overrides (`GlobalOptimManager`, `StableEmbedding`) hold for compensated steps, too.
+    - Off CUDA a paged optimizer warns and does not page. Not yet verified on a GPU.
+    - A compensated optimizer resumes bit for bit; 8-bit states that a checkpoint holds for parameters that
+      keep 32 bits are widened.
+
+    Nothing is written to bitsandbytes' global manager, so other optimizers are not affected.
+
+    Args:
+        optimizer: one of bitsandbytes' optimizers, before its first step.
+        module: searched for what is at risk; without one, parameter groups and overrides decide.
+        keep_at_risk: False lets everything have 8-bit states that no group or override decides about.
+
+    Returns:
+        The handle. An optimizer that is adapted already keeps its handle, and what was kept stays kept.
+
+    Raises:
+        TypeError: an optimizer of another library.
+        ValueError: sharded parameters, or an ``optim_bits`` other than 8 and 32.
+    """
+    if not is_bitsandbytes(optimizer):
+        raise TypeError(
+            f"{type(optimizer).__name__} is none of bitsandbytes' optimizers, the only ones that this adapts; "
+            "others go to compensate() as they are."
+        )
+    _refuse_sharded(optimizer)
+    kept = at_risk(module) if module is not None and keep_at_risk else {}
+    dtypes = {slot.parameter.dtype for slot in slots(optimizer)}
+    if keep_at_risk and torch.bfloat16 in dtypes:
+        names = {} if module is None else {p: name for name, p in module.named_parameters()}
+        for slot in slots(optimizer):
+            if slot.parameter.dtype == torch.float32:
+                kept.setdefault(slot.parameter, names.get(slot.parameter, _place(slot)))
+    adapter = adapter_of(optimizer)
+    if adapter is None:
+        adapter = optimizer.__dict__[_MARK] = BitsandbytesAdapter(optimizer)
+    adapter._keep(kept)
+    return adapter
+
+
+def adapter_of(optimizer: Optimizer) -> BitsandbytesAdapter | None:
+    """The handle of an adapted optimizer; None for any other."""
+    return optimizer.__dict__.get(_MARK)
+
+
+def dequantize_(state: dict[str, Any]) -> None:
+    """Turn bitsandbytes' 8-bit states of one parameter into float32 ones, in place; others stay as they are."""
+    for number in "12":
+        codes = state.get(f"state{number}")
+        if isinstance(codes, Tensor) and codes.dtype == torch.uint8:
+            table, scales = state.pop(f"qmap{number}"), state.pop(f"absmax{number}")
+            state[f"state{number}"] = _dequantized(codes, table, scales)
+
+
+def _dequantized(codes: Tensor, table: Tensor, scales: Tensor) -> Tensor:
+    if scales.dim() == 2:  # AdEMAMix stacks two means, each with scales of its own
+        return torch.stack([_dequantized(*pair) for pair in zip(codes, [table] * 2, scales, strict=True)])
+    values = table[codes.flatten().int()]
+    return (values * scales.repeat_interleave(BLOCK_VALUES)[: values.numel()]).view(codes.shape)
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    adapter = adapter_of(optimizer)
+    if adapter is None:
+        return
+    adapter._refresh(optimizer)
+    on = {slot.parameter.device.type for slot in slots(optimizer)}
+    if optimizer.is_paged and not on & set(PAGING_DEVICES):  # pyright: ignore[reportAttributeAccessIssue]
+        _leave_paging(optimizer)
+
+
+def _leave_paging(optimizer: Any) -> None:
+    on = ", ".join(sorted({slot.parameter.device.type for slot in slots(optimizer)}))
+    optimizer.is_paged = False
+    name = type(optimizer).__name__
+    warnings.warn(
+        f"{name} moves its states between GPU and host memory as needed, which takes CUDA; its parameters are on "
+        f"{on}, so nothing is paged; write {name.removeprefix('Paged')} to choose that.",
+        NoEffectWarning,
+        stacklevel=2,
+    )
+
+
+def _overrides_by_user(optimizer: Any) -> dict[int, Mapping[str, Any]]:
+    """What bitsandbytes' manager says about parameters, by their id: its own key, which no shadow has."""
+    manager = optimizer.mng
+    found: dict[int, Mapping[str, Any]] = {
+        id(getattr(module, name)): config for module, name, config in manager.module_weight_config_triple
+    }
+    return {**found, **manager.pid2config}
+
+
+def _unwrapped(state: Any) -> Any:
+    if not isinstance(state, dict) or _WRAPPED_STATE not in state:
+        return state
+    rest = {name: value for name, value in state.items() if name != _WRAPPED_STATE}
+    return {**rest, **state[_WRAPPED_STATE]}
+
+
+def _checked_bits(bits: Any) -> int:
+    if bits not in (8, 32):
+        raise ValueError(f"optim_bits={bits!r} of a parameter group is neither 8 nor 32.")
+    return bits
+
+
+def _refuse_sharded(optimizer: Optimizer) -> None:
+    if any(hasattr(slot.parameter, "to_local") for slot in slots(optimizer)):
+        name = type(optimizer).__name__
+        raise ValueError(
+            f"{name} steps whole tensors, and these parameters are sharded (DTensor): bitsandbytes has no step for "
+            "those. Use torch.optim.AdamW with PureBF16Precision (10 bytes a parameter), or DDP instead of FSDP2."
+        )
+
+
+def _is_torchs_layer(module: nn.Module) -> bool:
+    containers = (nn.ParameterList, nn.ParameterDict)
+    return type(module).__module__.startswith("torch.nn.") and not isinstance(module, containers)
+
+
+def _is_there(device: str) -> bool:
+    return getattr(torch, device).is_available()
+
+
+def _place(slot: Slot) -> str:
+    return f"group {slot.group}, parameter {slot.place}"
