@@ -1,0 +1,91 @@
+"""Split weights with exact states under other packages' optimizers, against float32 masters of the same classes."""
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from lightning_memkit.optim.compensation import compensate
+from tests.optim.helpers import bf16_twins, set_gradients, two_groups
+
+SHAPES = ((64, 80), (30,), (5, 7), (16, 3))  # the first is large enough for 8-bit states
+SMALL_BUCKETS = 16 * 5200  # two buckets for these shapes
+
+PLAIN_TORCH = {"triton": False, "foreach": False}  # optimi's choice otherwise goes by the groups it sees
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "lion_pytorch.Lion": {"lr": 1e-4, "weight_decay": 0.1},
+    "schedulefree.AdamWScheduleFree": {"lr": 1e-3, "weight_decay": 0.1, "warmup_steps": 10},
+    "schedulefree.SGDScheduleFree": {"lr": 1e-2, "weight_decay": 0.1},
+    "schedulefree.RAdamScheduleFree": {"lr": 1e-3},
+    "optimi.AdamW": {**PLAIN_TORCH, "lr": 1e-3, "weight_decay": 0.1},
+    "optimi.StableAdamW": {**PLAIN_TORCH, "lr": 1e-3, "weight_decay": 0.1},
+    "optimi.Lion": {**PLAIN_TORCH, "lr": 1e-4, "weight_decay": 0.1},
+    "optimi.RAdam": {**PLAIN_TORCH, "lr": 1e-3},
+    "optimi.Adan": {**PLAIN_TORCH, "lr": 1e-3},
+    "optimi.Ranger": {**PLAIN_TORCH, "lr": 1e-3},
+    "optimi.SGD": {**PLAIN_TORCH, "lr": 1e-2, "momentum": 0.9},
+    "bitsandbytes.optim.AdamW": {"lr": 1e-3, "weight_decay": 0.1},
+    "bitsandbytes.optim.Lion": {"lr": 1e-4},
+    "bitsandbytes.optim.AdamW8bit": {"lr": 1e-3, "weight_decay": 0.1},
+    "bitsandbytes.optim.Lion8bit": {"lr": 1e-4},
+    "bitsandbytes.optim.SGD8bit": {"lr": 1e-2, "momentum": 0.9},
+    "bitsandbytes.optim.RMSprop8bit": {"lr": 1e-3},
+    "bitsandbytes.optim.AdEMAMix8bit": {"lr": 1e-3},
+}
+COMPILED = {  # torchao compiles its step: many seconds
+    "torchao.optim._AdamW": {"lr": 1e-3, "weight_decay": 0.1},
+}
+
+
+def optimizer_class(name: str) -> Callable[..., Any]:
+    module, _, class_name = name.rpartition(".")
+    pytest.importorskip(module.partition(".")[0])
+    return getattr(import_module(module), class_name)
+
+
+def prepared(optimizer: Any) -> Any:
+    if hasattr(optimizer, "train"):  # ScheduleFree refuses a step otherwise
+        optimizer.train()
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [*OPTIMIZERS.items(), *(pytest.param(*item, marks=pytest.mark.slow) for item in COMPILED.items())],
+)
+def test_split_with_exact_states_is_bitwise_an_fp32_master(name: str, options: dict[str, Any]) -> None:
+    build = optimizer_class(name)
+    weights = [torch.randn(shape) for shape in SHAPES]
+    masters = [Parameter(weight.clone()) for weight in weights]
+    parameters, low_halves = bf16_twins(weights)
+    theirs, ours = (prepared(build(two_groups(group), **options)) for group in (masters, parameters))
+    handle = compensate(ours, mode="split", states="exact", low_halves=low_halves, bucket_bytes=SMALL_BUCKETS)
+    schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50) for optimizer in (theirs, ours)]
+    for step in range(50):
+        set_gradients(parameters, seed=step)
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        for master, parameter in zip(masters, parameters, strict=True):
+            assert parameter.grad is not None
+            master.grad = parameter.grad.float()
+        theirs.step()
+        ours.step()
+        for scheduler in schedulers:
+            scheduler.step()
+    for (parameter, trained), master in zip(handle.float32_weights(), masters, strict=True):
+        assert torch.equal(trained.view(torch.int32), master.detach().view(torch.int32))
+        assert not torch.equal(trained, parameter.detach().float())  # the low half holds something
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name.endswith("8bit")])
+def test_the_8bit_classes_keep_their_8bit_states(name: str) -> None:
+    parameters, low_halves = bf16_twins([torch.randn(shape) for shape in SHAPES])
+    optimizer = optimizer_class(name)(parameters, **OPTIMIZERS[name])
+    compensate(optimizer, mode="split", states="exact", low_halves=low_halves)
+    set_gradients(parameters, seed=0)
+    optimizer.step()
+    assert optimizer.state[parameters[0]]["state1"].dtype == torch.uint8
+    assert optimizer.state[parameters[1]]["state1"].dtype == torch.float32  # too small to be worth it
