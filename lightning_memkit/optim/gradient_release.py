@@ -74,6 +74,9 @@ class Release:
             raise ReferenceError("The optimizer is gone; keep a reference to it beside the handle.")
         return optimizer
 
+    def __contains__(self, parameter: Parameter) -> bool:
+        return parameter in self._hooks
+
     @property
     def parameters_stepped(self) -> int:
         """How many parameters the step that is under way has stepped; 0 between steps."""
@@ -128,6 +131,12 @@ class Release:
     def clip_next_step(self, max_norm: float, norm: Tensor) -> None:
         """Scale the next step's gradients as `clip_grad_norm_` would if their norm were ``norm``."""
         self._clip = (max_norm, norm)
+
+    def flush(self) -> None:
+        """Step the gradients that are still held in a bundle; ``optimizer.step()`` does so too."""
+        if self._waiting:
+            with self._lock, torch.no_grad():
+                self._advance(self._waiting)
 
     def _on_gradient(self, parameter: Parameter) -> None:
         """Autograd's hook: the parameter's gradient is complete."""
@@ -235,9 +244,11 @@ class Release:
 
     def _total(self, norms: dict[Parameter, Tensor]) -> Tensor:
         # The norm of a scalar is the scalar: torch itself combines the norms, grouped as it would the gradients.
-        return get_total_norm(
+        total = get_total_norm(
             [norms[slot.parameter] for slot in slots(self.optimizer) if slot.parameter in norms]
         )
+        whole: Any = getattr(total, "full_tensor", None)  # a DTensor adds up over ranks
+        return total if whole is None else whole()
 
     def _make_step(self, optimizer: Optimizer) -> _WeakMethod:
         # torch's own wrapper around ours: profiler label, and the user's step hooks once a step.
