@@ -4,6 +4,7 @@ import argparse
 import ast
 import importlib
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -77,6 +78,13 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{seconds:.0f} s; written to {path}")
     show(report)
     return 0
+
+
+def main_of(file: str) -> int:
+    """Run the benchmark in `file`: the last lines of each make `python -m benchmarks.NAME` a command too."""
+    # `record` writes the arguments down: they have to be a command that can be repeated.
+    sys.argv.insert(1, Path(file).stem)
+    return main()
 
 
 def _cell(value: object) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import yaml
 
+from benchmarks.__main__ import main_of
 from benchmarks.harness import Options, Report
 from benchmarks.record import ROOT
 from lightning_memkit.cli import main
@@ -92,3 +93,7 @@ def _row(label: str, anatomy: dict, before: int) -> dict[str, object]:
         "share_of_plain": f"{anatomy['peak_bytes'] / before:.1%}",
         **{f"{category}_mib": number for category, number in mib.items()},
     }
+
+
+if __name__ == "__main__":
+    raise SystemExit(main_of(__file__))

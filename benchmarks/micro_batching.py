@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+from benchmarks.__main__ import main_of
 from benchmarks.harness import Options, Ratio, Report, paired_ratio, self_ratio_is_void
 from examples.pretrain_causal_lm.model import CausalLM
 from lightning_memkit import MemoryBudget
@@ -181,3 +182,7 @@ class _Batches:
         while self._wait(index):
             yield self._batch()
             index += 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main_of(__file__))

@@ -13,6 +13,7 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from benchmarks.__main__ import main_of
 from benchmarks.harness import (
     LONG_STEP_SECONDS,
     MINIMUM_PAIRS,
@@ -214,3 +215,7 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main_of(__file__))

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.__main__ import main_of
 from benchmarks.harness import MINIMUM_PAIRS, Options, Report, paired_ratio, self_ratio_is_void
 from lightning_memkit.data.corpora import python_stdlib
 from lightning_memkit.data.packing import Packing, pack
@@ -182,3 +183,7 @@ def own_peak_rss_bytes() -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+if __name__ == "__main__":
+    raise SystemExit(main_of(__file__))

@@ -169,6 +169,19 @@ def test_every_benchmark_says_what_it_measures(name: str) -> None:
     assert (record.RESULTS.parent / f"{name}.py").stat().st_size > 0
 
 
+@pytest.mark.parametrize("name", MODULES)
+def test_every_benchmark_is_a_command_of_its_own(name: str) -> None:
+    """`python -m benchmarks.NAME` would otherwise end at once, in success and without a word."""
+    tail = ast.parse((record.RESULTS.parent / f"{name}.py").read_text()).body[-1]
+    assert ast.unparse(tail) == "if __name__ == '__main__':\n    raise SystemExit(main_of(__file__))"
+
+
+def test_a_benchmarks_own_command_is_the_common_one(monkeypatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmarks/demo.py", "--quick"])
+    monkeypatch.setattr(command, "main", lambda: sys.argv[1:])
+    assert command.main_of("benchmarks/demo.py") == ["demo", "--quick"]
+
+
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_committed_results_come_from_a_command_and_a_commit(path: Path) -> None:
     content = json.loads(path.read_text())
