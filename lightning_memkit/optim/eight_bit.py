@@ -262,8 +262,8 @@ def _refuse_sharded(optimizer: Optimizer) -> None:
 
 
 def _is_torchs_layer(module: nn.Module) -> bool:
-    containers = (nn.ParameterList, nn.ParameterDict)
-    return type(module).__module__.startswith("torch.nn.") and not isinstance(module, containers)
+    containers = (nn.Module, nn.ParameterList, nn.ParameterDict)
+    return type(module).__module__.startswith("torch.nn.") and type(module) not in containers
 
 
 def _is_there(device: str) -> bool:
