@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lightning_memkit.errors import NoEffectWarning
 from lightning_memkit.optim.blocks import local_part
 from lightning_memkit.optim.checkpoints import STATE_KEY
-from lightning_memkit.optim.kahan import COMPENSATION, kahan_join_, kahan_split_
+from lightning_memkit.optim.kahan import kahan_join_, kahan_split_
 from lightning_memkit.optim.pieces import slots
 from lightning_memkit.optim.shadow import LOW_STATES
 from lightning_memkit.optim.split import LOW_HALF, join_, split_
@@ -34,12 +34,11 @@ Names = Sequence[Sequence[Sequence[str]]]
 def float32_weight(weight: Tensor, state: Mapping[str, Any]) -> Tensor:
     """The float32 value that is trained, as a new tensor: the weight with the low half of its optimizer state."""
     wide = torch.empty_like(weight.detach(), dtype=torch.float32)
-    if LOW_HALF in state:
-        join_(local_part(weight), local_part(state[LOW_HALF]), local_part(wide))
-    elif COMPENSATION in state:
-        kahan_join_(local_part(weight), local_part(state[COMPENSATION]), local_part(wide))
-    else:
-        wide.copy_(weight.detach())
+    name = next((name for name in LOW_STATES if name in state), None)
+    if name is None:
+        return wide.copy_(weight.detach())
+    low = local_part(state[name]).to(weight.device)
+    (join_ if name == LOW_HALF else kahan_join_)(local_part(weight), low, local_part(wide))
     return wide
 
 
@@ -49,12 +48,13 @@ def set_float32_weight(weight: Tensor, state: Mapping[str, Any], value: Tensor) 
     Writing the weight alone would leave the low half of the old value: an error of up to 0.4 %.
     """
     value = value.detach().to(weight.device, torch.float32)
-    if LOW_HALF in state:
-        split_(local_part(value), local_part(weight), local_part(state[LOW_HALF]))
-    elif COMPENSATION in state:
-        kahan_split_(local_part(value), local_part(weight), local_part(state[COMPENSATION]))
-    else:
+    name = next((name for name in LOW_STATES if name in state), None)
+    if name is None:
         weight.detach().copy_(value)
+        return
+    low = local_part(state[name]).to(weight.device)
+    (split_ if name == LOW_HALF else kahan_split_)(local_part(value), local_part(weight), low)
+    local_part(state[name]).copy_(low)  # the same memory unless states live on another device
 
 
 def parameter_names(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[list[list[str]]]:

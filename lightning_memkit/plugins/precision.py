@@ -27,6 +27,7 @@ from lightning_memkit.optim.compensation import (
 from lightning_memkit.optim.consolidate import NAMES_KEY, parameter_names
 from lightning_memkit.optim.pieces import is_compensated, slots
 from lightning_memkit.optim.shadow import Mode, States
+from lightning_memkit.plugins._averages import average_in_float32, reload_averages
 from lightning_memkit.plugins.consolidate import capture_low_halves
 
 GradDtype = Literal["auto", "float32", "bfloat16"]
@@ -132,6 +133,8 @@ class PureBF16Precision(Precision):
             self._optimizers = optimizers  # a compensation alone doesn't keep its optimizer alive
             self.compensations = [self._compensation_for(optimizer) for optimizer in optimizers]
             self._undo.append(_full_precision_reductions())
+            if (trainer := _trainer_of(model)) is not None:
+                self._undo.append(average_in_float32(trainer, optimizers))
             self._undo.append(self._default_gradients)
             self._no_float32_gradients = _why_no_float32_gradients(model)
             self._batches_per_step, self._announced = _batches_per_step(model), False
@@ -179,9 +182,11 @@ class PureBF16Precision(Precision):
         return {NAMES_KEY: parameter_names(self._module, self._optimizers)}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep what a module that was built in bfloat16 drops of a checkpoint's float32 weights."""
+        """Keep what a module that was built in bfloat16 drops of a checkpoint's float32 tensors."""
         if self._module is not None:
             capture_low_halves(checkpoint, self._module, self.compensations)
+            if (trainer := _trainer_of(self._module)) is not None:
+                reload_averages(trainer, checkpoint)
 
     def teardown(self) -> None:
         """Remove hooks and restore torch's flags; optimizers stay compensated, so they can still be saved."""
