@@ -58,6 +58,7 @@ class Compensation:
         self._active = True
         self._previous_step = optimizer.__dict__.get("step")
         self._stock_step = _stock_step(optimizer)
+        engine.may_fuse = not _has_own_step(optimizer)
         self._undo_checkpoints = install_checkpoint_hooks(optimizer, engine.rounding)
         self._own_step = self._make_step()
         optimizer.step = self._own_step  # pyright: ignore[reportAttributeAccessIssue]
@@ -91,6 +92,9 @@ class Compensation:
                 continue
             for name in LOW_STATES:
                 state.pop(name, None)
+            group, count = self.optimizer.param_groups[slot.group], state.get("step")
+            if isinstance(count, Tensor) and (group.get("fused") or group.get("capturable")):
+                state["step"] = count.to(slot.parameter.device)  # where torch's own step wants it
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.dtype == torch.float32 and value.dim() > 0:
                     state[name] = value.to(slot.parameter.dtype)
@@ -252,13 +256,18 @@ def refuse_unsupported(optimizer: Optimizer) -> None:
 
 def _stock_step(optimizer: Optimizer) -> Callable[..., Any]:
     """The optimizer's own step, without the wrappers that belong around the whole of ours."""
-    instance_step = optimizer.__dict__.get("step")
-    if instance_step is not None and not hasattr(instance_step, "_wrapped_by_lr_sched"):
-        return instance_step  # somebody else's replacement: it is what the user's step means
+    if _has_own_step(optimizer):
+        return optimizer.__dict__["step"]
     function = type(optimizer).step
     if getattr(function, "hooked", False):
         function = inspect.unwrap(function, stop=lambda wrapped: not getattr(wrapped, "hooked", False))
     return _WeakMethod(function, optimizer)
+
+
+def _has_own_step(optimizer: Optimizer) -> bool:
+    """Whether somebody has replaced the step of this one optimizer: then that is what the user's step means."""
+    step = optimizer.__dict__.get("step")
+    return step is not None and not hasattr(step, "_wrapped_by_lr_sched")
 
 
 def _float32_weight(parameter: Parameter, state: Mapping[str, Any]) -> Tensor:

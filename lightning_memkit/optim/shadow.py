@@ -18,6 +18,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_memkit.optim.blocks import local_part
+from lightning_memkit.optim.fused.recipes import take
+from lightning_memkit.optim.fused.step import fused_step
 from lightning_memkit.optim.modes import LOW_STATES, Mode, States, low_state_of, narrow_, widen_
 from lightning_memkit.optim.pieces import Piece, Scratch, Slot, buckets_of, is_compensated, slots
 from lightning_memkit.optim.state_dtypes import storage_of
@@ -81,6 +83,7 @@ class ShadowEngine:
         self.states: States = states
         self.rounding = rounding
         self.bucket_bytes = bucket_bytes
+        self.may_fuse = True  # whether a kernel may stand in for the step of a class that it knows
         # What the optimizer sees in the place of parameters that are not in the bucket: it has no gradient,
         # so it is passed over, and the places of the others, which some optimizers go by, stay.
         self._absent = Parameter(torch.empty(0))
@@ -123,6 +126,7 @@ class OpenStep:
         self._progress: dict[Parameter, _Progress] = {}
         self._scalars = group_scalars(optimizer)
         self._stock_steps = 0
+        self._fused = False
         engine.rounding.begin_step()
 
     def advance(self, ready: Sequence[Slot]) -> None:
@@ -131,6 +135,7 @@ class OpenStep:
         plain = [slot for slot in ready if not self._engine.shadows(slot.parameter)]
         for slot in shadowed:
             _refuse_sparse(slot.parameter)
+        shadowed = self._step_fused(shadowed)
         for bucket in buckets_of(self._optimizer, shadowed, self._engine.bucket_bytes):
             self._step_bucket(bucket, plain)
             plain = []
@@ -139,9 +144,20 @@ class OpenStep:
 
     def finish(self) -> None:
         """End the step: scalars that the optimizer keeps in its groups have advanced once."""
-        if self._stock_steps == 0:
+        if self._stock_steps == 0 and not self._fused:
             self._step_bucket([], [])
         self._engine.rounding.end_step()
+
+    def _step_fused(self, shadowed: list[Slot]) -> list[Slot]:
+        """Step those that a fused kernel can take; return the others."""
+        engine = self._engine
+        if not engine.may_fuse or engine.mode is None or engine.states != "compact":
+            return shadowed  # exact states promise the optimizer's own arithmetic, bit for bit
+        taken, others = take(self._optimizer, engine.mode, shadowed)
+        if taken:
+            self._fused = True
+            fused_step(taken, engine.mode, engine.rounding)
+        return others
 
     def _step_bucket(self, bucket: list[Piece], plain: list[Slot]) -> None:
         optimizer, full_state = self._optimizer, self._optimizer.state
@@ -195,7 +211,14 @@ class OpenStep:
     def _widened(self, piece: Piece) -> dict[str, Any]:
         """What the stock step sees as the state of a piece: bfloat16 moments in float32, no low half."""
         seen: dict[str, Any] = {}
+        group = self._optimizer.param_groups[piece.slot.group]
         for name, value in self._progress[piece.slot.parameter].before.items():
+            if (
+                name == "step"
+                and isinstance(value, Tensor)
+                and (group.get("fused") or group.get("capturable"))
+            ):
+                value = value.to(piece.slot.parameter.device)  # fused steps keep the count on the host
             if isinstance(value, Tensor) and value.shape == piece.slot.parameter.shape:
                 part = piece.view(value)
                 seen[name] = self._float32(part) if value.dtype == torch.bfloat16 else part

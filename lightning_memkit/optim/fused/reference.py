@@ -51,7 +51,7 @@ def _adamw(rule: AdamW, weight: Tensor, gradient: Tensor, piece: Operand) -> tup
         gradient = -gradient
     if rule.decoupled:
         weight.mul_(rule.shrink)
-    else:
+    elif rule.weight_decay != 0:
         gradient = gradient.add(weight, alpha=rule.weight_decay)
     first = piece.first.float().lerp_(gradient, 1 - rule.beta1)
     second = piece.second.float().mul_(rule.beta2).addcmul_(gradient, gradient, value=1 - rule.beta2)
@@ -63,7 +63,8 @@ def _adamw(rule: AdamW, weight: Tensor, gradient: Tensor, piece: Operand) -> tup
 def _sgd(rule: SGD, weight: Tensor, gradient: Tensor, piece: Operand) -> Tensor | None:
     if rule.maximize:
         gradient = -gradient
-    gradient = gradient.add(weight, alpha=rule.weight_decay)
+    if rule.weight_decay != 0:
+        gradient = gradient.add(weight, alpha=rule.weight_decay)
     first = None
     if piece.first is not None:
         if rule.first_step:

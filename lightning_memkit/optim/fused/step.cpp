@@ -1,0 +1,301 @@
+// The fused steps of reference.py for the CPU: one pass over weights, low halves, gradients and moments.
+//
+// Plain C++ without torch's headers: it builds in seconds, and the loops are written for the compiler's
+// vectoriser. Each block is widened to float32 on the stack, stepped, and narrowed again, so that memory is read
+// and written once. Build without contraction (-ffp-contract=off): a fused multiply-add rounds elsewhere than
+// the reference, and Kahan's rest lives from where it rounds.
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+namespace {
+
+constexpr int64_t TILE = 1 << 16;  // as in stochastic_rounding.py
+constexpr int64_t BLOCK = 128;  // the float32 copies of a block and the next one's lines fit the innermost cache
+constexpr int64_t AHEAD = 2 * BLOCK;
+
+enum Mode { NONE = 0, KAHAN = 1, SPLIT = 2, STOCHASTIC = 3 };
+enum Rule { ADAMW = 0, SGD = 1, LION = 2 };
+enum Flag { FIRST_IS_STOCHASTIC = 1, DECOUPLED = 2, MAXIMIZE = 4, NESTEROV = 8, FIRST_STEP = 16 };
+
+struct Operand {  // every field 8 bytes: Python packs them as 64-bit integers
+  uint16_t *weight;
+  uint16_t *low;
+  const void *gradient;
+  uint64_t gradient_is_float;
+  uint16_t *first;
+  uint16_t *second;
+  int64_t count;
+  uint64_t weight_stream, first_stream, second_stream;
+};
+
+struct Job {
+  const Operand *operands;
+  const float *numbers;
+  const uint16_t *tile;
+  int flags;
+};
+
+struct Piece {
+  const Operand *operand;
+  int64_t run;
+};
+
+inline uint32_t bits_of(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  return bits;
+}
+
+inline float float_of(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+inline bool is_nan(uint32_t bits) { return (bits & 0x7FFFFFFFu) > 0x7F800000u; }
+
+inline uint16_t nearest(float value) {
+  const uint32_t bits = bits_of(value);
+  const uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+  return static_cast<uint16_t>(is_nan(bits) ? 0x7FC0u : rounded);
+}
+
+void widen(const uint16_t *source, float *out, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) out[i] = float_of(static_cast<uint32_t>(source[i]) << 16);
+}
+
+void narrow_nearest(const float *source, uint16_t *out, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) out[i] = nearest(source[i]);
+}
+
+void narrow_stochastic(const float *source, uint16_t *out, int64_t count, const uint16_t *noise, uint16_t key) {
+  for (int64_t i = 0; i < count; ++i) {
+    const uint32_t bits = bits_of(source[i]);
+    const uint32_t rounded = (bits + static_cast<uint32_t>(noise[i] ^ key)) >> 16;
+    out[i] = static_cast<uint16_t>(is_nan(bits) ? 0x7FC0u : rounded);
+  }
+}
+
+uint64_t mixed(uint64_t first, uint64_t second) {  // _mixed(first, second) of stochastic_rounding.py
+  uint64_t state = 0;
+  for (const uint64_t number : {first, second}) {
+    state += number + 0x9E3779B97F4A7C15ull;
+    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9ull;
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EBull;
+    state ^= state >> 31;
+  }
+  return state >> 1;
+}
+
+// The processor's own prefetching starts anew at every page of every stream, so it is told what comes.
+template <typename T>
+void prefetch(const T *start, int64_t count) {
+  const char *address = reinterpret_cast<const char *>(start);
+  for (int64_t line = 0; line < count * static_cast<int64_t>(sizeof(T)); line += 64) {
+    __builtin_prefetch(address + line);
+  }
+}
+
+struct Noise {  // a run's place in the tile and its key
+  const uint16_t *start;
+  uint16_t key;
+  Noise(const uint16_t *tile, uint64_t stream, uint64_t run) {
+    const uint64_t number = mixed(stream, run);
+    start = tile + (number & (TILE - 1));
+    key = static_cast<uint16_t>(number >> 40);
+  }
+};
+
+template <int mode>
+void load_weight(const uint16_t *weight, const uint16_t *low, float *out, int64_t count) {
+  if constexpr (mode == KAHAN) {
+    for (int64_t i = 0; i < count; ++i)
+      out[i] = float_of(static_cast<uint32_t>(weight[i]) << 16) + float_of(static_cast<uint32_t>(low[i]) << 16);
+  } else if constexpr (mode == SPLIT) {
+    for (int64_t i = 0; i < count; ++i) {
+      const uint32_t high = weight[i];
+      const int32_t rest = static_cast<int16_t>(low[i]);
+      // A zero from outside with a stale negative low half would make a NaN: see split.py.
+      const bool stale = (high & 0x7FFFu) == 0 && rest < 0;
+      out[i] = float_of((high << 16) + static_cast<uint32_t>(stale ? 0 : rest));
+    }
+  } else {
+    widen(weight, out, count);
+  }
+}
+
+template <int mode>
+void store_weight(const float *source, uint16_t *weight, uint16_t *low, int64_t count, const Noise &noise,
+                  int64_t offset) {
+  if constexpr (mode == KAHAN) {
+    for (int64_t i = 0; i < count; ++i) {
+      const uint16_t high = nearest(source[i]);
+      const float rest = source[i] - float_of(static_cast<uint32_t>(high) << 16);
+      const bool finite = (bits_of(rest) & 0x7F800000u) != 0x7F800000u;
+      weight[i] = high;
+      low[i] = finite ? nearest(rest) : 0;
+    }
+  } else if constexpr (mode == SPLIT) {
+    for (int64_t i = 0; i < count; ++i) {
+      const uint32_t bits = bits_of(source[i]);
+      weight[i] = static_cast<uint16_t>(is_nan(bits) ? 0x7FC0u : (bits + 0x8000u) >> 16);
+      low[i] = static_cast<uint16_t>(is_nan(bits) ? 0u : bits);
+    }
+  } else if constexpr (mode == STOCHASTIC) {
+    narrow_stochastic(source, weight, count, noise.start + offset, noise.key);
+  } else {
+    narrow_nearest(source, weight, count);
+  }
+}
+
+void step_adamw(const Job &job, float *weight, float *gradient, float *first, float *second, int64_t count) {
+  const float *n = job.numbers;
+  const float shrink = n[0], decay = n[1], keep1 = n[2], beta2 = n[3], keep2 = n[4];
+  const float root_correction = n[5], eps = n[6], minus_step_size = n[7];
+  if (job.flags & DECOUPLED) {
+    for (int64_t i = 0; i < count; ++i) weight[i] *= shrink;
+  } else if (decay != 0.0f) {
+    for (int64_t i = 0; i < count; ++i) gradient[i] += decay * weight[i];
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    first[i] += keep1 * (gradient[i] - first[i]);
+    second[i] = second[i] * beta2 + keep2 * gradient[i] * gradient[i];
+    const float denominator = std::sqrt(second[i]) / root_correction + eps;
+    weight[i] += minus_step_size * first[i] / denominator;
+  }
+}
+
+void step_sgd(const Job &job, float *weight, float *gradient, float *first, int64_t count) {
+  const float *n = job.numbers;
+  const float decay = n[0], momentum = n[1], keep = n[2], minus_learning_rate = n[3];
+  if (decay != 0.0f) {  // an infinite weight without decay stays infinite
+    for (int64_t i = 0; i < count; ++i) gradient[i] += decay * weight[i];
+  }
+  if (first != nullptr) {
+    if (job.flags & FIRST_STEP) {
+      std::memcpy(first, gradient, count * sizeof(float));
+    } else {
+      for (int64_t i = 0; i < count; ++i) first[i] = first[i] * momentum + keep * gradient[i];
+    }
+    if (job.flags & NESTEROV) {
+      for (int64_t i = 0; i < count; ++i) gradient[i] += momentum * first[i];
+    } else {
+      std::memcpy(gradient, first, count * sizeof(float));
+    }
+  }
+  for (int64_t i = 0; i < count; ++i) weight[i] += minus_learning_rate * gradient[i];
+}
+
+void step_lion(const Job &job, float *weight, const float *gradient, float *first, int64_t count) {
+  const float *n = job.numbers;
+  const float shrink = n[0], beta1 = n[1], keep1 = n[2], beta2 = n[3], keep2 = n[4], minus_learning_rate = n[5];
+  for (int64_t i = 0; i < count; ++i) {
+    const float update = first[i] * beta1 + keep1 * gradient[i];
+    // The sign of NaN is NaN, as in torch.
+    const float sign = update > 0.0f ? 1.0f : (update < 0.0f ? -1.0f : update * 0.0f);
+    weight[i] = weight[i] * shrink + minus_learning_rate * sign;
+    first[i] = first[i] * beta2 + keep2 * gradient[i];
+  }
+}
+
+template <int rule, int mode>
+void step_run(const Job &job, const Piece &piece) {
+  alignas(64) float weight[BLOCK], gradient[BLOCK], first[BLOCK], second[BLOCK];
+  const Operand &o = *piece.operand;
+  const int64_t run_start = piece.run * TILE;
+  const int64_t run_end = run_start + TILE < o.count ? run_start + TILE : o.count;
+  const Noise weight_noise(job.tile, o.weight_stream, piece.run);
+  const Noise first_noise(job.tile, o.first_stream, piece.run);
+  const Noise second_noise(job.tile, o.second_stream, piece.run);
+  for (int64_t start = run_start; start < run_end; start += BLOCK) {
+    const int64_t count = start + BLOCK < run_end ? BLOCK : run_end - start;
+    const int64_t offset = start - run_start;
+    uint16_t *low = o.low == nullptr ? nullptr : o.low + start;
+    const int64_t next = start + AHEAD, left = o.count - next;
+    const int64_t ahead = left < BLOCK ? left : BLOCK;
+    prefetch(o.weight + next, ahead);
+    if (low != nullptr) prefetch(low + AHEAD, ahead);
+    prefetch(static_cast<const uint16_t *>(o.gradient) + (o.gradient_is_float ? 2 * next : next), ahead);
+    if (o.first != nullptr) prefetch(o.first + next, ahead);
+    if (o.second != nullptr) prefetch(o.second + next, ahead);
+    load_weight<mode>(o.weight + start, low, weight, count);
+    if (o.gradient_is_float) {
+      std::memcpy(gradient, static_cast<const float *>(o.gradient) + start, count * sizeof(float));
+    } else {
+      widen(static_cast<const uint16_t *>(o.gradient) + start, gradient, count);
+    }
+    if (job.flags & MAXIMIZE) {
+      for (int64_t i = 0; i < count; ++i) gradient[i] = -gradient[i];
+    }
+    if (o.first != nullptr) widen(o.first + start, first, count);
+    if constexpr (rule == ADAMW) {
+      widen(o.second + start, second, count);
+      step_adamw(job, weight, gradient, first, second, count);
+      narrow_stochastic(second, o.second + start, count, second_noise.start + offset, second_noise.key);
+    } else if constexpr (rule == SGD) {
+      step_sgd(job, weight, gradient, o.first == nullptr ? nullptr : first, count);
+    } else {
+      step_lion(job, weight, gradient, first, count);
+    }
+    if (o.first != nullptr) {
+      if (job.flags & FIRST_IS_STOCHASTIC) {
+        narrow_stochastic(first, o.first + start, count, first_noise.start + offset, first_noise.key);
+      } else {
+        narrow_nearest(first, o.first + start, count);
+      }
+    }
+    store_weight<mode>(weight, o.weight + start, low, count, weight_noise, offset);
+  }
+}
+
+using StepRun = void (*)(const Job &, const Piece &);
+
+template <int rule>
+StepRun step_of_mode(int mode) {
+  switch (mode) {
+    case KAHAN: return step_run<rule, KAHAN>;
+    case SPLIT: return step_run<rule, SPLIT>;
+    case STOCHASTIC: return step_run<rule, STOCHASTIC>;
+    default: return step_run<rule, NONE>;
+  }
+}
+
+StepRun step_of(int rule, int mode) {
+  switch (rule) {
+    case SGD: return step_of_mode<SGD>(mode);
+    case LION: return step_of_mode<LION>(mode);
+    default: return step_of_mode<ADAMW>(mode);
+  }
+}
+
+}  // namespace
+
+extern "C" void memkit_step(int rule, int mode, int flags, const float *numbers, const void *operands,
+                            int64_t operand_count, const uint16_t *tile, int threads) {
+  const Job job{static_cast<const Operand *>(operands), numbers, tile, flags};
+  const StepRun step = step_of(rule, mode);
+  std::vector<Piece> pieces;
+  for (int64_t index = 0; index < operand_count; ++index) {
+    const Operand &operand = job.operands[index];
+    for (int64_t run = 0; run * TILE < operand.count; ++run) pieces.push_back({&operand, run});
+  }
+  const int64_t total = static_cast<int64_t>(pieces.size());
+  const int64_t workers = threads < total ? threads : total;
+  const auto work = [&](int64_t worker) {
+    for (int64_t i = total * worker / workers; i < total * (worker + 1) / workers; ++i) step(job, pieces[i]);
+  };
+  std::vector<std::thread> others;
+  int64_t started = 1;
+  try {
+    for (; started < workers; ++started) others.emplace_back(work, started);
+  } catch (const std::system_error &) {  // no more threads to be had: this one does the rest
+  }
+  for (int64_t worker = started; worker < workers; ++worker) work(worker);
+  if (workers > 0) work(0);
+  for (std::thread &other : others) other.join();
+}
