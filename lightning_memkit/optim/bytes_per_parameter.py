@@ -115,7 +115,8 @@ def _stored(value: Any) -> Iterator[Tensor]:
     """The plain tensors that a state consists of: the shard of a DTensor, the parts of a quantized tensor."""
     if not isinstance(value, Tensor):
         return
-    local = local_part(value)
+    to_local = getattr(value, "to_local", None)
+    local = value if to_local is None else to_local()
     if hasattr(local, "__tensor_flatten__"):
         names, _ = local.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]
         for name in names:
