@@ -28,6 +28,7 @@ from lightning_memkit.optim.consolidate import NAMES_KEY, parameter_names
 from lightning_memkit.optim.pieces import is_compensated, slots
 from lightning_memkit.optim.shadow import Mode, States
 from lightning_memkit.plugins._averages import average_in_float32, reload_averages
+from lightning_memkit.plugins._eight_bit import adapt_bitsandbytes_in
 from lightning_memkit.plugins.consolidate import capture_low_halves
 
 GradDtype = Literal["auto", "float32", "bfloat16"]
@@ -130,6 +131,7 @@ class PureBF16Precision(Precision):
             refuse_unsupported(optimizer)
         if optimizers and _is_fitting(model):
             self._module = _unwrapped(model)
+            adapt_bitsandbytes_in(self._module, optimizers)
             self._optimizers = optimizers  # a compensation alone doesn't keep its optimizer alive
             self.compensations = [self._compensation_for(optimizer) for optimizer in optimizers]
             self._undo.append(_full_precision_reductions())

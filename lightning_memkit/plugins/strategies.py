@@ -12,6 +12,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 
 from lightning_memkit.initialization import build_on
+from lightning_memkit.plugins._eight_bit import adapt_bitsandbytes_in
 from lightning_memkit.plugins.random_state import RandomState
 
 _DTYPES = {
@@ -84,6 +85,11 @@ class OnDeviceStrategy(SingleDeviceStrategy):
         trainer = getattr(model, "_trainer", None)
         if isinstance(trainer, Trainer):
             add_random_state(trainer)
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Make the module's optimizers; those of bitsandbytes keep 32-bit states for embeddings."""
+        super().setup_optimizers(trainer)
+        adapt_bitsandbytes_in(trainer.lightning_module, self.optimizers)
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
