@@ -1,0 +1,95 @@
+"""`train()` and `eval()` of ScheduleFree optimizers on bfloat16 weights; 4 bytes a value of one weight at a time.
+
+Those methods move every weight between the point where gradients are taken and the average (Defazio et al.,
+"The Road Less Scheduled", arXiv:2405.15682), outside of the step. On bfloat16 weights beside float32 states they
+fail, and rounding there and back would lose what the low halves keep.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_memkit.optim.consolidate import float32_weight, set_float32_weight
+
+Undo = Callable[[], None]
+
+_MARK = "_memkit_switches_in_float32"
+
+
+def switch_in_float32(optimizer: Optimizer) -> Undo:
+    """Let an optimizer's own `train` and `eval` work on float32 weights; does nothing to one that lacks them.
+
+    With ``split`` a switch does bit for bit what it does to float32 weights, with ``kahan`` up to 16 bits.
+    Without low halves each switch rounds the weights to bfloat16.
+
+    Returns:
+        The undo.
+    """
+    stock = type(optimizer)
+    if not all(callable(getattr(stock, name, None)) for name in ("train", "eval")) or hasattr(stock, _MARK):
+        return lambda: None
+    # A class, not methods of the instance: Lightning's wrapper takes over the class and looks methods up there.
+    methods = {name: _switch(getattr(stock, name)) for name in ("train", "eval")}
+    optimizer.__class__ = type(
+        stock.__name__, (stock,), {**methods, "__module__": stock.__module__, _MARK: True}
+    )
+
+    def undo() -> None:
+        optimizer.__class__ = stock
+
+    return undo
+
+
+def _switch(stock: Callable[[Any], Any]) -> Callable[[Any], None]:
+    @wraps(stock)
+    def switch(optimizer: Any) -> None:
+        with torch.no_grad():
+            for shown in _shown_in_turn(optimizer):
+                stock(shown)
+        for group, switched in zip(optimizer.param_groups, shown.param_groups, strict=True):
+            group.update({key: value for key, value in switched.items() if key != "params"})
+
+    return switch
+
+
+class _Shown:
+    """What a method of an optimizer sees in its place: other parameters and states, everything else its own."""
+
+    def __init__(self, optimizer: Any, params: list[list[Tensor]], state: Mapping[Tensor, Any]) -> None:
+        self._optimizer = optimizer
+        self.param_groups = [
+            {**group, "params": shown} for group, shown in zip(optimizer.param_groups, params, strict=True)
+        ]
+        self.state = defaultdict(dict, state)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+
+def _shown_in_turn(optimizer: Any) -> Iterator[_Shown]:
+    """First all parameters that are no bfloat16, then the float32 form of each other one, written back after."""
+    groups = [group["params"] for group in optimizer.param_groups]
+    plain = [[p for p in group if p.dtype != torch.bfloat16] for group in groups]
+    yield _Shown(optimizer, [*plain], {p: optimizer.state[p] for group in plain for p in group})
+    for index, group in enumerate(groups):
+        for parameter in group:
+            state = optimizer.state.get(parameter)
+            if parameter.dtype != torch.bfloat16 or not state:
+                continue
+            shadow = Parameter(float32_weight(parameter, state), requires_grad=False)
+            params: list[list[Tensor]] = [[] for _ in groups]
+            params[index] = [shadow]
+            yield _Shown(optimizer, params, {shadow: {name: _wide(value) for name, value in state.items()}})
+            set_float32_weight(parameter, state, shadow)
+
+
+def _wide(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.dtype == torch.bfloat16:
+        return value.float()
+    return value
