@@ -25,8 +25,11 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_memkit.initialization import build_on
+from lightning_memkit.plugins._eight_bit import adapt_bitsandbytes_in
+from lightning_memkit.plugins._optimizer_names import classes_named_in
 from lightning_memkit.plugins.config_errors import explain, refused_by_a_class
 from lightning_memkit.plugins.strategies import add_random_state, parameter_dtype
 
@@ -39,6 +42,19 @@ _LAUNCHED_LATE = (
 
 class OneLineErrorParser(LightningArgumentParser):
     """Prints the innermost cause of an error on one line; all of it where `MEMKIT_DEBUG` is set."""
+
+    first_optimizers: tuple[type[Optimizer], ...] = ()
+
+    def add_optimizer_args(
+        self,
+        optimizer_class: type[Optimizer] | tuple[type[Optimizer], ...] = (Optimizer,),
+        nested_key: str = "optimizer",
+        link_to: str = "AUTOMATIC",
+    ) -> None:
+        """Add the options of an optimizer; bare names are looked up in `first_optimizers` first."""
+        if optimizer_class == (Optimizer,):
+            optimizer_class = (*self.first_optimizers, Optimizer)
+        super().add_optimizer_args(optimizer_class, nested_key, link_to)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print the error and exit with 2; with `exit_on_error=False` raise it."""
@@ -64,7 +80,8 @@ class MemkitCLI(LightningCLI):
     - `optimizer` and `lr_scheduler` are built when Lightning asks for them, so they hold the parameters of
       models built in `configure_model`, too;
     - random state is part of every checkpoint;
-    - class names of memkit's plugins need no module path;
+    - class names of memkit's plugins need no module path, nor do those of bitsandbytes' 8-bit and paged
+      optimizers, which keep 32-bit states for embeddings;
     - the saved config of an earlier run in the same folder is overwritten.
 
     Raises:
@@ -75,8 +92,16 @@ class MemkitCLI(LightningCLI):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         _import_plugins()
         kwargs.setdefault("parser_class", OneLineErrorParser)
+        self._first_optimizers = classes_named_in(kwargs.get("args"))
         kwargs["save_config_kwargs"] = {"overwrite": True, **(kwargs.get("save_config_kwargs") or {})}
         super().__init__(*args, **kwargs)
+
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        """The parser, which knows the optimizers that the arguments name."""
+        parser = super().init_parser(**kwargs)
+        if isinstance(parser, OneLineErrorParser):
+            parser.first_optimizers = self._first_optimizers
+        return parser
 
     def before_instantiate_classes(self) -> None:
         """Refuse two precisions before anything is built; called by subclasses that override it."""
@@ -244,6 +269,7 @@ def _configure_late(
 ) -> Any:
     """`configure_optimizers` of the model: build now, from the parameters that it has now."""
     built = instantiate_class(model.parameters(), optimizer)
+    adapt_bitsandbytes_in(model, [built])
     schedule = instantiate_class(built, scheduler) if scheduler else None
     return combine(model, optimizer=built, lr_scheduler=schedule)
 
