@@ -1,4 +1,4 @@
-"""The `memkit` command: fit, validate, test and predict from YAML, and doctor."""
+"""The `memkit` command: fit, validate, test and predict from YAML, consolidate and doctor."""
 
 import argparse
 import os
@@ -11,6 +11,7 @@ COMMANDS = {
     "validate": "One evaluation epoch over the validation set.",
     "test": "One evaluation epoch over the test set.",
     "predict": "Predictions for the data of a config.",
+    "consolidate": "A bfloat16 checkpoint as a float32 one, which plain training loads.",
     "doctor": "What this machine offers, and what memkit will therefore use.",
 }
 INTERRUPTED = 130
@@ -43,11 +44,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if words[0] == "doctor":
         return _doctor(words[1:])
+    if words[0] == "consolidate":
+        return _consolidate(words[1:])
     return _run(words)
 
 
 def _help() -> str:
-    lines = [f"  {name:<10}{text}" for name, text in COMMANDS.items()]
+    lines = [f"  {name:<13}{text}" for name, text in COMMANDS.items()]
     return "\n".join(
         (
             "usage: memkit COMMAND [--config FILE.yaml] [options] [--debug]",
@@ -100,6 +103,35 @@ def _short(error: Exception) -> str:
         f"memkit: error: {type(error).__name__}: {error}\n"
         f"  in {place.name}, {place.filename}:{place.lineno}; --debug prints the traceback"
     )
+
+
+def _consolidate(words: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="memkit consolidate",
+        description="Turn a checkpoint of PureBF16Precision into one that float32 training loads: weights are the "
+        "float32 values that were trained (exact for split, about 16 bits for kahan), optimizer states are float32. "
+        "Loops, schedulers, callbacks and hyperparameters are kept. The file is read with weights_only=True.",
+    )
+    parser.add_argument(
+        "source", metavar="IN.ckpt", help="what Trainer.save_checkpoint or ModelCheckpoint wrote"
+    )
+    parser.add_argument(
+        "target", metavar="OUT.ckpt", help="the file to write; it appears whole or not at all"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT.ckpt if it exists")
+    options = parser.parse_args(words)
+
+    from lightning_memkit.optim.consolidate import consolidate_file
+
+    try:
+        target = consolidate_file(options.source, options.target, overwrite=options.overwrite)
+    except (OSError, ValueError) as error:
+        if os.environ.get("MEMKIT_DEBUG"):
+            traceback.print_exc()
+        print(f"memkit: error: {str(error).replace('overwrite=True', '--overwrite')}", file=sys.stderr)
+        return 1
+    print(f"{target}: {target.stat().st_size:,} bytes")
+    return 0
 
 
 def _doctor(words: list[str]) -> int:

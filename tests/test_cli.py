@@ -338,3 +338,81 @@ def test_the_target_device_is_that_of_the_local_rank(trainer, environ, device, m
         staticmethod(lambda n: n if isinstance(n, list) else list(range(int(n)))),
     )
     assert target_device(Namespace(**trainer), environ) == torch.device(device)
+
+
+def saved_by(memkit, tmp_path) -> list[torch.Tensor]:
+    """Trains with the bfloat16 plugin and saves `bf16.ckpt`; the float32 weights by the plugin's own account."""
+    epoch = {**SPLIT_PLUGIN, "max_steps": 4}
+    code, model = memkit("fit", model="tests.cli_models.WithOptimizer", trainer=epoch)
+    assert code == 0
+    model.trainer.save_checkpoint("bf16.ckpt")
+    handle = model.trainer.precision_plugin.compensations[0]
+    return [weight for _, weight in handle.float32_weights()]
+
+
+SPLIT_PLUGIN = {
+    "plugins": [{"class_path": "lightning_memkit.PureBF16Precision", "init_args": {"compensation": "split"}}]
+}
+
+
+def test_consolidate_writes_what_plain_float32_training_loads(memkit, tmp_path, capsys):
+    weights = saved_by(memkit, tmp_path)
+    assert main(["consolidate", "bf16.ckpt", "fp32.ckpt"]) == 0
+    assert "fp32.ckpt: " in capsys.readouterr().out
+    saved = torch.load("fp32.ckpt", weights_only=True)
+    for left, right in zip(saved["state_dict"].values(), weights, strict=True):
+        assert torch.equal(left, right)
+    code, model = memkit(
+        "fit", "--ckpt_path=fp32.ckpt", model="tests.cli_models.WithOptimizer", trainer={"max_steps": 6}
+    )
+    assert code == 0
+    assert model.trainer.global_step == 6
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_a_model_built_in_bfloat16_resumes_from_float32_weights_with_their_low_halves(memkit, tmp_path):
+    weights = saved_by(memkit, tmp_path)
+    main(["consolidate", "bf16.ckpt", "fp32.ckpt"])
+    code, model = memkit(
+        "fit",
+        "--ckpt_path=fp32.ckpt",
+        model="tests.cli_models.WithOptimizer",
+        trainer={**SPLIT_PLUGIN, "max_steps": 4},  # as many as were made: it loads, and steps no further
+    )
+    assert code == 0
+    handle = model.trainer.precision_plugin.compensations[0]
+    for (parameter, weight), saved in zip(handle.float32_weights(), weights, strict=True):
+        assert parameter.dtype == torch.bfloat16
+        assert torch.equal(weight, saved)
+
+
+def test_consolidate_refuses_and_says_what_to_do(memkit, tmp_path, capsys):
+    saved_by(memkit, tmp_path)
+    (tmp_path / "fp32.ckpt").write_text("kept")
+    capsys.readouterr()
+    for words, message in (
+        (
+            ["bf16.ckpt", "fp32.ckpt"],
+            "fp32.ckpt exists and would be replaced; choose another name, or write --overwrite.",
+        ),
+        (["absent.ckpt", "new.ckpt"], "absent.ckpt does not exist"),
+        (["fp32.ckpt", "new.ckpt"], "no checkpoint that torch can read"),
+    ):
+        assert main(["consolidate", *words]) == 1
+        printed = capsys.readouterr()
+        assert message in printed.err
+        assert not printed.out
+    assert (tmp_path / "fp32.ckpt").read_text() == "kept"
+    assert main(["consolidate", "bf16.ckpt", "fp32.ckpt", "--overwrite"]) == 0
+    assert not list(tmp_path.glob(".*partial"))
+
+
+def test_consolidate_explains_itself(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["consolidate", "--help"])
+    assert exit_.value.code == 0
+    printed = capsys.readouterr().out
+    assert all(word in printed for word in ("IN.ckpt", "OUT.ckpt", "--overwrite", "weights_only=True"))
+    with pytest.raises(SystemExit) as exit_:
+        main(["consolidate", "one.ckpt"])
+    assert exit_.value.code == 2

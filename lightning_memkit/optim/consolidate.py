@@ -197,7 +197,7 @@ def consolidate_file(source: str | Path, target: str | Path, *, overwrite: bool 
         raise FileNotFoundError(f"{source} does not exist; give the path of a checkpoint file.")
     if target.exists() and not overwrite:
         raise FileExistsError(
-            f"{target} exists and would be overwritten; choose another name, or ask for it."
+            f"{target} exists and would be replaced; choose another name, or write overwrite=True."
         )
     if not target.parent.is_dir():
         raise FileNotFoundError(f"{target.parent} is no folder; create it first.")
@@ -219,14 +219,16 @@ def _read(source: Path) -> Mapping[str, Any]:
         checkpoint = torch.load(
             source, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(source) or None
         )
-    except pickle.UnpicklingError as error:
-        raise ValueError(
-            f"{source} can't be read with weights_only=True: {str(error).splitlines()[0]} If you trust the file, "
-            "load it with torch.load(..., weights_only=False) and call consolidate_checkpoint in Python."
-        ) from error
     except Exception as error:  # of whatever kind: torch reads a stray file as instructions
+        if isinstance(error, pickle.UnpicklingError) and zipfile.is_zipfile(source):
+            lines = [line.strip() for line in str(error).splitlines()]
+            reason = next((line for line in lines if "nsupported" in line), lines[0])
+            raise ValueError(
+                f"{source} can't be read with weights_only=True: {reason} If you trust the file, load it with "
+                "torch.load(..., weights_only=False) and call consolidate_checkpoint in Python."
+            ) from error
         raise ValueError(
-            f"{source} is no checkpoint that torch can read ({type(error).__name__}: {error})."
+            f"{source} is no checkpoint that torch can read ({type(error).__name__})."
         ) from error
     if not isinstance(checkpoint, Mapping):
         raise ValueError(
