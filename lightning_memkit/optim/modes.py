@@ -2,8 +2,11 @@
 
 from typing import Literal
 
+import torch
 from torch import Tensor
 
+from lightning_memkit.optim import native
+from lightning_memkit.optim.blocks import flat_views
 from lightning_memkit.optim.kahan import COMPENSATION, kahan_join_, kahan_split_
 from lightning_memkit.optim.split import LOW_HALF, join_, split_
 from lightning_memkit.optim.stochastic_rounding import StochasticRounding
@@ -23,7 +26,11 @@ def widen_(high: Tensor, low: Tensor | None, out: Tensor) -> None:
 
     The low half's dtype says which kind it is, whatever the mode: a checkpoint may come from another mode.
     """
-    if low is None:
+    flat = _for_kernel(out, high, low)
+    if flat is not None:
+        kind = "none" if low is None else "kahan" if low.dtype == high.dtype else "split"
+        native.widen_(kind, flat[1], flat[2] if low is not None else None, flat[0])
+    elif low is None:
         out.copy_(high)
     elif low.dtype == high.dtype:
         kahan_join_(high, low, out)
@@ -49,9 +56,21 @@ def narrow_(
         rounding: the noise of ``"stochastic"``.
         stream: the parameter's index, and the element that ``master`` starts at.
     """
-    if low is not None:
+    flat = _for_kernel(master, high, low)
+    if flat is not None and mode != "stochastic":
+        native.narrow_(mode, flat[0], flat[1], flat[2] if low is not None else None, (None, 0, 0))
+        torch.autograd.graph.increment_version([high] if low is None else [high, low])
+    elif low is not None:
         (split_ if mode == "split" else kahan_split_)(master, high, low)
     elif mode == "stochastic":
         rounding.round_(master, high, (stream[0], "weight", stream[1]))
     else:
         high.copy_(master)
+
+
+def _for_kernel(wide: Tensor, *others: Tensor | None) -> tuple[Tensor, ...] | None:
+    """Flat views of the tensors where the CPU's kernels can take them."""
+    tensors = [wide, *(tensor for tensor in others if tensor is not None)]
+    if wide.dtype != torch.float32 or any(tensor.device.type != "cpu" for tensor in tensors):
+        return None
+    return flat_views(*tensors) if native.available() else None

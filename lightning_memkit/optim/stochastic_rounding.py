@@ -15,6 +15,7 @@ import zlib
 import torch
 from torch import Tensor
 
+from lightning_memkit.optim import native
 from lightning_memkit.optim.blocks import BLOCK_ELEMENTS, flat_views, surely_finite
 
 TILE = BLOCK_ELEMENTS
@@ -43,6 +44,7 @@ class StochasticRounding:
         self.seed = seed
         self.step = 0
         self._current_tile: Tensor | None = None
+        self._current_int16: Tensor | None = None
 
     def state_dict(self) -> dict[str, int]:
         """Two integers that resume the stream."""
@@ -51,16 +53,16 @@ class StochasticRounding:
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue the stream that `state_dict` described."""
         self.seed, self.step = int(state["seed"]), int(state["step"])
-        self._current_tile = None
+        self.end_step()
 
     def begin_step(self) -> None:
         """Move on to the noise of the next step."""
         self.step += 1
-        self._current_tile = None
+        self.end_step()
 
     def end_step(self) -> None:
         """Let go of the tile: between steps the stream holds no memory."""
-        self._current_tile = None
+        self._current_tile = self._current_int16 = None
 
     def round_(self, source: Tensor, out: Tensor, stream: tuple[int, str, int]) -> None:
         """Write float32 ``source``, rounded stochastically, into bfloat16 ``out`` of the same shape.
@@ -83,7 +85,12 @@ class StochasticRounding:
             noise = torch.empty(source.numel(), dtype=torch.int32, device=source.device)
             _round(flat[0], flat[1], noise.random_(0, 1 << 16, generator=generator))
             return
-        tile, own = self.tile(), self.stream(index, name)
+        own = self.stream(index, name)
+        if native.available():
+            native.narrow_("stochastic", flat[0], flat[1], None, (self.tile_int16(), own, start // TILE))
+            torch.autograd.graph.increment_version(out)
+            return
+        tile = self.tile()
         pieces = zip(*(tensor.split(TILE) for tensor in flat), strict=True)
         for run, (source_piece, out_piece) in enumerate(pieces, start // TILE):
             place, key = place_and_key(own, run)
@@ -101,6 +108,12 @@ class StochasticRounding:
                 0, 1 << 16, (2 * TILE,), dtype=torch.int32, generator=generator
             )
         return self._current_tile
+
+    def tile_int16(self) -> Tensor:
+        """The same numbers as int16, as the kernels read them."""
+        if self._current_int16 is None:
+            self._current_int16 = self.tile().to(torch.int16)
+        return self._current_int16
 
 
 def place_and_key(stream: int, run: int) -> tuple[int, int]:

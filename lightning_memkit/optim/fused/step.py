@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_memkit.optim import native
 from lightning_memkit.optim.fused import cpu, reference
 from lightning_memkit.optim.fused.operands import Operand, Rule
 from lightning_memkit.optim.modes import Mode
@@ -27,7 +28,9 @@ def fused_step(taken: Mapping[Rule, Sequence[Operand]], mode: Mode, rounding: St
         by_device = groupby(sorted(operands, key=_device), key=_device)
         for (kind, _), group in by_device:
             on_device = list(group)
-            step = _backend(kind).step if _has_kernel(kind) else reference.step
+            step = reference.step
+            if _has_kernel(kind):
+                step = cpu.step if kind == "cpu" else _gpu().step
             step(rule, mode, on_device, rounding)
             # Kernels write behind autograd's back; a graph that saved an old value must notice.
             torch.autograd.graph.increment_version(
@@ -35,9 +38,7 @@ def fused_step(taken: Mapping[Rule, Sequence[Operand]], mode: Mode, rounding: St
             )
 
 
-def _backend(kind: str) -> Any:
-    if kind == "cpu":
-        return cpu
+def _gpu() -> Any:
     from lightning_memkit.optim.fused import gpu  # loads triton
 
     return gpu
@@ -56,12 +57,13 @@ def _written(operand: Operand) -> list[Tensor]:
 @cache
 def _has_kernel(kind: str) -> bool:
     """Whether there is a kernel for a kind of device; says once why not."""
-    why = _backend(kind).why_unavailable()
+    if kind == "cpu":
+        return native.available()
+    why = _gpu().why_unavailable()
     if why is not None:
-        remedy = "a C++ compiler (g++ or clang) and ninja" if kind == "cpu" else "triton"
         warnings.warn(
             f"Optimizer steps over bfloat16 weights run in plain torch on {kind}, several times slower than "
-            f"the fused kernel: {why}. Install {remedy} to have it.",
+            f"with their kernel: {why}. Install triton to have it (pip install lightning_memkit[triton]).",
             stacklevel=2,
         )
     return why is None

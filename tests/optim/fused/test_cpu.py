@@ -6,13 +6,14 @@ import sys
 import pytest
 import torch
 
+from lightning_memkit.optim import native
 from lightning_memkit.optim.fused import cpu, reference
 from lightning_memkit.optim.fused.operands import SGD, AdamW
 from lightning_memkit.optim.stochastic_rounding import TILE
 from tests.optim.fused.rules import MODES, RULES, copied, master, operand, rounding, truth
 
 pytestmark = pytest.mark.skipif(
-    cpu.why_unavailable() is not None, reason=f"no kernel: {cpu.why_unavailable()}"
+    native.why_unavailable() is not None, reason=f"no kernel: {native.why_unavailable()}"
 )
 
 # A kernel may err as much as plain torch does, and a rounding of the last float32 bit more.
@@ -126,7 +127,7 @@ def test_without_a_compiler_there_is_a_reason(tmp_path):
         "with warnings.catch_warnings(record=True) as caught:\n"
         "    warnings.simplefilter('always')\n"
         "    optimizer.step(); optimizer.step()\n"
-        "print(len([w for w in caught if 'plain torch on cpu' in str(w.message)]), weight[0].item())\n"
+        "print(len([w for w in caught if 'plain torch on the CPU' in str(w.message)]), weight[0].item())\n"
     )
     environment = {"PATH": str(tmp_path), "TORCH_EXTENSIONS_DIR": str(tmp_path), "CXX": "no-compiler"}
     done = subprocess.run(

@@ -5,6 +5,7 @@ import torch
 from lion_pytorch import Lion
 from torch.nn import Parameter
 
+from lightning_memkit.optim import native
 from lightning_memkit.optim.compensation import compensate
 from lightning_memkit.optim.fused import step as front_door
 from lightning_memkit.optim.fused.recipes import take
@@ -158,16 +159,18 @@ def test_autograd_notices_a_fused_step():
 
 
 def test_a_missing_kernel_is_said_once_and_plain_torch_steps(monkeypatch):
-    monkeypatch.setattr(front_door.cpu, "why_unavailable", lambda: "no compiler")
+    monkeypatch.setattr(native, "why_unavailable", lambda: "no compiler")
     front_door._has_kernel.cache_clear()
+    native.available.cache_clear()
     parameters, _ = bf16_twins([torch.ones(4)])
     optimizer = torch.optim.SGD(parameters, lr=0.5)
     compensate(optimizer)
     parameters[0].grad = torch.ones_like(parameters[0])
     try:
-        with pytest.warns(UserWarning, match=r"plain torch on cpu.*no compiler.*ninja"):
+        with pytest.warns(UserWarning, match=r"plain torch on the CPU.*no compiler.*g\+\+"):
             optimizer.step()
         optimizer.step()
     finally:
         front_door._has_kernel.cache_clear()
+        native.available.cache_clear()
     assert torch.equal(parameters[0].detach().float(), torch.zeros(4))

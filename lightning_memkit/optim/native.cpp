@@ -1,8 +1,8 @@
-// The fused steps of reference.py for the CPU: one pass over weights, low halves, gradients and moments.
+// What the CPU does with bfloat16 weights, in one pass over the memory: join and split them, round stochastically,
+// and the whole steps of fused/reference.py.
 //
 // Plain C++ without torch's headers: it builds in seconds, and the loops are written for the compiler's
-// vectoriser. Each block is widened to float32 on the stack, stepped, and narrowed again, so that memory is read
-// and written once. Build without contraction (-ffp-contract=off): a fused multiply-add rounds elsewhere than
+// vectoriser. A step widens each block to float32 on the stack, steps it, and narrows it again. Build without contraction (-ffp-contract=off): a fused multiply-add rounds elsewhere than
 // the reference, and Kahan's rest lives from where it rounds.
 
 #include <cmath>
@@ -273,7 +273,59 @@ StepRun step_of(int rule, int mode) {
   }
 }
 
+template <int mode>
+void widen_all(const uint16_t *high, const uint16_t *low, float *out, int64_t start, int64_t end) {
+  load_weight<mode>(high + start, low == nullptr ? nullptr : low + start, out + start, end - start);
+}
+
+// Calls work(index) for every index below count, in contiguous shares, one a thread.
+template <typename Work>
+void in_threads(int64_t count, int threads, const Work &work) {
+  const int64_t workers = threads < count ? threads : count;
+  const auto share = [&](int64_t worker) {
+    for (int64_t i = count * worker / workers; i < count * (worker + 1) / workers; ++i) work(i);
+  };
+  std::vector<std::thread> others;
+  int64_t started = 1;
+  try {
+    for (; started < workers; ++started) others.emplace_back(share, started);
+  } catch (const std::system_error &) {  // no more threads to be had: this one does the rest
+  }
+  for (int64_t worker = started; worker < workers; ++worker) share(worker);
+  if (workers > 0) share(0);
+  for (std::thread &other : others) other.join();
+}
+
 }  // namespace
+
+// Joins weights and low halves (none, kahan or split) into float32.
+extern "C" void memkit_widen(int mode, const uint16_t *high, const uint16_t *low, float *out, int64_t count,
+                             int threads) {
+  in_threads((count + TILE - 1) / TILE, threads, [&](int64_t run) {
+    const int64_t start = run * TILE, end = start + TILE < count ? start + TILE : count;
+    switch (mode) {
+      case KAHAN: return widen_all<KAHAN>(high, low, out, start, end);
+      case SPLIT: return widen_all<SPLIT>(high, low, out, start, end);
+      default: return widen_all<NONE>(high, low, out, start, end);
+    }
+  });
+}
+
+// Splits float32 into weights and low halves, or rounds it; the noise is that of runs from `first_run` on.
+extern "C" void memkit_narrow(int mode, const float *source, uint16_t *high, uint16_t *low, int64_t count,
+                              const uint16_t *tile, uint64_t stream, int64_t first_run, int threads) {
+  in_threads((count + TILE - 1) / TILE, threads, [&](int64_t run) {
+    const int64_t start = run * TILE, here = start + TILE < count ? TILE : count - start;
+    const Noise noise(tile, stream, first_run + run);
+    uint16_t *rest = low == nullptr ? nullptr : low + start;
+    switch (mode) {
+      case KAHAN: return store_weight<KAHAN>(source + start, high + start, rest, here, noise, 0);
+      case SPLIT: return store_weight<SPLIT>(source + start, high + start, rest, here, noise, 0);
+      case STOCHASTIC: return store_weight<STOCHASTIC>(source + start, high + start, rest, here, noise, 0);
+      default: return store_weight<NONE>(source + start, high + start, rest, here, noise, 0);
+    }
+  });
+}
 
 extern "C" void memkit_step(int rule, int mode, int flags, const float *numbers, const void *operands,
                             int64_t operand_count, const uint16_t *tile, int threads) {
@@ -284,18 +336,5 @@ extern "C" void memkit_step(int rule, int mode, int flags, const float *numbers,
     const Operand &operand = job.operands[index];
     for (int64_t run = 0; run * TILE < operand.count; ++run) pieces.push_back({&operand, run});
   }
-  const int64_t total = static_cast<int64_t>(pieces.size());
-  const int64_t workers = threads < total ? threads : total;
-  const auto work = [&](int64_t worker) {
-    for (int64_t i = total * worker / workers; i < total * (worker + 1) / workers; ++i) step(job, pieces[i]);
-  };
-  std::vector<std::thread> others;
-  int64_t started = 1;
-  try {
-    for (; started < workers; ++started) others.emplace_back(work, started);
-  } catch (const std::system_error &) {  // no more threads to be had: this one does the rest
-  }
-  for (int64_t worker = started; worker < workers; ++worker) work(worker);
-  if (workers > 0) work(0);
-  for (std::thread &other : others) other.join();
+  in_threads(static_cast<int64_t>(pieces.size()), threads, [&](int64_t index) { step(job, pieces[index]); });
 }

@@ -1,0 +1,174 @@
+"""The C++ kernels of the CPU: built in seconds on first use, then kept in torch's folder of extensions.
+
+Every function here has a plain-torch twin that computes the same: `kahan`, `split` and `stochastic_rounding`
+for the single passes, `fused.reference` for whole steps. Without a compiler the twins run, after one warning.
+"""
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import sysconfig
+import time
+import warnings
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+SOURCE = Path(__file__).with_name("native.cpp")
+MODES = {"none": 0, "kahan": 1, "split": 2, "stochastic": 3}
+_STALE_LOCK_SECONDS = 600
+
+# Contraction would round elsewhere than plain torch does; math errors and traps only stop the vectoriser.
+_FLAGS = ("-O3", "-std=c++17", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+_FLAGS_OF_CAPABILITY = {
+    "AVX2": ("-mavx2",),
+    "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"),
+}
+
+
+def widen_(mode: str, high: Tensor, low: Tensor | None, out: Tensor) -> None:
+    """Join flat weights and low halves into float32 ``out``; 8 bytes a value move."""
+    _kernels().memkit_widen(
+        MODES[mode], address(high), address(low), address(out), high.numel(), torch.get_num_threads()
+    )
+
+
+def narrow_(
+    mode: str, source: Tensor, high: Tensor, low: Tensor | None, noise: tuple[Tensor | None, int, int]
+) -> None:
+    """Split flat float32 ``source`` into ``high`` and ``low``, or round it into ``high``; 8 bytes a value move.
+
+    Args:
+        mode: which of the four ways.
+        source: float32.
+        high: bfloat16.
+        low: int16 for split, bfloat16 for kahan.
+        noise: the step's tile as int16, the stream, and its first run of ``TILE`` elements; for stochastic.
+    """
+    tile, stream, run = noise
+    _kernels().memkit_narrow(
+        MODES[mode], address(source), address(high), address(low), source.numel(), address(tile),
+        stream, run, torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def step(
+    kind: tuple[int, str, int], numbers: tuple[float, ...], operands: list[int], count: int, tile: Tensor
+) -> None:
+    """A whole step of ``count`` operands.
+
+    Args:
+        kind: the rule's number, the mode, and the flags of native.cpp.
+        numbers: the rule's scalars, in the order in which native.cpp reads them.
+        operands: the fields of its struct, one operand after the other.
+        count: how many operands.
+        tile: the step's tile of noise as int16.
+    """
+    rule, mode, flags = kind
+    scalars, packed = (ctypes.c_float * len(numbers))(*numbers), (ctypes.c_uint64 * len(operands))(*operands)
+    _kernels().memkit_step(
+        rule, MODES[mode], flags, scalars, packed, count, address(tile), torch.get_num_threads()
+    )
+
+
+def address(tensor: Tensor | None) -> int:
+    """Where a tensor's values begin; 0 for None."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def why_unavailable() -> str | None:
+    """Why there are no kernels here; None where there are, which the first call builds."""
+    loaded = _loaded()
+    return loaded if isinstance(loaded, str) else None
+
+
+@lru_cache(maxsize=1)
+def available() -> bool:
+    """Whether there are kernels; the first call builds them, and warns where it can't."""
+    why = why_unavailable()
+    if why is not None:
+        warnings.warn(
+            "Optimizer steps over bfloat16 weights run in plain torch on the CPU, several times slower than with "
+            f"their kernel, which can't be built: {why}. Install a C++ compiler (g++ or clang) to have it.",
+            stacklevel=2,
+        )
+    return why is None
+
+
+def _kernels() -> ctypes.CDLL:
+    loaded = _loaded()
+    if isinstance(loaded, str):
+        raise RuntimeError(f"The CPU's kernels can't be built: {loaded}")
+    return loaded
+
+
+@lru_cache(maxsize=1)
+def _loaded() -> "ctypes.CDLL | str":
+    """The library, or why there is none."""
+    try:
+        library = ctypes.CDLL(str(_built()))
+    except (ImportError, OSError, RuntimeError) as error:
+        return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    number, wide, pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
+    library.memkit_widen.argtypes = [number, pointer, pointer, pointer, wide, number]
+    library.memkit_narrow.argtypes = [
+        number, pointer, pointer, pointer, wide, pointer, ctypes.c_uint64, wide, number
+    ]  # fmt: skip
+    library.memkit_step.argtypes = [number, number, number, pointer, pointer, wide, pointer, number]
+    for function in (library.memkit_widen, library.memkit_narrow, library.memkit_step):
+        function.restype = None
+    return library
+
+
+def _built() -> Path:
+    """The library's file, built where it isn't there yet.
+
+    Raises:
+        ImportError, OSError, RuntimeError: there is no compiler, no ninja, or it fails.
+    """
+    capability = torch.backends.cpu.get_cpu_capability()
+    flags = (*_FLAGS, *_FLAGS_OF_CAPABILITY.get(capability, ()))
+    digest = hashlib.sha256(SOURCE.read_bytes() + " ".join(flags).encode()).hexdigest()[:16]
+    # The name tells sources and processors apart: a home folder may be shared by machines of several kinds.
+    name = f"memkit_native_{capability.lower()}_{digest}"
+    from torch.utils import cpp_extension
+
+    folder = Path(cpp_extension._get_build_directory(name, verbose=False))
+    lock, library = folder / "lock", folder / f"{name}.so"
+    if library.exists() and not lock.exists():
+        return library
+    _drop_stale_lock(lock)
+    with _with_scripts_on_path(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about compilers that torch hasn't tested its own headers with
+        built = cpp_extension.load(
+            name,
+            str(SOURCE),
+            extra_cflags=list(flags),
+            extra_ldflags=["-pthread"],
+            build_directory=str(folder),
+            with_cuda=False,
+            is_python_module=False,
+        )
+    return Path(str(built))
+
+
+def _drop_stale_lock(lock: Path) -> None:
+    """Remove the lock of a build that was killed: torch would wait for it without end."""
+    with contextlib.suppress(OSError):
+        if time.time() - lock.stat().st_mtime > _STALE_LOCK_SECONDS:
+            lock.unlink()
+
+
+@contextlib.contextmanager
+def _with_scripts_on_path() -> Iterator[None]:
+    """Let a `ninja` that pip installed beside this Python be found, also when its environment isn't active."""
+    before = os.environ.get("PATH", "")
+    os.environ["PATH"] = os.pathsep.join((before, sysconfig.get_path("scripts")))
+    try:
+        yield
+    finally:
+        os.environ["PATH"] = before

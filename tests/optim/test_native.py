@@ -1,0 +1,109 @@
+"""The C++ passes give the bits of their plain-torch twins."""
+
+import os
+
+import pytest
+import torch
+
+from lightning_memkit.optim import native
+from lightning_memkit.optim.kahan import kahan_join_, kahan_split_
+from lightning_memkit.optim.split import join_, split_
+from lightning_memkit.optim.stochastic_rounding import TILE, StochasticRounding
+
+pytestmark = pytest.mark.skipif(
+    native.why_unavailable() is not None, reason=f"no kernels: {native.why_unavailable()}"
+)
+
+JOIN = {"kahan": (kahan_join_, torch.bfloat16), "split": (join_, torch.int16)}
+SPLIT = {"kahan": (kahan_split_, torch.bfloat16), "split": (split_, torch.int16)}
+
+
+def patterns(count: int = 2 * TILE + 77) -> torch.Tensor:
+    """Random bit patterns as float32: every exponent, infinities and NaN among them."""
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, (count,), generator=generator).int()
+    bits[:8] = torch.tensor([0, -(2**31), 0x7F800000, -0x800000, 0x7FC00000, -1, 0x7F7FFFFF, 1]).int()
+    return bits.view(torch.float32)
+
+
+def same(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Equal bit for bit, but for the payload of NaN."""
+    numbers = {2: torch.int16, 4: torch.int32}[first.element_size()]
+    if not first.is_floating_point():
+        return torch.equal(first, second)
+    kept = ~first.isnan()
+    return torch.equal(first.isnan(), second.isnan()) and torch.equal(
+        first.view(numbers)[kept], second.view(numbers)[kept]
+    )
+
+
+@pytest.mark.parametrize("mode", SPLIT)
+def test_splitting(mode):
+    source = patterns()
+    twin, dtype = SPLIT[mode]
+    ours = torch.empty_like(source, dtype=torch.bfloat16), torch.empty_like(source, dtype=dtype)
+    theirs = torch.empty_like(source, dtype=torch.bfloat16), torch.empty_like(source, dtype=dtype)
+    native.narrow_(mode, source, *ours, (None, 0, 0))
+    twin(source, *theirs)
+    assert same(ours[0], theirs[0])
+    assert same(ours[1], theirs[1])
+
+
+@pytest.mark.parametrize("mode", JOIN)
+def test_joining(mode):
+    twin, dtype = JOIN[mode]
+    high = patterns().bfloat16()
+    low = torch.randint(-(2**15), 2**15, high.shape, generator=torch.Generator().manual_seed(1))
+    low = low.to(torch.int16).view(dtype)
+    ours, theirs = torch.empty(high.shape), torch.empty(high.shape)
+    native.widen_(mode, high, low, ours)
+    twin(high, low, theirs)
+    assert same(ours, theirs)
+
+
+@pytest.mark.parametrize("start", [0, 3 * TILE])
+def test_stochastic_rounding(start, monkeypatch):
+    source = patterns()
+    ours, theirs = (torch.empty_like(source, dtype=torch.bfloat16) for _ in range(2))
+    rounding = StochasticRounding(seed=3)
+    rounding.begin_step()
+    rounding.round_(source, ours, (2, "exp_avg_sq", start))
+    monkeypatch.setattr(native, "available", lambda: False)
+    rounding.round_(source, theirs, (2, "exp_avg_sq", start))
+    assert same(ours, theirs)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_threads_change_nothing(threads):
+    source, before = patterns(), torch.get_num_threads()
+    high, low = torch.empty_like(source, dtype=torch.bfloat16), torch.empty_like(source, dtype=torch.int16)
+    back = torch.empty_like(source)
+    torch.set_num_threads(threads)
+    try:
+        native.narrow_("split", source, high, low, (None, 0, 0))
+        native.widen_("split", high, low, back)
+    finally:
+        torch.set_num_threads(before)
+    assert same(back, source)
+
+
+def test_a_round_trip_through_the_engine_moves_autograds_versions():
+    from lightning_memkit.optim.modes import narrow_
+
+    weight = torch.zeros(10, dtype=torch.bfloat16)
+    before = weight._version
+    narrow_("none", torch.ones(10), weight, None, StochasticRounding(), (0, 0))
+    assert weight._version > before
+    assert torch.equal(weight.float(), torch.ones(10))
+
+
+def test_only_an_old_lock_of_a_build_is_removed(tmp_path):
+    """A killed build leaves its lock behind, and torch would wait for it without end."""
+    lock = tmp_path / "lock"
+    lock.touch()
+    native._drop_stale_lock(lock)
+    assert lock.exists()
+    os.utime(lock, (0, 0))
+    native._drop_stale_lock(lock)
+    assert not lock.exists()
+    native._drop_stale_lock(lock)
