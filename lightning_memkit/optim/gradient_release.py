@@ -80,7 +80,7 @@ class Release:
     @property
     def parameters_stepped(self) -> int:
         """How many parameters the step that is under way has stepped; 0 between steps."""
-        return len(self._stepped)
+        return len(self._taken) - len(self._waiting)
 
     def attach(self) -> None:
         """Take in parameters that were added or unfrozen since; every step does so when it ends."""
@@ -150,10 +150,11 @@ class Release:
                 measured[parameter] = get_total_norm([gradient])
                 parameter.grad = None
                 return
-            refuse_second_gradient(parameter, self._stepped)
+            refuse_second_gradient(parameter, self._taken)
             self._open_step()
             if parameter not in self._slots:  # the optimizer holds it no longer
                 return
+            self._taken.add(parameter)
             self._waiting.append(parameter)
             self._waiting_bytes += gradient.numel() * gradient.element_size()
             if self._waiting_bytes >= self._bundle_bytes:
@@ -196,26 +197,26 @@ class Release:
         torch.autograd.graph.increment_version(ready)
         for parameter in ready:
             parameter.grad = None
-        self._stepped.update(ready)
         self._options = options_of(self.optimizer)
         self._waiting, self._waiting_bytes = [], 0
 
     def _finish(self) -> None:
         """Step what else has a gradient, and end the step."""
         step, optimizer = self._open_step(), self.optimizer
-        if self._stepped and options_of(optimizer) != self._options:
+        if self.parameters_stepped and options_of(optimizer) != self._options:
             changed = changed_options(self._options, options_of(optimizer))
             raise RuntimeError(
                 f"Options of {type(optimizer).__name__} changed between backward and step(), after parameters were "
                 f"stepped with the old ones ({changed}); change them before backward, or after step()."
             )
         left = [parameter for parameter in self._slots if parameter.grad is not None]
-        others = len(left) - len(self._waiting)
-        for parameter in left:
-            refuse_second_gradient(parameter, self._stepped)
+        waiting = set(self._waiting)
+        others = [parameter for parameter in left if parameter not in waiting]
+        for parameter in others:
+            refuse_second_gradient(parameter, self._taken)
         if self._clip is not None and others:
             raise RuntimeError(
-                f"{others} parameters got their gradients outside of the backward that was measured, so the norm "
+                f"{len(others)} parameters got their gradients outside of the backward that was measured, so the norm "
                 "to clip by does not count them; clip by value, or don't release gradients."
             )
         if left:
@@ -229,7 +230,7 @@ class Release:
     def _forget_step(self) -> None:
         self._open: OpenStep | None = None
         self._slots: dict[Parameter, Slot] = {}
-        self._stepped: set[Parameter] = set()
+        self._taken: set[Parameter] = set()  # stepped, or waiting to be
         self._waiting: list[Parameter] = []
         self._waiting_bytes = 0
         self._norms: dict[Parameter, Tensor] = {}
@@ -253,9 +254,8 @@ class Release:
     def _make_step(self, optimizer: Optimizer) -> _WeakMethod:
         # torch's own wrapper around ours: profiler label, and the user's step hooks once a step.
         step = _WeakMethod(Optimizer.profile_hook_step(_step_of(self, type(optimizer))), optimizer)
-        step.__dict__[_MARK] = (
-            self  # not the other way round: a cycle would keep the weights until it is collected
-        )
+        # Not the other way round: a cycle would keep the weights until it is collected.
+        step.__dict__[_MARK] = self
         if hasattr(self._previous_step, "_wrapped_by_lr_sched"):
             step.__dict__["_wrapped_by_lr_sched"] = True  # what a scheduler that was made before looks for
         return step

@@ -164,19 +164,19 @@ def test_clipping_by_value_and_the_recorded_norm():
 
 
 class Watching(torch.optim.SGD):
-    """Counts the gradients of a model that are alive whenever it steps, and how often it steps."""
+    """Counts the gradients of a model that are alive whenever it steps."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__(net.parameters(), lr=0.1)
-        self.net, self.alive, self.calls = net, [], 0
+        self.net, self.alive = net, []
 
     def step(self, closure: Any = None) -> Any:
         self.alive.append(sum(p.grad is not None for p in self.net.parameters()))
         return super().step(closure)
 
 
-@pytest.mark.parametrize(("bundle_bytes", "most"), [(0, 1), (4 * 150, 2)])
-def test_no_more_gradients_are_alive_than_the_bundle_holds(bundle_bytes, most):
+@pytest.mark.parametrize(("bundle_bytes", "most", "bundles"), [(0, 1, 9), (600, 2, 5)])
+def test_no_more_gradients_are_alive_than_the_bundle_holds(bundle_bytes, most, bundles):
     """A bias is 48 bytes, a weight 576, the shared table 960: a bundle of 600 bytes is a bias and a weight."""
     net = Net()
     optimizer = Watching(net)
@@ -190,6 +190,7 @@ def test_no_more_gradients_are_alive_than_the_bundle_holds(bundle_bytes, most):
         net(tokens_of(step)).backward()
         optimizer.step()
     assert max(optimizer.alive) == most
+    assert len(optimizer.alive) == 3 * bundles
     assert len(seen) == 3 * 9
     assert max(seen) < most
     assert not any(p.grad is not None for p in net.parameters())
@@ -256,6 +257,18 @@ def test_group_scalars_and_step_hooks_count_steps_not_parameters():
     assert fired == ["pre", "post"] * 4
 
 
+def test_a_scheduler_may_be_made_before_the_release():
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    release_gradients(optimizer)
+    for step in range(2):
+        net(tokens_of(step)).backward()
+        optimizer.step()
+        scheduler.step()
+    assert scheduler.get_last_lr() == [0.025]
+
+
 def test_a_step_takes_a_closure():
     net, calls = Net(), []
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -307,7 +320,7 @@ def test_gradients_given_otherwise_are_stepped_at_the_end():
     net = Net()
     twin = copy.deepcopy(net)
     ours, theirs = (torch.optim.AdamW(each.parameters(), lr=0.1) for each in (net, twin))
-    release = release_gradients(ours)
+    release = release_gradients(ours, bundle_bytes=0)
     release.mode = "keep"
     for each, optimizer in ((net, ours), (twin, theirs)):
         each(tokens_of(0)).backward()
@@ -326,6 +339,26 @@ def test_options_that_change_after_backward_are_refused():
     optimizer.param_groups[0]["lr"] = 0.2
     with pytest.raises(RuntimeError, match=r"\(lr: 0.1 became 0.2\); change them before backward"):
         optimizer.step()
+
+
+def test_gradients_do_not_accumulate_in_a_bundle_either():
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    release = release_gradients(optimizer, bundle_bytes=1 << 20)
+    net(tokens_of(0)).backward()
+    assert release.parameters_stepped == 0
+    with pytest.raises(RuntimeError, match="second gradient in one step"):
+        net(tokens_of(1)).backward()
+
+
+def test_flush_steps_what_a_bundle_holds():
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    release = release_gradients(optimizer, bundle_bytes=1 << 20)
+    net(tokens_of(0)).backward()
+    release.flush()
+    assert release.parameters_stepped == 9
+    assert all(parameter.grad is None for parameter in net.parameters())
 
 
 def test_a_second_backward_is_refused_until_a_checkpoint_is_loaded():
@@ -417,12 +450,15 @@ def test_undo_gives_the_step_back(compensated, scheduler_first):
         for optimizer in optimizers:
             compensate(optimizer)
     schedulers = [torch.optim.lr_scheduler.ConstantLR(each) for each in optimizers if scheduler_first]
-    release = release_gradients(optimizers[0])
+    hooks = [len(each._optimizer_load_state_dict_pre_hooks) for each in optimizers]
+    release = release_gradients(optimizers[0], bundle_bytes=0)
+    release.clip_value = 1e-6
     schedulers += [torch.optim.lr_scheduler.ConstantLR(each) for each in optimizers if not scheduler_first]
     assert release_of(optimizers[0]) is release
     release.undo()
     release.undo()
     assert release_of(optimizers[0]) is None
+    assert [len(each._optimizer_load_state_dict_pre_hooks) for each in optimizers] == hooks
     for each, optimizer in zip((net, twin), optimizers, strict=True):
         for step in range(2):
             each(tokens_of(step)).backward()
