@@ -16,7 +16,7 @@ from lightning_memkit.errors import MissingPackageError
 _SHORT = re.compile(
     r"(Paged)?(Adam|AdamW|AdEMAMix|Lion|SGD|RMSprop|Adagrad|LAMB|LARS)(8|32)bit|Paged(Adam|AdamW|AdEMAMix|Lion)"
 )
-_OPTION = re.compile(r"--(?:\w+\.)*(\w+)(?:\.class_path)?(?:=(.*))?", re.DOTALL)
+_OPTION = re.compile(r"--([\w.]+)(?:=(.*))?", re.DOTALL)
 _CONFIG_FILES = (".yaml", ".yml", ".json")
 
 
@@ -38,12 +38,12 @@ def classes_named_in(arguments: Any) -> tuple[type, ...]:
     if name is None:
         return ()
     try:
-        module = import_module("bitsandbytes.optim.optimizer")
+        import_module("bitsandbytes")
     except ModuleNotFoundError as error:
         if error.name != "bitsandbytes":
             raise
         raise MissingPackageError("bitsandbytes", f"The optimizer {name}", "bnb") from error
-    return (module.Optimizer8bit,)
+    return (import_module("bitsandbytes.optim.optimizer").Optimizer8bit,)
 
 
 def _in_words(words: Sequence[str]) -> Iterator[str]:
