@@ -30,6 +30,16 @@ QUICK_SHAPES = [(1024, 2048)] * 4 + [(2048,)] * 4  # 8.4 million
 PAIRS_OF_LONG_STEPS = 15
 MOVED_BYTES = 18  # weights, compensation and two bfloat16 moments read and written, the gradient read
 
+FIGURES = {
+    "memkit kahan, compact": "kahan",
+    "memkit split, compact": "split",
+    "memkit split, exact": "split_exact",
+    "memkit split over bitsandbytes AdamW 8-bit": "8bit",
+    "memkit split, compact, over Adafactor": "adafactor",
+    "torch Adafactor, fp32": "adafactor_torch",
+    "optimi AdamW, Kahan": "optimi",
+}
+
 Build = Callable[[list[Parameter]], Any]
 
 
@@ -50,12 +60,11 @@ def run(options: Options) -> Report:
             optimizer = build(parameters)
             ratio = paired_ratio(optimizer.step, base.step, pairs=_pairs(optimizer), seed=options.seed)
             rows.append(ratio.row(label) | _bytes(optimizer))
-            key = {"memkit kahan, compact": "kahan", "memkit split, compact": "split"}.get(label)
-            if key is not None:
+            if label in FIGURES:
                 figures |= {
-                    f"cpu_ratio_{key}": ratio.median,
-                    f"cpu_ratio_{key}_high": ratio.high,
-                    f"bytes_per_param_{key}": _bytes_per_parameter(optimizer),
+                    f"cpu_ratio_{FIGURES[label]}": ratio.median,
+                    f"cpu_ratio_{FIGURES[label]}_high": ratio.high,
+                    f"bytes_per_param_{FIGURES[label]}": _bytes_per_parameter(optimizer),
                 }
     figures["parameters"] = _count(shapes)
     return Report("optimizer_step", figures, rows, void=self_ratio_is_void(same), notes=tuple(notes))
@@ -96,8 +105,12 @@ def _candidates(notes: list[str]) -> Iterator[tuple[str, torch.dtype, Build]]:
     low = torch.bfloat16
     for mode, states in (("kahan", "compact"), ("split", "compact"), ("split", "exact")):
         yield f"memkit {mode}, {states}", low, _memkit(mode, states)
+    yield "memkit split, compact, over Adafactor", low, lambda p: _split(torch.optim.Adafactor(p))
+    yield "torch Adafactor, fp32", torch.float32, torch.optim.Adafactor
     yield "torch AdamW fused, bf16", low, lambda p: torch.optim.AdamW(p, lr=LEARNING_RATE, fused=True)
     for label, build in (
+        ("DeepSpeedCPUAdam, fp32", _deepspeed),
+        ("memkit split over bitsandbytes AdamW 8-bit", lambda p: _split(_bitsandbytes(p, 8))),
         ("optimi AdamW, Kahan", _optimi),
         ("torchao AdamW, stochastic rounding", _torchao),
         ("bitsandbytes AdamW 32-bit", lambda p: _bitsandbytes(p, 32)),
@@ -105,10 +118,10 @@ def _candidates(notes: list[str]) -> Iterator[tuple[str, torch.dtype, Build]]:
     ):
         try:
             build([Parameter(torch.zeros(64, 64, dtype=low))])
-        except ImportError as error:
+        except (ImportError, RuntimeError, OSError) as error:  # not installed, or it doesn't build here
             notes.append(f"{label} is left out: {error}")
         else:
-            yield label, low, build
+            yield label, torch.float32 if label.endswith("fp32") else low, build
 
 
 def _memkit(mode: Any, states: Any) -> Build:
@@ -124,6 +137,17 @@ def _fused_fp32(parameters: list[Parameter]) -> Optimizer:
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
     optimizer.step()
     return optimizer
+
+
+def _split(optimizer: Optimizer) -> Optimizer:
+    compensate(optimizer, mode="split")
+    return optimizer
+
+
+def _deepspeed(parameters: list[Parameter]) -> Any:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    return DeepSpeedCPUAdam(parameters, lr=LEARNING_RATE)
 
 
 def _optimi(parameters: list[Parameter]) -> Any:

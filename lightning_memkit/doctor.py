@@ -15,6 +15,7 @@ import torch
 from lightning_memkit import attention
 from lightning_memkit.memory.measure import capacity
 from lightning_memkit.memory.units import format_bytes
+from lightning_memkit.optim import native
 
 PACKAGES = (
     "torch",
@@ -204,6 +205,24 @@ def _compiler() -> str | None:
     )
 
 
+def _step_choice(kind: str) -> Choice:
+    """How AdamW, SGD and Lion step bfloat16 weights."""
+    purpose = "compensated optimizer step"
+    if kind == "cpu":
+        why = native.why_unavailable()
+        if why is None:
+            return Choice(
+                purpose=purpose, choice="C++ kernel", reason="AdamW, SGD, Lion; others in plain torch"
+            )
+        return Choice(purpose=purpose, choice="plain torch", reason=f"several times slower: {why}")
+    if kind == "cuda" and find_spec("triton") is not None:
+        return Choice(
+            purpose=purpose, choice="Triton kernel", reason="AdamW, SGD, Lion; others in plain torch"
+        )
+    reason = "triton is not installed" if kind == "cuda" else f"there is no kernel for {kind}"
+    return Choice(purpose=purpose, choice="plain torch", reason=reason)
+
+
 def _version(package: str) -> str | None:
     try:
         return version(package)
@@ -233,11 +252,7 @@ def _choices(device: Device) -> list[Choice]:
             choice="yes" if cuda else "no",
             reason="copies overlap with computation" if cuda else "there is no copy to a CUDA device",
         ),
-        Choice(
-            purpose="compensated optimizer step",
-            choice="plain torch operations",
-            reason="whole tensors" if where.type != "cpu" else "in pieces that fit the processor's cache",
-        ),
+        _step_choice(where.type),
         Choice(
             purpose="models named in a config",
             choice=f"built on {device.device}",
