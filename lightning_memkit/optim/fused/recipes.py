@@ -7,6 +7,7 @@ optimizer itself, on shadows.
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -73,11 +74,8 @@ def _operand(rule: Rule, mode: Mode, slot: Slot, state: State) -> Operand | None
         or not all(_fits(state.get(name), dtype, parameter) for name, dtype in wanted.items())
     ):
         return None
-    made = {
-        name: torch.zeros_like(parameter, dtype=dtype)
-        for name, dtype in wanted.items()
-        if state.get(name) is None
-    }
+    missing = [name for name in wanted if state.get(name) is None]
+    made = {name: torch.zeros_like(parameter, dtype=wanted[name]) for name in missing}
     tensors = [local_part(made[name] if name in made else state[name]) for name in wanted]
     views = flat_views(local_part(parameter), local_part(gradient), *tensors)
     if views is None:
@@ -85,7 +83,11 @@ def _operand(rule: Rule, mode: Mode, slot: Slot, state: State) -> Operand | None
     state.update(made)
     if isinstance(rule, AdamW):
         # The count stays on the host: reading it from a device would wait for the device, once a parameter.
-        state[_COUNT] = torch.tensor(float(rule.step), dtype=torch.float32)
+        count = state.get(_COUNT)
+        if isinstance(count, Tensor) and count.device.type == "cpu":
+            count.fill_(rule.step)
+        else:
+            state[_COUNT] = torch.tensor(float(rule.step))
     flat = dict(zip(wanted, views[2:], strict=True))
     return Operand(
         index=slot.index,
@@ -97,7 +99,9 @@ def _operand(rule: Rule, mode: Mode, slot: Slot, state: State) -> Operand | None
     )
 
 
+@lru_cache(maxsize=16)
 def _wanted_states(rule: Rule, mode: Mode) -> dict[str, torch.dtype]:
+    """The tensors that a step keeps, and their dtypes."""
     wanted: dict[str, torch.dtype] = {}
     if not (isinstance(rule, SGD) and rule.momentum == 0):
         wanted[rule.first_name] = torch.bfloat16
