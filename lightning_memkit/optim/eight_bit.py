@@ -1,10 +1,9 @@
 """bitsandbytes' optimizers: embeddings keep 32-bit states, overrides and resume work over bfloat16 weights.
 
-8-bit states share one scale among 256 values. In an embedding a block holds rows that are used all the time
-beside rows that are hardly ever used, whose second moment then rounds to nothing while the first does not.
+A compensated step shows the optimizer float32 shadows in the places of its parameters. bitsandbytes knows
+parameters by their id, so what holds for each is looked up by its place.
 """
 
-import re
 import sys
 import warnings
 from collections.abc import Mapping
@@ -17,18 +16,16 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_memkit.errors import NoEffectWarning
+from lightning_memkit.optim.at_risk import at_risk
 from lightning_memkit.optim.compensation import compensation_of
 from lightning_memkit.optim.pieces import Slot, slots
 
 BLOCK_VALUES = 256  # that share a scale in bitsandbytes' states
 PAGING_DEVICES = ("cuda", "xpu")
+PAGED_VALUES = 100_000  # from which on bitsandbytes pages a state
 _MARK = "_memkit_bitsandbytes"
 _WRAPPED_STATE = (
     "__bnb_optimizer_quant_state__"  # where bitsandbytes' state dicts put what FSDP must not gather
-)
-_EMBEDDING_NAME = re.compile(
-    r"(?:^|_)(?:wte|wpe|emb|embs|embeds?|embeddings?|tokens?|tables?|codebooks?|pos(?:itional)?_enc(?:odings?)?)(?:_|$)",
-    re.IGNORECASE,
 )
 
 
@@ -36,26 +33,6 @@ def is_bitsandbytes(optimizer: Optimizer) -> bool:
     """Whether an optimizer is one of bitsandbytes' own; never imports it."""
     module = sys.modules.get("bitsandbytes.optim.optimizer")
     return module is not None and isinstance(optimizer, module.Optimizer8bit)
-
-
-def at_risk(module: nn.Module) -> dict[Parameter, str]:
-    """The parameters whose 8-bit states can go wrong, with their names.
-
-    These are the weights of `nn.Embedding`, `nn.EmbeddingBag` and of every class called an embedding, what is
-    tied to them, and parameters outside torch's own layers that are named as one: ``wte``, ``pos_emb``,
-    ``cls_token``, ``relative_position_bias_table``, ``codebook``.
-    """
-    found: dict[Parameter, str] = {}
-    for path, owner in module.named_modules():
-        embeds = (
-            isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) or "embedding" in type(owner).__name__.lower()
-        )
-        is_named = not _is_torchs_layer(owner) and _EMBEDDING_NAME.search(path.rpartition(".")[2]) is not None
-        for name, parameter in owner._parameters.items():
-            by_name = not _is_torchs_layer(owner) and _EMBEDDING_NAME.search(name) is not None
-            if parameter is not None and parameter not in found and (embeds or is_named or by_name):
-                found[parameter] = f"{path}.{name}" if path else name
-    return found
 
 
 class BitsandbytesAdapter:
@@ -66,6 +43,7 @@ class BitsandbytesAdapter:
         self._optimizer = ref(optimizer)
         self._kept: dict[Parameter, str] = {}
         self._overrides: dict[tuple[int, int], dict[str, Any]] = {}
+        self._loaded = False
         self._was_paged: bool = getattr(optimizer, "is_paged", False)
         if self._was_paged and not any(_is_there(device) for device in PAGING_DEVICES):
             _leave_paging(optimizer)
@@ -135,6 +113,7 @@ class BitsandbytesAdapter:
         else:
             states = {key: _unwrapped(state) for key, state in state_dict["state"].items()}
             Optimizer.load_state_dict(optimizer, {**state_dict, "state": states})
+        self._loaded = True
         self._refresh(optimizer)  # the groups are those of the checkpoint now
         for slot in slots(optimizer):
             if self._bits(optimizer, slot) == 32 and slot.parameter in optimizer.state:
@@ -216,6 +195,25 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     on = {slot.parameter.device.type for slot in slots(optimizer)}
     if optimizer.is_paged and not on & set(PAGING_DEVICES):  # pyright: ignore[reportAttributeAccessIssue]
         _leave_paging(optimizer)
+    elif optimizer.is_paged and adapter._loaded:  # pyright: ignore[reportAttributeAccessIssue]
+        _page_again(optimizer)
+    adapter._loaded = False
+
+
+def _page_again(optimizer: Any) -> None:
+    """Loading put paged states on the device; give them pages again. Not yet verified on a GPU."""
+    from bitsandbytes import functional
+
+    for slot in slots(optimizer):
+        state = optimizer.state.get(slot.parameter, {})
+        for name in ("state1", "state2"):
+            loaded = state.get(name)
+            if loaded is None or loaded.dtype == torch.bfloat16 or slot.parameter.numel() < PAGED_VALUES:
+                continue  # what compensation keeps in bfloat16 lives on the device
+            if slot.parameter.device.type in PAGING_DEVICES and not getattr(loaded, "is_paged", False):
+                paged = functional.get_paged(*loaded.shape, dtype=loaded.dtype, device=slot.parameter.device)
+                state[name] = paged.copy_(loaded)
+                optimizer.page_mng.paged_tensors.append(paged)
 
 
 def _leave_paging(optimizer: Any) -> None:
@@ -259,11 +257,6 @@ def _refuse_sharded(optimizer: Optimizer) -> None:
             f"{name} steps whole tensors, and these parameters are sharded (DTensor): bitsandbytes has no step for "
             "those. Use torch.optim.AdamW with PureBF16Precision (10 bytes a parameter), or DDP instead of FSDP2."
         )
-
-
-def _is_torchs_layer(module: nn.Module) -> bool:
-    containers = (nn.Module, nn.ParameterList, nn.ParameterDict)
-    return type(module).__module__.startswith("torch.nn.") and type(module) not in containers
 
 
 def _is_there(device: str) -> bool:

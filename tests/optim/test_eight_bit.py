@@ -1,6 +1,7 @@
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 """bitsandbytes' optimizers under memkit: what keeps 32 bits, overrides, paging, resume, bytes."""
 
+import copy
 import gc
 import io
 import warnings
@@ -16,12 +17,12 @@ from torch import nn
 from torch.nn import Parameter
 
 from lightning_memkit.errors import NoEffectWarning
+from lightning_memkit.optim import eight_bit
 from lightning_memkit.optim.bytes_per_parameter import bytes_per_parameter
 from lightning_memkit.optim.compensation import compensate
 from lightning_memkit.optim.eight_bit import (
     adapt_bitsandbytes,
     adapter_of,
-    at_risk,
     dequantize_,
     is_bitsandbytes,
 )
@@ -113,43 +114,6 @@ def test_without_memkit_the_embedding_has_8_bits():
     model, optimizer = build(adapt=False)
     run(model, optimizer, range(1))
     assert bits(optimizer, model.wte.weight) == 8
-
-
-class Odd(nn.Module):
-    """What is at risk by its class, its name or its place, beside what is not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bag = nn.EmbeddingBag(8, 4)
-        self.vocabulary = type("VocabParallelEmbedding", (Plain,), {})()
-        self.wpe = Plain()
-        self.cls_token = Parameter(torch.zeros(1, 4))
-        self.relative_position_bias_table = Parameter(torch.zeros(9, 2))
-        self.codebook = Parameter(torch.zeros(9, 2))
-        self.lora_embedding_A = nn.ParameterDict({"default": torch.zeros(2, 4)})
-        self.stem_embed = nn.Sequential(nn.Linear(4, 4))
-        self.embed = nn.Conv1d(4, 4, 1)
-        self.remember = Parameter(torch.zeros(3))
-        self.temperature = Parameter(torch.zeros(3))
-        self.inner = Plain()
-
-
-class Plain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = Parameter(torch.zeros(8, 4))
-
-
-def test_what_is_at_risk():
-    assert set(at_risk(Odd()).values()) == {
-        "bag.weight",
-        "vocabulary.weight",
-        "wpe.weight",
-        "cls_token",
-        "relative_position_bias_table",
-        "codebook",
-        "lora_embedding_A.default",
-    }
 
 
 def test_float32_exceptions_beside_bfloat16_weights_keep_32_bits():
@@ -309,6 +273,36 @@ def test_paging_falls_back_at_the_first_step_where_cuda_is_there_and_unused(monk
     with pytest.warns(NoEffectWarning, match="nothing is paged"):
         run(model, optimizer, range(1))
     run(model, optimizer, range(1))
+
+
+def test_loaded_states_are_paged_again(monkeypatch):
+    """On a stand-in for managed memory: what a GPU would do is bitsandbytes' own."""
+
+    def get_paged(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        paged = torch.empty(shape, dtype=dtype)
+        paged.is_paged = True
+        return paged
+
+    monkeypatch.setattr(functional, "get_paged", get_paged)
+    monkeypatch.setattr(eight_bit, "PAGING_DEVICES", ("cpu",))
+    model = nn.Sequential(nn.Linear(400, 300), nn.Linear(64, 64)).to(BF16)
+    stock = bnb.optim.AdamW8bit(model.parameters())
+    run(model, stock, range(1))
+    saved = copy.deepcopy(stock.state_dict())
+    paged = bnb.optim.PagedAdamW8bit(model.parameters())
+    adapt_bitsandbytes(paged, model)
+    compensate(paged)
+    paged.load_state_dict(saved)
+    eight_bit._before_step(paged, (), {})
+    for name in ("state1", "state2"):
+        assert paged.state[model[0].weight][name].is_paged
+        assert torch.equal(paged.state[model[0].weight][name], stock.state[model[0].weight][name])
+        assert not hasattr(paged.state[model[1].weight][name], "is_paged")
+    pages = paged.page_mng.paged_tensors
+    assert [id(page) for page in pages[-2:]] == [
+        id(paged.state[model[0].weight][f"state{n}"]) for n in (1, 2)
+    ]
+    del pages[-2:]
 
 
 def through_a_file(state: dict) -> dict:
