@@ -7,11 +7,13 @@ from the cast and put them back as they were saved. What is saved are plain tens
 """
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_memkit.optim.pieces import slots
 from lightning_memkit.optim.shadow import LOW_STATES
 from lightning_memkit.optim.stochastic_rounding import StochasticRounding
 
@@ -27,6 +29,10 @@ class _Hidden:
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
+    def __float__(self) -> float:
+        """For optimizers that make tensors of their numbers while they load: NAdam and ASGD."""
+        return float(self.tensor)
+
 
 def install_checkpoint_hooks(optimizer: Optimizer, rounding: StochasticRounding) -> Undo:
     """Make the optimizer's own `state_dict` and `load_state_dict` exact; returns the undo."""
@@ -39,18 +45,31 @@ def install_checkpoint_hooks(optimizer: Optimizer, rounding: StochasticRounding)
         saved = state_dict.get(STATE_KEY)
         if saved is not None:
             rounding.load_state_dict(saved["rounding"])
-        for key, value in optimizer.state.items():
+        # A checkpoint of float32 training has no low halves; those captured when its weights were cast stay.
+        low_halves.clear()
+        for key, state in optimizer.state.items():
             if isinstance(key, Tensor):
-                low_halves[key] = {name: value[name] for name in LOW_STATES if name in value}
-        return {**state_dict, "state": {key: _hide(value) for key, value in state_dict["state"].items()}}
+                low_halves[key] = {name: state[name] for name in LOW_STATES if name in state}
+        saved_keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        owners = dict(zip(saved_keys, (slot.parameter for slot in slots(optimizer)), strict=False))
+        states = {}
+        for key, state in state_dict["state"].items():
+            if key in owners:
+                low = {name: value for name, value in state.items() if name in LOW_STATES}
+                state = {name: value for name, value in state.items() if name not in LOW_STATES}
+                if low:
+                    low_halves[owners[key]] = _reveal(_hide(low), owners[key])
+                if not state:  # optimizers look for "step" in any state there is
+                    continue
+            states[key] = _hide(state)
+        return {**state_dict, "state": states}
 
     def reveal(optimizer: Optimizer) -> None:
         for key, value in optimizer.state.items():
             optimizer.state[key] = _reveal(value, key if isinstance(key, Tensor) else None)
-        # A checkpoint of float32 training has no low halves; those captured when its weights were cast stay.
-        for parameter, kept in low_halves.items():
-            if not any(name in optimizer.state.get(parameter, ()) for name in LOW_STATES) and kept:
-                optimizer.state[parameter].update(kept)
+        for parameter, low in low_halves.items():
+            if low:
+                optimizer.state[parameter].update(low)
         low_halves.clear()
 
     handles = (

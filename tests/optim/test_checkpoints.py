@@ -2,12 +2,15 @@
 
 import copy
 import io
+from collections.abc import Callable
+from importlib import import_module
 
 import pytest
 import torch
 from torch.nn import Parameter
 
 from lightning_memkit.optim.compensation import compensate
+from lightning_memkit.optim.eight_bit import adapt_bitsandbytes
 from tests.optim.helpers import (
     OPTIMIZERS,
     all_tensors,
@@ -20,15 +23,49 @@ from tests.optim.helpers import (
 
 MODES = ("kahan", "split", "stochastic", "none")
 STATES = ("compact", "exact")
-NAMES = ("AdamW-foreach", "AdamW-fused", "AdamW-amsgrad", "SGD", "Adagrad", "RMSprop", "Adafactor", "Muon")
+PACKAGES = {
+    "bitsandbytes.optim.AdamW8bit": {"lr": 1e-3, "min_8bit_size": 64},
+    "bitsandbytes.optim.AdamW": {"lr": 1e-3},
+    "lion_pytorch.Lion": {"lr": 1e-3},
+    "schedulefree.AdamWScheduleFree": {"lr": 1e-3, "warmup_steps": 5},
+    "schedulefree.SGDScheduleFree": {"lr": 1e-3},
+    "optimi.StableAdamW": {"lr": 1e-3, "triton": False, "foreach": False},
+}
+NAMES = (*OPTIMIZERS, *PACKAGES)
+FAST_NAMES = (
+    "AdamW-foreach",
+    "SGD",
+    "Adafactor",
+    "Muon",
+    "bitsandbytes.optim.AdamW8bit",
+    "lion_pytorch.Lion",
+)
+
+
+def builder(name: str) -> Callable:
+    if name in OPTIMIZERS:
+        return OPTIMIZERS[name]
+    package, _, class_name = name.rpartition(".")
+    pytest.importorskip(package.partition(".")[0])
+    stock = getattr(import_module(package), class_name)
+
+    def build(groups):
+        optimizer = stock(groups, **PACKAGES[name])
+        if hasattr(optimizer, "train"):  # ScheduleFree refuses a step otherwise
+            optimizer.train()
+        return optimizer
+
+    return build
 
 
 def build(name: str, mode: str, states: str, seed: int):
     torch.manual_seed(seed)
     parameters, low_halves = bf16_twins([torch.randn(shape) for shape in shapes_for(name)])
     exception = Parameter(torch.randn(6, 5))  # float32 beside the others
-    optimizer = OPTIMIZERS[name](two_groups([*parameters, exception]))
+    optimizer = builder(name)(two_groups([*parameters, exception]))
     compensate(optimizer, mode=mode, states=states, low_halves=low_halves, seed=7)  # pyright: ignore
+    if name.startswith("bitsandbytes"):
+        adapt_bitsandbytes(optimizer)
     return [*parameters, exception], optimizer
 
 
@@ -45,9 +82,17 @@ def through_a_file(state_dict: dict) -> dict:
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.parametrize("states", STATES)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", NAMES)
+def matrix() -> list:
+    """Every optimizer in every mode; a part of them in every run."""
+    every = [(name, mode, states) for name in NAMES for mode in MODES for states in STATES]
+    fast = {(name, MODES[i % 4], STATES[i // 2 % 2]) for i, name in enumerate(NAMES)}
+    slow = pytest.mark.slow
+    return [
+        pytest.param(*case, marks=() if case in fast or case[0] in FAST_NAMES else slow) for case in every
+    ]
+
+
+@pytest.mark.parametrize(("name", "mode", "states"), matrix())
 def test_resume_is_bitwise(name, mode, states):
     parameters, optimizer = build(name, mode, states, seed=0)
     run(parameters, optimizer, range(3))
@@ -120,3 +165,38 @@ def test_states_of_plain_float32_training_are_taken_over():
     plain.step()
     optimizer.step()
     assert torch.equal(next(iter(handle.float32_weights()))[1], masters[0].detach())
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_weight_that_was_never_stepped_keeps_its_low_half(name, steps):
+    """Frozen layers: optimizers of torch look for "step" in every state that they load."""
+    parameters, optimizer = build(name, "split", "compact", seed=0)
+    frozen = parameters[1]
+    for step in range(steps):
+        set_gradients(parameters, seed=step)
+        frozen.grad = None
+        optimizer.step()
+    low = optimizer.state[frozen]["low_half"].clone()
+    others, resumed = build(name, "split", "compact", seed=1)
+    resumed.load_state_dict(through_a_file(optimizer.state_dict()))
+    assert torch.equal(resumed.state[others[1]]["low_half"], low)
+    assert low.any()
+    for other, parameter in zip(others, parameters, strict=True):
+        other.data.copy_(parameter.data)
+    run(parameters, optimizer, range(steps, steps + 2))
+    run(others, resumed, range(steps, steps + 2))
+    assert_same_bits(all_tensors(optimizer), all_tensors(resumed))
+
+
+def test_a_failed_load_leaves_no_low_halves_behind():
+    parameters, optimizer = build("SGD", "split", "exact", seed=0)
+    run(parameters, optimizer, range(2))
+    kept = all_tensors(optimizer)
+    broken = optimizer.state_dict()
+    broken["param_groups"] = broken["param_groups"][:1]
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        optimizer.load_state_dict(broken)
+    assert_same_bits(kept, all_tensors(optimizer))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert_same_bits(kept, all_tensors(optimizer))
