@@ -76,9 +76,8 @@ class GradientRelease(Callback):
                 "a step inside backward must know whose it is. Give one optimizer several groups."
             )
         self._release = release_gradients(trainer.optimizers[0], bundle_bytes=self.bundle_bytes)
-        self._release.mode = (
-            "keep"  # gradients made elsewhere (in training_step, in trials) are not for the step
-        )
+        self._release.mode = "keep"  # gradients made in training_step or in trials are not the step's
+        self._undo_clipping = _without_lightnings_clipping(trainer)
         self._release.records_norm = self.clipping == "previous"
 
     def on_train_batch_start(
