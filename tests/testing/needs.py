@@ -1,0 +1,7 @@
+"""Marks of tests that need what a machine may lack."""
+
+import pytest
+
+from lightning_memkit.testing import compiler
+
+NEEDS_COMPILER = pytest.mark.skipif(compiler() is None, reason="the device 'fake' needs a C++ compiler")
