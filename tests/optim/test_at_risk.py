@@ -12,7 +12,8 @@ class Odd(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.bag = nn.EmbeddingBag(8, 4)
+        self.bag = type("Bag", (nn.EmbeddingBag,), {})(8, 4)
+        self.words = type("Words", (nn.Embedding,), {})(8, 4)
         self.vocabulary = type("VocabParallelEmbedding", (Plain,), {})()
         self.wpe = Plain()
         self.cls_token = Parameter(torch.zeros(1, 4))
@@ -37,6 +38,7 @@ class Plain(nn.Module):
 def test_what_is_at_risk():
     assert set(at_risk(Odd()).values()) == {
         "bag.weight",
+        "words.weight",
         "vocabulary.weight",
         "wpe.weight",
         "cls_token",
