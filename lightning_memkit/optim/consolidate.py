@@ -248,14 +248,15 @@ def _names_of(key: int | str, optimizer: int, saved: Mapping[str, Any], names: N
             "PureBF16Precision, or by an earlier version. Resume it with ckpt_path= and save it once more; "
             "outside Lightning, pass the names that parameter_names(module, optimizers) gives."
         )
-    count = sum(len(group["params"]) for group in saved["param_groups"])
-    if optimizer >= len(names) or len(names[optimizer]) != count:
-        found = len(names[optimizer]) if optimizer < len(names) else 0
+    # Usually these keys count up; torch's utilities for sharded training number the module's parameters.
+    keys = [parameter for group in saved["param_groups"] for parameter in group["params"]]
+    found = len(names[optimizer]) if optimizer < len(names) else 0
+    if found != len(keys):
         raise ValueError(
-            f"Optimizer {optimizer} has {count} parameters and {found} names: state dicts and names are from "
+            f"Optimizer {optimizer} has {len(keys)} parameters and {found} names: state dicts and names are from "
             "different moments; take both when saving."
         )
-    return names[optimizer][key]
+    return names[optimizer][keys.index(key)]
 
 
 def _plain_state_dict(saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -216,6 +216,20 @@ def test_state_dicts_that_go_by_names_need_none():
     assert torch.equal(weights["middle.weight"], truth.middle.weight.detach())
 
 
+def test_state_dicts_may_number_parameters_in_another_way():
+    """As FSDP's rekeying does: by the module's order, not by the groups'."""
+    truth, _, model, optimizers = trained_pair()
+    names = parameter_names(model, optimizers)
+    saved = [optimizer.state_dict() for optimizer in optimizers]
+    for state_dict in saved:
+        state_dict["state"] = {99 - key: state for key, state in state_dict["state"].items()}
+        for group in state_dict["param_groups"]:
+            group["params"] = [99 - key for key in group["params"]]
+    weights, _ = consolidate_state_dicts(model.state_dict(), saved, names)
+    for name, parameter in truth.named_parameters():
+        assert torch.equal(weights[name], parameter), name
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # of torch.compile
 def test_names_of_frozen_foreign_and_compiled_parameters():
     model = nn.ModuleDict({"net": torch.compile(nn.Linear(2, 2))})  # pyright: ignore[reportArgumentType]
