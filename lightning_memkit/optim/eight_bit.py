@@ -106,13 +106,19 @@ class BitsandbytesAdapter:
         return config
 
     def _load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        # bitsandbytes' own casts low halves to the weights' dtype and calls no hooks; torch's calls them.
+        # bitsandbytes' own calls no hooks, and casts low halves to the weights' dtype; torch's casts 8-bit states,
+        # unless the hooks of a compensation hide them.
         optimizer = self._target()
-        if compensation_of(optimizer) is None:
-            type(optimizer).load_state_dict(optimizer, state_dict, *args, **kwargs)
-        else:
+        if compensation_of(optimizer) is not None:
             states = {key: _unwrapped(state) for key, state in state_dict["state"].items()}
             Optimizer.load_state_dict(optimizer, {**state_dict, "state": states})
+        else:
+            for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+                changed = hook(optimizer, state_dict)
+                state_dict = state_dict if changed is None else changed
+            type(optimizer).load_state_dict(optimizer, state_dict, *args, **kwargs)
+            for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+                hook(optimizer)
         self._loaded = True
         self._refresh(optimizer)  # the groups are those of the checkpoint now
         for slot in slots(optimizer):

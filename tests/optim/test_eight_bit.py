@@ -344,6 +344,27 @@ def test_bitsandbytes_own_loading_destroys_low_halves():
     assert optimizer.state[model.mix.weight]["low_half"].dtype == BF16
 
 
+@pytest.mark.parametrize("compensated", [False, True])
+def test_hooks_of_loading_are_called_once(compensated):
+    """bitsandbytes' own `load_state_dict` calls none."""
+    model, optimizer = build()
+    if compensated:
+        compensate(optimizer)
+    run(model, optimizer, range(1))
+    called: list[str] = []
+
+    def before(_, state_dict: dict) -> dict:
+        called.append("before")
+        groups = [{**group, "lr": 0.5} for group in state_dict["param_groups"]]
+        return {**state_dict, "param_groups": groups}
+
+    optimizer.register_load_state_dict_pre_hook(before)
+    optimizer.register_load_state_dict_post_hook(lambda _: called.append("after"))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert called == ["before", "after"]
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
 @pytest.mark.parametrize("name", ["AdamW8bit", "AdEMAMix8bit"])
 @pytest.mark.parametrize("mode", [None, "split"])
 def test_8bit_states_of_embeddings_in_a_checkpoint_are_widened(name, mode):
