@@ -334,6 +334,22 @@ def test_resume_is_bitwise(name, compensation):
     assert_same_bits(all_tensors(optimizer), all_tensors(resumed))
 
 
+@pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize("name", ["AdamW8bit", "Lion8bit", "AdEMAMix8bit"])
+def test_a_step_can_be_rolled_back(name, steps_before):
+    """As MemoryBudget does after running out of memory."""
+    model, optimizer = build(name)
+    handle = compensate(optimizer, mode="split")
+    run(model, optimizer, range(steps_before))
+    before, snapshot = all_tensors(optimizer), handle.snapshot()
+    run(model, optimizer, [7, 8])
+    after = all_tensors(optimizer)
+    handle.restore(snapshot)
+    assert_same_bits(all_tensors(optimizer), before)
+    run(model, optimizer, [7, 8])
+    assert_same_bits(all_tensors(optimizer), after)
+
+
 def test_bitsandbytes_own_loading_destroys_low_halves():
     """The control of the test above."""
     model, optimizer = build(adapt=False)
