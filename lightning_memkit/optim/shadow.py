@@ -23,6 +23,7 @@ from lightning_memkit.optim.fused.step import fused_step
 from lightning_memkit.optim.modes import LOW_STATES, Mode, States, low_state_of, narrow_, widen_
 from lightning_memkit.optim.pieces import Piece, Scratch, Slot, buckets_of, is_compensated, slots
 from lightning_memkit.optim.state_dtypes import storage_of
+from lightning_memkit.optim.state_home import StateHome
 from lightning_memkit.optim.stochastic_rounding import StochasticRounding
 
 
@@ -84,6 +85,7 @@ class ShadowEngine:
         self.rounding = rounding
         self.bucket_bytes = bucket_bytes
         self.may_fuse = True  # whether a kernel may stand in for the step of a class that it knows
+        self.home: StateHome | None = None  # where states live between steps; None is beside the parameter
         # What the optimizer sees in the place of parameters that are not in the bucket: it has no gradient,
         # so it is passed over, and the places of the others, which some optimizers go by, stay.
         self._absent = Parameter(torch.empty(0))
@@ -131,6 +133,12 @@ class OpenStep:
 
     def advance(self, ready: Sequence[Slot]) -> None:
         """Step these parameters now; each must have its gradient."""
+        if self._engine.home is None:
+            self._advance(ready)
+        else:
+            self._engine.home.visit(self._optimizer, ready, self._advance)
+
+    def _advance(self, ready: Sequence[Slot]) -> None:
         shadowed = [slot for slot in ready if self._engine.shadows(slot.parameter)]
         plain = [slot for slot in ready if not self._engine.shadows(slot.parameter)]
         for slot in shadowed:
@@ -146,6 +154,8 @@ class OpenStep:
         """End the step: scalars that the optimizer keeps in its groups have advanced once."""
         if self._stock_steps == 0 and not self._fused:
             self._step_bucket([], [])
+        if self._engine.home is not None:
+            self._engine.home.settle()
         self._engine.rounding.end_step()
 
     def _step_fused(self, shadowed: list[Slot]) -> list[Slot]:
