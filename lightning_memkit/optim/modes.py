@@ -9,7 +9,7 @@ from lightning_memkit.optim import native
 from lightning_memkit.optim.blocks import flat_views
 from lightning_memkit.optim.kahan import COMPENSATION, kahan_join_, kahan_split_
 from lightning_memkit.optim.split import LOW_HALF, join_, split_
-from lightning_memkit.optim.stochastic_rounding import StochasticRounding
+from lightning_memkit.optim.stochastic_rounding import TILE, StochasticRounding
 
 Mode = Literal["kahan", "split", "stochastic", "none"]
 States = Literal["compact", "exact"]
@@ -53,15 +53,20 @@ def narrow_(
         master: float32.
         high: bfloat16, of the same shape.
         low: int16 for split, bfloat16 for kahan, None for the others.
-        rounding: the noise of ``"stochastic"``.
+        rounding: the noise of ``"stochastic"`` and of Kahan's rest.
         stream: the parameter's index, and the element that ``master`` starts at.
     """
     flat = _for_kernel(master, high, low)
     if flat is not None and mode != "stochastic":
-        native.narrow_(mode, flat[0], flat[1], flat[2] if low is not None else None, (None, 0, 0))
+        noise = (None, 0, 0)
+        if mode == "kahan":
+            noise = (rounding.tile_int16(), rounding.stream(stream[0], "weight"), stream[1] // TILE)
+        native.narrow_(mode, flat[0], flat[1], flat[2] if low is not None else None, noise)
         torch.autograd.graph.increment_version([high] if low is None else [high, low])
+    elif low is not None and mode == "split":
+        split_(master, high, low)
     elif low is not None:
-        (split_ if mode == "split" else kahan_split_)(master, high, low)
+        kahan_split_(master, high, low, rounding, stream)
     elif mode == "stochastic":
         rounding.round_(master, high, (stream[0], "weight", stream[1]))
     else:

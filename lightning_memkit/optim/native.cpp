@@ -136,9 +136,11 @@ void store_weight(const float *source, uint16_t *weight, uint16_t *low, int64_t 
     for (int64_t i = 0; i < count; ++i) {
       const uint16_t high = nearest(source[i]);
       const float rest = source[i] - float_of(static_cast<uint32_t>(high) << 16);
-      const bool finite = (bits_of(rest) & 0x7F800000u) != 0x7F800000u;
+      const uint32_t bits = bits_of(rest);
+      const bool finite = (bits & 0x7F800000u) != 0x7F800000u;
+      const uint32_t rounded = (bits + static_cast<uint32_t>(noise.start[offset + i] ^ noise.key)) >> 16;
       weight[i] = high;
-      low[i] = finite ? nearest(rest) : 0;
+      low[i] = static_cast<uint16_t>(finite ? rounded : 0u);
     }
   } else if constexpr (mode == SPLIT) {
     for (int64_t i = 0; i < count; ++i) {

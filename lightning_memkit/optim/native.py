@@ -47,7 +47,8 @@ def narrow_(
         source: float32.
         high: bfloat16.
         low: int16 for split, bfloat16 for kahan.
-        noise: the step's tile as int16, the stream, and its first run of ``TILE`` elements; for stochastic.
+        noise: the step's tile as int16, the stream, and its first run of ``TILE`` elements; for stochastic
+            and for Kahan's rest.
     """
     tile, stream, run = noise
     _kernels().memkit_narrow(

@@ -146,7 +146,7 @@ def test_a_checkpoint_of_another_mode_keeps_its_low_halves(saved_mode, mode):
     names = resumed.state[others[0]].keys()
     assert {"compensation", "low_half"} & names == ({kept} - {None})
     after = [weight for _, weight in resumed.__dict__["_memkit_compensation"].float32_weights()]
-    tolerance = 2**-17 if mode != "none" else 2**-8
+    tolerance = 2**-15 if mode != "none" else 2**-8  # a rest is rounded up or down, not to nearest
     for left, right in zip(before, after, strict=True):
         assert ((left - right).abs() <= tolerance * left.abs()).all()
 

@@ -1,6 +1,7 @@
 import torch
 
 from lightning_memkit.optim.kahan import kahan_join_, kahan_split_
+from lightning_memkit.optim.stochastic_rounding import StochasticRounding
 
 
 def round_trip(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -19,6 +20,21 @@ def test_about_sixteen_bits_of_the_master_are_kept():
     relative = ((joined - master).abs() / master.abs()).max()
     assert relative <= 2**-17
     assert ((weight.float() - master).abs() / master.abs()).max() > 2**-10  # the control: no compensation
+
+
+def test_a_rest_below_its_own_precision_is_kept_on_average():
+    master = torch.full((200_000,), 1.0 + 2**-9 + 0.3 * 2**-17)  # the rest lies 0.3 of the way between two
+    weight = torch.empty_like(master, dtype=torch.bfloat16)
+    rest = torch.empty_like(weight)
+    rounding = StochasticRounding(seed=1)
+    rounding.begin_step()
+    kahan_split_(master, weight, rest, rounding, (0, 0))
+    assert torch.equal(weight, master.to(torch.bfloat16))
+    assert len(rest.unique()) == 2
+    error = (weight.double() + rest.double() - master.double()).mean().abs().item()
+    assert error < 5 * 2**-17 * (0.3 * 0.7 / master.numel()) ** 0.5
+    kahan_split_(master, weight, rest)
+    assert len(rest.unique()) == 1  # the control: to nearest, the same way every time
 
 
 def test_infinity_and_nan_leave_no_rest():

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from lightning_memkit.optim import native
-from lightning_memkit.optim.kahan import kahan_join_, kahan_split_
-from lightning_memkit.optim.split import join_, split_
+from lightning_memkit.optim.kahan import kahan_join_
+from lightning_memkit.optim.modes import narrow_
+from lightning_memkit.optim.split import join_
 from lightning_memkit.optim.stochastic_rounding import TILE, StochasticRounding
 
 pytestmark = pytest.mark.skipif(
@@ -15,7 +16,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 JOIN = {"kahan": (kahan_join_, torch.bfloat16), "split": (join_, torch.int16)}
-SPLIT = {"kahan": (kahan_split_, torch.bfloat16), "split": (split_, torch.int16)}
 
 
 def patterns(count: int = 2 * TILE + 77) -> torch.Tensor:
@@ -37,16 +37,21 @@ def same(first: torch.Tensor, second: torch.Tensor) -> bool:
     )
 
 
-@pytest.mark.parametrize("mode", SPLIT)
-def test_splitting(mode):
+@pytest.mark.parametrize("mode", ["kahan", "split", "stochastic", "none"])
+def test_narrowing(mode, monkeypatch):
     source = patterns()
-    twin, dtype = SPLIT[mode]
-    ours = torch.empty_like(source, dtype=torch.bfloat16), torch.empty_like(source, dtype=dtype)
-    theirs = torch.empty_like(source, dtype=torch.bfloat16), torch.empty_like(source, dtype=dtype)
-    native.narrow_(mode, source, *ours, (None, 0, 0))
-    twin(source, *theirs)
-    assert same(ours[0], theirs[0])
-    assert same(ours[1], theirs[1])
+    rounding = StochasticRounding(seed=4)
+    rounding.begin_step()
+    results = []
+    for available in (True, False):
+        monkeypatch.setattr(native, "available", lambda available=available: available)
+        high = torch.empty_like(source, dtype=torch.bfloat16)
+        low = {"kahan": torch.bfloat16, "split": torch.int16}.get(mode)
+        rest = None if low is None else torch.empty_like(source, dtype=low)
+        narrow_(mode, source, high, rest, rounding, (1, TILE))
+        results.append((high, high if rest is None else rest))
+    assert same(results[0][0], results[1][0])
+    assert same(results[0][1], results[1][1])
 
 
 @pytest.mark.parametrize("mode", JOIN)
@@ -88,8 +93,6 @@ def test_threads_change_nothing(threads):
 
 
 def test_a_round_trip_through_the_engine_moves_autograds_versions():
-    from lightning_memkit.optim.modes import narrow_
-
     weight = torch.zeros(10, dtype=torch.bfloat16)
     before = weight._version
     narrow_("none", torch.ones(10), weight, None, StochasticRounding(), (0, 0))
