@@ -42,6 +42,7 @@ class BitsandbytesAdapter:
         # The optimizer owns its adapter; a reference back would make a cycle.
         self._optimizer = ref(optimizer)
         self._kept: dict[Parameter, str] = {}
+        self._keeps_at_risk = True
         self._overrides: dict[tuple[int, int], dict[str, Any]] = {}
         self._loaded = False
         self._was_paged: bool = getattr(optimizer, "is_paged", False)
@@ -79,8 +80,9 @@ class BitsandbytesAdapter:
             raise ReferenceError("The adapted optimizer is gone; keep a reference to it beside the handle.")
         return optimizer
 
-    def _keep(self, parameters: Mapping[Parameter, str]) -> None:
-        self._kept.update(parameters)
+    def _keep(self, parameters: Mapping[Parameter, str], at_risk: bool) -> None:
+        self._keeps_at_risk = self._keeps_at_risk and at_risk  # who says no means it
+        self._kept = {**self._kept, **parameters} if self._keeps_at_risk else {}
         self._refresh(self._target())
 
     def _bits(self, optimizer: Any, slot: Slot) -> int:
@@ -143,10 +145,11 @@ def adapt_bitsandbytes(
     Args:
         optimizer: one of bitsandbytes' optimizers, before its first step.
         module: searched for what is at risk; without one, parameter groups and overrides decide.
-        keep_at_risk: False lets everything have 8-bit states that no group or override decides about.
+        keep_at_risk: False lets everything have 8-bit states that no group or override decides about. That holds
+            for later calls, too, such as those of `PureBF16Precision` and of the memkit strategy.
 
     Returns:
-        The handle. An optimizer that is adapted already keeps its handle, and what was kept stays kept.
+        The handle. An optimizer that is adapted already keeps its handle, and what is kept adds up.
 
     Raises:
         TypeError: an optimizer of another library.
@@ -168,7 +171,7 @@ def adapt_bitsandbytes(
     adapter = adapter_of(optimizer)
     if adapter is None:
         adapter = optimizer.__dict__[_MARK] = BitsandbytesAdapter(optimizer)
-    adapter._keep(kept)
+    adapter._keep(kept, keep_at_risk)
     return adapter
 
 

@@ -20,9 +20,9 @@ def adapt_bitsandbytes_in(module: nn.Module, optimizers: Iterable[Optimizer]) ->
     """
     for optimizer in optimizers:
         if is_bitsandbytes(optimizer):
-            announced = adapter_of(optimizer) is not None
             adapt_bitsandbytes(optimizer, module)
-            if not announced:
+            hooks = optimizer._optimizer_step_post_hooks.values()
+            if not any(isinstance(hook, _Announcement) for hook in hooks):
                 optimizer.register_step_post_hook(_Announcement())
 
 

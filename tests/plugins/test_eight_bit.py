@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from lightning_memkit import OnDeviceStrategy, PureBF16Precision
 from lightning_memkit.cli import main
 from lightning_memkit.errors import MissingPackageError
-from lightning_memkit.optim.eight_bit import adapter_of
+from lightning_memkit.optim.eight_bit import adapt_bitsandbytes, adapter_of
 from lightning_memkit.plugins._optimizer_names import classes_named_in
 from tests.plugins.noise import NOISE
 
@@ -174,6 +174,18 @@ def test_8_bytes_a_parameter_and_the_share_of_the_exceptions(tmp_path, caplog):
     exceptions = 128 * 32 + 256 + 32  # the embedding, which is the head too, and two biases
     assert measured.exceptions_share == exceptions / (exceptions + 2 * 32 * 256)
     assert str(measured) in caplog.text
+
+
+def test_a_module_can_switch_it_off(tmp_path):
+    class Small(Speaker):
+        def configure_optimizers(self) -> Any:
+            optimizer = bnb.optim.AdamW8bit(self.parameters())
+            adapt_bitsandbytes(optimizer, keep_at_risk=False)
+            return optimizer
+
+    module = Small()
+    fit(module, tmp_path, plugins=[PureBF16Precision()], strategy="memkit")
+    assert set(dtypes(module).values()) == {torch.uint8}
 
 
 def test_two_optimizers_are_adapted_each(tmp_path):
