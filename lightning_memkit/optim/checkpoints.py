@@ -10,11 +10,13 @@ from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_memkit.optim.pieces import slots
 from lightning_memkit.optim.shadow import LOW_STATES
+from lightning_memkit.optim.split import LOW_HALF
 from lightning_memkit.optim.stochastic_rounding import StochasticRounding
 
 STATE_KEY = "memkit"  # the entry of the state dict that holds the seed and position of the rounding noise
@@ -38,8 +40,9 @@ def install_checkpoint_hooks(optimizer: Optimizer, rounding: StochasticRounding)
     """Make the optimizer's own `state_dict` and `load_state_dict` exact; returns the undo."""
     low_halves: dict[Tensor, dict[str, Tensor]] = {}
 
-    def add_rounding(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        return {**state_dict, STATE_KEY: {"rounding": rounding.state_dict()}}
+    def complete(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        states = {key: _gatherable(state) for key, state in state_dict["state"].items()}
+        return {**state_dict, "state": states, STATE_KEY: {"rounding": rounding.state_dict()}}
 
     def hide(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         saved = state_dict.get(STATE_KEY)
@@ -55,7 +58,7 @@ def install_checkpoint_hooks(optimizer: Optimizer, rounding: StochasticRounding)
         states = {}
         for key, state in state_dict["state"].items():
             if key in owners:
-                low = {name: value for name, value in state.items() if name in LOW_STATES}
+                low = {name: as_low(name, value) for name, value in state.items() if name in LOW_STATES}
                 state = {name: value for name, value in state.items() if name not in LOW_STATES}
                 if low:
                     low_halves[owners[key]] = _reveal(_hide(low), owners[key])
@@ -73,7 +76,7 @@ def install_checkpoint_hooks(optimizer: Optimizer, rounding: StochasticRounding)
         low_halves.clear()
 
     handles = (
-        optimizer.register_state_dict_post_hook(add_rounding),
+        optimizer.register_state_dict_post_hook(complete),
         optimizer.register_load_state_dict_pre_hook(hide),
         optimizer.register_load_state_dict_post_hook(reveal, prepend=True),
     )
@@ -83,6 +86,26 @@ def install_checkpoint_hooks(optimizer: Optimizer, rounding: StochasticRounding)
             handle.remove()
 
     return undo
+
+
+def as_low(name: str, saved: Tensor) -> Tensor:
+    """A low half as the steps use it, out of a state dict."""
+    return _same_bits(saved, torch.int16) if name == LOW_HALF and saved.dtype == torch.bfloat16 else saved
+
+
+def _gatherable(state: Any) -> Any:
+    """A state whose sharded low half looks like bfloat16: neither gloo nor NCCL gathers 16-bit integers."""
+    low = state.get(LOW_HALF) if isinstance(state, dict) else None
+    if low is None or not hasattr(low, "to_local"):
+        return state
+    return {**state, LOW_HALF: _same_bits(low, torch.bfloat16)}
+
+
+def _same_bits(tensor: Any, dtype: torch.dtype) -> Any:
+    if not hasattr(tensor, "to_local"):
+        return tensor.view(dtype)
+    local, shape = tensor.to_local().view(dtype), {"shape": tensor.shape, "stride": tensor.stride()}
+    return type(tensor).from_local(local, tensor.device_mesh, tensor.placements, run_check=False, **shape)
 
 
 def _hide(value: Any) -> Any:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_memkit.errors import NoEffectWarning
 from lightning_memkit.optim.blocks import local_part
-from lightning_memkit.optim.checkpoints import STATE_KEY
+from lightning_memkit.optim.checkpoints import STATE_KEY, as_low
 from lightning_memkit.optim.kahan import kahan_join_, kahan_split_
 from lightning_memkit.optim.pieces import slots
 from lightning_memkit.optim.shadow import LOW_STATES
@@ -37,7 +37,7 @@ def float32_weight(weight: Tensor, state: Mapping[str, Any]) -> Tensor:
     name = next((name for name in LOW_STATES if name in state), None)
     if name is None:
         return wide.copy_(weight.detach())
-    low = local_part(state[name]).to(weight.device)
+    low = local_part(as_low(name, state[name])).to(weight.device)
     (join_ if name == LOW_HALF else kahan_join_)(local_part(weight), low, local_part(wide))
     return wide
 

@@ -215,13 +215,16 @@ def test_there_and_back_is_bitwise(mode, name, tmp_path):
     """bfloat16 file → float32 file → resumed in bfloat16, against the bfloat16 file resumed at once."""
     saved(tmp_path, Regression(name), PureBF16Precision(mode, "exact"))
     consolidate_file(tmp_path / "saved.ckpt", tmp_path / "fp32.ckpt")
-    results = []
+    starts, ends = [], []
     for path in ("saved.ckpt", "fp32.ckpt"):
-        module = Regression(name)
-        runner = trainer(tmp_path, PureBF16Precision(mode, "exact"), epochs=3)
+        module, look = Regression(name), AtStart()
+        runner = trainer(tmp_path, PureBF16Precision(mode, "exact"), epochs=3, callbacks=[look])
         runner.fit(module, loader(), ckpt_path=tmp_path / path, weights_only=True)
-        results.append(everything(module, runner))
-    assert_same(*results)
+        starts.append(look.weights)
+        ends.append(everything(module, runner))
+    assert_same(*starts)
+    if mode == "split":  # a float32 file does not hold where Kahan's rounding noise stands
+        assert_same(*ends)
 
 
 def test_a_float32_run_goes_on_in_bfloat16_from_its_exact_weights(tmp_path):
