@@ -190,8 +190,8 @@ def consolidate_file(source: str | Path, target: str | Path, *, overwrite: bool 
     source, target = Path(source), Path(target)
     if source.is_dir():
         raise ValueError(
-            f"{source} is a folder (a sharded checkpoint), not a file; make one file of it first: "
-            f"python -m lightning.pytorch.utilities.consolidate_checkpoint {source}"
+            f"{source} is a folder, so probably a sharded checkpoint; resume it with "
+            "ModelParallelStrategy(save_distributed_checkpoint=False) and save it once more, as one file."
         )
     if not source.is_file():
         raise FileNotFoundError(f"{source} does not exist; give the path of a checkpoint file.")

@@ -135,12 +135,12 @@ class PureBF16Precision(Precision):
             self._optimizers = optimizers  # a compensation alone doesn't keep its optimizer alive
             self.compensations = [self._compensation_for(optimizer) for optimizer in optimizers]
             self._undo.append(_full_precision_reductions())
-            if (trainer := _trainer_of(model)) is not None:
-                self._undo.append(average_in_float32(trainer, optimizers))
             self._undo.append(self._default_gradients)
             self._no_float32_gradients = _why_no_float32_gradients(model)
             self._batches_per_step, self._announced = _batches_per_step(model), False
             self.set_gradient_parts(1)
+        if (trainer := _trainer_of(model)) is not None:  # callbacks lend their averages after a fit, too
+            self._undo.append(average_in_float32(trainer, self._optimizers))
         self._low_halves.clear()
         return model, optimizers, lr_schedulers
 

@@ -344,7 +344,7 @@ def test_unreadable_sources_are_refused(content, error, message, tmp_path):
 
 
 def test_folders_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="is a folder.*consolidate_checkpoint"):
+    with pytest.raises(ValueError, match="is a folder.*save_distributed_checkpoint=False"):
         consolidate_file(tmp_path, tmp_path / "target.ckpt")
     source = tmp_path / "source.ckpt"
     torch.save({}, source)

@@ -213,6 +213,18 @@ def test_resume_with_the_callback_is_bitwise(kind, mode, born, tmp_path):
         assert torch.equal(right[name], value), name
 
 
+def test_validating_after_the_fit_keeps_the_average_exact(tmp_path):
+    module, callback = built(), ema()
+    trainer = fit(module, [callback], tmp_path, PureBF16Precision("split"))
+    before, weights = average_of(callback), float32_state_dict(module, trainer.optimizers)
+    trainer.validate(module, loader(), verbose=False)
+    for left, right in zip(before, average_of(callback), strict=True):
+        assert torch.equal(left, right)
+        assert not torch.equal(right, right.to(BF16).float())
+    for name, value in float32_state_dict(module, trainer.optimizers).items():
+        assert torch.equal(value, weights[name])
+
+
 def test_callbacks_get_their_methods_back(tmp_path):
     for make in CALLBACKS.values():
         callback = make()
