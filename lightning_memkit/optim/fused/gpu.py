@@ -1,0 +1,218 @@
+"""The fused steps on CUDA, in Triton: one launch for all parameters, 18 bytes a parameter moved by AdamW.
+
+The kernels find the tensors through a table of their addresses on the device. It is written when an address
+changes, from pinned memory and without waiting for the device; weights and states stay where they are, and
+gradients mostly come back to the same place, so most steps copy nothing. A table knows addresses only: it keeps
+no tensor alive. Not yet verified on a GPU.
+"""
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from functools import cache
+from itertools import groupby
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from lightning_memkit.optim.fused.operands import SGD, AdamW, Lion, Operand, Rule, first_is_stochastic
+from lightning_memkit.optim.modes import Mode
+from lightning_memkit.optim.stochastic_rounding import StochasticRounding
+
+# Eight elements a thread are 16 bytes of bfloat16; at 64 registers a thread, eight programs share a multiprocessor
+# and have 80 kB of reads under way. Fixed, not tuned at run time: the same launch every time.
+BLOCK = 1024
+WARPS = 4
+
+_LOW_DTYPES: dict[Mode, torch.dtype | None] = {"kahan": torch.bfloat16, "split": torch.int16}
+_OLDEST_TRITON = (3, 4)
+_MOST_TABLES = 1024  # of one optimizer; more means that they aren't reused
+
+_tables: "WeakKeyDictionary[StochasticRounding, dict[tuple, _Table]]" = WeakKeyDictionary()
+
+
+def step(rule: Rule, mode: Mode, operands: Sequence[Operand], rounding: StochasticRounding) -> None:
+    """Step every operand in one pass over its memory, in one launch a device and gradient dtype.
+
+    The noise is a function of the seed, the step, the parameter's index and the element, but not the reference's.
+
+    Args:
+        rule: the optimizer's rule and its numbers in this step.
+        mode: what keeps the bits that bfloat16 lacks.
+        operands: one a parameter.
+        rounding: its seed and step number are the key of the kernels' noise.
+
+    Raises:
+        ValueError: an operand lacks a tensor that the rule or the mode needs, or has one of another dtype.
+    """
+    from lightning_memkit.optim.fused import kernels
+
+    kernel = {AdamW: kernels.adamw, SGD: kernels.sgd, Lion: kernels.lion}[type(rule)]
+    key = rounding.stream(0, "kernels")
+    full = sorted((operand for operand in operands if operand.weight.numel()), key=_launch)
+    for (device, wide, _), launched in groupby(full, key=_launch):
+        group = list(launched)
+        with torch.cuda.device(device) if device >= 0 else contextlib.nullcontext():
+            table = _table(rounding, rule, mode, group)
+            kernel[(table.blocks.numel(),)](
+                table.rows,
+                table.blocks,
+                *_signed_halves(key),
+                *numbers(rule),
+                MODE=mode,
+                WIDE_GRADIENT=wide,
+                **switches(rule, group[0].first is not None),
+                BLOCK=BLOCK,
+                num_warps=WARPS,
+                enable_fp_fusion=False,
+            )
+
+
+@cache
+def why_unavailable() -> str | None:
+    """Why there is no kernel here; None where there is one. The first call launches one on a single element."""
+    if not torch.cuda.is_available() or torch.version.hip:
+        return "the kernels are for CUDA, and torch sees no such device"
+    try:
+        import triton
+    except ImportError:
+        return "triton is not installed"
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < _OLDEST_TRITON:
+        return f"triton {triton.__version__} is older than {'.'.join(map(str, _OLDEST_TRITON))}"
+    try:
+        one = torch.zeros(1, dtype=torch.bfloat16, device="cuda")
+        operand = Operand(index=0, weight=one, low=None, gradient=one.clone(), first=one.clone())
+        rule = Lion(learning_rate=0.0, beta1=0.9, beta2=0.9, weight_decay=0.0)
+        step(rule, "none", [operand], StochasticRounding())
+    except Exception as error:  # whatever keeps it from compiling or launching: a compiler, a driver
+        return f"triton can't launch a kernel ({type(error).__name__}: {error})"
+    return None
+
+
+def numbers(rule: Rule) -> tuple[float, ...]:
+    """What the rule's kernel takes as numbers, in its order."""
+    if isinstance(rule, AdamW):
+        return (
+            rule.shrink,
+            rule.weight_decay,
+            1 - rule.beta1,
+            rule.beta2,
+            1 - rule.beta2,
+            1 / rule.root_correction,
+            rule.eps,
+            rule.step_size,
+        )
+    if isinstance(rule, SGD):
+        values = (rule.weight_decay, rule.momentum, 1 - rule.dampening, rule.learning_rate)
+        return tuple(map(float, values))  # an int would compile a kernel of its own
+    return rule.shrink, rule.beta1, 1 - rule.beta1, rule.beta2, 1 - rule.beta2, rule.learning_rate
+
+
+def switches(rule: Rule, has_first: bool) -> dict[str, bool]:
+    """What the rule's kernel is compiled for, apart from the mode and the gradient's dtype."""
+    stochastic = {"STOCHASTIC": first_is_stochastic(rule)}
+    if isinstance(rule, AdamW):
+        return stochastic | {"MAXIMIZE": rule.maximize, "DECOUPLED": rule.decoupled}
+    if isinstance(rule, SGD):
+        return stochastic | {
+            "MAXIMIZE": rule.maximize,
+            "MOMENTUM": has_first,
+            "FIRST_STEP": rule.first_step,
+            "NESTEROV": rule.nesterov,
+        }
+    return stochastic
+
+
+class _Table:
+    """Where the tensors of one launch lie, and which block belongs to which of them, on the device."""
+
+    def __init__(self) -> None:
+        self.rows = self.blocks = torch.empty(0)
+        self._addresses: list[int] = []
+        self._counts: list[int] = []
+
+    def update(self, operands: Sequence[Operand]) -> bool:
+        """Write what has moved since the last step; says whether anything has."""
+        addresses = [address for operand in operands for address in _addresses(operand)]
+        if addresses == self._addresses:
+            return False
+        device, self._addresses = operands[0].weight.device, addresses
+        counts = [operand.weight.numel() for operand in operands]
+        blocks = [-(-count // BLOCK) for count in counts]
+        if counts != self._counts:
+            self._counts = counts
+            of_block = torch.arange(len(counts), dtype=torch.int32).repeat_interleave(torch.tensor(blocks))
+            self.blocks = _sent(of_block, device)
+        rows, first_block = [], 0
+        for place, operand in enumerate(operands):
+            five = addresses[5 * place : 5 * place + 5]
+            aligned = all(address % 16 == 0 for address in five)
+            rows.append([*five, counts[place], 2 * first_block + aligned, operand.index])
+            first_block += blocks[place]
+        self.rows = _sent(torch.tensor(rows, dtype=torch.int64), device)
+        return True
+
+
+def _table(rounding: StochasticRounding, rule: Rule, mode: Mode, operands: Sequence[Operand]) -> _Table:
+    """The table of these operands: of one launch on one stream, which is what orders its writing and its use."""
+    tables = _tables.setdefault(rounding, {})
+    device = operands[0].weight.device
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    name = (device, stream, operands[0].gradient.dtype, *(operand.index for operand in operands))
+    if name not in tables and len(tables) >= _MOST_TABLES:
+        tables.clear()
+    table = tables.setdefault(name, _Table())
+    if table.update(operands):
+        for operand in operands:
+            _check(rule, mode, operand)
+    return table
+
+
+def _check(rule: Rule, mode: Mode, operand: Operand) -> None:
+    """Refuse what would make a kernel read memory that isn't there."""
+    momentum = not isinstance(rule, SGD) or rule.momentum != 0
+    expected: dict[str, tuple[Any, ...]] = {
+        "weight": (torch.bfloat16,),
+        "low": (_LOW_DTYPES.get(mode),),
+        "gradient": (torch.bfloat16, torch.float32),
+        "first": (torch.bfloat16 if momentum else None,),
+        "second": (torch.bfloat16 if isinstance(rule, AdamW) else None,),
+    }
+    for name, dtypes in expected.items():
+        tensor = getattr(operand, name)
+        found = None if tensor is None else tensor.dtype
+        if found not in dtypes:
+            raise ValueError(
+                f"{name} of parameter {operand.index} is {found}; a fused {type(rule).__name__} step in "
+                f"mode={mode!r} takes {' or '.join(map(str, dtypes))}."
+            )
+        if tensor is not None and (tensor.numel() != operand.weight.numel() or not tensor.is_contiguous()):
+            raise ValueError(
+                f"{name} of parameter {operand.index} has {tensor.numel()} elements and strides "
+                f"{tensor.stride()}; it must be contiguous, with {operand.weight.numel()} elements."
+            )
+
+
+def _launch(operand: Operand) -> tuple[int, bool, bool]:
+    """Operands that agree on this go into one launch."""
+    device = operand.weight.device
+    index = (device.index or 0) if device.type == "cuda" else -1
+    return index, operand.gradient.dtype == torch.float32, operand.first is not None
+
+
+def _addresses(operand: Operand) -> Iterable[int]:
+    tensors = (operand.weight, operand.low, operand.gradient, operand.first, operand.second)
+    return (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+
+
+def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """On the device, once its stream gets there."""
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def _signed_halves(key: int) -> tuple[int, int]:
+    low = key & 0xFFFFFFFF
+    return (low - (1 << 32) if low >> 31 else low), key >> 32
