@@ -16,6 +16,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import strategy as strategy_module
 from lightning.pytorch.trainer import call
 from torch import Tensor
 from torch.optim import Optimizer
@@ -275,3 +276,29 @@ def time_data_waits(trainer: Trainer) -> tuple[Callable[[], float], Undo]:
         vars(profiler).pop("stop", None)
 
     return lambda: waited, undo
+
+
+def keep_states_in_place(trainer: Trainer, stays: Callable[[Optimizer], bool]) -> Undo:
+    """Keep Lightning from moving the states of some optimizers to the device when it has loaded them."""
+    strategy = trainer.strategy
+    load = strategy.load_optimizer_state_dict
+
+    def load_in_place(*args: Any, **kwargs: Any) -> None:
+        stock: Callable[..., None] = strategy_module._optimizer_to_device
+
+        def move(optimizer: Optimizer, device: Any) -> None:
+            if not stays(optimizer):
+                stock(optimizer, device)
+
+        strategy_module._optimizer_to_device = move
+        try:
+            load(*args, **kwargs)
+        finally:
+            strategy_module._optimizer_to_device = stock
+
+    strategy.load_optimizer_state_dict = load_in_place
+
+    def undo() -> None:
+        vars(strategy).pop("load_optimizer_state_dict", None)
+
+    return undo

@@ -309,9 +309,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("unfold", &at::native::unfold);
   m.impl("view_as_real", &at::native::view_as_real);
   m.impl("view_as_complex", &at::native::view_as_complex);
-  // torch would decompose these for a device without a kernel, and round elsewhere than the CPU does.
+  // For a device without kernels of its own, torch would decompose the norms, which rounds elsewhere than the CPU
+  // does, and take the losses' variants with an output, which warn.
   for (const char* name : {"native_layer_norm", "native_layer_norm_backward", "native_group_norm",
-                           "native_group_norm_backward"})
+                           "native_group_norm_backward", "mse_loss", "smooth_l1_loss"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fall_back>());
   m.impl("native_batch_norm", &batch_norm);
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
