@@ -225,7 +225,16 @@ def compensate(
             low = (low_halves or {}).get(slot.parameter)
             if low is not None and is_compensated(slot.parameter):
                 optimizer.state[slot.parameter][LOW_HALF] = low.to(slot.parameter.device)
+    _mend_loading(optimizer)
     return compensation
+
+
+def _mend_loading(optimizer: Optimizer) -> None:
+    """The `load_state_dict` of bitsandbytes would cast low halves."""
+    from lightning_memkit.optim import eight_bit  # which imports this module
+
+    if eight_bit.is_bitsandbytes(optimizer):
+        eight_bit.adapt_bitsandbytes(optimizer)
 
 
 def compensation_of(optimizer: Optimizer) -> Compensation | None:

@@ -19,6 +19,7 @@ from lightning_memkit.errors import NoEffectWarning
 from lightning_memkit.optim.at_risk import at_risk
 from lightning_memkit.optim.compensation import compensation_of
 from lightning_memkit.optim.pieces import Slot, slots
+from lightning_memkit.optim.state_dtypes import KEEP_FLOAT32
 
 BLOCK_VALUES = 256  # that share a scale in bitsandbytes' states
 PAGING_DEVICES = ("cuda", "xpu")
@@ -49,6 +50,7 @@ class BitsandbytesAdapter:
         if self._was_paged and not any(_is_there(device) for device in PAGING_DEVICES):
             _leave_paging(optimizer)
         optimizer.__dict__["get_config"] = self._get_config
+        optimizer.__dict__["init_state"] = self._init_state
         optimizer.__dict__["load_state_dict"] = self._load_state_dict
         self._hook = optimizer.register_step_pre_hook(_before_step)
 
@@ -70,7 +72,8 @@ class BitsandbytesAdapter:
         optimizer = self._target()
         if optimizer.__dict__.get(_MARK) is not self:
             return
-        del optimizer.__dict__[_MARK], optimizer.__dict__["get_config"], optimizer.__dict__["load_state_dict"]
+        for name in (_MARK, "get_config", "init_state", "load_state_dict"):
+            del optimizer.__dict__[name]
         self._hook.remove()
         optimizer.is_paged = self._was_paged  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -107,6 +110,17 @@ class BitsandbytesAdapter:
         config.update(self._overrides.get((gindex, pindex), {}))
         return config
 
+    def _init_state(self, group: dict[str, Any], parameter: Parameter, gindex: int, pindex: int) -> None:
+        optimizer = self._target()
+        type(optimizer).init_state(optimizer, group, parameter, gindex, pindex)
+        if self._is_exception(optimizer, gindex, pindex):
+            optimizer.state[parameter][KEEP_FLOAT32] = True
+
+    def _is_exception(self, optimizer: Any, gindex: int, pindex: int) -> bool:
+        """Whether a parameter keeps 32 bits in an optimizer of 8."""
+        bits = self._overrides.get((gindex, pindex), {}).get("optim_bits")
+        return bits == 32 and optimizer.args.optim_bits == 8
+
     def _load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         # bitsandbytes' own calls no hooks, and casts low halves to the weights' dtype; torch's casts 8-bit states,
         # unless the hooks of a compensation hide them.
@@ -124,8 +138,11 @@ class BitsandbytesAdapter:
         self._loaded = True
         self._refresh(optimizer)  # the groups are those of the checkpoint now
         for slot in slots(optimizer):
-            if self._bits(optimizer, slot) == 32 and slot.parameter in optimizer.state:
-                dequantize_(optimizer.state[slot.parameter])
+            state = optimizer.state.get(slot.parameter)
+            if state and self._bits(optimizer, slot) == 32:
+                dequantize_(state)
+                if self._is_exception(optimizer, slot.group, slot.place):
+                    state[KEEP_FLOAT32] = True
 
 
 def adapt_bitsandbytes(
@@ -133,8 +150,9 @@ def adapt_bitsandbytes(
 ) -> BitsandbytesAdapter:
     """Keep 32-bit states for embeddings, 6 bytes a parameter of theirs more with AdamW8bit; mend paging and resume.
 
-    - Parameters that `at_risk` finds in the module keep 32-bit states, and so do float32 parameters beside
-      bfloat16 ones. ``optim_bits`` in a parameter group (8 or 32) and bitsandbytes' own overrides go first.
+    - Parameters that `at_risk` finds in the module keep float32 states, also where other states are compact, and
+      so do float32 parameters beside bfloat16 ones. ``optim_bits`` in a parameter group (8 or 32) and
+      bitsandbytes' own overrides go first.
     - bitsandbytes' overrides (`GlobalOptimManager`, `StableEmbedding`) hold for compensated steps, too.
     - Off CUDA a paged optimizer warns and does not page. Not yet verified on a GPU.
     - A compensated optimizer resumes bit for bit; 8-bit states that a checkpoint holds for parameters that

@@ -28,6 +28,7 @@ SECOND_MOMENTS = frozenset(
         "state2",  # bitsandbytes
     }
 )
+KEEP_FLOAT32 = "keep_float32"  # beside other states, True: theirs is float32, whatever the names say
 RUNNING_MAXIMA = frozenset({"max_exp_avg_sq"})  # noise would only ever push a maximum up
 NEAREST_UP_TO_DECAY = 0.9
 
@@ -38,7 +39,7 @@ def storage_of(
     """How ``states="compact"`` stores the state ``name`` of a parameter shaped ``like``."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.dtype == torch.float64:
         return "keep"
-    if value.shape != like.shape or value.dim() == 0:
+    if value.shape != like.shape or value.dim() == 0 or state.get(KEEP_FLOAT32):
         return "keep"
     if name in SECOND_MOMENTS:
         return "stochastic"

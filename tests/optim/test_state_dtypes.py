@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lightning_memkit.optim.state_dtypes import storage_of
+from lightning_memkit.optim.state_dtypes import KEEP_FLOAT32, storage_of
 
 LIKE = torch.empty(4, 3)
 FLOATS = torch.empty(4, 3)
@@ -38,3 +38,9 @@ def test_names_and_decays_decide(name, state, group, expected):
 )
 def test_scalars_factors_and_other_dtypes_are_kept(value):
     assert storage_of("exp_avg_sq", value, ADAM, {"betas": (0.9, 0.999)}, LIKE) == "keep"
+
+
+def test_an_optimizer_can_ask_for_float32():
+    group = {"betas": (0.9, 0.999)}
+    assert storage_of("state2", FLOATS, {KEEP_FLOAT32: True}, group, LIKE) == "keep"
+    assert storage_of("state2", FLOATS, {}, group, LIKE) == "stochastic"

@@ -127,8 +127,8 @@ def test_resume_from_lightnings_checkpoint_is_bitwise(name, mode, states, tmp_pa
 
 
 RUNS: dict[str, Any] = {
-    "pure bf16": lambda: {"plugins": [PureBF16Precision(states="exact")]},
-    "pure bf16 under memkit": lambda: {"plugins": [PureBF16Precision(states="exact")], "strategy": "memkit"},
+    "pure bf16": lambda: {"plugins": [PureBF16Precision()]},
+    "pure bf16 under memkit": lambda: {"plugins": [PureBF16Precision()], "strategy": "memkit"},
     "memkit": lambda: {"strategy": OnDeviceStrategy()},
     "memkit, bf16-true": lambda: {"strategy": OnDeviceStrategy(), "precision": "bf16-true"},
     "memkit, bf16-mixed": lambda: {"strategy": OnDeviceStrategy(), "precision": "bf16-mixed"},
@@ -163,14 +163,15 @@ def test_8_bytes_a_parameter_and_the_share_of_the_exceptions(tmp_path, caplog):
         def on_before_zero_grad(self, trainer, pl_module, optimizer) -> None:
             found.append(precision.compensations[0].bytes_per_parameter())
 
-    precision = PureBF16Precision("split", "exact")
+    precision = PureBF16Precision("split")
     with caplog.at_level(logging.INFO):
         fit(Speaker(), tmp_path, plugins=[precision], callbacks=[Look()])
     measured = found[-1]
     assert measured.quantized.weights == measured.quantized.gradients == measured.quantized.compensation == 2
     scales, tables = 2 * 4 / 256, 2 * 1024 / (2 * 32 * 256)
     assert measured.quantized.total == pytest.approx(8 + scales + tables)
-    assert measured.exceptions.total == 14
+    biases = 8 * 4 * (256 + 32) / measured.exceptions.parameters  # 32 bits are 16 there: states are compact
+    assert measured.exceptions.total == pytest.approx(14 - biases / 8)
     exceptions = 128 * 32 + 256 + 32  # the embedding, which is the head too, and two biases
     assert measured.exceptions_share == exceptions / (exceptions + 2 * 32 * 256)
     assert str(measured) in caplog.text
@@ -255,7 +256,7 @@ def test_one_word_in_yaml_names_an_8bit_optimizer(config, optimizer, precision):
     (used,) = BUILT[-1].trainer.optimizers
     assert type(used) is bnb.optim.AdamW8bit
     assert dtypes(BUILT[-1])["mix.weight"] == torch.uint8
-    assert dtypes(BUILT[-1])["embedding.weight"] != torch.uint8
+    assert dtypes(BUILT[-1])["embedding.weight"] == torch.float32
 
 
 def test_a_name_on_the_command_line_goes_before_the_configs(config):
