@@ -6,7 +6,8 @@ from the cast and put them back as they were saved. What is saved are plain tens
 ``torch.load(..., weights_only=True)`` reads it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from copy import deepcopy
 from itertools import chain
 from typing import Any
 
@@ -26,14 +27,14 @@ Undo = Callable[[], None]
 
 
 class _Hidden:
-    """A tensor in a coat: `load_state_dict` leaves what is no tensor and no iterable as it is."""
+    """A value in a coat: `load_state_dict` leaves what is no tensor and no iterable as it is."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
+    def __init__(self, value: Any) -> None:
+        self.value = value
 
     def __float__(self) -> float:
         """For optimizers that make tensors of their numbers while they load: NAdam and ASGD."""
-        return float(self.tensor)
+        return float(self.value)
 
 
 def install_checkpoint_hooks(optimizer: Optimizer, rounding: StochasticRounding) -> Undo:
@@ -108,26 +109,35 @@ def _same_bits(tensor: Any, dtype: torch.dtype) -> Any:
     return type(tensor).from_local(local, tensor.device_mesh, tensor.placements, run_check=False, **shape)
 
 
-def _hide(value: Any) -> Any:
+def _hide(state: Any) -> Any:
+    """A parameter's state with all of it hidden that torch would cast, or iterate over as it does over strings."""
+    if not isinstance(state, dict):
+        return state
+    hidden = {}
+    for name, value in state.items():
+        if name in _LEFT_TO_TORCH:
+            hidden[name] = value.clone() if isinstance(value, Tensor) else value
+        else:
+            hidden[name] = _Hidden(value) if isinstance(value, (Tensor, Iterable)) else value
+    return hidden
+
+
+def _reveal(state: Any, parameter: Tensor | None) -> Any:
+    if not isinstance(state, dict):
+        return state
+    device = None if parameter is None else parameter.device
+    return {
+        name: _copied(value.value, device) if isinstance(value, _Hidden) else value
+        for name, value in state.items()
+    }
+
+
+def _copied(value: Any, device: torch.device | None) -> Any:
+    """A copy: the steps to come write into it, and the loaded state dict belongs to the caller."""
     if isinstance(value, Tensor):
-        return _Hidden(value)
+        return value.detach().to(device or value.device, copy=True)
     if isinstance(value, dict):
-        return {
-            key: item.clone() if key in _LEFT_TO_TORCH and isinstance(item, Tensor) else _hide(item)
-            for key, item in value.items()
-        }
-    if isinstance(value, (list, tuple)):
-        return type(value)(_hide(item) for item in value)
-    return value
-
-
-def _reveal(value: Any, parameter: Tensor | None) -> Any:
-    if isinstance(value, _Hidden):
-        # A copy: the steps to come write into it, and the loaded state dict belongs to the caller.
-        device = value.tensor.device if parameter is None else parameter.device
-        return value.tensor.detach().to(device, copy=True)
-    if isinstance(value, dict):
-        return {key: _reveal(item, parameter) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_reveal(item, parameter) for item in value)
-    return value
+        return {key: _copied(item, device) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_copied(item, device) for item in value)
+    return deepcopy(value)

@@ -200,3 +200,54 @@ def test_a_failed_load_leaves_no_low_halves_behind():
     assert_same_bits(kept, all_tensors(optimizer))
     optimizer.load_state_dict(optimizer.state_dict())
     assert_same_bits(kept, all_tensors(optimizer))
+
+
+class EveryDtype(torch.optim.SGD):
+    """Keeps states of every dtype and shape there is, and counts its steps in some of them."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    for dtype in DTYPES:
+                        state[str(dtype)] = (torch.rand(3, 2) * 100).to(dtype)
+                    state["wide"] = torch.tensor(1.0 + 2**-40, dtype=torch.float64)
+                    state["like"] = torch.rand_like(parameter)
+                    state["nested"] = {"list": [torch.rand(2), 3], "tuple": (torch.arange(2), None)}
+                    state["plain"] = [1.5, "text", True]
+        return super().step(closure)
+
+
+DTYPES = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
+
+
+def assert_same_values(left, right, path: str = "") -> None:
+    assert type(left) is type(right), path
+    if isinstance(left, torch.Tensor):
+        assert left.dtype == right.dtype, path
+        assert torch.equal(left, right), path
+    elif isinstance(left, dict):
+        assert left.keys() == right.keys(), path
+        for key, value in left.items():
+            assert_same_values(value, right[key], f"{path}.{key}")
+    elif isinstance(left, (list, tuple)):
+        for index, (one, other) in enumerate(zip(left, right, strict=True)):
+            assert_same_values(one, other, f"{path}.{index}")
+    else:
+        assert left == right, path
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_states_of_every_dtype_come_back_as_they_were(mode, monkeypatch):
+    monkeypatch.setitem(OPTIMIZERS, "EveryDtype", lambda groups: EveryDtype(groups, lr=1e-2, momentum=0.9))
+    parameters, optimizer = build("EveryDtype", mode, "exact", seed=0)
+    run(parameters, optimizer, range(1))
+    saved = optimizer.state_dict()
+    assert saved["state"][0]["torch.int16"].dtype == torch.int16
+    _, resumed = build("EveryDtype", mode, "exact", seed=1)
+    resumed.load_state_dict(through_a_file(saved))
+    assert_same_values(saved, resumed.state_dict())
