@@ -168,6 +168,18 @@ def test_a_zeroed_weight_with_a_stale_low_half_reads_as_join_reads_it(low):
     assert not start.weight.isnan().any()
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("pattern", [0x7FFFFFFF, -1, 0x7F800001, 0x7FC00000])
+def test_no_payload_of_a_nan_turns_it_into_a_number(pattern, mode):
+    """A GPU's own NaN is 0x7FFFFFFF: anything added to it carries into the sign."""
+    start = operand(ADD, mode, 200, gradient_dtype=torch.float32)
+    start.gradient.copy_(torch.full((200,), pattern, dtype=torch.int32).view(torch.float32))
+    step(ADD, mode, [start], rounding())
+    assert start.weight.isnan().all()
+    if start.low is not None:
+        assert not start.low.any()
+
+
 @pytest.mark.parametrize("mode", ["kahan", "split", "none"])
 def test_ties_and_values_beyond_the_largest_round_as_plain_torch_rounds_them(mode):
     start = operand(ADD, mode, 5, gradient_dtype=torch.float32)
@@ -225,6 +237,25 @@ def test_one_launch_steps_many_operands_and_nothing_beside_them():
         step(rule, "kahan", [alone], rounding())
         for name in ("weight", "low", "first", "second"):
             assert torch.equal(getattr(ours, name).cpu(), getattr(alone, name))
+
+
+def test_sixteen_bytes_move_at_a_time_only_where_all_tensors_allow_it():
+    rule, stream = RULES["lion"], rounding()
+    odd = on_device(operand(rule, "split", gpu.BLOCK + 9, index=1))
+    assert odd.first is not None
+    odd = replace(
+        odd, first=torch.empty(gpu.BLOCK + 10, dtype=torch.bfloat16, device=DEVICE)[1:].copy_(odd.first)
+    )
+    operands = [
+        on_device(operand(rule, "split", 3 * gpu.BLOCK)),
+        odd,
+        on_device(operand(rule, "split", 8, index=2)),
+    ]
+    gpu.step(rule, "split", operands, stream)
+    (table,) = gpu._tables[stream].values()
+    # Twice the first program, and one where every address is a multiple of 16.
+    assert table.rows[:, 6].tolist() == [2 * 0 + 1, 2 * 3, 2 * 5 + 1]
+    assert table.blocks.tolist() == [0, 0, 0, 1, 1, 2]
 
 
 def test_gradients_of_both_dtypes_in_one_step():
