@@ -389,3 +389,17 @@ def test_the_live_form_is_the_files(tmp_path):
     assert_same(
         float32_of(module, runner), torch.load(tmp_path / "fp32.ckpt", weights_only=True)["state_dict"]
     )
+
+
+def test_a_module_can_export_itself_through_its_own_optimizers(tmp_path):
+    exported: list[dict[str, torch.Tensor]] = []
+
+    class Exporting(Regression):
+        def on_train_epoch_end(self) -> None:
+            # Lightning's wrappers, which forward to the optimizers.
+            exported.append(float32_state_dict(self, self.optimizers(), device="cpu"))  # pyright: ignore
+
+    module = Exporting()
+    runner = saved(tmp_path, module, PureBF16Precision("split"))
+    assert_same(exported[0], float32_of(module, runner))
+    assert not torch.equal(exported[0]["first.weight"], exported[0]["first.weight"].to(BF16).float())
