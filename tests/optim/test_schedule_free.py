@@ -32,8 +32,8 @@ def pair(name: str, mode: str, states: str = "exact"):
     parameters.append(torch.nn.Parameter(weights[3].clone()))
     oracle, optimizer = CLASSES[name](groups_of(masters)), CLASSES[name](groups_of(parameters))
     handle = compensate(optimizer, mode=mode, states=states, low_halves=low_halves)  # pyright: ignore
-    undo = switch_in_float32(optimizer)
-    return (masters, oracle), (parameters, optimizer), handle, undo
+    switch_in_float32(optimizer)
+    return (masters, oracle), (parameters, optimizer), handle
 
 
 def step(seed: int, *sides) -> None:
@@ -46,7 +46,7 @@ def step(seed: int, *sides) -> None:
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_split_follows_float32_bit_for_bit_through_every_switch(name):
-    (masters, oracle), (parameters, optimizer), handle, _ = pair(name, "split")
+    (masters, oracle), (parameters, optimizer), handle = pair(name, "split")
     for epoch in range(3):
         for switched in (oracle, optimizer):
             switched.train()
@@ -63,7 +63,7 @@ def test_split_follows_float32_bit_for_bit_through_every_switch(name):
 @pytest.mark.parametrize(("mode", "limit"), [("kahan", 2**-14), ("none", 2**-5)])
 def test_other_modes_stay_near(mode, limit):
     """Going back from the average divides its rounding by 1 - beta: without low halves 10 units of bfloat16."""
-    (masters, oracle), (parameters, optimizer), handle, _ = pair("AdamW", mode)
+    (masters, oracle), (parameters, optimizer), handle = pair("AdamW", mode)
     for switched in (oracle, optimizer):
         switched.train()
     for seed in range(3):
@@ -76,7 +76,7 @@ def test_other_modes_stay_near(mode, limit):
 
 @pytest.mark.parametrize("mode", ["kahan", "split"])
 def test_switching_there_and_back_keeps_states(mode):
-    _, (parameters, optimizer), _, _ = pair("AdamW", mode, "compact")
+    _, (parameters, optimizer), _ = pair("AdamW", mode, "compact")
     optimizer.train()
     step(0, (parameters, optimizer))
     before = [copy.deepcopy(dict(optimizer.state[p])) for p in parameters]
@@ -90,24 +90,22 @@ def test_switching_there_and_back_keeps_states(mode):
 
 def test_the_stock_switch_fails_on_bfloat16_weights():
     """The control: what the switch in float32 is for."""
-    _, (parameters, optimizer), _, undo = pair("AdamW", "split")
+    _, (parameters, optimizer), _ = pair("AdamW", "split")
     optimizer.train()
     step(0, (parameters, optimizer))
     before = all_tensors(optimizer)
-    undo()
-    assert type(optimizer) is schedulefree.AdamWScheduleFree
     with pytest.raises(RuntimeError, match="dtype"):
-        optimizer.eval()
+        schedulefree.AdamWScheduleFree.eval(optimizer)
     assert_same_bits(before, all_tensors(optimizer))
 
 
 def test_a_resume_continues_bit_for_bit_from_the_evaluation_weights():
-    _, (parameters, optimizer), _, _ = pair("AdamW", "split", "compact")
+    _, (parameters, optimizer), _ = pair("AdamW", "split", "compact")
     optimizer.train()
     step(0, (parameters, optimizer))
     optimizer.eval()  # as ScheduleFree asks for it before saving
     saved = copy.deepcopy(optimizer.state_dict())
-    _, (others, resumed), _, _ = pair("AdamW", "split", "compact")
+    _, (others, resumed), _ = pair("AdamW", "split", "compact")
     for other, parameter in zip(others, parameters, strict=True):
         other.data.copy_(parameter.data)
     resumed.load_state_dict(saved)
@@ -123,10 +121,14 @@ def test_other_optimizers_are_left_alone():
     assert type(optimizer) is torch.optim.SGD
 
 
-def test_it_is_done_once():
-    _, (_, optimizer), _, undo = pair("AdamW", "split")
+def test_it_is_done_once_and_undone():
+    optimizer = schedulefree.AdamWScheduleFree([torch.nn.Parameter(torch.ones(2))])
+    undo = switch_in_float32(optimizer)
     kind = type(optimizer)
-    switch_in_float32(optimizer)
+    switch_in_float32(optimizer)()
     assert type(optimizer) is kind
     assert isinstance(optimizer, schedulefree.AdamWScheduleFree)
+    optimizer.train()
+    assert optimizer.param_groups[0]["train_mode"]
     undo()
+    assert type(optimizer) is schedulefree.AdamWScheduleFree
