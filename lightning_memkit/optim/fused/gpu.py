@@ -20,8 +20,8 @@ from lightning_memkit.optim.fused.operands import SGD, AdamW, Lion, Operand, Rul
 from lightning_memkit.optim.modes import Mode
 from lightning_memkit.optim.stochastic_rounding import StochasticRounding
 
-# Eight elements a thread are 16 bytes of bfloat16; at 64 registers a thread, eight programs share a multiprocessor
-# and have 80 kB of reads under way. Fixed, not tuned at run time: the same launch every time.
+# Eight elements a thread are 16 bytes of bfloat16. At AdamW's 72 registers a thread, seven programs share a Hopper
+# multiprocessor and have 70 kB of reads under way. Fixed, not tuned at run time: the same launch every time.
 BLOCK = 1024
 WARPS = 4
 
@@ -93,20 +93,14 @@ def why_unavailable() -> str | None:
 def numbers(rule: Rule) -> tuple[float, ...]:
     """What the rule's kernel takes as numbers, in its order."""
     if isinstance(rule, AdamW):
-        return (
-            rule.shrink,
-            rule.weight_decay,
-            1 - rule.beta1,
-            rule.beta2,
-            1 - rule.beta2,
-            1 / rule.root_correction,
-            rule.eps,
-            rule.step_size,
-        )
-    if isinstance(rule, SGD):
+        correction = 1 / rule.root_correction
+        values = (rule.shrink, rule.weight_decay, 1 - rule.beta1, rule.beta2, 1 - rule.beta2)
+        values += (correction, rule.eps, rule.step_size)
+    elif isinstance(rule, SGD):
         values = (rule.weight_decay, rule.momentum, 1 - rule.dampening, rule.learning_rate)
-        return tuple(map(float, values))  # an int would compile a kernel of its own
-    return rule.shrink, rule.beta1, 1 - rule.beta1, rule.beta2, 1 - rule.beta2, rule.learning_rate
+    else:
+        values = (rule.shrink, rule.beta1, 1 - rule.beta1, rule.beta2, 1 - rule.beta2, rule.learning_rate)
+    return tuple(map(float, values))  # an int, as lr=1 gives, would compile a kernel of its own
 
 
 def switches(rule: Rule, has_first: bool) -> dict[str, bool]:

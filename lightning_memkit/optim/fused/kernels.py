@@ -5,7 +5,7 @@ program's row of `table`, and a row holds addresses as numbers (`gpu.py` writes 
 whose tensors lie on 16 bytes move 16 bytes at a time, without a mask; the others move element by element.
 
 bfloat16 is read and written as int16. On an H200, whose memory feeds 240 billion elements a second, a step of more
-than about 100 instructions an element would be bound by them; AdamW with kahan takes 56 on sm_90. Hence the device's
+than about 100 instructions an element would be bound by them; AdamW with kahan takes 58 on sm_90. Hence the device's
 own rounding and its approximate root and quotient (2 in the last place of float32) instead of exact ones.
 
 Multiplications and additions are not fused, so that Kahan's difference is what it says and every device agrees.

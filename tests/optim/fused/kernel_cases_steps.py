@@ -1,70 +1,24 @@
-"""What the Triton kernels compute: on CUDA, or on the CPU by Triton's interpreter, which has to be chosen by the
-environment before triton is imported. `test_gpu.py` therefore runs this file in a process of its own.
-"""
+"""What a step of the kernels writes, beside plain torch and float64; see kernel_runs.py."""
 
 import gc
-import os
 import weakref
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from lightning_memkit.optim.fused import gpu, reference
-from lightning_memkit.optim.fused.operands import SGD, AdamW, Lion, Operand, Rule, first_is_stochastic
+from lightning_memkit.optim.fused.operands import AdamW, Lion, first_is_stochastic
 from lightning_memkit.optim.split import join, split
-from lightning_memkit.optim.stochastic_rounding import StochasticRounding
+from tests.optim.fused.kernel_runs import ADD, DEVICE, noise, numpy_may_warn, on_device, rounded_with, step
 from tests.optim.fused.rules import MODES, RULES, copied, master, operand, rounding, truth
+
+pytestmark = numpy_may_warn
 
 # What a kernel's weight may err more than plain torch's: last bits of float32, after a mode's rounding.
 TOLERANCE = {"kahan": 2**-16, "split": 2**-21, "stochastic": 2**-7, "none": 2**-21}
 
-DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
-TENSORS = ("weight", "low", "gradient", "first", "second")
-
-# numpy, which the interpreter computes with, warns where float32 overflows or meets a NaN.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-
 STILL = Lion(learning_rate=0.0, beta1=0.9, beta2=0.9, weight_decay=0.0)
-ADD = SGD(learning_rate=-1.0, momentum=0, dampening=0, weight_decay=0, nesterov=False, first_step=False)
-
-
-def on_device(source: Operand) -> Operand:
-    moved: dict[str, Any] = {name: getattr(source, name) for name in TENSORS}
-    return replace(source, **{name: None if t is None else t.to(DEVICE) for name, t in moved.items()})
-
-
-def step(rule: Rule, mode: Any, operands: Sequence[Operand], stream: StochasticRounding) -> None:
-    """`gpu.step` on the device, of operands on the CPU."""
-    there = [on_device(source) for source in operands]
-    gpu.step(rule, mode, there, stream)
-    for source, moved in zip(operands, there, strict=True):
-        for name in TENSORS:
-            if getattr(source, name) is not None:
-                getattr(source, name).copy_(getattr(moved, name))
-
-
-def mixed(x: np.ndarray) -> np.ndarray:
-    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
-    x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
-    return x ^ (x >> np.uint32(16))
-
-
-def noise(stream: StochasticRounding, index: int, lane: int, count: int) -> torch.Tensor:
-    """The kernels' 32 bits an element, as int64."""
-    key = stream.stream(0, "kernels")
-    own = mixed(np.array([(key & 0xFFFFFFFF) ^ index], dtype=np.uint32))
-    own = mixed(own + np.uint32((key >> 32) + lane * 0x9E3779B9 & 0xFFFFFFFF))
-    return torch.from_numpy(mixed(np.arange(count, dtype=np.uint32) ^ own).astype(np.int64))
-
-
-def rounded_with(value: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    """float32 to bfloat16, up where 16 bits of noise carry."""
-    moved = value.view(torch.int32).long() + bits
-    return (moved >> 16).to(torch.int16).view(torch.bfloat16)
 
 
 def error(stepped: torch.Tensor, expected: torch.Tensor) -> float:
@@ -83,15 +37,12 @@ def test_a_kernel_errs_as_little_as_plain_torch(name, mode, gradient_dtype):
     reference.step(rule, mode, [plain], rounding())
     assert error(master(ours), expected) <= error(master(plain), expected) + TOLERANCE[mode]
     if mode == "kahan":
-        lane = int(
-            isinstance(rule, AdamW) and first_is_stochastic(rule)
-        )  # where the moments take all of the noise
+        lane = int(isinstance(rule, AdamW) and first_is_stochastic(rule))  # both moments take all of a lane
         bits = noise(rounding(), 0, lane, len(expected)) & 0xFFFF
         assert ours.low is not None
         wanted = rounded_with((expected - ours.weight.double()).float(), bits)
-        assert (
-            float((ours.low != wanted).double().mean()) < 0.05
-        )  # float32's last bits are the rest's middle ones
+        # A float32 result that is one bit off is a rest that is off by about 2^-8 of its own distance.
+        assert float((ours.low != wanted).double().mean()) < 0.05
     for moment, exact in zip(("first", "second"), moments, strict=True):
         if exact is None:
             continue
@@ -106,14 +57,6 @@ def test_a_kernel_errs_as_little_as_plain_torch(name, mode, gradient_dtype):
         # A float32 result that is one bit off may round to the other side.
         assert float((stored != wanted).double().mean()) < 2e-3
         assert float(((stored.double() - exact).abs() / (exact.abs() + 1e-30)).max()) <= 2**-7
-
-
-def test_stochastic_weights_take_noise_of_their_own():
-    start = operand(ADD, "stochastic", 3000, index=4)
-    start.gradient.fill_(2**-10)
-    exact = start.weight.float() + 2**-10
-    step(ADD, "stochastic", [start], rounding())
-    assert torch.equal(start.weight, rounded_with(exact, noise(rounding(), 4, 0, 3000) & 0xFFFF))
 
 
 SPECIAL = [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-40, -1e-45, 3.4028e38, -3.3962e38, 3.3895e38, 1.0]
@@ -289,45 +232,3 @@ def test_a_table_follows_tensors_that_move_and_keeps_none_of_them():
     gc.collect()
     assert weight() is None
     assert tables() is None  # they go with the optimizer's stream of noise
-
-
-def up(index: int, number: int, count: int = 1 << 16, seed: int = 0) -> torch.Tensor:
-    """Which elements of 1 + 0.3 of a bfloat16's distance round up."""
-    start = operand(ADD, "stochastic", count, index=index, gradient_dtype=torch.float32)
-    start.weight.fill_(1.0)
-    start.gradient.fill_(0.3 * 2**-7)
-    stream = StochasticRounding(seed)
-    stream.step = number
-    step(ADD, "stochastic", [start], stream)
-    return start.weight > 1
-
-
-def test_the_mean_is_the_value_and_streams_are_independent():
-    count = 1 << 16
-    base = up(3, 1)
-    deviation = (0.3 * 0.7 / count) ** 0.5
-    agreement = 0.3**2 + 0.7**2
-    for other in (up(3, 2), up(4, 1), up(3, 1, seed=1)):
-        assert abs(other.double().mean() - 0.3) < 5 * deviation
-        same = (base == other).double().mean()
-        assert abs(same - agreement) < 5 * (agreement * (1 - agreement) / count) ** 0.5
-    assert torch.equal(base, up(3, 1))
-    for distance in (1, 2, 8, 32, 1024, 4096, 1 << 15):  # lanes, threads, warps, blocks
-        same = (base[:-distance] == base[distance:]).double().mean()
-        assert abs(same - agreement) < 5 * (agreement * (1 - agreement) / (count - distance)) ** 0.5
-
-
-def test_every_bit_of_the_noise_is_fair_and_both_halves_are_independent():
-    """On the twin, which the kernels equal bit for bit above: every step and element is as likely up as down."""
-    stream = StochasticRounding(9)
-    bits = []
-    for stream.step in range(1, 65):
-        bits.append(noise(stream, 2, 0, 1 << 12))
-    drawn = torch.stack(bits)
-    places = (drawn[..., None] >> torch.arange(32)) & 1
-    mean = places.double().mean((0, 1))
-    assert (mean - 0.5).abs().max() < 5 * 0.5 / drawn.numel() ** 0.5
-    over_steps = places.double().mean(0)
-    assert (over_steps - 0.5).abs().max() < 7 * 0.5 / 64**0.5
-    pairs = torch.corrcoef(places.reshape(-1, 32).double().T) - torch.eye(32)
-    assert pairs.abs().max() < 6 / drawn.numel() ** 0.5
