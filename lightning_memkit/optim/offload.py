@@ -26,7 +26,7 @@ from lightning_memkit.optim.compensation import (
 from lightning_memkit.optim.gradient_release import release_of
 from lightning_memkit.optim.pieces import slots
 from lightning_memkit.optim.shadow import ShadowEngine
-from lightning_memkit.optim.state_home import StateHome, has_own_memory, mapped, tensors_of
+from lightning_memkit.optim.state_home import HOME, StateHome, has_own_memory, mapped, tensors_of
 
 BUCKET_BYTES = 64 << 20
 _MARK = "_memkit_offload"
@@ -45,14 +45,10 @@ class StateOffload:
         self._previous = {name: optimizer.__dict__.get(name) for name in ("step", "load_state_dict")}
         self._stock_step = _stock_step(optimizer)
         self._own: dict[str, Any] = {"load_state_dict": _WeakMethod(_load_of(self), optimizer)}
-        engine = _engine_of(optimizer)
-        if engine is None:
-            engine = ShadowEngine.plain()
-            self._own["step"] = self._make_step(optimizer, engine)
-        engine.home = home
-        self._engine = engine
+        if compensation_of(optimizer) is None and release_of(optimizer) is None:
+            self._own["step"] = _make_step(self, optimizer)
         self._settle_hook = optimizer.register_state_dict_pre_hook(lambda _: home.settle())
-        optimizer.__dict__.update(self._own)
+        optimizer.__dict__.update({**self._own, HOME: home})
         self._take_all_home()
 
     @property
@@ -84,9 +80,9 @@ class StateOffload:
         self._active = False
         self._home.settle()
         self._settle_hook.remove()
-        self._engine.home = None
         optimizer = self.optimizer
-        optimizer.__dict__.pop(_MARK, None)
+        for mark in (_MARK, HOME):
+            optimizer.__dict__.pop(mark, None)
         for name, own in self._own.items():
             if optimizer.__dict__.get(name) is not own:
                 continue  # a scheduler made since has wrapped our step, which hands on to the stock step
@@ -98,13 +94,6 @@ class StateOffload:
             if slot.parameter in optimizer.state:
                 state = optimizer.state[slot.parameter]
                 state.update(mapped(state, partial(Tensor.to, device=slot.parameter.device)))
-
-    def _make_step(self, optimizer: Optimizer, engine: ShadowEngine) -> _WeakMethod:
-        # torch's own wrapper around ours: profiler label, and the user's step hooks once a step.
-        step = _WeakMethod(Optimizer.profile_hook_step(_step_of(self, engine, type(optimizer))), optimizer)
-        if hasattr(self._previous["step"], "_wrapped_by_lr_sched"):
-            step.__dict__["_wrapped_by_lr_sched"] = True  # what a scheduler that was made before looks for
-        return step
 
     def _take_all_home(self) -> None:
         optimizer = self.optimizer
@@ -141,7 +130,7 @@ def offload_states(
     streams the copies run beside the arithmetic; not yet verified on a GPU.
 
     Args:
-        optimizer: any optimizer that steps each parameter by itself; `compensate` it before.
+        optimizer: any optimizer that steps each parameter by itself, compensated or not.
         bucket_bytes: states that travel together. A parameter with more is a bucket of its own.
         pin_memory: page-locked host memory, which fast copies need.
 
@@ -211,18 +200,11 @@ def _refuse(optimizer: Optimizer) -> None:
             )
 
 
-def _engine_of(optimizer: Optimizer) -> ShadowEngine | None:
-    """The engine that steps this optimizer already; None where the stock step does."""
-    compensation, release = compensation_of(optimizer), release_of(optimizer)
-    if compensation is not None:
-        return compensation._engine
-    return None if release is None else release._plain
+def _make_step(offload: StateOffload, optimizer: Optimizer) -> _WeakMethod:
+    """A step in buckets, for an optimizer that no other engine steps."""
+    engine = ShadowEngine.plain()
 
-
-def _step_of(
-    offload: StateOffload, engine: ShadowEngine, optimizer_class: type[Optimizer]
-) -> Callable[..., Any]:
-    @wraps(optimizer_class.step)
+    @wraps(type(optimizer).step)
     def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         if not offload._active:
             return offload._stock_step(closure)
@@ -235,7 +217,12 @@ def _step_of(
             engine.step(optimizer, offload._stock_step)
         return loss
 
-    return step
+    # torch's own wrapper around ours: profiler label, and the user's step hooks once a step.
+    method = _WeakMethod(Optimizer.profile_hook_step(step), optimizer)
+    # What schedulers look for: ours does all that their wrapper would. And whoever replaces the step after us
+    # takes it for the stock step, which it may: its engine knows of the home, too.
+    method.__dict__["_wrapped_by_lr_sched"] = True
+    return method
 
 
 def _load_of(offload: StateOffload) -> Callable[..., Any]:

@@ -23,7 +23,7 @@ from lightning_memkit.optim.fused.step import fused_step
 from lightning_memkit.optim.modes import LOW_STATES, Mode, States, low_state_of, narrow_, widen_
 from lightning_memkit.optim.pieces import Piece, Scratch, Slot, buckets_of, is_compensated, slots
 from lightning_memkit.optim.state_dtypes import storage_of
-from lightning_memkit.optim.state_home import StateHome
+from lightning_memkit.optim.state_home import home_of
 from lightning_memkit.optim.stochastic_rounding import StochasticRounding
 
 
@@ -85,7 +85,6 @@ class ShadowEngine:
         self.rounding = rounding
         self.bucket_bytes = bucket_bytes
         self.may_fuse = True  # whether a kernel may stand in for the step of a class that it knows
-        self.home: StateHome | None = None  # where states live between steps; None is beside the parameter
         # What the optimizer sees in the place of parameters that are not in the bucket: it has no gradient,
         # so it is passed over, and the places of the others, which some optimizers go by, stay.
         self._absent = Parameter(torch.empty(0))
@@ -124,6 +123,7 @@ class OpenStep:
         self._engine = engine
         self._optimizer = optimizer
         self._stock_step = stock_step
+        self._home = home_of(optimizer)
         self._scratch = Scratch()
         self._progress: dict[Parameter, _Progress] = {}
         self._scalars = group_scalars(optimizer)
@@ -133,10 +133,10 @@ class OpenStep:
 
     def advance(self, ready: Sequence[Slot]) -> None:
         """Step these parameters now; each must have its gradient."""
-        if self._engine.home is None:
+        if self._home is None:
             self._advance(ready)
         else:
-            self._engine.home.visit(self._optimizer, ready, self._advance)
+            self._home.visit(self._optimizer, ready, self._advance)
 
     def _advance(self, ready: Sequence[Slot]) -> None:
         shadowed = [slot for slot in ready if self._engine.shadows(slot.parameter)]
@@ -154,8 +154,8 @@ class OpenStep:
         """End the step: scalars that the optimizer keeps in its groups have advanced once."""
         if self._stock_steps == 0 and not self._fused:
             self._step_bucket([], [])
-        if self._engine.home is not None:
-            self._engine.home.settle()
+        if self._home is not None:
+            self._home.settle()
         self._engine.rounding.end_step()
 
     def _step_fused(self, shadowed: list[Slot]) -> list[Slot]:

@@ -21,12 +21,19 @@ from lightning_memkit.optim.pieces import Slot
 _BYTES_BEFORE_THE_FIRST_STEP = 8  # a value: two float32 moments, as most optimizers keep
 _HOST_MEMORY = ("cpu", "mps")  # Apple's GPU computes in the host's memory
 
+HOME = "_memkit_state_home"  # the optimizer's attribute
+
 Advance = Callable[[Sequence[Slot]], None]
 
 
 def has_own_memory(parameter: Tensor) -> bool:
     """Whether a parameter's device has memory beside the host's."""
     return parameter.device.type not in _HOST_MEMORY
+
+
+def home_of(optimizer: Optimizer) -> "StateHome | None":
+    """Where an optimizer's states live between steps; None is beside their parameters."""
+    return optimizer.__dict__.get(HOME)
 
 
 class StateHome:

@@ -1,3 +1,4 @@
+# pyright: reportArgumentType=false, reportPossiblyUnboundVariable=false
 """Optimizer states in host memory: the same bits, less device memory, on an accelerator without hardware."""
 
 import copy
@@ -88,7 +89,7 @@ def test_every_bit_is_as_without_it(name, compensation):
             device.reset_counts()
             train(*run, range(5))
             results.append(on_cpu(run[1]))
-        assert device_states(run[1]) == []  # pyright: ignore[reportPossiblyUnbound]
+        assert device_states(run[1]) == []
         assert all(t.is_pinned() for state in run[1].state.values() for t in tensors_of(state))
         assert_same_bits(*results)
 
@@ -256,9 +257,18 @@ def test_groups_added_later_and_undo():
         assert_same_bits(*results)
 
 
+def release_all(optimizer):
+    release_gradients(optimizer, bundle_bytes=0)
+
+
+def offload_all(optimizer):
+    offload_states(optimizer, bucket_bytes=SMALL)
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
 @pytest.mark.parametrize("compensation", [PLAIN, COMPACT], ids=["plain", "compact"])
-@pytest.mark.parametrize("release_first", [False, True])
-def test_it_goes_with_gradient_release(compensation, release_first):
+@pytest.mark.parametrize("order", [(release_all, offload_all), (offload_all, release_all)], ids=str)
+def test_it_goes_with_gradient_release(order, compensation, scheduled):
     with fake_device():
         results = []
         for combined in (False, True):
@@ -266,11 +276,9 @@ def test_it_goes_with_gradient_release(compensation, release_first):
             optimizer = torch.optim.AdamW(shown, lr=1e-2)
             if compensation is not None:
                 compensate(optimizer, **compensation)
-            wrappers = [
-                lambda optimizer: release_gradients(optimizer, bundle_bytes=0),
-                lambda optimizer: offload_states(optimizer, bucket_bytes=SMALL),
-            ]
-            for wrap in (wrappers if release_first else reversed(wrappers)) if combined else ():
+            if scheduled:
+                torch.optim.lr_scheduler.ConstantLR(optimizer)
+            for wrap in order if combined else ():
                 wrap(optimizer)
             for seed in range(3):
                 torch.manual_seed(seed)
@@ -282,6 +290,27 @@ def test_it_goes_with_gradient_release(compensation, release_first):
             if combined:
                 assert device_states(optimizer) == []
         assert_same_bits(*results)
+
+
+def test_compensation_may_come_later():
+    with fake_device():
+        results = []
+        for offload in (False, True):
+            shown = parameters(dtype=torch.bfloat16)
+            optimizer = torch.optim.AdamW(shown, lr=1e-2)
+            if offload:
+                offload_states(optimizer, bucket_bytes=SMALL)
+            compensation = compensate(optimizer, **COMPACT)
+            for seed in range(3):
+                set_gradients(shown, seed)
+                optimizer.step()
+            results.append(on_cpu(optimizer))
+        assert device_states(optimizer) == []
+        assert_same_bits(*results)
+        compensation.undo()
+        set_gradients(shown, 3)
+        optimizer.step()
+        assert device_states(optimizer) == []
 
 
 def test_a_step_that_fails_leaves_the_states_of_its_bucket_at_home():

@@ -1,4 +1,5 @@
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportOptionalMemberAccess=false
 """Optimizer states in host memory inside Lightning's Trainer, on an accelerator without hardware."""
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memkit.errors import NoEffectWarning
 from lightning_memkit.optim.state_home import tensors_of
+from lightning_memkit.plugins.gradient_release import GradientRelease
 from lightning_memkit.plugins.optimizer_offload import OptimizerOffload
 from lightning_memkit.plugins.precision import PureBF16Precision
 from lightning_memkit.testing import fake_device
@@ -171,6 +173,21 @@ def test_accumulation(tmp_path):
         expected, _ = run(device, tmp_path, accumulate_grad_batches=2)
         weights, _ = run(device, tmp_path, OptimizerOffload(BUCKET), accumulate_grad_batches=2)
     assert_equal(weights, expected)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("release_first", [False, True])
+def test_with_gradient_release_the_device_holds_the_weights_and_little_else(
+    precision, release_first, tmp_path
+):
+    options = {**PRECISIONS[precision](), "gradient_clip_val": None}
+    with fake_device() as device:
+        expected, _ = run(device, tmp_path, **options)
+        callbacks = [OptimizerOffload(BUCKET), GradientRelease(bundle_bytes=0)]
+        weights, watch = run(device, tmp_path, *(callbacks[::-1] if release_first else callbacks), **options)
+    assert_equal(weights, expected)
+    assert watch.places == {"cpu"}
+    assert watch.added_bytes <= 6 * BUCKET  # a layer's gradient, float32 shadows, and states; activations
 
 
 @pytest.mark.parametrize("fail_at", [None, 2])
