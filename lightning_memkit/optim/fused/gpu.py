@@ -105,17 +105,14 @@ def numbers(rule: Rule) -> tuple[float, ...]:
 
 def switches(rule: Rule, has_first: bool) -> dict[str, bool]:
     """What the rule's kernel is compiled for, apart from the mode and the gradient's dtype."""
-    stochastic = {"STOCHASTIC": first_is_stochastic(rule)}
+    chosen = {"STOCHASTIC": first_is_stochastic(rule)}
+    if isinstance(rule, Lion):
+        return chosen
+    # Without decay an infinite weight stays infinite; zero times it would be NaN.
+    chosen |= {"MAXIMIZE": rule.maximize, "DECAYS": rule.weight_decay != 0}
     if isinstance(rule, AdamW):
-        return stochastic | {"MAXIMIZE": rule.maximize, "DECOUPLED": rule.decoupled}
-    if isinstance(rule, SGD):
-        return stochastic | {
-            "MAXIMIZE": rule.maximize,
-            "MOMENTUM": has_first,
-            "FIRST_STEP": rule.first_step,
-            "NESTEROV": rule.nesterov,
-        }
-    return stochastic
+        return chosen | {"DECOUPLED": rule.decoupled}
+    return chosen | {"MOMENTUM": has_first, "FIRST_STEP": rule.first_step, "NESTEROV": rule.nesterov}
 
 
 class _Table:

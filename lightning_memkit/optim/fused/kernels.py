@@ -32,19 +32,19 @@ def adamw(
     table, blocks, key_low, key_high,
     shrink, decay, gain1, keep2, gain2, correction, eps, rate,
     MODE: tl.constexpr, WIDE_GRADIENT: tl.constexpr, STOCHASTIC: tl.constexpr,
-    MAXIMIZE: tl.constexpr, DECOUPLED: tl.constexpr, BLOCK: tl.constexpr,
+    MAXIMIZE: tl.constexpr, DECOUPLED: tl.constexpr, DECAYS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """AdamW's step: the twin of `reference._adamw`. The numbers are `gpu.numbers`'."""
     row, start, count, fast = _place(table, blocks, BLOCK)
     if fast:
         _adamw(
             row, start, count, key_low, key_high, shrink, decay, gain1, keep2, gain2, correction, eps, rate,
-            MODE, WIDE_GRADIENT, STOCHASTIC, MAXIMIZE, DECOUPLED, True, BLOCK,
+            MODE, WIDE_GRADIENT, STOCHASTIC, MAXIMIZE, DECOUPLED, DECAYS, True, BLOCK,
         )  # fmt: skip
     else:
         _adamw(
             row, start, count, key_low, key_high, shrink, decay, gain1, keep2, gain2, correction, eps, rate,
-            MODE, WIDE_GRADIENT, STOCHASTIC, MAXIMIZE, DECOUPLED, False, BLOCK,
+            MODE, WIDE_GRADIENT, STOCHASTIC, MAXIMIZE, DECOUPLED, DECAYS, False, BLOCK,
         )  # fmt: skip
 
 
@@ -52,7 +52,8 @@ def adamw(
 def _adamw(
     row, start, count, key_low, key_high, shrink, decay, gain1, keep2, gain2, correction, eps, rate,
     MODE: tl.constexpr, WIDE_GRADIENT: tl.constexpr, STOCHASTIC: tl.constexpr,
-    MAXIMIZE: tl.constexpr, DECOUPLED: tl.constexpr, FAST: tl.constexpr, BLOCK: tl.constexpr,
+    MAXIMIZE: tl.constexpr, DECOUPLED: tl.constexpr, DECAYS: tl.constexpr, FAST: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     high_at, low_at, gradient_at = tl.load(row), tl.load(row + 1), tl.load(row + 2)
     first_at, second_at, index = tl.load(row + 3), tl.load(row + 4), tl.load(row + 7)
@@ -63,7 +64,7 @@ def _adamw(
     tl.debug_barrier()  # no program waits for one tensor before it has asked for all
     if DECOUPLED:
         weight = weight * shrink
-    else:
+    elif DECAYS:
         gradient = gradient + weight * decay
     first = first + (gradient - first) * gain1
     second = second * keep2 + gradient * gradient * gain2
@@ -78,7 +79,7 @@ def _adamw(
 @triton.jit(do_not_specialize=_KEYS)
 def sgd(
     table, blocks, key_low, key_high, decay, momentum, gain, rate,
-    MODE: tl.constexpr, WIDE_GRADIENT: tl.constexpr, STOCHASTIC: tl.constexpr,
+    MODE: tl.constexpr, WIDE_GRADIENT: tl.constexpr, STOCHASTIC: tl.constexpr, DECAYS: tl.constexpr,
     MAXIMIZE: tl.constexpr, MOMENTUM: tl.constexpr, FIRST_STEP: tl.constexpr, NESTEROV: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -87,19 +88,19 @@ def sgd(
     if fast:
         _sgd(
             row, start, count, key_low, key_high, decay, momentum, gain, rate,
-            MODE, WIDE_GRADIENT, STOCHASTIC, MAXIMIZE, MOMENTUM, FIRST_STEP, NESTEROV, True, BLOCK,
+            MODE, WIDE_GRADIENT, STOCHASTIC, DECAYS, MAXIMIZE, MOMENTUM, FIRST_STEP, NESTEROV, True, BLOCK,
         )  # fmt: skip
     else:
         _sgd(
             row, start, count, key_low, key_high, decay, momentum, gain, rate,
-            MODE, WIDE_GRADIENT, STOCHASTIC, MAXIMIZE, MOMENTUM, FIRST_STEP, NESTEROV, False, BLOCK,
+            MODE, WIDE_GRADIENT, STOCHASTIC, DECAYS, MAXIMIZE, MOMENTUM, FIRST_STEP, NESTEROV, False, BLOCK,
         )  # fmt: skip
 
 
 @triton.jit
 def _sgd(
     row, start, count, key_low, key_high, decay, momentum, gain, rate,
-    MODE: tl.constexpr, WIDE_GRADIENT: tl.constexpr, STOCHASTIC: tl.constexpr,
+    MODE: tl.constexpr, WIDE_GRADIENT: tl.constexpr, STOCHASTIC: tl.constexpr, DECAYS: tl.constexpr,
     MAXIMIZE: tl.constexpr, MOMENTUM: tl.constexpr, FIRST_STEP: tl.constexpr, NESTEROV: tl.constexpr,
     FAST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -111,7 +112,8 @@ def _sgd(
     if MOMENTUM and not FIRST_STEP:
         first = _float(_read(first_at, start, count, FAST, BLOCK) << 16)
     tl.debug_barrier()  # no program waits for one tensor before it has asked for all
-    gradient = gradient + weight * decay
+    if DECAYS:
+        gradient = gradient + weight * decay
     first = gradient if FIRST_STEP else first * momentum + gradient * gain
     random = _noise(key_low, key_high, index, 0, start, BLOCK)
     if MOMENTUM:

@@ -125,15 +125,15 @@ def test_no_payload_of_a_nan_turns_it_into_a_number(pattern, mode):
 
 @pytest.mark.parametrize("mode", ["kahan", "split", "none"])
 def test_ties_and_values_beyond_the_largest_round_as_plain_torch_rounds_them(mode):
-    start = operand(ADD, mode, 5, gradient_dtype=torch.float32)
-    start.weight.copy_(torch.tensor([1.0, 1.0, -1.0, 3.3895e38, -3.3895e38]))
+    start = operand(ADD, mode, 6, gradient_dtype=torch.float32)
+    start.weight.copy_(torch.tensor([1.0, 1.0, -1.0, 3.3895e38, -3.3895e38, torch.inf]))
     if start.low is not None:
         start.low.zero_()
-    start.gradient.copy_(torch.tensor([2**-8, 3 * 2**-8, -(2**-8), 1.2e36, -0.4e36]))
+    start.gradient.copy_(torch.tensor([2**-8, 3 * 2**-8, -(2**-8), 1.2e36, -0.4e36, 1.0]))
     ours, plain = copied(start), copied(start)
     step(ADD, mode, [ours], rounding())
     reference.step(ADD, mode, [plain], rounding())
-    assert ours.weight[3] == torch.inf
+    assert ours.weight[3] == ours.weight[5] == torch.inf
     assert ours.weight[4].isfinite()
     assert ours.weight[0] == (1 + 2**-7 if mode == "split" else 1)
     for name in ("weight", "low"):
