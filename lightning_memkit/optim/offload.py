@@ -72,6 +72,8 @@ class StateOffload:
     def undo(self, *, move: bool = True) -> None:
         """Give the optimizer its own step back, and its states their places beside the parameters.
 
+        What was made before, a compensation or a release, is to be undone after this.
+
         Args:
             move: False leaves the states in host memory, for an optimizer that steps no more.
         """
@@ -85,7 +87,7 @@ class StateOffload:
             optimizer.__dict__.pop(mark, None)
         for name, own in self._own.items():
             if optimizer.__dict__.get(name) is not own:
-                continue  # a scheduler made since has wrapped our step, which hands on to the stock step
+                continue  # replaced since; ours hands on to the stock step from now on
             if self._previous[name] is None:
                 del optimizer.__dict__[name]
             else:

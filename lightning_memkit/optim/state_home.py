@@ -67,20 +67,26 @@ class StateHome:
             advance(at_home)
         travelling = sorted((s for s in ready if has_own_memory(s.parameter)), key=_device_index)
         for device, group in groupby(travelling, key=lambda slot: slot.parameter.device):
-            buckets = self._buckets(optimizer, group)
-            coming = self._send(optimizer, next(buckets), device)
-            while coming is not None:
-                here, coming = coming, None
-                self._wait_for_leaving(at_most=1)
-                bucket = next(buckets, None)
-                if bucket is not None:
-                    coming = self._send(optimizer, bucket, device)
-                try:
-                    self._step(optimizer, here, advance)
-                except BaseException:
-                    if coming is not None:  # its memory must not be let go while a copy writes to it
-                        coming.arrived.synchronize()
-                    raise
+            try:
+                self._visit(optimizer, device, group, advance)
+            except BaseException:
+                # Memory must not be let go while a copy reads or writes it.
+                self._streams_of(device)[0].synchronize()
+                self.settle()
+                raise
+
+    def _visit(
+        self, optimizer: Optimizer, device: torch.device, group: Iterable[Slot], advance: Advance
+    ) -> None:
+        buckets = self._buckets(optimizer, group)
+        coming = self._send(optimizer, next(buckets), device)
+        while coming is not None:
+            here, coming = coming, None
+            self._wait_for_leaving(at_most=1)
+            bucket = next(buckets, None)
+            if bucket is not None:
+                coming = self._send(optimizer, bucket, device)
+            self._step(optimizer, here, advance)
 
     def settle(self) -> None:
         """Wait until every state is home."""

@@ -23,6 +23,8 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/library.h>
 
+#include <atomic>
+#include <deque>
 #include <mutex>
 #include <unordered_map>
 
@@ -41,6 +43,7 @@ enum Counter {
   kToHostCopies,
   kPinnedBytes,
   kPinnedPeakBytes,
+  kHazards,
   kCounters
 };
 
@@ -60,10 +63,70 @@ std::unordered_map<const void*, size_t>& pinned_sizes() {
 // Copies that the fallback makes are no transfers: a real device would compute where the data is.
 thread_local bool in_fallback = false;
 
+// --------------------------------------------------------------------------------------------- streams
+
+// The default stream works at once. Copies on other streams wait until somebody waits for them: a wait that is
+// missing shows as wrong values, on every run.
+struct Copy {
+  at::Tensor to, from;  // on the CPU; the device's side doesn't own its memory
+  const void* device_data;
+};
+
+struct Queue {
+  std::deque<Copy> copies;
+  int64_t enqueued = 0, done = 0;
+};
+
+struct Mark {
+  c10::StreamId stream;
+  int64_t enqueued;
+};
+
+std::recursive_mutex queue_mutex;
+std::unordered_map<c10::StreamId, Queue>& queues() {
+  static auto* map = new std::unordered_map<c10::StreamId, Queue>();
+  return *map;
+}
+thread_local c10::StreamId current_stream = 0;
+std::atomic<c10::StreamId> last_stream = 0;
+
+void finish(c10::StreamId stream, int64_t enqueued) {
+  std::lock_guard<std::recursive_mutex> lock(queue_mutex);
+  auto& queue = queues()[stream];
+  while (queue.done < enqueued) {
+    auto copy = std::move(queue.copies.front());
+    queue.copies.pop_front();
+    queue.done += 1;
+    copy.to.copy_(copy.from);
+  }
+}
+
+void finish(c10::StreamId stream) {
+  std::lock_guard<std::recursive_mutex> lock(queue_mutex);
+  finish(stream, queues()[stream].enqueued);
+}
+
+// Memory that a waiting copy reads or writes is being freed: on a device that would be undefined behaviour.
+void finish_copies_of(const void* device_data) {
+  std::lock_guard<std::recursive_mutex> lock(queue_mutex);
+  for (auto& [stream, queue] : queues()) {
+    for (const auto& copy : queue.copies) {
+      if (copy.device_data != device_data) continue;
+      {
+        std::lock_guard<std::mutex> counting(mutex);
+        counters[kHazards] += 1;
+      }
+      finish(stream);
+      break;
+    }
+  }
+}
+
 // ---------------------------------------------------------------------------------------------- memory
 
 void free_on_device(void* data) {
   if (data == nullptr) return;
+  finish_copies_of(data);
   {
     std::lock_guard<std::mutex> lock(mutex);
     auto found = sizes().find(data);
@@ -124,32 +187,57 @@ struct PinnedMemory final : c10::Allocator {
   void copy_data(void* to, const void* from, std::size_t count) const override { std::memcpy(to, from, count); }
 };
 
+bool is_pinned(const void* data) {
+  std::lock_guard<std::mutex> lock(mutex);
+  return pinned_sizes().count(data) > 0;
+}
+
 DeviceMemory device_memory;
 PinnedMemory pinned_memory;
 
 // ------------------------------------------------------------------------- device, generator, hooks
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
-  static c10::Stream stream() { return c10::Stream(c10::Stream::DEFAULT, c10::Device(kFake, 0)); }
+  static c10::Stream stream(c10::StreamId id) { return c10::Stream(c10::Stream::UNSAFE, c10::Device(kFake, 0), id); }
   c10::DeviceType type() const override { return kFake; }
   c10::Device exchangeDevice(c10::Device) const override { return {kFake, 0}; }
   c10::Device getDevice() const override { return {kFake, 0}; }
   void setDevice(c10::Device) const override {}
   void uncheckedSetDevice(c10::Device) const noexcept override {}
-  c10::Stream getStream(c10::Device) const override { return stream(); }
-  c10::Stream getDefaultStream(c10::Device) const override { return stream(); }
-  c10::Stream getStreamFromGlobalPool(c10::Device, bool) const override { return stream(); }
-  c10::Stream getNewStream(c10::Device, int) const override { return stream(); }
-  c10::Stream exchangeStream(c10::Stream) const override { return stream(); }
+  c10::Stream getStream(c10::Device) const override { return stream(current_stream); }
+  c10::Stream getDefaultStream(c10::Device) const override { return stream(0); }
+  c10::Stream getStreamFromGlobalPool(c10::Device, bool) const override { return stream(++last_stream); }
+  c10::Stream getNewStream(c10::Device, int) const override { return stream(++last_stream); }
+  c10::Stream exchangeStream(c10::Stream next) const override {
+    const auto before = stream(current_stream);
+    current_stream = next.id();
+    return before;
+  }
   c10::DeviceIndex deviceCount() const noexcept override { return 1; }
-  // Work is done when the call returns: events and streams have nothing to wait for.
-  void record(void**, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {}
-  void block(void*, const c10::Stream&) const override {}
-  bool queryEvent(void*) const override { return true; }
-  bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeStream(const c10::Stream&) const override {}
-  void synchronizeEvent(void*) const override {}
-  void synchronizeDevice(const c10::DeviceIndex) const override {}
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
+    std::lock_guard<std::recursive_mutex> lock(queue_mutex);
+    delete static_cast<Mark*>(*event);
+    *event = new Mark{stream.id(), queues()[stream.id()].enqueued};
+  }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Mark*>(event); }
+  void block(void* event, const c10::Stream&) const override { synchronizeEvent(event); }
+  bool queryEvent(void* event) const override {
+    std::lock_guard<std::recursive_mutex> lock(queue_mutex);
+    const auto* mark = static_cast<Mark*>(event);
+    return mark == nullptr || queues()[mark->stream].done >= mark->enqueued;
+  }
+  void synchronizeEvent(void* event) const override {
+    if (const auto* mark = static_cast<Mark*>(event)) finish(mark->stream, mark->enqueued);
+  }
+  bool queryStream(const c10::Stream& stream) const override {
+    std::lock_guard<std::recursive_mutex> lock(queue_mutex);
+    return queues()[stream.id()].copies.empty();
+  }
+  void synchronizeStream(const c10::Stream& stream) const override { finish(stream.id()); }
+  void synchronizeDevice(const c10::DeviceIndex) const override {
+    std::lock_guard<std::recursive_mutex> lock(queue_mutex);
+    for (auto& [stream, queue] : queues()) finish(stream, queue.enqueued);
+  }
 };
 
 // A generator of the device: a CPU generator under another name. The fallback hands on the inner one.
@@ -191,10 +279,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     return at::make_generator<FakeGenerator>(at::detail::createCPUGenerator());
   }
   c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory; }
-  bool isPinnedPtr(const void* data) const override {
-    std::lock_guard<std::mutex> lock(mutex);
-    return pinned_sizes().count(data) > 0;
-  }
+  bool isPinnedPtr(const void* data) const override { return is_pinned(data); }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t size) const override {
     auto data = device_memory.allocate(size);
     std::memcpy(data.get(), storage.data(), std::min(size, storage.nbytes()));
@@ -224,13 +309,23 @@ at::Tensor on_cpu(const at::Tensor& tensor) {
                                          tensor.options().device(c10::kCPU).requires_grad(false));
 }
 
-at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
+at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   if (from.is_cpu() != to.is_cpu() && !in_fallback) {
     std::lock_guard<std::mutex> lock(mutex);
     counters[from.is_cpu() ? kToDeviceBytes : kToHostBytes] += static_cast<int64_t>(from.nbytes());
     counters[from.is_cpu() ? kToDeviceCopies : kToHostCopies] += 1;
   }
   at::AutoDispatchBelowADInplaceOrView guard;
+  const auto& host = from.is_cpu() ? from : to;
+  const auto& device = from.is_cpu() ? to : from;
+  if (non_blocking && !in_fallback && current_stream != 0 && host.is_cpu() && is_pinned(host.storage().data())) {
+    std::lock_guard<std::recursive_mutex> lock(queue_mutex);
+    auto& queue = queues()[current_stream];
+    queue.copies.push_back({on_cpu(to), on_cpu(from), device.storage().data()});
+    queue.enqueued += 1;
+    return to;
+  }
+  finish(current_stream);
   on_cpu(to).copy_(on_cpu(from));
   return to;
 }
@@ -251,6 +346,7 @@ void fall_back(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     if (value.isGenerator() && value.toGenerator().device().type() == kFake)
       value = c10::IValue(value.toGenerator().get<FakeGenerator>()->inner);
   }
+  finish(current_stream);
   InFallback inside;
   at::native::cpu_fallback(op, stack);
 }
@@ -357,7 +453,7 @@ void memkit_fake_reset(int peak, int rest) {
     counters[kPinnedPeakBytes] = counters[kPinnedBytes];
   }
   if (rest) {
-    for (auto counter : {kAllocations, kToDeviceBytes, kToDeviceCopies, kToHostBytes, kToHostCopies})
+    for (auto counter : {kAllocations, kToDeviceBytes, kToDeviceCopies, kToHostBytes, kToHostCopies, kHazards})
       counters[counter] = 0;
   }
 }

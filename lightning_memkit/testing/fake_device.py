@@ -3,7 +3,8 @@
 Its memory is the host's and its arithmetic the CPU's: results are bitwise those of the CPU wherever torch runs
 the same operators there. What sets an accelerator apart is real: tensors on it live in their own allocator,
 autograd works on them in the device's thread, copies from and to the host are counted, and an allocation over
-the budget raises `torch.OutOfMemoryError` from C++.
+the budget raises `torch.OutOfMemoryError` from C++. Copies between pinned memory and the device on a stream of
+their own happen as late as they may, when somebody waits for them: a wait that is missing shows as wrong values.
 
 The device is compiled on first use (seconds) and kept in the user's cache folder. Once loaded, it is the
 accelerator of its process (`torch.accelerator`) until that ends; torch has place for one such device.
@@ -44,6 +45,7 @@ _COUNTERS = (
     "to_host_copies",
     "pinned_bytes",
     "pinned_peak_bytes",
+    "hazards",
 )
 
 
@@ -98,6 +100,11 @@ class FakeDevice:
         return self._read("allocations")
 
     @property
+    def hazards(self) -> int:
+        """Tensors freed since `reset_counts` while a copy on a stream of its own still had to read or write them."""
+        return self._read("hazards")
+
+    @property
     def transfers(self) -> Transfers:
         """Copies between host and device since `reset_counts`; what an operator does inside is no copy."""
         return Transfers(**{field.name: self._read(field.name) for field in fields(Transfers)})
@@ -107,7 +114,7 @@ class FakeDevice:
         self._library.memkit_fake_reset(1, 0)
 
     def reset_counts(self) -> None:
-        """Count allocations and transfers from zero."""
+        """Count allocations, transfers and hazards from zero."""
         self._library.memkit_fake_reset(0, 1)
 
     def synchronize(self) -> None:

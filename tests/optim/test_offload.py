@@ -24,6 +24,21 @@ from tests.testing.needs import NEEDS_COMPILER
 
 pytestmark = NEEDS_COMPILER
 
+
+@pytest.fixture(autouse=True, scope="module")
+def no_leftovers():
+    """What earlier tests left in cycles, a Trainer and its parts, is not these tests'."""
+    gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def no_hazards():
+    """No tensor is freed while a copy of its states is under way, in any test."""
+    with fake_device() as device:
+        yield
+        assert device.hazards == 0
+
+
 FAKE = "fake"
 SMALL = 1 << 12  # every parameter of a test is a bucket of its own, or nearly
 MORE = {
@@ -326,6 +341,40 @@ def test_a_step_that_fails_leaves_the_states_of_its_bucket_at_home():
         assert device_states(optimizer) == []
         after = on_cpu(optimizer)
         assert_same_bits([t for t in after if t.dim()], [t for t in before if t.dim()])
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_an_error_between_buckets_lets_no_memory_go_that_is_being_written(failing):
+    class Failing(torch.optim.SGD):
+        fails = False
+        bucket = 0
+
+        def step(self, closure=None):
+            self.bucket += 1
+            if self.fails and self.bucket == failing:
+                raise RuntimeError("a bucket that fails")
+            return super().step(closure)
+
+    with fake_device() as device:
+        shown = [Parameter(torch.randn(100, device=FAKE)) for _ in range(4)]
+        optimizer = Failing(shown, lr=0.1, momentum=0.9)
+        offload_states(optimizer, bucket_bytes=1)
+        for optimizer.fails in (False, True):
+            optimizer.bucket = 0
+            set_gradients(shown, 0)
+            if optimizer.fails and failing > 0:
+                with pytest.raises(RuntimeError, match="a bucket that fails"):
+                    optimizer.step()
+            elif optimizer.fails:  # no room for the second bucket, while the first is on its way
+                device.set_limits(budget_bytes=device.live_bytes + 400)
+                with pytest.raises(torch.OutOfMemoryError):
+                    optimizer.step()
+                device.set_limits()
+            else:
+                optimizer.step()
+        gc.collect()
+        assert device_states(optimizer) == []
+        assert device.hazards == 0
 
 
 def test_states_in_dicts_and_lists_travel_too():

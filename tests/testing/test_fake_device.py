@@ -1,6 +1,7 @@
 """The device without hardware: it computes like the CPU, counts every byte and copy, and runs out of memory."""
 
 import copy
+import gc
 import io
 import subprocess
 import sys
@@ -17,6 +18,12 @@ from tests.testing.needs import NEEDS_COMPILER
 pytestmark = NEEDS_COMPILER
 
 FAKE = "fake"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_leftovers():
+    """What earlier tests left in cycles, a Trainer and its parts, is not these tests'."""
+    gc.collect()
 
 
 def transformer():
@@ -183,6 +190,31 @@ def test_pinned_host_memory_is_counted():
         assert device.live_bytes == 0
         del x
         assert (device.pinned_bytes, device.pinned_peak_bytes) == (16, 56)
+
+
+def test_copies_on_a_stream_happen_when_they_are_waited_for():
+    with fake_device() as device:
+        stream, host = torch.Stream(device.torch_device), torch.ones(10).pin_memory()
+        x = torch.zeros(10, device=FAKE)
+        with stream:
+            x.copy_(host, non_blocking=True)
+            event = stream.record_event()
+        assert x.sum().item() == 0
+        assert not event.query()
+        torch.accelerator.current_stream(device.torch_device).wait_event(event)
+        assert x.sum().item() == 10
+        assert event.query()
+        with stream:
+            host.copy_(x * 2, non_blocking=True)
+        assert device.hazards == 1  # the product is gone, and the copy still had to read it
+        with stream:
+            host.copy_(x, non_blocking=True)
+        x.zero_()
+        stream.synchronize()
+        assert host.sum().item() == 0  # x was overwritten before the copy came to it
+        with stream:
+            x.copy_(torch.ones(10), non_blocking=True)  # not pinned: at once
+        assert x.sum().item() == 10
 
 
 def test_random_numbers_follow_the_cpus_seed_and_own_generators():
