@@ -3,7 +3,8 @@
 The update is torch's own SGD with a gradient of -1, so that it is the same float32 number, the learning rate,
 in every row and step. `split_vs_master_*` is the largest difference of any weight from the master's.
 `error_*` is the difference of how far a weight has come, as a share of how far the master has come: 1 where it
-has not moved. Rows of stochastic rounding give the mean of 256 weights, and their standard deviation as `spread`.
+has not moved. All figures are of the mean of 256 weights; `spread` is their standard deviation, which is what
+rounding at random costs: the weights' own in the stochastic rows, that of Kahan's rest in memkit's kahan.
 """
 
 from collections.abc import Callable
@@ -43,7 +44,7 @@ def run(options: Options) -> Report:
                 figures[f"split_vs_master_{name}"] = float((weights - master).abs().max())
     notes = (
         "weight: the mean of the weights in float32, with their compensation where there is one",
-        "optimi keeps Kahan's rest in bfloat16 too; torchao has Adam-like optimizers only: with betas (0, 0), "
+        "optimi rounds Kahan's rest to nearest, which stalls or overshoots by turns; torchao has Adam-like optimizers only: with betas (0, 0), "
         "eps 0 and no decay its AdamW subtracts the learning rate times the sign of the gradient, the same update",
     )
     return Report("drift", figures, rows, notes=notes)
