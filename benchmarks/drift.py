@@ -44,8 +44,9 @@ def run(options: Options) -> Report:
                 figures[f"split_vs_master_{name}"] = float((weights - master).abs().max())
     notes = (
         "weight: the mean of the weights in float32, with their compensation where there is one",
-        "optimi rounds Kahan's rest to nearest, which stalls or overshoots by turns; torchao has Adam-like optimizers only: with betas (0, 0), "
-        "eps 0 and no decay its AdamW subtracts the learning rate times the sign of the gradient, the same update",
+        "optimi rounds Kahan's rest to nearest, which stalls or overshoots by turns",
+        "torchao has Adam-like optimizers only: with betas (0, 0), eps 0 and no decay its AdamW subtracts the "
+        "learning rate times the sign of the gradient, the same update",
     )
     return Report("drift", figures, rows, notes=notes)
 
