@@ -78,7 +78,9 @@ class Sgd(Tagger):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-@pytest.mark.parametrize("options", [NORM, VALUE, NORM | {"precision": "bf16-mixed"}])
+@pytest.mark.parametrize(
+    "options", [NORM, VALUE, NORM | {"precision": "bf16-mixed"}, {"gradient_clip_val": 0.0}]
+)
 def test_sgd_and_mixed_precision_too(options):
     assert torch.equal(run(module=Sgd, **options), run(GradientRelease(**AT_ONCE), module=Sgd, **options))
 
@@ -116,6 +118,32 @@ class Peak(Callback):
         if batch_idx == 2:
             self.meter.__exit__(None, None, None)
             self.peak_bytes = self.meter.peak_bytes
+
+
+class Changes(Callback):
+    """Clips no longer from the third batch on, and gives the optimizer the head's weights at the second."""
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == 1:
+            trainer.optimizers[0].add_param_group({"params": cast(Headless, pl_module).head.parameters()})
+        if batch_idx == 2:
+            trainer.gradient_clip_val = None
+
+
+class Headless(Tagger):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.embedding.parameters(), *self.encoder.parameters()], lr=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:Peak.on_before_optimizer_step find no gradients")
+@pytest.mark.parametrize("clipping", [NORM, VALUE], ids=["norm", "value"])
+def test_groups_and_clipping_may_change_between_steps(clipping):
+    peak = Peak()
+    plain = run(Changes(), module=Headless, **clipping)
+    assert torch.equal(run(Changes(), GradientRelease(), peak, module=Headless, **clipping), plain)
+    assert peak.alive == 4  # the recurrent layer has no optimizer
 
 
 class Wide(LightningModule):
@@ -212,6 +240,9 @@ def test_clipping_by_the_previous_norm_is_what_it_says(tmp_path):
     exact = run(module=Free, **NORM)
     previous = run(GradientRelease("previous"), module=Free, **NORM)
     assert torch.equal(previous, clipped_by_previous(6))
+    callback = GradientRelease("previous")
+    run(callback, module=Free, **NORM)
+    assert torch.equal(run(callback, module=Free, **NORM), previous)  # another run starts anew
     assert not torch.equal(previous, exact)
     assert torch.equal(
         run(GradientRelease("previous"), module=Free, max_steps=1, **NORM), clipped_by_previous(1)
