@@ -10,11 +10,13 @@ __version__ = "0.1.0"
 
 _HOME = {
     "ActivationCheckpointing": "plugins.activation_checkpointing",
+    "GradientRelease": "plugins.gradient_release",
     "MemkitCLI": "plugins.cli",
     "MemoryBudget": "plugins.memory_budget",
     "MemoryReport": "plugins.memory_report",
     "NoEffectWarning": "errors",
     "OnDeviceStrategy": "plugins.strategies",
+    "OptimizerOffload": "plugins.optimizer_offload",
     "PackedBatch": "data.batch",
     "PackedDataModule": "plugins.packed_data",
     "PureBF16Precision": "plugins.precision",
@@ -39,8 +41,10 @@ if TYPE_CHECKING:
         ActivationCheckpointing as ActivationCheckpointing,
     )
     from lightning_memkit.plugins.cli import MemkitCLI as MemkitCLI
+    from lightning_memkit.plugins.gradient_release import GradientRelease as GradientRelease
     from lightning_memkit.plugins.memory_budget import MemoryBudget as MemoryBudget
     from lightning_memkit.plugins.memory_report import MemoryReport as MemoryReport
+    from lightning_memkit.plugins.optimizer_offload import OptimizerOffload as OptimizerOffload
     from lightning_memkit.plugins.packed_data import PackedDataModule as PackedDataModule
     from lightning_memkit.plugins.precision import PureBF16Precision as PureBF16Precision
     from lightning_memkit.plugins.strategies import OnDeviceStrategy as OnDeviceStrategy

@@ -117,12 +117,16 @@ def cast_inputs(module: nn.Module, dtype: torch.dtype) -> Undo:
 
     Returns:
         The undo: removes the hooks.
+
+    Raises:
+        ValueError: a layer of torch's own has parameters of both dtypes.
     """
     handles = []
-    for layer in module.modules():
+    for path, layer in module.named_modules():
         own = [p for p in layer._parameters.values() if p is not None and p.dtype in (dtype, torch.float32)]
         if not own or not _is_layer(layer) or isinstance(layer, _NormBase) or _is_metric(layer):
             continue
+        _refuse_two_dtypes(path, layer, dtype)
         target = dtype if any(parameter.dtype == dtype for parameter in own) else torch.float32
         source = torch.float32 if target == dtype else dtype
         handles.append(layer.register_forward_pre_hook(_input_caster(source, target), with_kwargs=True))
@@ -203,6 +207,21 @@ def _is_layer(module: nn.Module) -> bool:
     if type(module).__module__.startswith("torch.nn."):
         return True
     return not any(next(child.parameters(), None) is not None for child in module.children())
+
+
+def _refuse_two_dtypes(path: str, layer: nn.Module, dtype: torch.dtype) -> None:
+    """Refuse a layer of torch's own that was cast in part: it computes in one dtype."""
+    kept = [
+        _join(path, name)
+        for name, parameter in layer._parameters.items()
+        if parameter is not None and parameter.dtype == torch.float32
+    ]
+    cast = any(parameter is not None and parameter.dtype == dtype for parameter in layer._parameters.values())
+    if kept and cast and type(layer).__module__.startswith("torch.nn."):
+        raise ValueError(
+            f"{', '.join(kept)} would stay in float32 beside {dtype} parameters of the same "
+            f"{type(layer).__name__}, and torch's layers compute in one dtype; keep the whole layer: {path!r}."
+        )
 
 
 def _is_metric(module: nn.Module) -> bool:

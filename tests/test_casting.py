@@ -238,3 +238,14 @@ def test_layers_kept_in_float32_take_bfloat16():
     cast_inputs(net, BF16)
     assert net[:2](torch.randn(2, 4)).dtype == FP32
     assert net(torch.randn(2, 4)).dtype == BF16
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.Linear(3, 3), nn.LayerNorm(3), nn.GRU(3, 3), nn.MultiheadAttention(4, 2)]
+)
+def test_a_layer_of_torchs_own_is_cast_whole_or_not_at_all(layer: nn.Module) -> None:
+    module = nn.Sequential(layer)
+    first = next(name for name, _ in layer.named_parameters() if "." not in name)
+    cast_module(module, torch.bfloat16, keep_float32=[f"0.{first}"])
+    with pytest.raises(ValueError, match=rf"0\.{first} would stay in float32.*keep the whole layer: '0'"):
+        cast_inputs(module, torch.bfloat16)

@@ -6,6 +6,8 @@ the cache cost about as much as one pass over the whole tensor; temporaries are 
 
 import math
 from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +19,24 @@ def local_part(tensor: Tensor) -> Tensor:
     """What this process holds of a tensor: the shard of a DTensor, the tensor itself otherwise."""
     to_local = getattr(tensor, "to_local", None)
     return tensor.detach() if to_local is None else to_local().detach()
+
+
+def first_element(tensor: Tensor) -> int:
+    """Where a shard begins in the whole tensor, in elements; 0 for a tensor that isn't sharded by its rows."""
+    sharded: Any = tensor
+    placements = getattr(sharded, "placements", ())
+    if not any(placement.is_shard() for placement in placements):
+        return 0
+    if not all(placement.is_replicate() or placement.is_shard(0) for placement in placements):
+        return 0  # such a shard is no run of elements
+    return _first_row(tensor.shape, sharded.device_mesh, placements) * math.prod(tensor.shape[1:])
+
+
+@lru_cache(maxsize=4096)
+def _first_row(shape: torch.Size, mesh: Any, placements: tuple[Any, ...]) -> int:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return int(compute_local_shape_and_global_offset(shape, mesh, placements)[1][0])
 
 
 def surely_finite(tensor: Tensor) -> bool:

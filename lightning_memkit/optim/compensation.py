@@ -6,7 +6,7 @@
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from functools import update_wrapper, wraps
+from functools import wraps
 from typing import Any, get_args
 from weakref import ref
 
@@ -16,14 +16,15 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_memkit.errors import NoEffectWarning
-from lightning_memkit.optim.blocks import local_part
 from lightning_memkit.optim.bytes_per_parameter import BytesPerParameter, bytes_per_parameter
 from lightning_memkit.optim.checkpoints import install_checkpoint_hooks
-from lightning_memkit.optim.kahan import COMPENSATION, kahan_join_
+from lightning_memkit.optim.consolidate import float32_weight
+from lightning_memkit.optim.methods import WeakMethod, has_own_step, stock_step
 from lightning_memkit.optim.pieces import is_compensated, slots
+from lightning_memkit.optim.schedule_free import switch_in_float32
 from lightning_memkit.optim.shadow import LOW_STATES, Mode, ShadowEngine, States
 from lightning_memkit.optim.snapshots import OptimizerSnapshot, restore_snapshot, take_snapshot
-from lightning_memkit.optim.split import LOW_HALF, join_
+from lightning_memkit.optim.split import LOW_HALF
 from lightning_memkit.optim.stochastic_rounding import StochasticRounding
 
 _MARK = "_memkit_compensation"
@@ -54,12 +55,13 @@ class Compensation:
         assert engine.mode is not None
         self.mode: Mode = engine.mode
         self.states: States = engine.states
-        self._engine = engine
+        self.engine = engine
         self._active = True
         self._previous_step = optimizer.__dict__.get("step")
-        self._stock_step = _stock_step(optimizer)
-        engine.may_fuse = not _has_own_step(optimizer)
+        self.stock_step = stock_step(optimizer)
+        engine.may_fuse = not has_own_step(optimizer)
         self._undo_checkpoints = install_checkpoint_hooks(optimizer, engine.rounding)
+        self._undo_switches = switch_in_float32(optimizer)
         self._own_step = self._make_step()
         optimizer.step = self._own_step  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -79,6 +81,7 @@ class Compensation:
             return
         self._active = False
         self._undo_checkpoints()
+        self._undo_switches()
         if self.optimizer.__dict__.get("step") is self._own_step:
             # A scheduler made since has wrapped our step: then it stays, and hands on to the stock step.
             if self._previous_step is None:
@@ -111,13 +114,13 @@ class Compensation:
             device: where the copies live; the tensors' own devices by default.
         """
         taken = take_snapshot(self.optimizer, weights=weights, device=device)
-        taken.extra["rounding"] = self._engine.rounding.state_dict()
+        taken.extra["rounding"] = self.engine.rounding.state_dict()
         return taken
 
     def restore(self, snapshot: OptimizerSnapshot) -> None:
         """Put a snapshot back, bit for bit; it stays good for further restores."""
         restore_snapshot(self.optimizer, snapshot)
-        self._engine.rounding.load_state_dict(snapshot.extra["rounding"])
+        self.engine.rounding.load_state_dict(snapshot.extra["rounding"])
 
     def bytes_per_parameter(self) -> BytesPerParameter:
         """Measure the optimizer's tensors as they are now; compact states exist from the first step on."""
@@ -128,41 +131,29 @@ class Compensation:
         for slot in slots(self.optimizer):
             yield (
                 slot.parameter,
-                _float32_weight(slot.parameter, self.optimizer.state.get(slot.parameter, {})),
+                float32_weight(slot.parameter, self.optimizer.state.get(slot.parameter, {})),
             )
 
-    def _make_step(self) -> "_WeakMethod":
+    def _make_step(self) -> "WeakMethod":
         # torch's own wrapper around ours: profiler label, and the user's step hooks once a step.
-        step = _WeakMethod(Optimizer.profile_hook_step(_step_of(self)), self.optimizer)
+        step = WeakMethod(Optimizer.profile_hook_step(_step_of(self)), self.optimizer)
         if hasattr(self._previous_step, "_wrapped_by_lr_sched"):
             step.__dict__["_wrapped_by_lr_sched"] = True  # what a scheduler that was made before looks for
         return step
-
-
-class _WeakMethod:
-    """A bound method that doesn't keep its object alive; LR schedulers ask for ``__func__``."""
-
-    def __init__(self, function: Callable[..., Any], owner: Any) -> None:
-        self.__func__ = function
-        self._owner = ref(owner)
-        update_wrapper(self, function, updated=())
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__func__(self._owner(), *args, **kwargs)
 
 
 def _step_of(compensation: Compensation) -> Callable[..., Any]:
     @wraps(type(compensation.optimizer).step)
     def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         if not compensation._active:
-            return compensation._stock_step(closure)
+            return compensation.stock_step(closure)
         optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]  # as schedulers expect
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            compensation._engine.step(optimizer, compensation._stock_step)
+            compensation.engine.step(optimizer, compensation.stock_step)
         return loss
 
     return step
@@ -250,6 +241,12 @@ def refuse_unsupported(optimizer: Optimizer) -> None:
         ValueError: a group asks for a differentiable step.
     """
     name = type(optimizer).__name__
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"{name} wraps an optimizer and writes weights outside of its step, in their own dtype; give the "
+            "optimizer itself (of ScheduleFree a class such as AdamWScheduleFree), or train in float32 "
+            "(precision='32-true')."
+        )
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise TypeError(
@@ -261,30 +258,3 @@ def refuse_unsupported(optimizer: Optimizer) -> None:
             f"{name} has differentiable=True: a step over bfloat16 weights can't be differentiated through; "
             "leave it False."
         )
-
-
-def _stock_step(optimizer: Optimizer) -> Callable[..., Any]:
-    """The optimizer's own step, without the wrappers that belong around the whole of ours."""
-    if _has_own_step(optimizer):
-        return optimizer.__dict__["step"]
-    function = type(optimizer).step
-    if getattr(function, "hooked", False):
-        function = inspect.unwrap(function, stop=lambda wrapped: not getattr(wrapped, "hooked", False))
-    return _WeakMethod(function, optimizer)
-
-
-def _has_own_step(optimizer: Optimizer) -> bool:
-    """Whether somebody has replaced the step of this one optimizer: then that is what the user's step means."""
-    step = optimizer.__dict__.get("step")
-    return step is not None and not hasattr(step, "_wrapped_by_lr_sched")
-
-
-def _float32_weight(parameter: Parameter, state: Mapping[str, Any]) -> Tensor:
-    weight = torch.empty_like(parameter.detach(), dtype=torch.float32)
-    if LOW_HALF in state:
-        join_(local_part(parameter), local_part(state[LOW_HALF]), local_part(weight))
-    elif COMPENSATION in state:
-        kahan_join_(local_part(parameter), local_part(state[COMPENSATION]), local_part(weight))
-    else:
-        weight.copy_(parameter.detach())
-    return weight

@@ -19,7 +19,8 @@ from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_no
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_memkit.optim.compensation import _stock_step, _WeakMethod, compensation_of
+from lightning_memkit.optim.compensation import compensation_of
+from lightning_memkit.optim.methods import WeakMethod, stock_step
 from lightning_memkit.optim.pieces import Slot, slots
 from lightning_memkit.optim.release_checks import (
     changed_options,
@@ -60,7 +61,7 @@ class Release:
         self._measured: dict[Parameter, Tensor] | None = None  # not None while norms are measured
         self._forget_step()
         self._previous_step = optimizer.__dict__.get("step")
-        self._stock_step = _stock_step(optimizer)
+        self._stock_step = stock_step(optimizer)
         optimizer.step = self._make_step(optimizer)  # pyright: ignore[reportAttributeAccessIssue]
         self._load_hook = optimizer.register_load_state_dict_pre_hook(lambda *_: self._abandon())
         self._active = True
@@ -178,7 +179,7 @@ class Release:
                 f"{type(self.optimizer).__name__} was compensated after its gradients were released; call "
                 "compensate(optimizer) first, then release_gradients(optimizer)."
             )
-        return compensation._engine, compensation._stock_step
+        return compensation.engine, compensation.stock_step
 
     def _advance(self, ready: list[Parameter]) -> None:
         """Clip, step and drop these gradients."""
@@ -251,9 +252,9 @@ class Release:
         whole: Any = getattr(total, "full_tensor", None)  # a DTensor adds up over ranks
         return total if whole is None else whole()
 
-    def _make_step(self, optimizer: Optimizer) -> _WeakMethod:
+    def _make_step(self, optimizer: Optimizer) -> WeakMethod:
         # torch's own wrapper around ours: profiler label, and the user's step hooks once a step.
-        step = _WeakMethod(Optimizer.profile_hook_step(_step_of(self, type(optimizer))), optimizer)
+        step = WeakMethod(Optimizer.profile_hook_step(_step_of(self, type(optimizer))), optimizer)
         # Not the other way round: a cycle would keep the weights until it is collected.
         step.__dict__[_MARK] = self
         if hasattr(self._previous_step, "_wrapped_by_lr_sched"):

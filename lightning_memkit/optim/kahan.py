@@ -49,6 +49,11 @@ def kahan_split_(
 
 
 def kahan_join_(weight: Tensor, compensation: Tensor, out: Tensor) -> None:
-    """Write the float32 sum of weight and compensation into ``out``; the sum of the two is exact in float32."""
+    """Write the float32 sum of weight and compensation into ``out``; the sum of the two is exact in float32.
+
+    A weight that someone else made smaller, or zero, still has its old rest. A rest is never above 2^-8 of its
+    weight's magnitude, so it is read as no more than that.
+    """
     for weight_block, rest_block, out_block in blocks(weight, compensation, out):
-        out_block.copy_(weight_block).add_(rest_block)
+        limit = out_block.copy_(weight_block).abs().mul_(2**-8)
+        out_block.add_(rest_block.float().clamp_(-limit, limit))

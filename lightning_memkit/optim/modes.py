@@ -9,7 +9,7 @@ from lightning_memkit.optim import native
 from lightning_memkit.optim.blocks import flat_views
 from lightning_memkit.optim.kahan import COMPENSATION, kahan_join_, kahan_split_
 from lightning_memkit.optim.split import LOW_HALF, join_, split_
-from lightning_memkit.optim.stochastic_rounding import TILE, StochasticRounding
+from lightning_memkit.optim.stochastic_rounding import StochasticRounding
 
 Mode = Literal["kahan", "split", "stochastic", "none"]
 States = Literal["compact", "exact"]
@@ -60,7 +60,7 @@ def narrow_(
     if flat is not None and mode != "stochastic":
         noise = (None, 0, 0)
         if mode == "kahan":
-            noise = (rounding.tile_int16(), rounding.stream(stream[0], "weight"), stream[1] // TILE)
+            noise = (rounding.tile_int16(), rounding.stream(stream[0], "weight"), stream[1])
         native.narrow_(mode, flat[0], flat[1], flat[2] if low is not None else None, noise)
         torch.autograd.graph.increment_version([high] if low is None else [high, low])
     elif low is not None and mode == "split":

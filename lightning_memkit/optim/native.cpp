@@ -30,6 +30,7 @@ struct Operand {  // every field 8 bytes: Python packs them as 64-bit integers
   uint16_t *first;
   uint16_t *second;
   int64_t count;
+  int64_t start;  // the first element's place in the whole parameter, of which this may be a shard
   uint64_t weight_stream, first_stream, second_stream;
 };
 
@@ -114,8 +115,13 @@ struct Noise {  // a run's place in the tile and its key
 template <int mode>
 void load_weight(const uint16_t *weight, const uint16_t *low, float *out, int64_t count) {
   if constexpr (mode == KAHAN) {
-    for (int64_t i = 0; i < count; ++i)
-      out[i] = float_of(static_cast<uint32_t>(weight[i]) << 16) + float_of(static_cast<uint32_t>(low[i]) << 16);
+    for (int64_t i = 0; i < count; ++i) {
+      const float high = float_of(static_cast<uint32_t>(weight[i]) << 16);
+      const float rest = float_of(static_cast<uint32_t>(low[i]) << 16);
+      const float limit = std::fabs(high) * 0x1p-8f;  // a stale rest of a weight from outside: see kahan.py
+      const float above = rest < -limit ? -limit : rest;
+      out[i] = high + (above > limit ? limit : above);
+    }
   } else if constexpr (mode == SPLIT) {
     for (int64_t i = 0; i < count; ++i) {
       const uint32_t high = weight[i];
@@ -205,18 +211,28 @@ void step_lion(const Job &job, float *weight, const float *gradient, float *firs
   }
 }
 
+struct Span {  // what a run of the whole parameter has in common with the `count` elements from `start` on
+  int64_t begin, end;  // of these elements
+  int64_t in_run;      // where in the run that begins
+  Span(int64_t start, int64_t count, int64_t run) {
+    const int64_t first = run * TILE, last = first + TILE;
+    begin = first > start ? first - start : 0;
+    end = last < start + count ? last - start : count;
+    in_run = start + begin - first;
+  }
+};
+
 template <int rule, int mode>
 void step_run(const Job &job, const Piece &piece) {
   alignas(64) float weight[BLOCK], gradient[BLOCK], first[BLOCK], second[BLOCK];
   const Operand &o = *piece.operand;
-  const int64_t run_start = piece.run * TILE;
-  const int64_t run_end = run_start + TILE < o.count ? run_start + TILE : o.count;
+  const Span span(o.start, o.count, piece.run);
   const Noise weight_noise(job.tile, o.weight_stream, piece.run);
   const Noise first_noise(job.tile, o.first_stream, piece.run);
   const Noise second_noise(job.tile, o.second_stream, piece.run);
-  for (int64_t start = run_start; start < run_end; start += BLOCK) {
-    const int64_t count = start + BLOCK < run_end ? BLOCK : run_end - start;
-    const int64_t offset = start - run_start;
+  for (int64_t start = span.begin; start < span.end; start += BLOCK) {
+    const int64_t count = start + BLOCK < span.end ? BLOCK : span.end - start;
+    const int64_t offset = span.in_run + start - span.begin;
     uint16_t *low = o.low == nullptr ? nullptr : o.low + start;
     const int64_t next = start + AHEAD, left = o.count - next;
     const int64_t ahead = left < BLOCK ? left : BLOCK;
@@ -313,18 +329,22 @@ extern "C" void memkit_widen(int mode, const uint16_t *high, const uint16_t *low
   });
 }
 
-// Splits float32 into weights and low halves, or rounds it; the noise is that of runs from `first_run` on.
+// Splits float32 into weights and low halves, or rounds it; `source` begins at element `start` of the whole.
 extern "C" void memkit_narrow(int mode, const float *source, uint16_t *high, uint16_t *low, int64_t count,
-                              const uint16_t *tile, uint64_t stream, int64_t first_run, int threads) {
-  in_threads((count + TILE - 1) / TILE, threads, [&](int64_t run) {
-    const int64_t start = run * TILE, here = start + TILE < count ? TILE : count - start;
-    const Noise noise(tile, stream, first_run + run);
-    uint16_t *rest = low == nullptr ? nullptr : low + start;
+                              const uint16_t *tile, uint64_t stream, int64_t start, int threads) {
+  if (count == 0) return;
+  const int64_t first = start / TILE, last = (start + count - 1) / TILE;
+  in_threads(last - first + 1, threads, [&](int64_t index) {
+    const Span span(start, count, first + index);
+    const Noise noise(tile, stream, first + index);
+    const int64_t here = span.end - span.begin;
+    const float *from = source + span.begin;
+    uint16_t *to = high + span.begin, *rest = low == nullptr ? nullptr : low + span.begin;
     switch (mode) {
-      case KAHAN: return store_weight<KAHAN>(source + start, high + start, rest, here, noise, 0);
-      case SPLIT: return store_weight<SPLIT>(source + start, high + start, rest, here, noise, 0);
-      case STOCHASTIC: return store_weight<STOCHASTIC>(source + start, high + start, rest, here, noise, 0);
-      default: return store_weight<NONE>(source + start, high + start, rest, here, noise, 0);
+      case KAHAN: return store_weight<KAHAN>(from, to, rest, here, noise, span.in_run);
+      case SPLIT: return store_weight<SPLIT>(from, to, rest, here, noise, span.in_run);
+      case STOCHASTIC: return store_weight<STOCHASTIC>(from, to, rest, here, noise, span.in_run);
+      default: return store_weight<NONE>(from, to, rest, here, noise, span.in_run);
     }
   });
 }
@@ -336,7 +356,9 @@ extern "C" void memkit_step(int rule, int mode, int flags, const float *numbers,
   std::vector<Piece> pieces;
   for (int64_t index = 0; index < operand_count; ++index) {
     const Operand &operand = job.operands[index];
-    for (int64_t run = 0; run * TILE < operand.count; ++run) pieces.push_back({&operand, run});
+    if (operand.count == 0) continue;
+    const int64_t last = (operand.start + operand.count - 1) / TILE;
+    for (int64_t run = operand.start / TILE; run <= last; ++run) pieces.push_back({&operand, run});
   }
   in_threads(static_cast<int64_t>(pieces.size()), threads, [&](int64_t index) { step(job, pieces[index]); });
 }

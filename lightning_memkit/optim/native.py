@@ -47,13 +47,13 @@ def narrow_(
         source: float32.
         high: bfloat16.
         low: int16 for split, bfloat16 for kahan.
-        noise: the step's tile as int16, the stream, and its first run of ``TILE`` elements; for stochastic
-            and for Kahan's rest.
+        noise: the step's tile as int16, the stream, and the element that ``source`` starts at in the whole
+            parameter; for stochastic and for Kahan's rest.
     """
-    tile, stream, run = noise
+    tile, stream, start = noise
     _kernels().memkit_narrow(
         MODES[mode], address(source), address(high), address(low), source.numel(), address(tile),
-        stream, run, torch.get_num_threads(),
+        stream, start, torch.get_num_threads(),
     )  # fmt: skip
 
 

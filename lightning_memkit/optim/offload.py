@@ -18,12 +18,9 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_memkit.errors import NoEffectWarning
-from lightning_memkit.optim.compensation import (
-    _stock_step,
-    _WeakMethod,
-    compensation_of,
-)
+from lightning_memkit.optim.compensation import compensation_of
 from lightning_memkit.optim.gradient_release import release_of
+from lightning_memkit.optim.methods import WeakMethod, stock_step
 from lightning_memkit.optim.pieces import slots
 from lightning_memkit.optim.shadow import ShadowEngine
 from lightning_memkit.optim.state_home import HOME, StateHome, has_own_memory, mapped, tensors_of
@@ -43,8 +40,8 @@ class StateOffload:
         self._home = home
         self._active = True
         self._previous = {name: optimizer.__dict__.get(name) for name in ("step", "load_state_dict")}
-        self._stock_step = _stock_step(optimizer)
-        self._own: dict[str, Any] = {"load_state_dict": _WeakMethod(_load_of(self), optimizer)}
+        self._stock_step = stock_step(optimizer)
+        self._own: dict[str, Any] = {"load_state_dict": WeakMethod(_load_of(self), optimizer)}
         if compensation_of(optimizer) is None and release_of(optimizer) is None:
             self._own["step"] = _make_step(self, optimizer)
         self._settle_hook = optimizer.register_state_dict_pre_hook(lambda _: home.settle())
@@ -202,7 +199,7 @@ def _refuse(optimizer: Optimizer) -> None:
             )
 
 
-def _make_step(offload: StateOffload, optimizer: Optimizer) -> _WeakMethod:
+def _make_step(offload: StateOffload, optimizer: Optimizer) -> WeakMethod:
     """A step in buckets, for an optimizer that no other engine steps."""
     engine = ShadowEngine.plain()
 
@@ -220,7 +217,7 @@ def _make_step(offload: StateOffload, optimizer: Optimizer) -> _WeakMethod:
         return loss
 
     # torch's own wrapper around ours: profiler label, and the user's step hooks once a step.
-    method = _WeakMethod(Optimizer.profile_hook_step(step), optimizer)
+    method = WeakMethod(Optimizer.profile_hook_step(step), optimizer)
     # What schedulers look for: ours does all that their wrapper would. And whoever replaces the step after us
     # takes it for the stock step, which it may: its engine knows of the home, too.
     method.__dict__["_wrapped_by_lr_sched"] = True

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_memkit.optim.blocks import flat_views, local_part
 
@@ -139,6 +140,6 @@ class Scratch:
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in the scratch memory, which must not be kept."""
-        if self._memory is None or hasattr(tensor, "to_local"):
+        if self._memory is None or is_traceable_wrapper_subclass(tensor):  # DTensors, torchao's states
             return False
         return tensor.untyped_storage().data_ptr() == self._memory.untyped_storage().data_ptr()

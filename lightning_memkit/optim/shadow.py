@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_memkit.optim.blocks import local_part
+from lightning_memkit.optim.blocks import first_element, local_part
 from lightning_memkit.optim.fused.recipes import take
 from lightning_memkit.optim.fused.step import fused_step
 from lightning_memkit.optim.modes import LOW_STATES, Mode, States, low_state_of, narrow_, widen_
@@ -127,6 +127,7 @@ class OpenStep:
         self._scratch = Scratch()
         self._progress: dict[Parameter, _Progress] = {}
         self._scalars = group_scalars(optimizer)
+        self._advanced: dict[int, dict[str, Any]] = {}  # scalars of the groups that had a parameter to step
         self._stock_steps = 0
         self._fused = False
         engine.rounding.begin_step()
@@ -156,6 +157,12 @@ class OpenStep:
             self._step_bucket([], [])
         if self._home is not None:
             self._home.settle()
+        # A group without a parameter in the last bucket may draw a wrong conclusion there: optimi then takes
+        # its Triton step, since "all" of none are on a GPU.
+        now = group_scalars(self._optimizer)
+        restore_group_scalars(
+            self._optimizer, [self._advanced.get(place, scalars) for place, scalars in enumerate(now)]
+        )
         self._engine.rounding.end_step()
 
     def _step_fused(self, shadowed: list[Slot]) -> list[Slot]:
@@ -188,6 +195,9 @@ class OpenStep:
         with _showing(optimizer, seen_state, seen_params):
             self._stock_step()
         self._stock_steps += 1
+        scalars = group_scalars(optimizer)
+        for place in {piece.slot.group for piece in bucket} | {slot.group for slot in plain}:
+            self._advanced[place] = scalars[place]
         for piece, shadow in zip(bucket, shadows, strict=True):
             shadow.grad = None
             self._close(piece, shadow, seen_state.pop(shadow, {}))
@@ -275,7 +285,8 @@ class OpenStep:
             progress.after[name] = _reuse(progress.before.get(name), parameter, dtype)
         source, target = local_part(value), local_part(piece.view(progress.after[name]))
         if storage == "stochastic":
-            self._engine.rounding.round_(source, target, (piece.slot.index, name, piece.start))
+            start = first_element(parameter) + piece.start
+            self._engine.rounding.round_(source, target, (piece.slot.index, name, start))
         elif source.data_ptr() != target.data_ptr() or source.dtype != target.dtype:
             target.copy_(source)
 
@@ -289,7 +300,10 @@ class OpenStep:
                 dtype = torch.int16 if mode == "split" else torch.bfloat16
                 progress.low_after[name] = _reuse(progress.low.get(name), parameter, dtype)
             low = local_part(piece.view(progress.low_after[name]))
-        high, stream = local_part(piece.view(parameter)), (piece.slot.index, piece.start)
+        high, stream = (
+            local_part(piece.view(parameter)),
+            (piece.slot.index, first_element(parameter) + piece.start),
+        )
         narrow_(mode, master, high, low, self._engine.rounding, stream)
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 Storage = Literal["keep", "nearest", "stochastic"]
 
@@ -41,6 +42,8 @@ def storage_of(
         return "keep"
     if value.shape != like.shape or value.dim() == 0 or state.get(KEEP_FLOAT32):
         return "keep"
+    if is_traceable_wrapper_subclass(value) and not hasattr(value, "to_local"):
+        return "keep"  # torchao's: quantized already
     if name in SECOND_MOMENTS:
         return "stochastic"
     if name in RUNNING_MAXIMA:

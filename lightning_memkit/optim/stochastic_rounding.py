@@ -4,13 +4,15 @@ A value between two neighbouring bfloat16 numbers goes to the upper one with the
 to the lower one (Gupta et al., "Deep Learning with Limited Numerical Precision", arXiv:1502.02551).
 
 The noise is a function of (seed, step, stream, element, kind of device) and of nothing else: it neither reads
-nor moves torch's own random state, it is the same for every bucket size, and two integers resume it. Drawing
+nor moves torch's own random state, it is the same for every bucket size and, on CPUs, however the parameter is
+sharded by rows, and two integers resume it. Drawing
 it is the slow part on a CPU. So a step there draws one tile of 16-bit numbers, and every run of ``TILE``
 elements takes it from another place and XORs it with a 16-bit number of its own: each element's noise is
 uniform, any two elements' are independent, and the drawing costs next to nothing.
 """
 
 import zlib
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -71,7 +73,7 @@ class StochasticRounding:
             source: float32, any shape; infinity and NaN stay what they are.
             out: bfloat16, the same shape.
             stream: which noise of this step: the parameter's index, the name of what is rounded, and the element
-                that ``source`` starts at, a multiple of ``TILE``.
+                that ``source`` starts at in the whole parameter.
         """
         flat = flat_views(source, out)
         if flat is None:
@@ -87,14 +89,14 @@ class StochasticRounding:
             return
         own = self.stream(index, name)
         if native.available():
-            native.narrow_("stochastic", flat[0], flat[1], None, (self.tile_int16(), own, start // TILE))
+            native.narrow_("stochastic", flat[0], flat[1], None, (self.tile_int16(), own, start))
             torch.autograd.graph.increment_version(out)
             return
         tile = self.tile()
-        pieces = zip(*(tensor.split(TILE) for tensor in flat), strict=True)
-        for run, (source_piece, out_piece) in enumerate(pieces, start // TILE):
-            place, key = place_and_key(own, run)
-            _round(source_piece, out_piece, tile[place : place + source_piece.numel()].bitwise_xor(key))
+        for begin, end in runs(start, source.numel()):
+            place, key = place_and_key(own, (start + begin) // TILE)
+            place += (start + begin) % TILE
+            _round(flat[0][begin:end], flat[1][begin:end], tile[place : place + end - begin].bitwise_xor(key))
 
     def stream(self, index: int, name: str) -> int:
         """The 63-bit number that stands for the noise of one state of one parameter in this step."""
@@ -114,6 +116,15 @@ class StochasticRounding:
         if self._current_int16 is None:
             self._current_int16 = self.tile().to(torch.int16)
         return self._current_int16
+
+
+def runs(start: int, count: int) -> Iterator[tuple[int, int]]:
+    """Cut ``count`` elements, the first of which is element ``start`` of the whole, where runs of ``TILE`` end."""
+    begin = 0
+    while begin < count:
+        end = min(begin + TILE - (start + begin) % TILE, count)
+        yield begin, end
+        begin = end
 
 
 def place_and_key(stream: int, run: int) -> tuple[int, int]:

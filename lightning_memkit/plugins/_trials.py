@@ -111,7 +111,7 @@ class Trials:
         snapshot = owner.snapshot(device=host) if owner else take_snapshot(optimizer, device=host)
         try:
             peak = self._step_without_gradient(step, parameters)
-            yield list(tensors_of(dict(optimizer.state))), peak
+            yield states_on(self._trainer.strategy.root_device, optimizer), peak
         finally:
             for p, gradient in gradients:
                 p.grad = gradient
@@ -124,8 +124,9 @@ class Trials:
         self._allocate_gradients(parameters)
         held = [*self._module.parameters(), *self._module.buffers(), *tensors_of(step.batch)]
         held += [p.grad for p in parameters if p.grad is not None]
-        held += tensors_of(dict(step.optimizer.state))
-        meter = peak_meter(self._trainer.strategy.root_device, held)
+        device = self._trainer.strategy.root_device
+        held += states_on(device, step.optimizer)
+        meter = peak_meter(device, held)
         try:
             with meter, _without_hooks(step.optimizer):
                 step.optimizer.step()
@@ -217,6 +218,11 @@ def _before_transfer(trainer: Trainer, batch: Any) -> Any:
 
 def _elements(item: Any) -> int:
     return sum(tensor.numel() for tensor in tensors_of(item))
+
+
+def states_on(device: torch.device, optimizer: Optimizer) -> list[Tensor]:
+    """The states of an optimizer that are in a device's memory; others may be kept in the host's."""
+    return [state for state in tensors_of(dict(optimizer.state)) if state.device.type == device.type]
 
 
 def tensors_of(item: Any) -> Iterator[Tensor]:

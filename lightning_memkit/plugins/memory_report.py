@@ -18,7 +18,7 @@ from lightning_memkit.memory.measure import fixed_bytes, process_bytes
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.micro_batching import SplitError, batch_size
 from lightning_memkit.plugins import _seam
-from lightning_memkit.plugins._trials import tensors_of
+from lightning_memkit.plugins._trials import states_on, tensors_of
 from lightning_memkit.plugins.memory_budget import MemoryBudget
 
 
@@ -86,7 +86,8 @@ class MemoryReport(Callback):
         self._meter = AnatomyMeter()
         self._meter.track([*pl_module.parameters(), *pl_module.buffers()], "weights")
         for optimizer in trainer.optimizers:
-            self._meter.track(tensors_of(dict(optimizer.state)), "optimizer_states")
+            states = states_on(trainer.strategy.root_device, optimizer)
+            self._meter.track(states, "optimizer_states")
         self._meter.track(_gradients(pl_module), "gradients")
         self._meter.track(tensors_of(batch), "inputs")
         self._meter.__enter__()
@@ -178,7 +179,7 @@ class MemoryReport(Callback):
         meter, self._meter = self._meter, None
         meter.__exit__(None, None, None)
         device = trainer.strategy.root_device
-        states = [state for optimizer in trainer.optimizers for state in tensors_of(dict(optimizer.state))]
+        states = [state for optimizer in trainer.optimizers for state in states_on(device, optimizer)]
         self.anatomy = meter.dissect(
             gradients=_gradients(pl_module),
             optimizer_states=states,

@@ -181,13 +181,13 @@ class PureBF16Precision(Precision):
         """The names of the optimizers' parameters, for `memkit consolidate`, and where rounding noise stands."""
         if self._module is None:
             return {}
-        noise = [compensation._engine.rounding.state_dict() for compensation in self.compensations]
+        noise = [compensation.engine.rounding.state_dict() for compensation in self.compensations]
         return {NAMES_KEY: parameter_names(self._module, self._optimizers), "rounding": noise}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue the noise; the optimizers' own state dicts say it, too, but sharded training drops that."""
         for compensation, noise in zip(self.compensations, state_dict.get("rounding", ()), strict=False):
-            compensation._engine.rounding.load_state_dict(noise)
+            compensation.engine.rounding.load_state_dict(noise)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep what a module that was built in bfloat16 drops of a checkpoint's float32 tensors."""

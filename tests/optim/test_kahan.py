@@ -44,3 +44,14 @@ def test_infinity_and_nan_leave_no_rest():
     assert joined[:3].isinf().all()
     assert joined[3].isnan()
     assert torch.equal(weight[:3].float(), joined[:3])
+
+
+def test_a_stale_rest_counts_no_more_than_a_rest_can():
+    """Someone else has set weights to zero, or scaled them, and left the old rests."""
+    weight, rest, _ = round_trip(torch.randn(1000))
+    for scale in (0.0, 0.1, 0.01):
+        scaled, joined = (weight.float() * scale).bfloat16(), torch.empty(1000)
+        kahan_join_(scaled, rest, joined)
+        assert ((joined - scaled.float()).abs() <= 2**-8 * scaled.float().abs()).all()
+    plain = weight.float() * 0.01 + rest.float()
+    assert ((plain - weight.float() * 0.01).abs() > 0.1 * weight.float().abs() * 0.01).any()  # the control

@@ -14,20 +14,18 @@ from tests.optim.helpers import bf16_twins, set_gradients, two_groups
 SHAPES = ((64, 80), (30,), (5, 7), (16, 3))  # the first is large enough for 8-bit states
 SMALL_BUCKETS = 16 * 5200  # two buckets for these shapes
 
-PLAIN_TORCH = {"triton": False, "foreach": False}  # optimi's choice otherwise goes by the groups it sees
-
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "lion_pytorch.Lion": {"lr": 1e-4, "weight_decay": 0.1},
     "schedulefree.AdamWScheduleFree": {"lr": 1e-3, "weight_decay": 0.1, "warmup_steps": 10},
     "schedulefree.SGDScheduleFree": {"lr": 1e-2, "weight_decay": 0.1},
     "schedulefree.RAdamScheduleFree": {"lr": 1e-3},
-    "optimi.AdamW": {**PLAIN_TORCH, "lr": 1e-3, "weight_decay": 0.1},
-    "optimi.StableAdamW": {**PLAIN_TORCH, "lr": 1e-3, "weight_decay": 0.1},
-    "optimi.Lion": {**PLAIN_TORCH, "lr": 1e-4, "weight_decay": 0.1},
-    "optimi.RAdam": {**PLAIN_TORCH, "lr": 1e-3},
-    "optimi.Adan": {**PLAIN_TORCH, "lr": 1e-3},
-    "optimi.Ranger": {**PLAIN_TORCH, "lr": 1e-3},
-    "optimi.SGD": {**PLAIN_TORCH, "lr": 1e-2, "momentum": 0.9},
+    "optimi.AdamW": {"lr": 1e-3, "weight_decay": 0.1},
+    "optimi.StableAdamW": {"lr": 1e-3, "weight_decay": 0.1, "triton": False},  # its own default needs a GPU
+    "optimi.Lion": {"lr": 1e-4, "weight_decay": 0.1},
+    "optimi.RAdam": {"lr": 1e-3},
+    "optimi.Adan": {"lr": 1e-3},
+    "optimi.Ranger": {"lr": 1e-3},
+    "optimi.SGD": {"lr": 1e-2, "momentum": 0.9},
     "bitsandbytes.optim.AdamW": {"lr": 1e-3, "weight_decay": 0.1},
     "bitsandbytes.optim.Lion": {"lr": 1e-4},
     "bitsandbytes.optim.AdamW8bit": {"lr": 1e-3, "weight_decay": 0.1},
@@ -38,6 +36,9 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 COMPILED = {  # torchao compiles its step: many seconds
     "torchao.optim._AdamW": {"lr": 1e-3, "weight_decay": 0.1},
+    "torchao.optim.AdamW8bit": {"lr": 1e-3, "weight_decay": 0.1},
+    "torchao.optim.AdamW4bit": {"lr": 1e-3, "weight_decay": 0.1},
+    "torchao.optim.AdamWFp8": {"lr": 1e-3, "weight_decay": 0.1},
 }
 
 

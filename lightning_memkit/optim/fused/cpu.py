@@ -39,6 +39,7 @@ def _fields(rule: Rule, operand: Operand, rounding: StochasticRounding) -> tuple
         native.address(operand.first),
         native.address(operand.second),
         operand.weight.numel(),
+        operand.start,
         stream("weight"),
         stream(rule.first_name),
         stream(rule.second_name),

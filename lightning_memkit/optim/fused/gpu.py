@@ -139,7 +139,7 @@ class _Table:
         for place, operand in enumerate(operands):
             five = addresses[5 * place : 5 * place + 5]
             aligned = all(address % 16 == 0 for address in five)
-            rows.append([*five, counts[place], 2 * first_block + aligned, operand.index])
+            rows.append([*five, counts[place], 2 * first_block + aligned, operand.index, operand.start])
             first_block += blocks[place]
         self.rows = _sent(torch.tensor(rows, dtype=torch.int64), device)
         return True

@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-# Of the table: addresses of weight, low, gradient, first and second; count; place (see `_place`); index.
-_COLUMNS = tl.constexpr(8)
+# Of the table: addresses of weight, low, gradient, first and second; count; place (see `_place`); index; start.
+_COLUMNS = tl.constexpr(9)
 _NAN = tl.constexpr(0x7FC0)  # bfloat16's canonical NaN
 # The interpreter's cast to bfloat16 truncates, and it lacks libdevice: there integers round, and a plain division.
 _NATIVE = tl.constexpr(not triton.knobs.runtime.interpret)
@@ -57,6 +57,7 @@ def _adamw(
 ):  # fmt: skip
     high_at, low_at, gradient_at = tl.load(row), tl.load(row + 1), tl.load(row + 2)
     first_at, second_at, index = tl.load(row + 3), tl.load(row + 4), tl.load(row + 7)
+    place = start + tl.load(row + 8)  # in the whole parameter, of which this may be a shard
     weight = _read_weight(high_at, low_at, start, count, MODE, FAST, BLOCK)
     gradient = _read_gradient(gradient_at, start, count, WIDE_GRADIENT, MAXIMIZE, FAST, BLOCK)
     first = _float(_read(first_at, start, count, FAST, BLOCK) << 16)
@@ -69,8 +70,8 @@ def _adamw(
     first = first + (gradient - first) * gain1
     second = second * keep2 + gradient * gradient * gain2
     weight = weight - rate * _ratio(first, tl.sqrt(second) * correction + eps)
-    random = _noise(key_low, key_high, index, 0, start, BLOCK)
-    own = _noise(key_low, key_high, index, 1, start, BLOCK) if STOCHASTIC else random
+    random = _noise(key_low, key_high, index, 0, place, BLOCK)
+    own = _noise(key_low, key_high, index, 1, place, BLOCK) if STOCHASTIC else random
     _write(first_at, start, count, _rounded(first, random, STOCHASTIC), FAST, BLOCK)
     _write(second_at, start, count, _rounded(second, random >> 16, True), FAST, BLOCK)
     _write_weight(high_at, low_at, start, count, weight, own, MODE, FAST, BLOCK)
@@ -106,6 +107,7 @@ def _sgd(
 ):  # fmt: skip
     high_at, low_at, gradient_at = tl.load(row), tl.load(row + 1), tl.load(row + 2)
     first_at, index = tl.load(row + 3), tl.load(row + 7)
+    place = start + tl.load(row + 8)  # in the whole parameter, of which this may be a shard
     weight = _read_weight(high_at, low_at, start, count, MODE, FAST, BLOCK)
     gradient = _read_gradient(gradient_at, start, count, WIDE_GRADIENT, MAXIMIZE, FAST, BLOCK)
     first = gradient
@@ -115,7 +117,7 @@ def _sgd(
     if DECAYS:
         gradient = gradient + weight * decay
     first = gradient if FIRST_STEP else first * momentum + gradient * gain
-    random = _noise(key_low, key_high, index, 0, start, BLOCK)
+    random = _noise(key_low, key_high, index, 0, place, BLOCK)
     if MOMENTUM:
         _write(first_at, start, count, _rounded(first, random >> 16, STOCHASTIC), FAST, BLOCK)
         gradient = gradient + first * momentum if NESTEROV else first
@@ -149,6 +151,7 @@ def _lion(
 ):  # fmt: skip
     high_at, low_at, gradient_at = tl.load(row), tl.load(row + 1), tl.load(row + 2)
     first_at, index = tl.load(row + 3), tl.load(row + 7)
+    place = start + tl.load(row + 8)  # in the whole parameter, of which this may be a shard
     weight = _read_weight(high_at, low_at, start, count, MODE, FAST, BLOCK)
     gradient = _read_gradient(gradient_at, start, count, WIDE_GRADIENT, False, FAST, BLOCK)
     first = _float(_read(first_at, start, count, FAST, BLOCK) << 16)
@@ -156,7 +159,7 @@ def _lion(
     update = first * keep1 + gradient * gain1
     sign = tl.where(update > 0, 1.0, tl.where(update < 0, -1.0, 0.0))
     first = first * keep2 + gradient * gain2
-    random = _noise(key_low, key_high, index, 0, start, BLOCK)
+    random = _noise(key_low, key_high, index, 0, place, BLOCK)
     _write(first_at, start, count, _rounded(first, random >> 16, STOCHASTIC), FAST, BLOCK)
     _write_weight(high_at, low_at, start, count, weight * shrink - sign * rate, random, MODE, FAST, BLOCK)
 
@@ -179,7 +182,10 @@ def _read_weight(high_at, low_at, start, count, MODE: tl.constexpr, FAST: tl.con
     """The float32 weight: the twin of `modes.widen_`."""
     high = _read(high_at, start, count, FAST, BLOCK)
     if MODE == "kahan":
-        weight = _float(high << 16) + _float(_read(low_at, start, count, FAST, BLOCK) << 16)
+        weight = _float(high << 16)
+        limit = tl.abs(weight) * 0.00390625  # 2^-8: the stale rest of a weight from outside, see kahan.py
+        rest = _float(_read(low_at, start, count, FAST, BLOCK) << 16)
+        weight = weight + tl.minimum(tl.maximum(rest, -limit), limit)
     elif MODE == "split":
         low = _read(low_at, start, count, FAST, BLOCK)
         # Zero with a negative low half: someone set the weight; together they would read as NaN.

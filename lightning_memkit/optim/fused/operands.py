@@ -18,6 +18,7 @@ class Operand:
         gradient: bfloat16 or float32, read.
         first: bfloat16 momentum, written; None where the rule keeps none.
         second: bfloat16 second moment, written; None where the rule keeps none.
+        start: where these elements begin in the whole parameter, of which they may be a shard: noise goes by it.
     """
 
     index: int
@@ -26,6 +27,7 @@ class Operand:
     gradient: Tensor
     first: Tensor | None = None
     second: Tensor | None = None
+    start: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

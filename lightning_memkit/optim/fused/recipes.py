@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_memkit.optim.blocks import flat_views, local_part
+from lightning_memkit.optim.blocks import first_element, flat_views, local_part
 from lightning_memkit.optim.fused.operands import SGD, AdamW, Lion, Operand, Rule
 from lightning_memkit.optim.modes import LOW_STATES, Mode, low_state_of
 from lightning_memkit.optim.pieces import Slot
@@ -96,6 +96,7 @@ def _operand(rule: Rule, mode: Mode, slot: Slot, state: State) -> Operand | None
         gradient=views[1],
         first=flat.get(rule.first_name),
         second=flat.get(rule.second_name),
+        start=first_element(parameter),
     )
 
 

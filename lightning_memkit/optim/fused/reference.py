@@ -21,10 +21,11 @@ def step(rule: Rule, mode: Mode, operands: Sequence[Operand], rounding: Stochast
         rule: the optimizer's rule and its numbers in this step, the same for all operands.
         mode: what keeps the bits that bfloat16 lacks.
         operands: one a parameter.
-        rounding: the noise of second moments, of slow first moments, and of ``mode="stochastic"``.
+        rounding: the noise of second moments, of slow first moments, of Kahan's rest and of ``mode="stochastic"``.
     """
     for operand in operands:
-        for start, piece in _pieces(operand):
+        for begin, piece in _pieces(operand):
+            start = operand.start + begin
             weight = torch.empty_like(piece.weight, dtype=torch.float32)
             widen_(piece.weight, piece.low, weight)
             gradient = piece.gradient.float()

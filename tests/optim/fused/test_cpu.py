@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -137,3 +138,29 @@ def test_without_a_compiler_there_is_a_reason(tmp_path):
     count, weight = done.stdout.split()
     assert count == "1"
     assert float(weight) == pytest.approx(0.8, abs=2e-3)
+
+
+@pytest.mark.parametrize("backend", [cpu, reference])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_shard_steps_as_its_elements_of_the_whole_do(mode, backend):
+    rule = RULES["adam-maximize-slow"]
+    whole = operand(rule, mode, 3 * TILE)
+    cuts = [slice(0, TILE // 2 + 3), slice(TILE // 2 + 3, 2 * TILE + 9), slice(2 * TILE + 9, 3 * TILE)]
+    names = ("weight", "low", "gradient", "first", "second")
+    shards = [
+        replace(
+            whole,
+            start=cut.start,
+            **{
+                name: None if getattr(whole, name) is None else getattr(whole, name)[cut].clone()
+                for name in names
+            },
+        )
+        for cut in cuts
+    ]
+    backend.step(rule, mode, shards, rounding())
+    backend.step(rule, mode, [whole], rounding())
+    for cut, shard in zip(cuts, shards, strict=True):
+        for name in names:
+            if getattr(whole, name) is not None:
+                assert torch.equal(getattr(shard, name), getattr(whole, name)[cut])

@@ -47,7 +47,7 @@ def trained(build, mode: str, *, fuse: bool, steps: int = 5):
     parameters, low_halves = bf16_twins(weights)
     optimizer = build(two_groups(parameters))
     handle = compensate(optimizer, mode=mode, low_halves=low_halves)  # pyright: ignore[reportArgumentType]
-    handle._engine.may_fuse = fuse
+    handle.engine.may_fuse = fuse
     for step in range(steps):
         generator = torch.Generator().manual_seed(step)
         for parameter in parameters:
