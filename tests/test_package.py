@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import zipfile
+from contextlib import nullcontext
 from graphlib import TopologicalSorter
 from itertools import combinations
 from pathlib import Path
@@ -19,6 +20,8 @@ from lightning.pytorch.strategies import Strategy
 from torch import nn
 
 import lightning_memkit
+from lightning_memkit.testing import fake_device
+from tests.plugins.fake_accelerator import FakeAccelerator, on_fake_device
 
 PACKAGE = Path(lightning_memkit.__file__).parent
 ROOT = PACKAGE.parent
@@ -43,6 +46,8 @@ TRAINED = sorted(name for name, kind in KINDS.items() if kind is not pl.Lightnin
 COMBINATIONS = [(name,) for name in TRAINED] + list(combinations(TRAINED, 2)) + [tuple(TRAINED)]
 # What a plugin can't do without; everything else is at its default.
 NEEDED = {"MemoryBudget": {"budget": "1GiB"}}
+# Beside what steps within backward, a step can be neither split nor repeated.
+NEEDED_BESIDE_RELEASE = {"MemoryBudget": {"budget": "1GiB", "micro_batch_size": 8, "recover": False}}
 
 
 def imports_of(path: Path, *, at_import: bool = False) -> set[str]:
@@ -167,9 +172,10 @@ def test_type_checkers_see_the_same_names() -> None:
     assert type_checked_names() == set(lightning_memkit.__all__)
 
 
-def build(name: str):
-    """Build a plugin with its defaults."""
-    return PUBLIC[name](**NEEDED.get(name, {}))
+def build(name: str, beside: tuple[str, ...] = ()):
+    """Build a plugin with its defaults, or with what the others demand."""
+    needed = NEEDED_BESIDE_RELEASE if "GradientRelease" in beside else NEEDED
+    return PUBLIC[name](**needed.get(name, {}))
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -212,13 +218,22 @@ class Blocks(pl.LightningModule):
         return torch.utils.data.DataLoader(rows, batch_size=8)  # pyright: ignore[reportArgumentType]
 
 
+def where(plugins: list) -> dict:
+    """The Trainer's arguments for the device: a CPU, or one whose memory isn't the host's where that matters."""
+    strategy = next((plugin for plugin in plugins if isinstance(plugin, Strategy)), "auto")
+    if not any(isinstance(plugin, lightning_memkit.OptimizerOffload) for plugin in plugins):
+        return {"accelerator": "cpu", "strategy": strategy}
+    if isinstance(strategy, Strategy):
+        return {"strategy": lightning_memkit.OnDeviceStrategy("fake:0", FakeAccelerator()), "devices": 1}
+    return on_fake_device()
+
+
 def fit(names: tuple[str, ...], folder: Path, epochs: int, resume: Path | None = None):
     """Train `Blocks` with these plugins; return the last checkpoint and the weights."""
-    plugins = [build(name) for name in names]
+    plugins = [build(name, names) for name in names]
     torch.manual_seed(0)
     trainer = pl.Trainer(
         max_epochs=epochs,
-        accelerator="cpu",
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -226,7 +241,7 @@ def fit(names: tuple[str, ...], folder: Path, epochs: int, resume: Path | None =
         default_root_dir=folder,
         callbacks=[plugin for plugin in plugins if isinstance(plugin, pl.Callback)],
         plugins=[plugin for plugin in plugins if isinstance(plugin, Precision)],
-        strategy=next((plugin for plugin in plugins if isinstance(plugin, Strategy)), "auto"),
+        **where(plugins),
     )
     model = Blocks()
     trainer.fit(model, ckpt_path=resume)
@@ -238,6 +253,11 @@ def fit(names: tuple[str, ...], folder: Path, epochs: int, resume: Path | None =
 @pytest.mark.parametrize("names", COMBINATIONS, ids="+".join)
 def test_plugins_train_and_resume_bitwise(names: tuple[str, ...], tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
+    with fake_device() if "OptimizerOffload" in names else nullcontext():
+        _trains_and_resumes_bitwise(names, tmp_path)
+
+
+def _trains_and_resumes_bitwise(names: tuple[str, ...], tmp_path: Path) -> None:
     _, straight = fit(names, tmp_path / "straight", 2)
     half, begun = fit(names, tmp_path / "half", 1)
     _, resumed = fit(names, tmp_path / "half", 2, resume=half)
