@@ -6,6 +6,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.demos import LightningTransformer
 from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBoringModel
+from lightning.pytorch.loops.optimization.automatic import Closure
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -78,6 +79,7 @@ def test_parts_without_a_loss_are_skipped_as_batches_are() -> None:
                 return None
             return super().training_step(batch, batch_idx)
 
+    Closure.warning_cache.clear()  # Lightning says it once a process
     with pytest.warns(UserWarning, match="returned `None`"):
         module, fitted = trained(MemoryBudget("1GiB", micro_batch_size=2), module=Skips, max_steps=6)
     assert fitted.global_step == 6
