@@ -3,11 +3,9 @@
 `compensate(optimizer)` changes how the given optimizer steps and saves, and nothing else about it.
 """
 
-import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from functools import wraps
-from typing import Any, get_args
+from collections.abc import Iterator, Mapping
+from typing import get_args
 from weakref import ref
 
 import torch
@@ -19,7 +17,7 @@ from lightning_memkit.errors import NoEffectWarning
 from lightning_memkit.optim.bytes_per_parameter import BytesPerParameter, bytes_per_parameter
 from lightning_memkit.optim.checkpoints import install_checkpoint_hooks
 from lightning_memkit.optim.consolidate import float32_weight
-from lightning_memkit.optim.methods import WeakMethod, has_own_step, stock_step
+from lightning_memkit.optim.methods import has_own_step, refuse_closures, replaced_step, stock_step
 from lightning_memkit.optim.pieces import is_compensated, slots
 from lightning_memkit.optim.schedule_free import switch_in_float32
 from lightning_memkit.optim.shadow import LOW_STATES, Mode, ShadowEngine, States
@@ -62,7 +60,8 @@ class Compensation:
         engine.may_fuse = not has_own_step(optimizer)
         self._undo_checkpoints = install_checkpoint_hooks(optimizer, engine.rounding)
         self._undo_switches = switch_in_float32(optimizer)
-        self._own_step = self._make_step()
+        wrapped = hasattr(self._previous_step, "_wrapped_by_lr_sched")  # a scheduler was made before
+        self._own_step = replaced_step(optimizer, self._act, wrapped=wrapped)
         optimizer.step = self._own_step  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
@@ -134,29 +133,11 @@ class Compensation:
                 float32_weight(slot.parameter, self.optimizer.state.get(slot.parameter, {})),
             )
 
-    def _make_step(self) -> "WeakMethod":
-        # torch's own wrapper around ours: profiler label, and the user's step hooks once a step.
-        step = WeakMethod(Optimizer.profile_hook_step(_step_of(self)), self.optimizer)
-        if hasattr(self._previous_step, "_wrapped_by_lr_sched"):
-            step.__dict__["_wrapped_by_lr_sched"] = True  # what a scheduler that was made before looks for
-        return step
-
-
-def _step_of(compensation: Compensation) -> Callable[..., Any]:
-    @wraps(type(compensation.optimizer).step)
-    def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        if not compensation._active:
-            return compensation.stock_step(closure)
-        optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]  # as schedulers expect
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        with torch.no_grad():
-            compensation.engine.step(optimizer, compensation.stock_step)
-        return loss
-
-    return step
+    def _act(self, optimizer: Optimizer) -> None:
+        if self._active:
+            self.engine.step(optimizer, self.stock_step)
+        else:  # a scheduler made since has wrapped our step
+            self.stock_step()
 
 
 def compensate(
@@ -247,14 +228,4 @@ def refuse_unsupported(optimizer: Optimizer) -> None:
             "optimizer itself (of ScheduleFree a class such as AdamWScheduleFree), or train in float32 "
             "(precision='32-true')."
         )
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise TypeError(
-            f"{name}.step demands a closure: it evaluates the model several times a step, which compensated "
-            "bfloat16 steps can't do; use an optimizer such as AdamW, or train in float32 (precision='32-true')."
-        )
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise ValueError(
-            f"{name} has differentiable=True: a step over bfloat16 weights can't be differentiated through; "
-            "leave it False."
-        )
+    refuse_closures(optimizer, "a compensated bfloat16 step")

@@ -8,7 +8,6 @@ unless the optimizer combines values over the model; those that are known to are
 
 import threading
 from collections.abc import Callable
-from functools import wraps
 from typing import Any, Literal
 from weakref import ref
 
@@ -20,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_memkit.optim.compensation import compensation_of
-from lightning_memkit.optim.methods import WeakMethod, stock_step
+from lightning_memkit.optim.methods import replaced_step, stock_step
 from lightning_memkit.optim.pieces import Slot, slots
 from lightning_memkit.optim.release_checks import (
     changed_options,
@@ -62,7 +61,11 @@ class Release:
         self._forget_step()
         self._previous_step = optimizer.__dict__.get("step")
         self._stock_step = stock_step(optimizer)
-        optimizer.step = self._make_step(optimizer)  # pyright: ignore[reportAttributeAccessIssue]
+        wrapped = hasattr(self._previous_step, "_wrapped_by_lr_sched")  # a scheduler was made before
+        step = replaced_step(optimizer, lambda _: self._finish(), wrapped=wrapped)
+        # Not the other way round: a cycle would keep the weights until it is collected.
+        step.__dict__[_MARK] = self
+        optimizer.step = step  # pyright: ignore[reportAttributeAccessIssue]
         self._load_hook = optimizer.register_load_state_dict_pre_hook(lambda *_: self._abandon())
         self._active = True
         self.attach()
@@ -251,30 +254,6 @@ class Release:
         )
         whole: Any = getattr(total, "full_tensor", None)  # a DTensor adds up over ranks
         return total if whole is None else whole()
-
-    def _make_step(self, optimizer: Optimizer) -> WeakMethod:
-        # torch's own wrapper around ours: profiler label, and the user's step hooks once a step.
-        step = WeakMethod(Optimizer.profile_hook_step(_step_of(self, type(optimizer))), optimizer)
-        # Not the other way round: a cycle would keep the weights until it is collected.
-        step.__dict__[_MARK] = self
-        if hasattr(self._previous_step, "_wrapped_by_lr_sched"):
-            step.__dict__["_wrapped_by_lr_sched"] = True  # what a scheduler that was made before looks for
-        return step
-
-
-def _step_of(release: Release, optimizer_class: type[Optimizer]) -> Callable[..., Any]:
-    @wraps(optimizer_class.step)
-    def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]  # as schedulers expect
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        with torch.no_grad():
-            release._finish()
-        return loss
-
-    return step
 
 
 def _hook_of(release: "ref[Release]") -> Callable[[Parameter], None]:

@@ -1,11 +1,12 @@
-"""Methods of one optimizer: the step that is its own, and replacements that don't keep it alive."""
+"""The step of one optimizer: its own, replacements that don't keep it alive, and what none of them can do."""
 
 import inspect
 from collections.abc import Callable
-from functools import update_wrapper
+from functools import update_wrapper, wraps
 from typing import Any
 from weakref import ref
 
+import torch
 from torch.optim import Optimizer
 
 
@@ -20,6 +21,79 @@ class WeakMethod:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function with its owner."""
         return self.__func__(self._owner(), *args, **kwargs)
+
+
+def replaced_step(optimizer: Optimizer, act: Callable[[Optimizer], object], *, wrapped: bool) -> WeakMethod:
+    """A step that evaluates its closure once, then acts without gradients, and returns the closure's loss.
+
+    Args:
+        optimizer: whose step it is to be.
+        act: what steps; it must not hold the optimizer.
+        wrapped: whether LR schedulers are to find the mark of their own wrapper, which this does the work of.
+    """
+
+    @wraps(type(optimizer).step)
+    def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]  # as schedulers expect
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            act(optimizer)
+        return loss
+
+    # torch's own wrapper around ours: profiler label, and the user's step hooks once a step.
+    method = WeakMethod(Optimizer.profile_hook_step(step), optimizer)
+    if wrapped:
+        method.__dict__["_wrapped_by_lr_sched"] = True
+    return method
+
+
+def refuse_closures(optimizer: Optimizer, what: str) -> None:
+    """Refuse a step that evaluates the model by itself, or that is to be differentiated.
+
+    Args:
+        optimizer: any.
+        what: the way of stepping that can't do so, as the subject of a sentence.
+
+    Raises:
+        TypeError: the step demands a closure.
+        ValueError: a group asks for a differentiable step.
+    """
+    name = type(optimizer).__name__
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise TypeError(
+            f"{name}.step demands a closure: it evaluates the model several times a step, which {what} can't do; "
+            "use an optimizer such as AdamW."
+        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ValueError(f"{name} has differentiable=True, and {what} can't be; leave it False.")
+
+
+def refuse_sums_over_the_model(optimizer: Optimizer, what: str) -> None:
+    """Refuse a step that combines values of all parameters.
+
+    Args:
+        optimizer: any.
+        what: the way of stepping that doesn't see all of them at once, as the subject of a sentence.
+
+    Raises:
+        ValueError: the optimizer clips by the norm of all gradients, or estimates one step size from them.
+    """
+    name = type(optimizer).__name__
+    for group in optimizer.param_groups:
+        if group.get("max_grad_norm"):
+            raise ValueError(
+                f"{name} clips by the norm of all gradients itself (max_grad_norm={group['max_grad_norm']}), which "
+                f"{what} can't see; set it to 0 or None, and clip before the step (Trainer(gradient_clip_val=...))."
+            )
+        if "d" in group and "growth_rate" in group:
+            raise ValueError(
+                f"{name} estimates one step size from all parameters (Prodigy, D-Adaptation), which {what} can't "
+                "see; use an optimizer such as AdamW."
+            )
 
 
 def stock_step(optimizer: Optimizer) -> Callable[..., Any]:

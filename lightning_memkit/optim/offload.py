@@ -5,10 +5,9 @@ device, lets the optimizer step those, and takes the states back. Weights and st
 same optimizer without offload. The price is the copies: each state crosses twice a step.
 """
 
-import inspect
 import warnings
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -20,7 +19,13 @@ from torch.optim import Optimizer
 from lightning_memkit.errors import NoEffectWarning
 from lightning_memkit.optim.compensation import compensation_of
 from lightning_memkit.optim.gradient_release import release_of
-from lightning_memkit.optim.methods import WeakMethod, stock_step
+from lightning_memkit.optim.methods import (
+    WeakMethod,
+    refuse_closures,
+    refuse_sums_over_the_model,
+    replaced_step,
+    stock_step,
+)
 from lightning_memkit.optim.pieces import slots
 from lightning_memkit.optim.shadow import ShadowEngine
 from lightning_memkit.optim.state_home import HOME, StateHome, has_own_memory, mapped, tensors_of
@@ -168,12 +173,8 @@ def _refuse(optimizer: Optimizer) -> None:
         raise ValueError(
             f"The states of this {name} are offloaded already; call .undo() on the first handle."
         )
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise TypeError(
-            f"{name}.step demands a closure: it evaluates the model several times a step, with all states at hand; "
-            "use an optimizer such as AdamW, or don't offload."
-        )
+    refuse_closures(optimizer, "a step in buckets")
+    refuse_sums_over_the_model(optimizer, "a step in buckets")
     if getattr(optimizer, "is_paged", False):
         raise ValueError(
             f"{name} pages its states between device and host itself; use {name.removeprefix('Paged')}, or don't "
@@ -184,44 +185,21 @@ def _refuse(optimizer: Optimizer) -> None:
             f"The parameters of {name} are sharded (DTensor), and their states can't be offloaded here; use "
             "fully_shard(..., offload_policy=CPUOffloadPolicy())."
         )
-    for group in optimizer.param_groups:
-        if group.get("differentiable"):
-            raise ValueError(f"{name} has differentiable=True: a step in buckets can't be; leave it False.")
-        if group.get("max_grad_norm"):
-            raise ValueError(
-                f"{name} clips by the norm of all gradients itself (max_grad_norm={group['max_grad_norm']}), which a "
-                "step in buckets can't see; set it to 0 or None, and clip before the step."
-            )
-        if "d" in group and "growth_rate" in group:
-            raise ValueError(
-                f"{name} estimates one step size from all parameters (Prodigy, D-Adaptation), which a step in buckets "
-                "can't see; use an optimizer such as AdamW, or don't offload."
-            )
 
 
 def _make_step(offload: StateOffload, optimizer: Optimizer) -> WeakMethod:
     """A step in buckets, for an optimizer that no other engine steps."""
     engine = ShadowEngine.plain()
 
-    @wraps(type(optimizer).step)
-    def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        if not offload._active:
-            return offload._stock_step(closure)
-        optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]  # as schedulers expect
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        with torch.no_grad():
+    def act(optimizer: Optimizer) -> None:
+        if offload._active:
             engine.step(optimizer, offload._stock_step)
-        return loss
+        else:
+            offload._stock_step()
 
-    # torch's own wrapper around ours: profiler label, and the user's step hooks once a step.
-    method = WeakMethod(Optimizer.profile_hook_step(step), optimizer)
-    # What schedulers look for: ours does all that their wrapper would. And whoever replaces the step after us
-    # takes it for the stock step, which it may: its engine knows of the home, too.
-    method.__dict__["_wrapped_by_lr_sched"] = True
-    return method
+    # Whoever replaces the step after us takes it for the stock step, which it may: its engine knows of the home,
+    # too.
+    return replaced_step(optimizer, act, wrapped=True)
 
 
 def _load_of(offload: StateOffload) -> Callable[..., Any]:

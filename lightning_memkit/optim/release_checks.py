@@ -1,12 +1,13 @@
 """What can't go with released gradients, said before it goes wrong."""
 
-import inspect
 from collections.abc import Container
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
+
+from lightning_memkit.optim.methods import refuse_closures, refuse_sums_over_the_model
 
 
 def refuse_unreleasable(optimizer: Optimizer) -> None:
@@ -16,26 +17,8 @@ def refuse_unreleasable(optimizer: Optimizer) -> None:
         TypeError: the step demands a closure.
         ValueError: the step combines gradients over the model, or is to be differentiable.
     """
-    name = type(optimizer).__name__
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise TypeError(
-            f"{name}.step demands a closure: it evaluates the model several times a step, and released gradients are "
-            "gone by then; use an optimizer such as AdamW, or don't release gradients."
-        )
-    for group in optimizer.param_groups:
-        if group.get("differentiable"):
-            raise ValueError(f"{name} has differentiable=True: released gradients are gone; leave it False.")
-        if group.get("max_grad_norm"):
-            raise ValueError(
-                f"{name} clips by the norm of all gradients itself (max_grad_norm={group['max_grad_norm']}), "
-                "which are never all alive here; set it to 0 or None, and clip by Trainer(gradient_clip_val=...)."
-            )
-        if "d" in group and "growth_rate" in group:
-            raise ValueError(
-                f"{name} estimates one step size from all gradients (Prodigy, D-Adaptation), which are never all "
-                "alive here; use an optimizer such as AdamW, or don't release gradients."
-            )
+    refuse_closures(optimizer, "a step within backward")
+    refuse_sums_over_the_model(optimizer, "a step within backward")
 
 
 def refuse_gradient(parameter: Parameter, gradient: Tensor) -> None:
