@@ -254,13 +254,9 @@ def fit(names: tuple[str, ...], folder: Path, epochs: int, resume: Path | None =
 def test_plugins_train_and_resume_bitwise(names: tuple[str, ...], tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     with fake_device() if "OptimizerOffload" in names else nullcontext():
-        _trains_and_resumes_bitwise(names, tmp_path)
-
-
-def _trains_and_resumes_bitwise(names: tuple[str, ...], tmp_path: Path) -> None:
-    _, straight = fit(names, tmp_path / "straight", 2)
-    half, begun = fit(names, tmp_path / "half", 1)
-    _, resumed = fit(names, tmp_path / "half", 2, resume=half)
+        _, straight = fit(names, tmp_path / "straight", 2)
+        half, begun = fit(names, tmp_path / "half", 1)
+        _, resumed = fit(names, tmp_path / "half", 2, resume=half)
     assert any(not torch.equal(begun[key], straight[key]) for key in straight)
     assert all(torch.equal(resumed[key], straight[key]) for key in straight)
 

@@ -156,7 +156,8 @@ def compensate(
 
     Args:
         optimizer: any optimizer that steps each parameter by itself. One that combines values over the whole
-            model (Prodigy, D-Adaptation) needs a ``bucket_bytes`` of 16 bytes a parameter.
+            model is shown all of it at once, 16 bytes a parameter, where its groups tell (Prodigy,
+            D-Adaptation, ``max_grad_norm``); any other that does so needs ``bucket_bytes`` to match.
         mode: ``"split"`` keeps the exact float32 weight, ``"kahan"`` about 16 bits of it, ``"stochastic"``
             rounds at random for 0 bytes, ``"none"`` rounds to nearest and loses small updates.
         states: ``"compact"`` keeps moments in bfloat16, second moments stochastically rounded; ``"exact"``

@@ -187,7 +187,7 @@ class Release:
     def _advance(self, ready: list[Parameter]) -> None:
         """Clip, step and drop these gradients."""
         step = self._open_step()
-        if self.records_norm:
+        if self.records_norm and self.mode == "step":  # else the norm is not of a step's, but a trial's
             for parameter in ready:
                 assert parameter.grad is not None
                 self._norms[parameter] = get_total_norm([parameter.grad])

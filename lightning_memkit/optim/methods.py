@@ -84,16 +84,31 @@ def refuse_sums_over_the_model(optimizer: Optimizer, what: str) -> None:
     """
     name = type(optimizer).__name__
     for group in optimizer.param_groups:
-        if group.get("max_grad_norm"):
+        if _clips_by_the_norm(group):
             raise ValueError(
                 f"{name} clips by the norm of all gradients itself (max_grad_norm={group['max_grad_norm']}), which "
                 f"{what} can't see; set it to 0 or None, and clip before the step (Trainer(gradient_clip_val=...))."
             )
-        if "d" in group and "growth_rate" in group:
+        if _estimates_the_step_size(group):
             raise ValueError(
                 f"{name} estimates one step size from all parameters (Prodigy, D-Adaptation), which {what} can't "
                 "see; use an optimizer such as AdamW."
             )
+
+
+def combines_over_the_model(optimizer: Optimizer) -> bool:
+    """Whether a step is known to depend on all gradients at once, through their norm or an estimated step size."""
+    return any(
+        _clips_by_the_norm(group) or _estimates_the_step_size(group) for group in optimizer.param_groups
+    )
+
+
+def _clips_by_the_norm(group: dict[str, Any]) -> bool:
+    return bool(group.get("max_grad_norm"))
+
+
+def _estimates_the_step_size(group: dict[str, Any]) -> bool:
+    return "d" in group and "growth_rate" in group  # Prodigy, D-Adaptation
 
 
 def stock_step(optimizer: Optimizer) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_memkit.optim.blocks import flat_views, local_part
+from lightning_memkit.optim.methods import combines_over_the_model
 
 # The same piece always starts at the same element: stochastic rounding's noise goes by it.
 PIECE_ELEMENTS_CPU = 1 << 19
@@ -66,16 +67,21 @@ def is_compensated(parameter: Tensor) -> bool:
 
 
 def buckets_of(optimizer: Optimizer, stepped: list[Slot], bucket_bytes: int | None) -> Iterator[list[Piece]]:
-    """Pieces to be stepped together: at most one a parameter, within ``bucket_bytes`` unless it is only one."""
+    """Pieces to be stepped together: at most one a parameter, within ``bucket_bytes`` unless it is only one.
+
+    Optimizers that are known to combine values over the whole model get it in one bucket.
+    """
     bucket: list[Piece] = []
     size = 0
     elementwise = type(optimizer) in _ELEMENTWISE
+    whole_model = combines_over_the_model(optimizer)
     for slot in stepped:
         most = _piece_elements(slot.parameter.device)
         limit = BYTES_IN_FLIGHT * most if bucket_bytes is None else bucket_bytes
         for piece in _pieces(slot, most, elementwise and _is_sliceable(optimizer, slot.parameter)):
             piece_bytes = BYTES_IN_FLIGHT * (piece.stop - piece.start)
-            if bucket and (size + piece_bytes > limit or bucket[-1].slot is slot):
+            full = size + piece_bytes > limit and not whole_model
+            if bucket and (full or bucket[-1].slot is slot):
                 yield bucket
                 bucket, size = [], 0
             bucket.append(piece)

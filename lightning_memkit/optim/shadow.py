@@ -8,7 +8,6 @@ states back. The update, weight decay included, therefore happens in float32 on 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,34 +19,12 @@ from torch.optim import Optimizer
 from lightning_memkit.optim.blocks import first_element, local_part
 from lightning_memkit.optim.fused.recipes import take
 from lightning_memkit.optim.fused.step import fused_step
+from lightning_memkit.optim.group_scalars import copied, group_scalars, restore_group_scalars
 from lightning_memkit.optim.modes import LOW_STATES, Mode, States, low_state_of, narrow_, widen_
 from lightning_memkit.optim.pieces import Piece, Scratch, Slot, buckets_of, is_compensated, slots
 from lightning_memkit.optim.state_dtypes import storage_of
 from lightning_memkit.optim.state_home import home_of
 from lightning_memkit.optim.stochastic_rounding import StochasticRounding
-
-
-def group_scalars(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """A copy of every group's entries but its parameters."""
-    return [
-        {key: _copied(value) for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]
-
-
-def restore_group_scalars(optimizer: Optimizer, scalars: list[dict[str, Any]]) -> None:
-    """Put `group_scalars` back into the same dicts."""
-    for group, kept in zip(optimizer.param_groups, scalars, strict=True):
-        for key in group.keys() - kept.keys() - {"params"}:
-            del group[key]
-        group.update({key: _copied(value) for key, value in kept.items()})
-
-
-def _copied(value: Any) -> Any:
-    """A deep copy, without its price where there is nothing to copy; it is taken once a bucket."""
-    if isinstance(value, (int, float, str, type(None))):
-        return value
-    return value.detach().clone() if isinstance(value, Tensor) else deepcopy(value)
 
 
 @dataclass
@@ -242,8 +219,10 @@ class OpenStep:
             if isinstance(value, Tensor) and value.shape == piece.slot.parameter.shape:
                 part = piece.view(value)
                 seen[name] = self._float32(part) if value.dtype == torch.bfloat16 else part
+            elif isinstance(value, Tensor) and value.dtype == torch.bfloat16:
+                seen[name] = value.float()  # a factored moment, from a checkpoint of uncompensated training
             else:  # counters advance once a step: each piece but the last gets a copy of its own
-                seen[name] = value if piece.whole else _copied(value)
+                seen[name] = value if piece.whole else copied(value)
         return seen
 
     def _float32(self, part: Tensor) -> Tensor:

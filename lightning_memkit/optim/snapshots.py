@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_memkit.optim.group_scalars import group_scalars, restore_group_scalars
 from lightning_memkit.optim.pieces import slots
-from lightning_memkit.optim.shadow import group_scalars, restore_group_scalars
 
 _ABSENT = object()
 

@@ -8,8 +8,26 @@ from torch import Tensor, nn
 
 from lightning_memkit.optim.compensation import Compensation
 from lightning_memkit.optim.pieces import is_compensated, slots
-from lightning_memkit.optim.shadow import LOW_STATES
 from lightning_memkit.optim.split import LOW_HALF, split
+
+
+def take_low_halves(module: nn.Module, compensations: Sequence[Compensation]) -> dict[nn.Parameter, Tensor]:
+    """What the optimizers of the last fit hold beyond bfloat16, for those of the next: 2 bytes a parameter.
+
+    Weights are rewritten as the high halves of their float32 values: a Kahan rest may round the other way.
+
+    Args:
+        module: the module that is about to be trained; parameters of others are passed over.
+        compensations: of the optimizers of the last fit.
+    """
+    own = set(module.parameters())
+    taken: dict[nn.Parameter, Tensor] = {}
+    for compensation in compensations:
+        for parameter, wide in compensation.float32_weights():
+            if parameter in own and is_compensated(parameter):
+                high, taken[parameter] = split(wide)
+                parameter.detach().copy_(high)
+    return taken
 
 
 def capture_low_halves(
@@ -32,10 +50,9 @@ def capture_low_halves(
             continue
         for slot in slots(compensation.optimizer):
             parameter, saved = slot.parameter, weights.get(names.get(slot.parameter))
-            known = compensation.optimizer.state.get(parameter, {})
-            if any(name in known for name in LOW_STATES) or not is_compensated(parameter):
+            if not is_compensated(parameter) or not isinstance(saved, Tensor):
                 continue
-            if isinstance(saved, Tensor) and _is_source_of(saved, parameter):
+            if _is_source_of(saved, parameter):
                 high, low = split(saved.to(parameter.device))
                 parameter.detach().copy_(high)  # differs from torch's cast where float32 stood at a tie
                 compensation.optimizer.state[parameter][LOW_HALF] = low

@@ -29,7 +29,7 @@ from lightning_memkit.optim.pieces import is_compensated, slots
 from lightning_memkit.optim.shadow import Mode, States
 from lightning_memkit.plugins._averages import average_in_float32, reload_averages
 from lightning_memkit.plugins._eight_bit import adapt_bitsandbytes_in
-from lightning_memkit.plugins.consolidate import capture_low_halves
+from lightning_memkit.plugins.consolidate import capture_low_halves, take_low_halves
 
 GradDtype = Literal["auto", "float32", "bfloat16"]
 
@@ -101,10 +101,13 @@ class PureBF16Precision(Precision):
         )
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Cast the module in place; before a fit, keep what the cast drops from float32 weights."""
+        """Cast the module in place and keep what the cast drops from float32 weights until a fit takes it."""
         self._undo_all()
-        # The module stays cast after the run: its float32 bits live in the optimizer's states.
-        wants_low = self.compensation in ("kahan", "split") and _is_fitting(module)
+        # The module stays cast after the run: its float32 bits live in the optimizer's states, and the next fit
+        # has new optimizers. Without a fit they are kept, too, since one may follow.
+        wants_low = self.compensation in ("kahan", "split")
+        if wants_low and _is_fitting(module):
+            self._low_halves.update(take_low_halves(module, self.compensations))
         cast_module(
             module,
             torch.bfloat16,
@@ -139,9 +142,9 @@ class PureBF16Precision(Precision):
             self._no_float32_gradients = _why_no_float32_gradients(model)
             self._batches_per_step, self._announced = _batches_per_step(model), False
             self.set_gradient_parts(1)
+            self._low_halves.clear()
         if (trainer := _trainer_of(model)) is not None:  # callbacks lend their averages after a fit, too
             self._undo.append(average_in_float32(trainer, self._optimizers))
-        self._low_halves.clear()
         return model, optimizers, lr_schedulers
 
     def set_gradient_parts(self, parts: int) -> None:
@@ -154,7 +157,7 @@ class PureBF16Precision(Precision):
         self._gradient_parts = parts = max(parts, self._batches_per_step)
         wanted = self.grad_dtype == "float32" or (self.grad_dtype == "auto" and parts > 1)
         if wanted != self._float32_gradients and self._can_set_grad_dtype():
-            for parameter in self._compensated_parameters():
+            for parameter in self._trainable_parameters():
                 _set_grad_dtype(parameter, torch.float32 if wanted else parameter.dtype)
             self._float32_gradients = wanted
 
@@ -220,9 +223,15 @@ class PureBF16Precision(Precision):
             if is_compensated(slot.parameter)
         ]
 
+    def _trainable_parameters(self) -> set[nn.Parameter]:
+        """What the optimizers step, and what may join them later (BackboneFinetuning)."""
+        module = self._module
+        later = [] if module is None else [p for p in module.parameters() if is_compensated(p)]
+        return {*self._compensated_parameters(), *later}
+
     def _default_gradients(self) -> None:
         self._float32_gradients = False
-        for parameter in self._compensated_parameters():
+        for parameter in self._trainable_parameters():
             _set_grad_dtype(parameter, parameter.dtype)
 
     def _announce_gradients(self) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lightning_memkit.optim.compensation import compensate
 from lightning_memkit.optim.split import split
 
 SHAPES = ((40, 30), (30,), (5, 7), (16, 3))
@@ -53,6 +54,42 @@ def set_gradients(parameters: Iterable[Parameter], seed: int) -> None:
     for parameter in parameters:
         noise = torch.randn(parameter.shape, generator=generator)
         parameter.grad = (0.1 * parameter.detach().float() + 0.1 * noise).to(parameter.dtype)
+
+
+def trained_beside_masters(
+    build: Callable[[list[dict]], Optimizer],
+    shapes: Iterable[tuple[int, ...]],
+    *,
+    steps: int = 50,
+    bucket_bytes: int | None = None,
+) -> list[tuple[Parameter, Tensor, Parameter]]:
+    """Split weights with exact states, and float32 masters that the same class steps from the same gradients.
+
+    Two groups, clipping, and a scheduler of `steps` steps.
+
+    Returns:
+        For each parameter: itself, its float32 weight, its master.
+    """
+    weights = [torch.randn(shape) for shape in shapes]
+    masters = [Parameter(weight.clone()) for weight in weights]
+    parameters, low_halves = bf16_twins(weights)
+    theirs, ours = build(two_groups(masters)), build(two_groups(parameters))
+    handle = compensate(ours, mode="split", states="exact", low_halves=low_halves, bucket_bytes=bucket_bytes)
+    schedulers = [
+        torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps) for optimizer in (theirs, ours)
+    ]
+    for step in range(steps):
+        set_gradients(parameters, seed=step)
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        for master, parameter in zip(masters, parameters, strict=True):
+            assert parameter.grad is not None
+            master.grad = parameter.grad.float()
+        theirs.step()
+        ours.step()
+        for scheduler in schedulers:
+            scheduler.step()
+    trained = [weight for _, weight in handle.float32_weights()]
+    return list(zip(parameters, trained, masters, strict=True))
 
 
 def all_tensors(optimizer: Optimizer) -> list[Tensor]:

@@ -1,6 +1,7 @@
 """What the engine computes, against float32 masters stepped by torch's own optimizers."""
 
 import math
+from copy import deepcopy
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from tests.optim.helpers import (
     bf16_twins,
     set_gradients,
     shapes_for,
+    trained_beside_masters,
     two_groups,
 )
 
@@ -25,23 +27,8 @@ SMALL_BUCKETS = 16 * 1300  # several buckets for the helpers' shapes
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_split_with_exact_states_is_bitwise_an_fp32_master(name):
-    weights = [torch.randn(shape) for shape in shapes_for(name)]
-    masters = [Parameter(weight.clone()) for weight in weights]
-    parameters, low_halves = bf16_twins(weights)
-    theirs, ours = OPTIMIZERS[name](two_groups(masters)), OPTIMIZERS[name](two_groups(parameters))
-    handle = compensate(ours, mode="split", states="exact", low_halves=low_halves, bucket_bytes=SMALL_BUCKETS)
-    schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50) for optimizer in (theirs, ours)]
-    for step in range(50):
-        set_gradients(parameters, seed=step)
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        for master, parameter in zip(masters, parameters, strict=True):
-            assert parameter.grad is not None
-            master.grad = parameter.grad.float()
-        theirs.step()
-        ours.step()
-        for scheduler in schedulers:
-            scheduler.step()
-    for (parameter, trained), master in zip(handle.float32_weights(), masters, strict=True):
+    trained_weights = trained_beside_masters(OPTIMIZERS[name], shapes_for(name), bucket_bytes=SMALL_BUCKETS)
+    for parameter, trained, master in trained_weights:
         assert torch.equal(trained.view(torch.int32), master.detach().view(torch.int32))
         assert not torch.equal(trained, parameter.detach().float())  # the low half holds something
 
@@ -240,3 +227,42 @@ def test_an_open_step_may_be_advanced_in_any_order(name, mode):
                 engine.step(optimizer, optimizer.step)
         results.append(all_tensors(optimizer))
     assert_same_bits(*results)
+
+
+def test_the_users_learning_rate_tensor_stays_the_one_that_is_read():
+    parameters, low_halves = bf16_twins([torch.ones(40, 30), torch.ones(30)])
+    rate = torch.tensor(1e-3)
+    optimizer = torch.optim.AdamW(parameters, lr=rate, foreach=False)
+    handle = compensate(optimizer, mode="split", low_halves=low_halves, bucket_bytes=SMALL_BUCKETS)
+    set_gradients(parameters, seed=0)
+    snapshot = handle.snapshot()
+    optimizer.step()
+    rate.fill_(0.0)  # as a scheduler or a captured graph does
+    before = all_tensors(optimizer)[0]
+    optimizer.step()
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert torch.equal(parameters[0], before)
+    handle.restore(snapshot)
+    assert rate.item() == pytest.approx(1e-3)
+
+
+def test_bfloat16_states_of_uncompensated_training_go_on():
+    """Adafactor's factored moments have another shape than the weight, and are bfloat16 in a stock checkpoint."""
+    parameters, _ = bf16_twins([torch.randn(40, 30), torch.randn(30)])
+    optimizer = torch.optim.Adafactor(parameters, lr=1e-2)
+    set_gradients(parameters, seed=0)
+    optimizer.step()
+    assert optimizer.state[parameters[0]]["row_var"].dtype == torch.bfloat16
+    masters = [Parameter(parameter.detach().float()) for parameter in parameters]
+    truth = torch.optim.Adafactor(masters, lr=1e-2)
+    truth.load_state_dict(deepcopy(optimizer.state_dict()))  # torch casts the states to the masters' dtype
+    handle = compensate(optimizer, mode="split", states="exact")
+    for step in range(1, 4):
+        set_gradients(parameters, seed=step)
+        for master, parameter in zip(masters, parameters, strict=True):
+            assert parameter.grad is not None
+            master.grad = parameter.grad.float()
+        optimizer.step()
+        truth.step()
+    for (_, trained), master in zip(handle.float32_weights(), masters, strict=True):
+        assert torch.equal(trained, master.detach())

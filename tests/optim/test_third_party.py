@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import Parameter
 
 from lightning_memkit.optim.compensation import compensate
-from tests.optim.helpers import bf16_twins, set_gradients, two_groups
+from tests.optim.helpers import bf16_twins, set_gradients, trained_beside_masters
 
 SHAPES = ((64, 80), (30,), (5, 7), (16, 3))  # the first is large enough for 8-bit states
 SMALL_BUCKETS = 16 * 5200  # two buckets for these shapes
@@ -54,31 +53,31 @@ def prepared(optimizer: Any) -> Any:
     return optimizer
 
 
+# torch compiles torchao's step; what the compiler imports is deprecated by torch itself.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 @pytest.mark.parametrize(
     ("name", "options"),
     [*OPTIMIZERS.items(), *(pytest.param(*item, marks=pytest.mark.slow) for item in COMPILED.items())],
 )
 def test_split_with_exact_states_is_bitwise_an_fp32_master(name: str, options: dict[str, Any]) -> None:
     build = optimizer_class(name)
-    weights = [torch.randn(shape) for shape in SHAPES]
-    masters = [Parameter(weight.clone()) for weight in weights]
-    parameters, low_halves = bf16_twins(weights)
-    theirs, ours = (prepared(build(two_groups(group), **options)) for group in (masters, parameters))
-    handle = compensate(ours, mode="split", states="exact", low_halves=low_halves, bucket_bytes=SMALL_BUCKETS)
-    schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50) for optimizer in (theirs, ours)]
-    for step in range(50):
-        set_gradients(parameters, seed=step)
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        for master, parameter in zip(masters, parameters, strict=True):
-            assert parameter.grad is not None
-            master.grad = parameter.grad.float()
-        theirs.step()
-        ours.step()
-        for scheduler in schedulers:
-            scheduler.step()
-    for (parameter, trained), master in zip(handle.float32_weights(), masters, strict=True):
+    trained_weights = trained_beside_masters(
+        lambda groups: prepared(build(groups, **options)), SHAPES, bucket_bytes=SMALL_BUCKETS
+    )
+    for parameter, trained, master in trained_weights:
         assert torch.equal(trained.view(torch.int32), master.detach().view(torch.int32))
         assert not torch.equal(trained, parameter.detach().float())  # the low half holds something
+
+
+def test_an_optimizer_that_combines_values_over_the_model_is_shown_all_of_it() -> None:
+    prodigy = optimizer_class("prodigyopt.Prodigy")  # one step size for all; groups may not differ in theirs
+    trained_weights = trained_beside_masters(
+        lambda groups: prodigy([{**group, "lr": 1.0} for group in groups], weight_decay=0.1),
+        SHAPES,
+        bucket_bytes=SMALL_BUCKETS,
+    )
+    for _, trained, master in trained_weights:
+        assert torch.equal(trained.view(torch.int32), master.detach().view(torch.int32))
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name.endswith("8bit")])

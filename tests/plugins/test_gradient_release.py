@@ -458,6 +458,19 @@ def test_a_memory_budget_of_one_part_goes_with_it():
         run(MemoryBudget("1GiB", micro_batch_size=4, recover=False), GradientRelease(), module=Free)
 
 
+def test_trials_of_a_memory_budget_are_no_previous_step(tmp_path):
+    """Its trial steps run with other gradients, before the first step and after a resume."""
+
+    def callbacks() -> list[Callback]:
+        options: Any = {"micro_batch_size": 8, "recover": False}
+        return [MemoryBudget("1GiB", **options), GradientRelease("previous", **AT_ONCE)]
+
+    assert torch.equal(run(*callbacks(), module=Free, **NORM), clipped_by_previous(6))
+    half_run(tmp_path / "half.ckpt", *callbacks(), module=Free)
+    whole = run(GradientRelease("previous"), module=Free, data=loader(count=24), **NORM)
+    assert torch.equal(resumed(tmp_path / "half.ckpt", *callbacks(), module=Free), whole)
+
+
 class Looks(Free):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         pass

@@ -7,7 +7,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torchmetrics
-from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import BaseFinetuning, Callback, GradientAccumulationScheduler
+from lightning.pytorch.tuner import Tuner
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
@@ -189,6 +190,83 @@ def test_grad_dtype_is_what_was_asked_for(grad_dtype, accumulate, expected, tmp_
         Regression(), loader()
     )
     assert set(seen) == {expected}
+
+
+class Unfreezing(BaseFinetuning):
+    """Its backbone joins the optimizer in the second epoch."""
+
+    def freeze_before_training(self, pl_module) -> None:
+        self.freeze(pl_module.first)
+
+    def finetune_function(self, pl_module, epoch, optimizer) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.first, optimizer)
+
+
+class Frozen(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 1)
+
+    def training_step(self, batch, batch_idx):
+        return functional.mse_loss(self.last(self.first(batch[0])), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.last.parameters(), lr=0.01)
+
+
+def test_parameters_that_join_later_get_the_same_gradients(tmp_path):
+    seen = {}
+
+    class Look(Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer) -> None:
+            seen.update({n: p.grad.dtype for n, p in pl_module.named_parameters() if p.grad is not None})
+
+    callbacks = [Unfreezing(), Look()]
+    options = {"max_epochs": 2, "accumulate_grad_batches": 2, "callbacks": callbacks}
+    trainer(PureBF16Precision(), tmp_path, **options).fit(Frozen(), loader())
+    assert len(seen) == 4
+    assert set(seen.values()) == {FP32}
+
+
+class Still(Regression):
+    """Trains with a learning rate of zero, so that its float32 weights are what they were."""
+
+    def __init__(self) -> None:
+        super().__init__(learning_rate=0.0)
+
+    def validation_step(self, batch, batch_idx) -> None:
+        self.net(batch[0])
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=self.learning_rate)
+
+
+def find_rate(trainer: pl.Trainer, model: Still) -> None:
+    Tuner(trainer).lr_find(model, loader(), num_training=3, update_attr=False)
+
+
+def validate(trainer: pl.Trainer, model: Still) -> None:
+    trainer.validate(model, loader(), verbose=False)
+
+
+def fit_before(trainer: pl.Trainer, model: Still) -> None:
+    trainer.fit(model, loader())
+    trainer.fit_loop.max_epochs = 2
+
+
+@pytest.mark.filterwarnings("ignore:.*no `val_dataloader`.*")
+@pytest.mark.parametrize("before", [find_rate, validate, fit_before])
+def test_what_runs_before_a_fit_takes_no_bits_from_it(before, tmp_path):
+    model, precision = Still(), PureBF16Precision("split")
+    initial = [parameter.detach().clone() for parameter in model.parameters()]
+    runner = trainer(precision, tmp_path)
+    before(runner, model)
+    runner.fit(model, loader())
+    trained = [weight for _, weight in precision.compensations[0].float32_weights()]
+    assert len(trained) == 4
+    for weight, truth in zip(trained, initial, strict=True):
+        assert torch.equal(weight, truth)
 
 
 def test_a_schedule_of_accumulation_counts_too(tmp_path, caplog):

@@ -39,7 +39,7 @@ def fused_step(taken: Mapping[Rule, Sequence[Operand]], mode: Mode, rounding: St
 
 
 def _gpu() -> Any:
-    from lightning_memkit.optim.fused import gpu  # loads triton
+    from lightning_memkit.optim.fused import gpu  # which needs triton
 
     return gpu
 

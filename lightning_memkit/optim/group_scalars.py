@@ -1,0 +1,39 @@
+"""Copy and put back what an optimizer keeps in its groups beside the parameters: rates, and counters of some."""
+
+from copy import deepcopy
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+def group_scalars(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """A copy of every group's entries but its parameters."""
+    return [
+        {key: copied(value) for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def restore_group_scalars(optimizer: Optimizer, scalars: list[dict[str, Any]]) -> None:
+    """Put `group_scalars` back into the same dicts, and tensors (a capturable learning rate) into the same memory."""
+    for group, kept in zip(optimizer.param_groups, scalars, strict=True):
+        for key in group.keys() - kept.keys() - {"params"}:
+            del group[key]
+        for key, value in kept.items():
+            now = group.get(key)
+            if isinstance(now, Tensor) and isinstance(value, Tensor) and _fits(now, value):
+                now.detach().copy_(value)
+            else:
+                group[key] = copied(value)
+
+
+def copied(value: Any) -> Any:
+    """A deep copy, without its price where there is nothing to copy; it is taken once a bucket."""
+    if isinstance(value, (int, float, str, type(None))):
+        return value
+    return value.detach().clone() if isinstance(value, Tensor) else deepcopy(value)
+
+
+def _fits(one: Tensor, other: Tensor) -> bool:
+    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
