@@ -65,7 +65,7 @@ SETTINGS = (
     Setting(name="finetune", steps=400, learning_rate=2e-5, warm_up=20, final=1.0),
 )
 QUICK = tuple(
-    replace(setting, steps=setting.steps // 10, warm_up=setting.warm_up // 10, evaluated_rows=256)
+    replace(setting, steps=setting.steps // 20, warm_up=setting.warm_up // 20, evaluated_rows=128)
     for setting in SETTINGS
 )
 
