@@ -17,7 +17,7 @@ from lightning_memkit.errors import NoEffectWarning
 from lightning_memkit.optim.bytes_per_parameter import BytesPerParameter, bytes_per_parameter
 from lightning_memkit.optim.checkpoints import install_checkpoint_hooks
 from lightning_memkit.optim.consolidate import float32_weight
-from lightning_memkit.optim.methods import has_own_step, refuse_closures, replaced_step, stock_step
+from lightning_memkit.optim.methods import has_own_step, living, refuse_closures, replaced_step, stock_step
 from lightning_memkit.optim.pieces import is_compensated, slots
 from lightning_memkit.optim.schedule_free import switch_in_float32
 from lightning_memkit.optim.shadow import LOW_STATES, Mode, ShadowEngine, States
@@ -67,12 +67,7 @@ class Compensation:
     @property
     def optimizer(self) -> Optimizer:
         """The optimizer that is compensated."""
-        optimizer = self._optimizer()
-        if optimizer is None:
-            raise ReferenceError(
-                "The compensated optimizer is gone; keep a reference to it beside the handle."
-            )
-        return optimizer
+        return living(self._optimizer)
 
     def undo(self) -> None:
         """Give the optimizer its own step back and drop the low halves; states take the weights' dtype."""

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_memkit.optim.compensation import compensation_of
-from lightning_memkit.optim.methods import replaced_step, stock_step
+from lightning_memkit.optim.methods import living, replaced_step, stock_step
 from lightning_memkit.optim.pieces import Slot, slots
 from lightning_memkit.optim.release_checks import (
     changed_options,
@@ -73,10 +73,7 @@ class Release:
     @property
     def optimizer(self) -> Optimizer:
         """The optimizer whose gradients are released."""
-        optimizer = self._optimizer()
-        if optimizer is None:
-            raise ReferenceError("The optimizer is gone; keep a reference to it beside the handle.")
-        return optimizer
+        return living(self._optimizer)
 
     def __contains__(self, parameter: Parameter) -> bool:
         return parameter in self._hooks

@@ -23,6 +23,18 @@ class WeakMethod:
         return self.__func__(self._owner(), *args, **kwargs)
 
 
+def living(reference: "ref[Optimizer]") -> Optimizer:
+    """The optimizer that a handle refers to; the handle doesn't keep it alive.
+
+    Raises:
+        ReferenceError: it is gone.
+    """
+    optimizer = reference()
+    if optimizer is None:
+        raise ReferenceError("The optimizer is gone; keep a reference to it beside the handle.")
+    return optimizer
+
+
 def replaced_step(optimizer: Optimizer, act: Callable[[Optimizer], object], *, wrapped: bool) -> WeakMethod:
     """A step that evaluates its closure once, then acts without gradients, and returns the closure's loss.
 

@@ -21,6 +21,7 @@ from lightning_memkit.optim.compensation import compensation_of
 from lightning_memkit.optim.gradient_release import release_of
 from lightning_memkit.optim.methods import (
     WeakMethod,
+    living,
     refuse_closures,
     refuse_sums_over_the_model,
     replaced_step,
@@ -56,10 +57,7 @@ class StateOffload:
     @property
     def optimizer(self) -> Optimizer:
         """The optimizer whose states are offloaded."""
-        optimizer = self._optimizer()
-        if optimizer is None:
-            raise ReferenceError("The optimizer is gone; keep a reference to it beside the handle.")
-        return optimizer
+        return living(self._optimizer)
 
     def bytes_on_host(self) -> int:
         """Bytes of states in host memory whose parameters are on a device."""

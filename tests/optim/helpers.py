@@ -56,6 +56,13 @@ def set_gradients(parameters: Iterable[Parameter], seed: int) -> None:
         parameter.grad = (0.1 * parameter.detach().float() + 0.1 * noise).to(parameter.dtype)
 
 
+def copy_gradients(parameters: Iterable[Parameter], masters: Iterable[Parameter]) -> None:
+    """Give float32 masters the gradients of their bfloat16 twins."""
+    for parameter, master in zip(parameters, masters, strict=True):
+        assert parameter.grad is not None
+        master.grad = parameter.grad.float()
+
+
 def trained_beside_masters(
     build: Callable[[list[dict]], Optimizer],
     shapes: Iterable[tuple[int, ...]],
@@ -81,9 +88,7 @@ def trained_beside_masters(
     for step in range(steps):
         set_gradients(parameters, seed=step)
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        for master, parameter in zip(masters, parameters, strict=True):
-            assert parameter.grad is not None
-            master.grad = parameter.grad.float()
+        copy_gradients(parameters, masters)
         theirs.step()
         ours.step()
         for scheduler in schedulers:

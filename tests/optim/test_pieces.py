@@ -13,6 +13,7 @@ from tests.optim.helpers import (
     all_tensors,
     assert_same_bits,
     bf16_twins,
+    copy_gradients,
     set_gradients,
     two_groups,
 )
@@ -34,9 +35,7 @@ def test_pieces_are_bitwise_an_fp32_master_too(name, small_pieces):
     handle = compensate(ours, mode="split", states="exact", low_halves=low_halves)
     for step in range(10):
         set_gradients(parameters, seed=step)
-        for master, parameter in zip(masters, parameters, strict=True):
-            assert parameter.grad is not None
-            master.grad = parameter.grad.float()
+        copy_gradients(parameters, masters)
         theirs.step()
         ours.step()
     for (parameter, trained), master in zip(handle.float32_weights(), masters, strict=True):

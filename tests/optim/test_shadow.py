@@ -16,6 +16,7 @@ from tests.optim.helpers import (
     all_tensors,
     assert_same_bits,
     bf16_twins,
+    copy_gradients,
     set_gradients,
     shapes_for,
     trained_beside_masters,
@@ -259,9 +260,7 @@ def test_bfloat16_states_of_uncompensated_training_go_on():
     handle = compensate(optimizer, mode="split", states="exact")
     for step in range(1, 4):
         set_gradients(parameters, seed=step)
-        for master, parameter in zip(masters, parameters, strict=True):
-            assert parameter.grad is not None
-            master.grad = parameter.grad.float()
+        copy_gradients(parameters, masters)
         optimizer.step()
         truth.step()
     for (_, trained), master in zip(handle.float32_weights(), masters, strict=True):

@@ -21,6 +21,7 @@ from lightning_memkit import ActivationCheckpointing, MemoryBudget, PureBF16Prec
 from lightning_memkit.memory.meter import ByteMeter
 from lightning_memkit.optim.gradient_release import release_of
 from lightning_memkit.plugins.gradient_release import GradientRelease
+from tests.plugins.ranks import leave
 from tests.plugins.toys import ShardableTagger, TokenTagger, loader, tagged_rows, trained, trainer, weights
 
 AT_ONCE: dict[str, Any] = {"bundle_bytes": 0}
@@ -530,10 +531,7 @@ def main(path: str) -> None:
             equal[f"{name}, {bf16=}"] = torch.equal(plain, released)
     if int(os.environ["RANK"]) == 0:
         torch.save(equal, path)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads now and then abort a process that exits by the usual way
+    leave()
 
 
 def test_two_ranks_under_fsdp2_are_bitwise_those_without_it(tmp_path):

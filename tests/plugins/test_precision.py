@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memkit.errors import NoEffectWarning
 from lightning_memkit.plugins.precision import PureBF16Precision
+from tests.optim.helpers import copy_gradients
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
@@ -108,9 +109,7 @@ def fp32_twin_weights(model: Regression, steps: int) -> list[torch.Tensor]:
         net.zero_grad()
         functional.mse_loss(net(features.to(BF16)), target).backward()
         torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
-        for parameter, master in zip(net.parameters(), masters, strict=True):
-            assert parameter.grad is not None
-            master.grad = parameter.grad.float()
+        copy_gradients(net.parameters(), masters)
         optimizer.step()
         scheduler.step()
     return [master.detach() for master in masters]

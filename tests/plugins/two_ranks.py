@@ -1,6 +1,5 @@
 """Run by torchrun in test_two_ranks.py: trains a tagger on two ranks and saves rank 0's weights."""
 
-import os
 import sys
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_memkit import MemoryBudget
+from tests.plugins.ranks import leave
 from tests.plugins.toys import ShardableTagger, tagged_rows, trainer
 
 
@@ -45,10 +45,7 @@ def main(path: str, micro_batch_size: int, strategy: str) -> None:
     torch.distributed.all_gather(gathered, weights)
     if fitted.global_rank == 0:
         torch.save({"weights": gathered[0], "spread": (gathered[0] - gathered[1]).abs().max()}, path)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads now and then abort a process that exits by the usual way
+    leave()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Run by torchrun in test_two_ranks_checkpoints.py: saves whole and sharded checkpoints, resumes, consolidates."""
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from lightning_memkit import PureBF16Precision
 from lightning_memkit.optim.consolidate import consolidate_file
+from tests.plugins.ranks import leave
 from tests.plugins.toys import trainer
 from tests.plugins.two_ranks_precision import Net, everything
 
@@ -54,10 +54,7 @@ def main(path: str, strategy: str) -> None:
                 plain = consolidate_file(folder / f"{mode}-{whole}.ckpt", folder / f"{mode}.fp32.ckpt")
                 found[mode, whole, "consolidated"] = torch.load(plain, weights_only=True)["state_dict"]
         torch.save(found, path)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads now and then abort a process that exits by the usual way
+    leave()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Run by torchrun in test_two_ranks_precision.py: trains in pure bfloat16 on two ranks, saves what came out."""
 
-import os
 import sys
 import zlib
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_memkit import PureBF16Precision
 from lightning_memkit.optim.compensation import compensation_of
+from tests.plugins.ranks import leave
 from tests.plugins.toys import trainer
 
 ROWS, STEPS, RANKS = 16, 30, 2
@@ -150,10 +150,7 @@ def main(path: str, strategy: str) -> None:
     found["float32", False] = everything(*run)
     if run[1].global_rank == 0:
         torch.save(found, path)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads now and then abort a process that exits by the usual way
+    leave()
 
 
 if __name__ == "__main__":
