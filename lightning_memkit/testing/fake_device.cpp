@@ -51,6 +51,7 @@ std::mutex mutex;
 int64_t counters[kCounters] = {};
 int64_t budget_bytes = -1;  // below zero: none
 int64_t fail_at = -1;       // index of the allocation that fails; below zero: none
+bool fail_on = false;       // whether every later one fails too
 std::unordered_map<const void*, size_t>& sizes() {
   static auto* map = new std::unordered_map<const void*, size_t>();  // tensors may outlive static objects
   return *map;
@@ -144,7 +145,8 @@ struct DeviceMemory final : c10::Allocator {
       std::lock_guard<std::mutex> lock(mutex);
       const auto index = counters[kAllocations]++;
       const auto live = counters[kLiveBytes] + static_cast<int64_t>(size);
-      TORCH_CHECK_WITH(OutOfMemoryError, index != fail_at, "fake out of memory. Allocation ", index, " (", size,
+      const bool fails = fail_at >= 0 && (index == fail_at || (fail_on && index > fail_at));
+      TORCH_CHECK_WITH(OutOfMemoryError, !fails, "fake out of memory. Allocation ", index, " (", size,
                        " bytes) was made to fail.");
       TORCH_CHECK_WITH(OutOfMemoryError, budget_bytes < 0 || live <= budget_bytes,
                        "fake out of memory. Tried to allocate ", size, " bytes; ", counters[kLiveBytes],
@@ -440,10 +442,11 @@ int64_t memkit_fake_read(int counter) {
   return counters[counter];
 }
 
-void memkit_fake_set_limits(int64_t budget, int64_t failing_allocation) {
+void memkit_fake_set_limits(int64_t budget, int64_t failing_allocation, int all_later_too) {
   std::lock_guard<std::mutex> lock(mutex);
   budget_bytes = budget;
   fail_at = failing_allocation;
+  fail_on = all_later_too != 0;
 }
 
 void memkit_fake_reset(int peak, int rest) {

@@ -67,7 +67,7 @@ class FakeDevice:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
-        self._limits: tuple[int | None, int | None] = (None, None)
+        self._limits: tuple[int | None, int | None, bool] = (None, None, False)
 
     @property
     def torch_device(self) -> torch.device:
@@ -123,12 +123,20 @@ class FakeDevice:
         x = torch.empty(0, device="fake", requires_grad=True)
         x.view(0).backward(torch.empty(0, device="fake"))
 
-    def set_limits(self, budget_bytes: int | None = None, fail_at: int | None = None) -> None:
+    @property
+    def budget_bytes(self) -> int | None:
+        """Live bytes that no allocation may exceed; None where there is no limit."""
+        return self._limits[0]
+
+    def set_limits(
+        self, budget_bytes: int | None = None, fail_at: int | None = None, *, repeat: bool = False
+    ) -> None:
         """Make allocations fail with `torch.OutOfMemoryError`; None lifts a limit.
 
         Args:
             budget_bytes: live bytes that no allocation may exceed.
             fail_at: the index of the one allocation that fails, as `allocations` counts.
+            repeat: every later one fails too.
 
         Raises:
             ValueError: a limit below zero.
@@ -136,8 +144,9 @@ class FakeDevice:
         for name, value in (("budget_bytes", budget_bytes), ("fail_at", fail_at)):
             if value is not None and value < 0:
                 raise ValueError(f"{name}={value} is below zero; write None for no limit.")
-        self._limits = budget_bytes, fail_at
-        self._library.memkit_fake_set_limits(*(-1 if limit is None else limit for limit in self._limits))
+        self._limits = budget_bytes, fail_at, repeat
+        numbers = (-1 if limit is None else limit for limit in (budget_bytes, fail_at))
+        self._library.memkit_fake_set_limits(*numbers, int(repeat))
 
     def _read(self, name: str) -> int:
         return self._library.memkit_fake_read(_COUNTERS.index(name))
@@ -162,7 +171,7 @@ def fake_device(budget_bytes: int | None = None, fail_at: int | None = None) -> 
     try:
         yield device
     finally:
-        device.set_limits(*before)
+        device.set_limits(*before[:2], repeat=before[2])
 
 
 def compiler() -> str | None:
@@ -182,7 +191,7 @@ def _loaded() -> FakeDevice:
         )
     library = ctypes.CDLL(str(_built()))
     library.memkit_fake_read.restype = ctypes.c_int64
-    library.memkit_fake_set_limits.argtypes = [ctypes.c_int64, ctypes.c_int64]
+    library.memkit_fake_set_limits.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_int]
     library.memkit_fake_register()
     torch.utils.rename_privateuse1_backend("fake")
     device = FakeDevice(library)

@@ -1,0 +1,300 @@
+"""Make an allocation fail on purpose: the N-th storage that an operator creates, or the N-th call of an allocator."""
+
+import os
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_memkit.memory.meter import ByteMeter
+from lightning_memkit.memory.units import format_bytes, parse_bytes
+from lightning_memkit.testing.fake_device import FakeDevice
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """An allocation that was made to fail: its index, and the operator that asked for it."""
+
+    point: int
+    operator: str
+
+
+class Faults(Protocol):
+    """A context manager that counts allocations while it is armed, and may make some fail."""
+
+    @property
+    def allocations(self) -> int:
+        """Allocations counted so far, failed ones included."""
+        ...
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes that were allocated within and are alive."""
+        ...
+
+    @property
+    def fault(self) -> Fault | None:
+        """The first allocation that was made to fail, once there is one."""
+        ...
+
+    def arm(self) -> None:
+        """Count and fail from now on."""
+        ...
+
+    def disarm(self) -> None:
+        """Let allocations pass uncounted until `arm`."""
+        ...
+
+    def __enter__(self) -> "Faults": ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> object: ...
+
+
+def fail_at(
+    n: int,
+    *,
+    on: FakeDevice | None = None,
+    repeat: bool = False,
+    ranks: Collection[int] | None = None,
+    when: Callable[[], bool] | None = None,
+    armed: bool = True,
+) -> Faults:
+    """Within it the n-th allocation raises `torch.OutOfMemoryError`, once, so that a retry goes on.
+
+    An allocation is every storage that an operator creates, on any device: the error comes after the operator has
+    run. Costs tens of microseconds an operator while armed. Workspaces that a kernel allocates and frees inside one
+    operator are not seen, nor are threads that Python code starts; autograd's are. With `on=` an allocation is
+    every call of that device's allocator, at no cost.
+
+    Args:
+        n: the index of the allocation, 0 for the first.
+        on: the device whose allocator is to fail, made by `fake_device`.
+        repeat: every later allocation fails too, until `disarm`.
+        ranks: the ranks that fail; the others only count. None for all.
+        when: asked at every allocation: those it says no to neither fail nor count. Not together with `on`.
+        armed: whether to start at once; else `arm` starts.
+
+    Raises:
+        ValueError: n is below zero, or `when` is given together with `on`.
+
+    Example:
+        >>> with fail_at(3) as faults:
+        ...     recovering_step()
+        >>> assert faults.fault is not None
+    """
+    if n < 0:
+        raise ValueError(f"n={n} is below zero; 0 is the first allocation.")
+    if on is None:
+        return OperatorFaults(n, repeat=repeat, ranks=ranks, when=when, armed=armed)
+    if when is not None:
+        raise ValueError(
+            "when= is asked operator by operator, which a device's allocator can't do; leave on= out, or call "
+            "arm() and disarm() where the phase begins and ends."
+        )
+    return AllocatorFaults(on, n, repeat=repeat, ranks=ranks, armed=armed)
+
+
+def count_allocations(*, on: FakeDevice | None = None, armed: bool = True) -> Faults:
+    """Counts what `fail_at` could make fail; nothing fails within it."""
+    if on is None:
+        return OperatorFaults(None, armed=armed)
+    return AllocatorFaults(on, None, armed=armed)
+
+
+class OperatorFaults(ByteMeter):
+    """Fails the n-th storage that operators create; see `fail_at`."""
+
+    def __init__(
+        self,
+        n: int | None,
+        *,
+        repeat: bool = False,
+        ranks: Collection[int] | None = None,
+        when: Callable[[], bool] | None = None,
+        armed: bool = True,
+    ) -> None:
+        super().__init__(fail_at=n)
+        self.fault: Fault | None = None
+        self._repeat = repeat
+        self._gate = _Gate(armed, ranks, when)
+
+    def arm(self) -> None:
+        """Count and fail from now on."""
+        self._gate.armed = True
+
+    def disarm(self) -> None:
+        """Let allocations pass uncounted until `arm`."""
+        self._gate.armed = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self._gate.is_open():
+            return func(*args, **(kwargs or {}))
+        point, fails_here = self.fail_at, self._gate.on_this_rank()
+        self.fail_at = point if fails_here else None
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        except torch.OutOfMemoryError:
+            if fails_here and point is not None and self.allocations > point:
+                self.fault = self.fault or Fault(point=point, operator=str(func))
+                point = self.allocations if self._repeat else None
+            raise
+        finally:
+            self.fail_at = point
+
+
+class AllocatorFaults(TorchDispatchMode):
+    """Fails the n-th call of a device's allocator; see `fail_at`. The device's counts must not be reset within."""
+
+    def __init__(
+        self,
+        device: FakeDevice,
+        n: int | None,
+        *,
+        repeat: bool = False,
+        ranks: Collection[int] | None = None,
+        armed: bool = True,
+    ) -> None:
+        super().__init__()
+        self._device = device
+        self._n = n
+        self._repeat = repeat
+        self._gate = _Gate(armed, ranks, None)
+        self._counted = 0
+        self._armed_since: int | None = None
+        self._live_before = 0
+        self._operator = ""
+
+    @property
+    def allocations(self) -> int:
+        """Allocations counted so far, failed ones included."""
+        since = self._armed_since
+        return self._counted + (0 if since is None else self._device.allocations - since)
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes on the device beyond those there at the start."""
+        return self._device.live_bytes - self._live_before
+
+    @property
+    def fault(self) -> Fault | None:
+        """The allocation that was made to fail, once it was; its operator where an operator let the error through."""
+        if self._n is None or self.allocations <= self._n or not self._gate.on_this_rank():
+            return None
+        return Fault(point=self._n, operator=self._operator)
+
+    def arm(self) -> None:
+        """Count and fail from now on."""
+        if self._armed_since is not None:
+            return
+        self._armed_since = self._device.allocations
+        fires = self._n is not None and self._gate.on_this_rank()
+        if self._n is not None and fires and (self._repeat or self._counted <= self._n):
+            point = self._armed_since + max(0, self._n - self._counted)
+            self._device.set_limits(self._device.budget_bytes, point, repeat=self._repeat)
+
+    def disarm(self) -> None:
+        """Let allocations pass uncounted until `arm`."""
+        self._counted, self._armed_since = self.allocations, None
+        self._device.set_limits(self._device.budget_bytes)
+
+    def __enter__(self) -> "AllocatorFaults":
+        super().__enter__()
+        self._live_before = self._device.live_bytes
+        if self._gate.armed:
+            self.arm()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.disarm()
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return func(*args, **(kwargs or {}))
+        except torch.OutOfMemoryError:
+            self._operator = self._operator or str(func)
+            raise
+
+
+class ByteBudget(ByteMeter):
+    """Fails each operator that brings the live bytes over a budget; see `byte_budget`."""
+
+    def __init__(self, budget_bytes: int, *, ranks: Collection[int] | None, armed: bool) -> None:
+        super().__init__()
+        self.most_bytes = budget_bytes
+        self.fault: Fault | None = None
+        self._gate = _Gate(armed, ranks, None)
+
+    def arm(self) -> None:
+        """Fail from now on."""
+        self._gate.armed = True
+
+    def disarm(self) -> None:
+        """Count bytes, but let all pass until `arm`."""
+        self._gate.armed = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = self.allocations
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        over = self.allocations > before and self.live_bytes > self.most_bytes
+        if over and self._gate.is_open() and self._gate.on_this_rank():
+            self.fault = self.fault or Fault(point=before, operator=str(func))
+            raise torch.OutOfMemoryError(
+                f"{func} brings the live bytes to {format_bytes(self.live_bytes)}, over the budget of "
+                f"{format_bytes(self.most_bytes)}."
+            )
+        return out
+
+
+def byte_budget(
+    budget: int | str,
+    *,
+    resident: Iterable[Tensor] = (),
+    ranks: Collection[int] | None = None,
+    armed: bool = True,
+) -> ByteBudget:
+    """Within it each allocation that brings the live bytes over the budget raises `torch.OutOfMemoryError`.
+
+    Bytes are those of tensors, counted operator by operator on any device; costs tens of microseconds an operator.
+    For a real allocator's answer take `fake_device(budget_bytes=...)`.
+
+    Args:
+        budget: `"1MiB"` or a count of bytes.
+        resident: tensors that exist already and count: weights, states, the batch.
+        ranks: the ranks that have the budget; the others only count. None for all.
+        armed: whether to start at once; else `arm` starts. Bytes are counted all the same.
+
+    Raises:
+        ValueError: the budget can't be read.
+    """
+    limited = ByteBudget(parse_bytes(budget), ranks=ranks, armed=armed)
+    limited.track(resident)
+    return limited
+
+
+class _Gate:
+    """Whether faults are on at the moment, and here."""
+
+    def __init__(self, armed: bool, ranks: Collection[int] | None, when: Callable[[], bool] | None) -> None:
+        self.armed = armed
+        self._ranks = ranks
+        self._when = when
+
+    def is_open(self) -> bool:
+        return self.armed and (self._when is None or self._when())
+
+    def on_this_rank(self) -> bool:
+        return self._ranks is None or _rank() in self._ranks
+
+
+def _rank() -> int:
+    """This process's rank: the group's where there is one, else what the launcher says."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank()
+    return int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
