@@ -1,18 +1,14 @@
-"""Run one training batch in parts: weigh, move, step, accumulate, log once; retry with smaller parts."""
+"""Run one training batch in parts: weigh, move, step, accumulate, log once."""
 
-import gc
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.micro_batching import (
     Weigher,
     batch_size,
@@ -22,7 +18,6 @@ from lightning_memkit.micro_batching import (
     split_batch,
 )
 from lightning_memkit.plugins import _seam
-from lightning_memkit.rollback import Rollback
 
 Splitter = Callable[[Any, Sequence[int]], Sequence[Any]]
 
@@ -55,17 +50,15 @@ class _Attempt:
     weights: list[float] = field(default_factory=list)  # of the parts that have a loss, as are sizes
     sizes: list[int] = field(default_factory=list)
     logged: list[tuple[float, list[dict[str, Any]]]] = field(default_factory=list)
-    backward_started: bool = False
 
 
 class PartsRunner:
-    """Runs a `Step` in parts with the full batch's result; after an OOM the same step with smaller parts.
+    """Runs a `Step` in parts with the full batch's result.
 
     Args:
         trainer: the trainer whose step it is.
         transfer: moves a part to the device, with the user's transfer hooks.
         partition: how to split; its `micro_batch_size` shrinks after an OOM.
-        recover: whether an OOM is retried.
         exact_window: weigh the batches of an accumulation window by what they hold (`effective_batch_size`).
     """
 
@@ -75,38 +68,31 @@ class PartsRunner:
         transfer: Callable[[Any], Any],
         partition: Partition,
         *,
-        recover: bool,
         exact_window: bool,
     ) -> None:
         self.partition = partition
-        self.changing: frozenset[tuple[str, str]] | None = None
         self.unsplittable = ""  # why the loss can't be split, where that is known and nothing is split yet
-        self.on_shrink: Callable[[_seam.Step], None] = lambda step: None
+        self.phase = ""  # what runs, for those who say what failed
         self._trainer = trainer
         self._transfer = transfer
-        self._recover = recover
         self._exact_window = exact_window
         self._window = _Window()
 
     def run(self, step: _seam.Step) -> tuple[Tensor | None, dict[str, Any]]:
         """Forward, zero_grad and backward of the step's batch, in parts; gradients are the full batch's."""
-        while True:
-            rollback, attempt, failure, window = None, _Attempt(), "", replace(self._window)
-            undo = [step.keep_counters(), _seam.keep_results(self._trainer)]
-            try:
-                rollback = Rollback(self._trainer.lightning_module, self.changing) if self._recover else None
-                self._attempt(step, attempt)
-                return self._result(attempt)
-            except (RuntimeError, MemoryError) as error:
-                if not self._retriable(step, attempt, error):
-                    raise
-                failure = f"{type(error).__name__}: {error}"
-            # The retry is outside `except`: the traceback holds the failed step's tensors alive.
-            del attempt
+        attempt = _Attempt()
+        self._attempt(step, attempt)
+        self.phase = "after backward, in hooks, clipping or the optimizer's step"
+        return self._result(attempt)
+
+    def run_again(self, step: _seam.Step) -> None:
+        """Only for the gradients: nothing is logged or counted a second time."""
+        undo = [step.keep_counters(), _seam.keep_results(self._trainer)]
+        try:
+            self._attempt(step, _Attempt())
+        finally:
             for put_back in undo:
                 put_back()
-            self._window = window
-            self._shrink(step, failure, rollback)
 
     def _attempt(self, step: _seam.Step, attempt: _Attempt) -> None:
         parts, sizes = self._split(step.batch)
@@ -120,6 +106,7 @@ class PartsRunner:
             kept = list(range(len(parts)))
         for position, index in enumerate(kept):
             last = position == len(kept) - 1
+            self.phase = f"in forward of part {position + 1} of {len(kept)}"
             part = self._transfer(parts[index])
             block = _seam.no_gradient_sync(self._trainer, block=not (last and step.ends_window))
             with block, _seam.logging_held(self._trainer) as logged:
@@ -128,7 +115,7 @@ class PartsRunner:
                 if position == 0:
                     step.zero_grad()
                 if loss is not None and (weights[index] > 0 or self._trainer.world_size > 1):
-                    attempt.backward_started = True
+                    self.phase = f"in backward of part {position + 1} of {len(kept)}"
                     step.backward(self._scaled(step, loss, weights[index]))
                 if loss is not None and (weights[index] > 0 or len(kept) == 1):
                     attempt.weights.append(weights[index])
@@ -177,48 +164,6 @@ class PartsRunner:
         gradients = [parameter.grad for parameter in _parameters(step) if parameter.grad is not None]
         if factor != 1.0 and gradients:
             torch._foreach_mul_(gradients, factor)
-
-    def _retriable(self, step: _seam.Step, attempt: _Attempt, error: BaseException) -> bool:
-        if not self._recover or not is_out_of_memory(error) or self._trainer.world_size > 1:
-            return False
-        if attempt.backward_started and not step.starts_window:
-            return False  # the gradients of the window's earlier batches are mixed with this one's
-        return self._trainer.lightning_module.automatic_optimization
-
-    def _shrink(self, step: _seam.Step, failure: str, rollback: Rollback | None) -> None:
-        """Restore the state before the step and halve the parts; at 1 there is nothing left to halve."""
-        if step.starts_window:
-            for parameter in _parameters(step):
-                parameter.grad = None
-        lost = rollback.restore() if rollback is not None else frozenset()
-        gc.collect()
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
-        failed = 1 if self.partition.whole else min(self.partition.micro_batch_size, batch_size(step.batch))
-        if self.unsplittable:
-            raise torch.OutOfMemoryError(
-                f"Batch {step.batch_idx} runs out of memory ({failure}) and can't be split. {self.unsplittable}"
-            )
-        if failed == 1:
-            raise torch.OutOfMemoryError(
-                f"A micro-batch of 1 runs out of memory at batch {step.batch_idx} ({failure}); no smaller "
-                "part is possible. Checkpoint activations (ActivationCheckpointing), train in pure bf16 "
-                "(PureBF16Precision), or shorten the samples."
-            )
-        if lost:
-            names = ", ".join(sorted(f"{path}.{name}".lstrip(".") for path, name in lost))
-            warnings.warn(
-                f"The step that ran out of memory had changed {names} in place for the first time; these "
-                "keep the failed step's values, and the retry is not exact in them.",
-                stacklevel=2,
-            )
-        self.partition.micro_batch_size = (failed + 1) // 2
-        self.on_shrink(step)
-        rank_zero_info(
-            f"MemoryBudget: out of memory at batch {step.batch_idx} with a micro-batch of {failed}; the "
-            f"state before the step is restored, and the batch runs again in parts of "
-            f"{self.partition.micro_batch_size} ({failure})"
-        )
 
     def _result(self, attempt: _Attempt) -> tuple[Tensor | None, dict[str, Any]]:
         for entry in _merged_logs(attempt):

@@ -37,6 +37,8 @@ class Step:
         self.batch: Any = kwargs["batch"]
         self.batch_idx = batch_idx
         self.optimizer = optimizer
+        # Whether the optimizer steps after this batch.
+        self.ends_window = not loop.trainer.fit_loop._should_accumulate()
 
     @property
     def trainer(self) -> Trainer:
@@ -47,11 +49,6 @@ class Step:
     def starts_window(self) -> bool:
         """Whether gradients are zeroed in this step: it is the first (or only) batch to accumulate."""
         return self._zero_grad is not None
-
-    @property
-    def ends_window(self) -> bool:
-        """Whether the optimizer steps after this batch."""
-        return not self._loop.trainer.fit_loop._should_accumulate()
 
     def forward(self, part: Any) -> tuple[Tensor | None, dict[str, Any]]:
         """`training_step` on a part: its loss, and what else it returned."""
@@ -94,6 +91,10 @@ class Driver(Protocol):
         """Encloses the closure and the optimizer's step."""
         ...
 
+    def drive(self, step: Step, optimize: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Call `optimize`: the closure, hooks, clipping and the optimizer's step; again, if need be."""
+        ...
+
     def run(self, step: Step) -> tuple[Tensor | None, dict[str, Any]]:
         """Forward, zero_grad and backward of a whole batch: its loss and what else was returned."""
         ...
@@ -124,23 +125,26 @@ class PartsOptimization(_AutomaticOptimization):
     def __init__(self, trainer: Trainer, driver: Driver) -> None:
         super().__init__(trainer)
         self._driver = driver
+        self._step: Step | None = None
 
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
         """Let the driver prepare, then step as Lightning does."""
         if "batch" not in kwargs:  # `training_step(dataloader_iter)` fetches by itself: nothing to split
             return super().run(optimizer, batch_idx, kwargs)
-        step = Step(self, kwargs, optimizer, batch_idx)
-        self._driver.prepare(step)
-        with self._driver.around(step):
-            return super().run(optimizer, batch_idx, kwargs)
+        self._driver.prepare(Step(self, kwargs, optimizer, batch_idx))
+        # Made anew: preparing may have changed how many batches make a step.
+        self._step = step = Step(self, kwargs, optimizer, batch_idx)
+        optimize = partial(super().run, optimizer, batch_idx, kwargs)
+        try:
+            with self._driver.around(step):
+                return self._driver.drive(step, optimize)
+        finally:
+            self._step = None
 
     def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
-        if (
-            "batch" not in kwargs
-        ):  # `training_step(dataloader_iter)` fetches by itself: there is nothing to split
+        if self._step is None:  # `training_step(dataloader_iter)`
             return super()._make_closure(kwargs, optimizer, batch_idx)
-        step = Step(self, kwargs, optimizer, batch_idx)
-        return _PartsClosure(partial(self._driver.run, step), self.trainer.accumulate_grad_batches)
+        return _PartsClosure(partial(self._driver.run, self._step), self.trainer.accumulate_grad_batches)
 
 
 def install(trainer: Trainer, driver: Driver) -> Undo:
@@ -241,6 +245,20 @@ def keep_results(trainer: Trainer) -> Undo:
         for metric, values in kept.values():
             vars(metric).clear()
             vars(metric).update(values)
+
+    return undo
+
+
+def keep_scaler(trainer: Trainer) -> Undo:
+    """Returns a function that lets a gradient scaler forget which gradients it has unscaled since."""
+    scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
+    if scaler is None:
+        return lambda: None
+    kept = {key: dict(state) for key, state in scaler._per_optimizer_states.items()}
+
+    def undo() -> None:
+        scaler._per_optimizer_states.clear()
+        scaler._per_optimizer_states.update({key: dict(state) for key, state in kept.items()})
 
     return undo
 

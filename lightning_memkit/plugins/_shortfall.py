@@ -6,8 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_memkit.memory.sizing import Trial
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.plugins import _seam
+from lightning_memkit.plugins._trials import states_on
 from lightning_memkit.plugins.activation_checkpointing import ActivationCheckpointing
 
 
@@ -78,6 +80,32 @@ def shortfall(needs: Needs, size: int, usable: int, headroom: float = 0.05) -> s
     smaller = ['a smaller micro_batch_size, or "auto"'] if size > 1 else []
     larger = [] if needs.part_peak is None else [_larger_budget(needs, headroom)]
     return f"{head} What would help: {'; '.join([*smaller, *remedies, *larger])}."
+
+
+def ran_dry(step: _seam.Step, phase: str, failure: str, smallest: Trial | None) -> str:
+    """The error's text where even parts of one sample run out of memory: the peak, where, and three remedies.
+
+    Args:
+        step: the step that failed; its state has been put back.
+        phase: what ran.
+        failure: what the allocator said.
+        smallest: the smallest size whose peak was measured before step 1.
+    """
+    device = step.trainer.strategy.root_device
+    if device.type == "cuda":
+        peak, known = torch.cuda.max_memory_reserved(device), "the allocator's peak was"
+    else:
+        peak = smallest.peak_bytes if smallest is not None else None
+        known = f"before step 1 the peak of {smallest.micro_batch_size} was" if smallest is not None else ""
+    states = states_on(device, step.optimizer)
+    needs = Needs.measured(step, part_peak=peak, step_peak=0, states=states)
+    known = f"; {known} {format_bytes(peak)}" if peak else ""
+    remedies = "; ".join(_remedies(needs)[:3]) or "shorter samples, or a larger budget"
+    return (
+        f"A micro-batch of 1 runs out of memory at batch {step.batch_idx} {phase} ({failure}){known}: weights "
+        f"{format_bytes(needs.weights)}, gradients {format_bytes(needs.gradients)}, optimizer states "
+        f"{format_bytes(needs.states)}. No smaller part is possible. What would help: {remedies}."
+    )
 
 
 def _larger_budget(needs: Needs, headroom: float) -> str:

@@ -1,11 +1,12 @@
 """Keep the effective batch and its exact result within a memory budget."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import isfinite
 from typing import Any, Literal, get_args
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
@@ -19,6 +20,8 @@ from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._checks import check_accumulation, warn_of_inexactness
 from lightning_memkit.plugins._parts import Partition, PartsRunner, Splitter
 from lightning_memkit.plugins._probe import Weighing
+from lightning_memkit.plugins._recovery import Recovery
+from lightning_memkit.plugins._shortfall import ran_dry
 from lightning_memkit.plugins._sizing import (
     AccumulationWindow,
     BudgetError,
@@ -88,6 +91,7 @@ class MemoryBudget(Callback):
         self.sizing: Sizing | None = None
         self.peak_bytes = 0
         self.retries = 0
+        self.history: list[tuple[int, int]] = []
         self._resumed: dict[str, Any] = {}
         self._prepared = False
         self._weighing = Weighing(weigh_by, split)
@@ -95,6 +99,7 @@ class MemoryBudget(Callback):
         self._window = AccumulationWindow(effective_batch_size)
         self._runner: PartsRunner | None = None
         self._trials: Trials | None = None
+        self._recovery: Recovery | None = None
         self._undo: list[_seam.Undo] = []
 
     def __repr__(self) -> str:
@@ -129,10 +134,10 @@ class MemoryBudget(Callback):
             trainer,
             transfer,
             Partition(micro_batch_size=2**62, weigh=batch_size, split=self.split),
-            recover=self.recover,
             exact_window=self.effective_batch_size is not None,
         )
-        self._runner.on_shrink = self._count_retry
+        self._recovery = Recovery(self._runner, resized=self._resized, dry=self._dry)
+        self._recovery.load_state_dict(self._resumed)
         self._undo = [_seam.install(trainer, self), undo_transfer, self._window.close]
         self._prepared = False
 
@@ -155,6 +160,7 @@ class MemoryBudget(Callback):
         return {
             "micro_batch_size": self._runner.partition.micro_batch_size,
             "retries": self.retries,
+            **(self._recovery.state_dict() if self._recovery is not None else {}),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -199,7 +205,8 @@ class MemoryBudget(Callback):
             self.sizing = self._size(step, trials, known)
             runner.partition.micro_batch_size = self.sizing.micro_batch_size
             self._check(splits=self.sizing.micro_batch_size < total)
-        runner.changing = trials.changing
+        if self._recovery is not None:
+            self._recovery.changing = trials.changing
         self.peak_bytes = self.sizing.peak_bytes
         rank_zero_info(
             f"MemoryBudget: {self.sizing}; budget {format_bytes(self.budget_bytes)}, weighed by "
@@ -246,6 +253,18 @@ class MemoryBudget(Callback):
             raise RuntimeError("MemoryBudget runs a step before its setup.")
         return self._runner.run(step)
 
+    def drive(self, step: _seam.Step, optimize: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Take the optimizer step; again with smaller parts where it runs out of memory."""
+        began_at = step.trainer.global_step
+        if self._recovery is None or not self.recover:
+            result = optimize()
+        else:
+            result = self._recovery.drive(step, optimize)
+        size = self._runner.partition.micro_batch_size if self._runner is not None else 0
+        if not self.history or self.history[-1][1] != size:
+            self.history.append((began_at, size))
+        return result
+
     def _settle(self, step: _seam.Step, runner: PartsRunner, trials: Trials) -> None:
         """Let the probe decide how this batch's parts are weighed, where that is still open."""
         weighing, partition = self._weighing, runner.partition
@@ -279,14 +298,28 @@ class MemoryBudget(Callback):
         elif self._runner is not None:
             self._runner.unsplittable = text
 
-    def _count_retry(self, step: _seam.Step) -> None:
-        """One retry more; the logger hears of it, and the precision of the new number of parts."""
-        self.retries += 1
+    def _resized(self, step: _seam.Step, *, retry: bool) -> None:
+        """The precision hears of the new number of parts; the logger of a retry."""
         trainer = step.trainer
         if self._runner is not None:
             set_gradient_parts(trainer, -(-batch_size(step.batch) // self._runner.partition.micro_batch_size))
+        if not retry:
+            return
+        self.retries += 1
         for logger in trainer.loggers:
             logger.log_metrics({"memory_budget/retries": float(self.retries)}, step=trainer.global_step)
+
+    def _dry(self, step: _seam.Step, failure: str) -> Exception:
+        """The error where no smaller part can help."""
+        runner, trials = self._runner, self.sizing.trials if self.sizing is not None else ()
+        assert runner is not None
+        if runner.unsplittable:
+            return torch.OutOfMemoryError(
+                f"Batch {step.batch_idx} runs out of memory {runner.phase} ({failure}) and can't be split. "
+                f"{runner.unsplittable}"
+            )
+        smallest = min(trials, key=lambda trial: trial.micro_batch_size, default=None)
+        return torch.OutOfMemoryError(ran_dry(step, runner.phase, failure, smallest))
 
 
 def _check_options(

@@ -1,0 +1,202 @@
+"""Retry a step that ran out of memory: the state before it, smaller parts, the same batch again."""
+
+import gc
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_memkit.memory.out_of_memory import is_out_of_memory
+from lightning_memkit.micro_batching import batch_size
+from lightning_memkit.plugins import _seam
+from lightning_memkit.plugins._parts import PartsRunner
+from lightning_memkit.rollback import Rollback
+
+_CALM_STEPS = 32  # without an OOM, before larger parts are tried again; twice as many after each failure
+
+
+class Resized(Protocol):
+    """What is told of another size of the parts."""
+
+    def __call__(self, step: _seam.Step, *, retry: bool) -> None: ...
+
+
+class SafePoint:
+    """What a step changes besides weights, gradients and the optimizer, as it was before the step."""
+
+    def __init__(self, step: _seam.Step, changing: frozenset[tuple[str, str]] | None) -> None:
+        self._undo = [
+            step.keep_counters(),
+            _seam.keep_results(step.trainer),
+            _seam.keep_scaler(step.trainer),
+        ]
+        self._rollback = Rollback(step.trainer.lightning_module, changing)
+
+    def restore(self) -> frozenset[tuple[str, str]]:
+        """Put it back, as often as needed; returns the tensors that were changed in place and not cloned."""
+        for put_back in self._undo:
+            put_back()
+        return self._rollback.restore()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Past:
+    """A batch of the accumulation window that has run: how to run it again."""
+
+    step: _seam.Step
+    point: SafePoint
+    micro_batch_size: int
+
+
+class Recovery:
+    """Drives optimizer steps; after an OOM, the same step again with smaller parts.
+
+    Weights and the optimizer change in the optimizer's own step only, and that step repairs itself
+    (`optim.journal`): wherever memory runs out, they are as before the step or as after it.
+
+    Args:
+        runner: runs the step's batch in parts; its partition's size is what shrinks and grows.
+        resized: called with the step whenever the size has changed, and whether a retry is the cause.
+        dry: the error for a batch that no smaller part can help.
+    """
+
+    def __init__(
+        self,
+        runner: PartsRunner,
+        *,
+        resized: Resized,
+        dry: Callable[[_seam.Step, str], Exception],
+    ) -> None:
+        self.changing: frozenset[tuple[str, str]] | None = None
+        self._runner = runner
+        self._resized = resized
+        self._dry = dry
+        self._past: list[_Past] = []
+        self._larger: list[int] = []  # sizes that ran out of memory, the smallest last
+        self._calm, self._patience = 0, _CALM_STEPS
+
+    def state_dict(self) -> dict[str, Any]:
+        """What decides when larger parts are tried again."""
+        return {"larger": list(self._larger), "calm": self._calm, "patience": self._patience}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on as the run that wrote it would have."""
+        self._larger = [int(size) for size in state.get("larger", ())]
+        self._calm = int(state.get("calm", 0))
+        self._patience = int(state.get("patience", _CALM_STEPS))
+
+    def drive(self, step: _seam.Step, optimize: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Take the step, as often as it takes.
+
+        Args:
+            step: the batch, and the seams of the loop.
+            optimize: forward and backward in parts, hooks, clipping and the optimizer's step.
+
+        Raises:
+            OutOfMemoryError: parts of one sample run out of memory, or the batch can't be split.
+        """
+        ends_window, point, retries = step.ends_window, None, 0
+        if step.starts_window:
+            self._past = []
+            self._grow(step)
+        while True:
+            try:
+                if point is None:
+                    point = SafePoint(step, self.changing)
+                elif self._past:
+                    self._replay()
+                    point.restore()
+                result = optimize()
+                break
+            except (RuntimeError, MemoryError) as error:
+                if not self._retriable(step.trainer, error):
+                    raise
+                failure = f"{type(error).__name__}: {error}"
+            # Outside of `except`: the traceback holds the failed step's tensors alive.
+            retries += 1
+            self._begin_again(step, failure, point)
+        self._calm = 0 if retries else self._calm + 1
+        if not ends_window:
+            self._past.append(
+                _Past(step=step, point=point, micro_batch_size=self._runner.partition.micro_batch_size)
+            )
+        return result
+
+    def _replay(self) -> None:
+        """Run the window's earlier batches again, each as it ran before: gradients are bit for bit what they were."""
+        partition = self._runner.partition
+        size = partition.micro_batch_size
+        for past in self._past:
+            past.point.restore()
+            partition.micro_batch_size = past.micro_batch_size
+            try:
+                self._runner.run_again(past.step)
+            finally:
+                partition.micro_batch_size = size
+
+    def _retriable(self, trainer: Trainer, error: BaseException) -> bool:
+        if not is_out_of_memory(error) or trainer.world_size > 1:
+            return False
+        return not getattr(error, "half_stepped", False)
+
+    def _begin_again(self, step: _seam.Step, failure: str, point: SafePoint | None) -> None:
+        """Restore the state before the step, and halve the parts."""
+        if self._past or step.starts_window:
+            for parameter in step.trainer.lightning_module.parameters():
+                parameter.grad = None
+        lost = point.restore() if point is not None else frozenset()
+        gc.collect()
+        if torch.accelerator.is_available():
+            _empty_caches()
+        if lost:
+            names = ", ".join(sorted(f"{path}.{name}".lstrip(".") for path, name in lost))
+            warnings.warn(
+                f"The step that ran out of memory had changed {names} in place for the first time; these "
+                "keep the failed step's values, and the retry is not exact in them.",
+                stacklevel=2,
+            )
+        failed = self._shrink(step, failure)
+        rank_zero_info(
+            f"MemoryBudget: out of memory at batch {step.batch_idx} {self._runner.phase} "
+            f"with a micro-batch of {failed}; "
+            f"the state before the step is restored, and the batch runs again in parts of "
+            f"{self._runner.partition.micro_batch_size} ({failure})"
+        )
+
+    def _shrink(self, step: _seam.Step, failure: str) -> int:
+        partition = self._runner.partition
+        failed = 1 if partition.whole else min(partition.micro_batch_size, batch_size(step.batch))
+        if failed == 1 or self._runner.unsplittable:
+            raise self._dry(step, failure)
+        if self._larger and self._larger[-1] <= failed:
+            self._patience *= 2  # it was tried before
+        else:
+            self._larger.append(failed)
+        partition.micro_batch_size = (failed + 1) // 2
+        self._resized(step, retry=True)
+        return failed
+
+    def _grow(self, step: _seam.Step) -> None:
+        """After calm steps, try the size that last ran out of memory once more."""
+        if not self._larger or self._calm < self._patience:
+            return
+        self._calm = 0
+        size = self._larger[-1]
+        partition = self._runner.partition
+        if size > partition.micro_batch_size:
+            rank_zero_info(
+                f"MemoryBudget: {self._patience} steps without an OOM; parts of {size} are tried again."
+            )
+            partition.micro_batch_size = size
+            self._resized(step, retry=False)
+        else:
+            self._larger.pop()
+
+
+def _empty_caches() -> None:
+    empty = getattr(torch.accelerator, "empty_cache", None) or torch.cuda.empty_cache
+    empty()
