@@ -18,6 +18,7 @@
 #include <ATen/ops/view_as_complex_native.h>
 #include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/alloc_cpu.h>
 #include <torch/csrc/autograd/engine.h>
@@ -137,7 +138,8 @@ void free_on_device(void* data) {
   c10::free_cpu(data);
 }
 
-struct DeviceMemory final : c10::Allocator {
+// A device allocator, so that `torch.accelerator` can ask it too: nothing is cached, so all there is to tell is bytes.
+struct DeviceMemory final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t size) override {
     const c10::Device device(kFake, 0);
     if (size == 0) return {nullptr, nullptr, &free_on_device, device};
@@ -160,6 +162,24 @@ struct DeviceMemory final : c10::Allocator {
     return {data, data, &free_on_device, device};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &free_on_device; }
+  bool initialized() override { return true; }
+  void emptyCache(c10::MempoolId_t) override {}
+  void recordStream(const c10::DataPtr&, c10::Stream) override {}
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex) override {
+    std::lock_guard<std::mutex> lock(mutex);
+    c10::CachingDeviceAllocator::DeviceStats stats;
+    for (auto* bytes : {&stats.allocated_bytes, &stats.reserved_bytes, &stats.active_bytes, &stats.requested_bytes}) {
+      auto& all = (*bytes)[static_cast<size_t>(c10::CachingDeviceAllocator::StatType::AGGREGATE)];
+      all.current = counters[kLiveBytes];
+      all.peak = counters[kPeakBytes];
+    }
+    return stats;
+  }
+  void resetAccumulatedStats(c10::DeviceIndex) override {}
+  void resetPeakStats(c10::DeviceIndex) override {
+    std::lock_guard<std::mutex> lock(mutex);
+    counters[kPeakBytes] = counters[kLiveBytes];
+  }
   void copy_data(void* to, const void* from, std::size_t count) const override { std::memcpy(to, from, count); }
 };
 

@@ -111,6 +111,11 @@ def test_live_and_peak_bytes_are_those_asked_for():
         storage.resize_(100)
         assert device.live_bytes == 300
         assert torch.fake.memory_allocated() == 300  # pyright: ignore[reportAttributeAccessIssue]
+        torch.accelerator.empty_cache()  # there is none
+        assert torch.accelerator.memory_allocated() == torch.accelerator.memory_reserved() == 300
+        assert torch.accelerator.max_memory_allocated() == device.peak_bytes > 300
+        torch.accelerator.reset_peak_memory_stats()
+        assert device.peak_bytes == 300
 
 
 def test_copies_count_and_operators_do_not():
