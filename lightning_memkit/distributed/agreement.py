@@ -1,0 +1,120 @@
+"""Let ranks tell each other on the host how a step went: one small collective, no device synchronization."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed import ReduceOp
+
+from lightning_memkit.memory.meter import unmetered
+
+_GOODBYE = timedelta(seconds=5)  # how long a rank that ends waits for its peers to hear of it
+
+
+class Outcome(IntEnum):
+    """How a rank's attempt went."""
+
+    DONE = 0
+    OUT_OF_MEMORY = 1
+    ENDED = 2
+
+
+class PeerEndedError(RuntimeError):
+    """Another rank ended with an error of its own; its own log shows which."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """What ranks learned from each other: who ran out of memory, and their counts added up."""
+
+    failed: tuple[int, ...]
+    counts: tuple[int, ...]
+
+    @property
+    def any_failed(self) -> bool:
+        """Whether the attempt is to be repeated."""
+        return bool(self.failed)
+
+
+class Agreement:
+    """A gloo group of all ranks for flags and small numbers; host tensors only, made once, nothing on the device.
+
+    It is a group of its own since collectives of one group pair up by their order: a rank that failed within a
+    step has issued fewer on the training's groups than its peers. Making it is a collective: all ranks do so at
+    the same point, before step 1.
+
+    Args:
+        counts: the most numbers that `meet` adds up over the ranks beside their outcomes; the same on all ranks.
+
+    Raises:
+        PeerEndedError: from `meet`, where another rank has called `end`.
+        RuntimeError: from gloo, within seconds, where a peer's process is gone.
+    """
+
+    def __init__(self, counts: int = 0) -> None:
+        self._group: Any = distributed.new_group(backend="gloo")
+        self.rank, self.world = self._group.rank(), self._group.size()
+        # Every meeting is one message of the same size: a rank that ends doesn't know which one its peers are at.
+        self._numbers = torch.zeros(self.world + counts, dtype=torch.int64)
+
+    def meet(self, outcome: Outcome = Outcome.DONE, counts: Sequence[int] = ()) -> Meeting:
+        """Tell how this rank's attempt went and hear of the others'; `counts` are added up over the ranks."""
+        with unmetered():
+            distributed.all_reduce(self._message(outcome, counts), group=self._group)
+        told = self._numbers.tolist()
+        outcomes, totals = told[: self.world], told[self.world :]
+        ended = [str(rank) for rank, found in enumerate(outcomes) if found == Outcome.ENDED]
+        if ended:
+            raise PeerEndedError(
+                f"Rank {', '.join(ended)} ended with an error that can't be retried, which its own log shows; "
+                f"rank {self.rank} can't go on without it."
+            )
+        failed = [rank for rank, found in enumerate(outcomes) if found == Outcome.OUT_OF_MEMORY]
+        return Meeting(failed=tuple(failed), counts=tuple(totals[: len(counts)]))
+
+    def end(self) -> None:
+        """Tell the peers that this rank ends; takes 5 s at the most where they don't listen. Then raise."""
+        try:
+            with unmetered():
+                message = self._message(Outcome.ENDED, ())
+                work = distributed.all_reduce(message, group=self._group, async_op=True)
+                if work is not None:
+                    work.wait(_GOODBYE)
+        except RuntimeError:  # they wait elsewhere, or are gone; this rank's own error is what counts
+            return
+
+    def largest(self, values: Sequence[float]) -> list[float]:
+        """Each value's maximum over the ranks; integers are exact below 2**53."""
+        return self._reduced(values, ReduceOp.MAX)
+
+    def smallest(self, values: Sequence[float]) -> list[float]:
+        """Each value's minimum over the ranks."""
+        return self._reduced(values, ReduceOp.MIN)
+
+    def total(self, values: Sequence[float]) -> list[float]:
+        """Each value's sum over the ranks."""
+        return self._reduced(values, ReduceOp.SUM)
+
+    def close(self) -> None:
+        """Give the group back; no collective."""
+        if self._group is not None and distributed.is_initialized():
+            distributed.destroy_process_group(self._group)
+        self._group = None
+
+    def _reduced(self, values: Sequence[float], operation: Any) -> list[float]:
+        with unmetered():
+            numbers = torch.tensor(list(values), dtype=torch.float64)
+            distributed.all_reduce(numbers, op=operation, group=self._group)
+            return numbers.tolist()
+
+    def _message(self, outcome: Outcome, counts: Sequence[int]) -> Tensor:
+        """What this rank says, in a tensor that is kept: a rank out of host memory still speaks."""
+        numbers = self._numbers.numpy()
+        numbers[:] = 0
+        numbers[self.rank] = int(outcome)
+        numbers[self.world : self.world + len(counts)] = counts
+        return self._numbers
