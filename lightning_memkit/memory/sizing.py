@@ -16,11 +16,12 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizing:
-    """The size that was chosen, its measured peak, and every trial on the way."""
+    """The size that was chosen, its measured peak, every trial on the way, and the sizes that are safe to time."""
 
     micro_batch_size: int
     peak_bytes: int
     trials: tuple[Trial, ...] = field(default=())
+    candidates: tuple[int, ...] = field(default=())
 
     def __str__(self) -> str:
         sizes = ", ".join(str(trial.micro_batch_size) for trial in self.trials)

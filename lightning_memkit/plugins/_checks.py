@@ -10,7 +10,7 @@ from torch import nn
 
 def warn_of_inexactness(trainer: Trainer, module: LightningModule) -> None:
     """Name what is not exact in parts: batch statistics, unweighted accumulation, hooks that run once a part."""
-    names = [name for name, child in module.named_modules() if _has_batch_statistics(child)]
+    names = with_batch_statistics(module)
     if names:
         shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         warnings.warn(
@@ -54,5 +54,7 @@ def check_accumulation(trainer: Trainer, effective_batch_size: int | None) -> No
     )
 
 
-def _has_batch_statistics(module: nn.Module) -> bool:
-    return isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
+def with_batch_statistics(module: nn.Module) -> list[str]:
+    """The names of the modules that normalize with statistics of the batch, as long as they train."""
+    norm = nn.modules.batchnorm._BatchNorm
+    return [name for name, child in module.named_modules() if isinstance(child, norm) and child.training]

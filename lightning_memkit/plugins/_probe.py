@@ -51,6 +51,11 @@ class Weighing:
         self._open: list[WeighBy | Weigher] = []
         self._probes = 0
 
+    @property
+    def proven(self) -> bool:
+        """Whether the loss added up from its parts in every batch that is probed."""
+        return self._probes >= _PROBED_BATCHES and self.verdict is not None and self.verdict.adds_up
+
     def settle(self, step: _seam.Step, trials: Trials, micro_batch_size: int) -> None:
         """Probe where the batch needs it; afterwards `weigh_by` holds for this batch."""
         if self._probes == 0:
@@ -141,7 +146,7 @@ class Weighing:
         errors: list[float] = []
         whole = torch.zeros(0)
         for everything_in_eval in (False, True):
-            with _deterministic(module, everything_in_eval):
+            with deterministic(module, everything=everything_in_eval):
                 whole = trials.gradient_of(step, small)
                 gradients = [trials.gradient_of(step, part) for part in parts]
             for index, way in enumerate(self._open):
@@ -236,7 +241,7 @@ def _candidates(weigh_by: WeighBy | Weigher, batch: Any) -> list[WeighBy | Weigh
 
 
 @contextmanager
-def _deterministic(module: nn.Module, everything: bool) -> Iterator[None]:
+def deterministic(module: nn.Module, *, everything: bool) -> Iterator[None]:
     """Dropout and batch normalization (or the whole module) in eval mode, so that parts can be compared at all."""
     switched = [
         child for child in module.modules()

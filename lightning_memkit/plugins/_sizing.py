@@ -1,15 +1,20 @@
 """Choose the micro-batch on the real device."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 from lightning.pytorch import Trainer
 
 from lightning_memkit.memory.sizing import NothingFitsError, Sizing, Trial, largest_fitting
+from lightning_memkit.memory.speed import smaller_sizes
 from lightning_memkit.micro_batching import batch_size
 from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._ranks import largest_of_ranks
 from lightning_memkit.plugins._shortfall import Needs, shortfall
 from lightning_memkit.plugins._trials import Trials, tensors_of, worst_batch
+
+_MOST_TRIALS = 8
 
 
 class BudgetError(RuntimeError):
@@ -23,13 +28,23 @@ def choose_size(
     budget_bytes: int,
     headroom: float,
     given: int | Literal["auto"],
+    remembered: int | None = None,
 ) -> Sizing:
-    """The largest part of the worst batch that was measured to fit, or the given one verified.
+    """The largest part of the worst batch that was measured to fit, or the given one verified; at most 8 trials.
+
+    Args:
+        step: the first step.
+        trials: run the steps that leave no trace.
+        budget_bytes: what the peak must not pass, less the headroom.
+        headroom: the fraction of the budget that stays free.
+        given: the user's or a resumed run's size, or `"auto"`.
+        remembered: with `"auto"`, an earlier run's answer: taken if it fits, which costs one trial.
 
     Raises:
         BudgetError: not even a micro-batch of 1 fits, or the given size does not.
     """
-    total, usable = batch_size(step.batch), int(budget_bytes * (1 - headroom))
+    usable = int(budget_bytes * (1 - headroom))
+    total = int(largest_of_ranks(step.trainer, [batch_size(step.batch)])[0])
     set_gradient_parts(step.trainer, total)
     with trials.optimizer_state(step) as (states, step_peak):
         part_peak: int | None = None
@@ -48,20 +63,69 @@ def choose_size(
         if given == "auto":
             try:
                 # A part of 1 is measured without a limit: its peak says by how much the budget is short.
-                sizing = largest_fitting(
-                    lambda size: peak_of(size, None if size == 1 else usable), usable_bytes=usable, most=total
+                sizing = _automatic(
+                    lambda size: peak_of(size, None if size == 1 else usable), usable, total, remembered
                 )
             except NothingFitsError:
                 raise refusal(1) from None
+            if sizing.candidates == ():
+                sizing = _with_candidates(step, sizing, lambda size: peak_of(size, usable), usable, total)
         else:
             size = min(given, total)
-            peak = peak_of(size, None)
-            if peak is None or peak > usable:
+            sizing = _verified(size, peak_of(size, None), usable)
+            if sizing is None:
                 raise refusal(size)
-            trial = Trial(micro_batch_size=size, peak_bytes=peak)
-            sizing = Sizing(micro_batch_size=size, peak_bytes=peak, trials=(trial,))
     set_gradient_parts(step.trainer, -(-total // sizing.micro_batch_size))
     return sizing
+
+
+def _automatic(
+    peak_of: Callable[[int], int | None], usable: int, total: int, remembered: int | None
+) -> Sizing:
+    """The remembered size if it fits, else the largest that does."""
+    if remembered is None:
+        return largest_fitting(peak_of, usable_bytes=usable, most=total, most_trials=_MOST_TRIALS)
+    size = min(remembered, total)
+    peak = peak_of(size)
+    sizing = _verified(size, peak, usable)
+    if sizing is not None:
+        return sizing
+    first = Trial(micro_batch_size=size, peak_bytes=peak)
+    sizing = largest_fitting(peak_of, usable_bytes=usable, most=total, most_trials=_MOST_TRIALS - 1)
+    return replace(sizing, trials=(first, *sizing.trials))
+
+
+def _verified(size: int, peak: int | None, usable: int) -> Sizing | None:
+    """The only size there is, if it fits."""
+    if peak is None or peak > usable:
+        return None
+    trial = Trial(micro_batch_size=size, peak_bytes=peak)
+    return Sizing(micro_batch_size=size, peak_bytes=peak, trials=(trial,), candidates=(size,))
+
+
+def _with_candidates(
+    step: _seam.Step, sizing: Sizing, peak_of: Callable[[int], int | None], usable: int, total: int
+) -> Sizing:
+    """Smaller sizes fit where a larger one does, unless several parts need gradients that one does not.
+
+    Gradients of several parts may be summed in float32 (`set_gradient_parts`): then the first split is measured.
+    """
+    largest = sizing.micro_batch_size
+    candidates = smaller_sizes(total, largest)
+    if largest < total or len(candidates) == 1 or not _gradients_depend_on_parts(step.trainer):
+        return replace(sizing, candidates=candidates)
+    trials = sizing.trials
+    if not any(_fits(trial, usable) and candidates[1] <= trial.micro_batch_size < total for trial in trials):
+        if len(trials) >= _MOST_TRIALS:
+            return replace(sizing, candidates=(largest,))
+        trials = (*trials, Trial(micro_batch_size=candidates[1], peak_bytes=peak_of(candidates[1])))
+        if not _fits(trials[-1], usable):
+            candidates = (largest,)
+    return replace(sizing, trials=trials, candidates=candidates)
+
+
+def _fits(trial: Trial, usable: int) -> bool:
+    return trial.peak_bytes is not None and trial.peak_bytes <= usable
 
 
 def verify_whole(step: _seam.Step, trials: Trials, *, budget_bytes: int, headroom: float, why: str) -> Sizing:
@@ -79,6 +143,10 @@ def verify_whole(step: _seam.Step, trials: Trials, *, budget_bytes: int, headroo
             needs = Needs.measured(step, part_peak=part_peak, step_peak=step_peak, states=states)
             raise BudgetError(f"{shortfall(needs, 1, usable, headroom)} {why}")
     return Sizing(micro_batch_size=1, peak_bytes=peak, trials=(Trial(micro_batch_size=1, peak_bytes=peak),))
+
+
+def _gradients_depend_on_parts(trainer: Trainer) -> bool:
+    return hasattr(trainer.precision_plugin, "set_gradient_parts")
 
 
 def set_gradient_parts(trainer: Trainer, parts: int) -> None:

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from math import isfinite
 from typing import Any, Literal, get_args
 
@@ -30,6 +30,8 @@ from lightning_memkit.plugins._sizing import (
     verify_whole,
 )
 from lightning_memkit.plugins._trials import Trials, tensors_of
+from lightning_memkit.plugins._tuned_sizes import TunedSizes, question_of
+from lightning_memkit.plugins._tuning import SizeTuning, clock_may_choose
 from lightning_memkit.rollback import Generators
 
 
@@ -100,6 +102,8 @@ class MemoryBudget(Callback):
         self._runner: PartsRunner | None = None
         self._trials: Trials | None = None
         self._recovery: Recovery | None = None
+        self._tuning: SizeTuning | None = None
+        self._tuned_sizes: TunedSizes | None = None
         self._undo: list[_seam.Undo] = []
 
     def __repr__(self) -> str:
@@ -138,6 +142,7 @@ class MemoryBudget(Callback):
         )
         self._recovery = Recovery(self._runner, resized=self._resized, dry=self._dry)
         self._recovery.load_state_dict(self._resumed)
+        self._tuning = self._tuned_sizes = None
         self._undo = [_seam.install(trainer, self), undo_transfer, self._window.close]
         self._prepared = False
 
@@ -158,7 +163,9 @@ class MemoryBudget(Callback):
         if self._runner is None or not self._prepared:
             return dict(self._resumed)
         return {
-            "micro_batch_size": self._runner.partition.micro_batch_size,
+            "micro_batch_size": self._tuning.size
+            if self._tuning is not None
+            else self._runner.partition.micro_batch_size,
             "retries": self.retries,
             **(self._recovery.state_dict() if self._recovery is not None else {}),
         }
@@ -205,6 +212,7 @@ class MemoryBudget(Callback):
             self.sizing = self._size(step, trials, known)
             runner.partition.micro_batch_size = self.sizing.micro_batch_size
             self._check(splits=self.sizing.micro_batch_size < total)
+            self._tuning = self._tuning_of(step, runner)
         if self._recovery is not None:
             self._recovery.changing = trials.changing
         self.peak_bytes = self.sizing.peak_bytes
@@ -230,7 +238,25 @@ class MemoryBudget(Callback):
                     "and the runs differ by rounding.",
                     stacklevel=2,
                 )
-        return choose_size(step, trials, **known, given=self.micro_batch_size)
+        self._tuned_sizes = self._cache_of(step)
+        tuned = self._tuned_sizes.recall() if self._tuned_sizes is not None else None
+        remembered = tuned.micro_batch_size if tuned is not None else None
+        return choose_size(step, trials, **known, given=self.micro_batch_size, remembered=remembered)
+
+    def _cache_of(self, step: _seam.Step) -> TunedSizes | None:
+        """Where an earlier run may have left the fastest size, if it is to be chosen at all."""
+        if self.micro_batch_size != "auto" or not clock_may_choose(step.trainer):
+            return None
+        usable_bytes = int(self.budget_bytes * (1 - self.headroom))
+        question = question_of(step, budget=self.budget, usable_bytes=usable_bytes)
+        return TunedSizes(step.trainer, question)
+
+    def _tuning_of(self, step: _seam.Step, runner: PartsRunner) -> SizeTuning | None:
+        """What finds the fastest size, where the size is open and the loss known to add up from parts."""
+        if self.sizing is None or self._mismatch or not clock_may_choose(step.trainer):
+            return None
+        weighing = self._weighing
+        return SizeTuning(step, runner, self.sizing, proven=lambda: weighing.proven, kept=self._tuned_sizes)
 
     @contextmanager
     def around(self, step: _seam.Step) -> Iterator[None]:
@@ -256,11 +282,12 @@ class MemoryBudget(Callback):
     def drive(self, step: _seam.Step, optimize: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Take the optimizer step; again with smaller parts where it runs out of memory."""
         began_at = step.trainer.global_step
-        if self._recovery is None or not self.recover:
-            result = optimize()
-        else:
-            result = self._recovery.drive(step, optimize)
-        size = self._runner.partition.micro_batch_size if self._runner is not None else 0
+        with nullcontext() if self._tuning is None else self._tuning.timed(step):
+            if self._recovery is None or not self.recover:
+                result = optimize()
+            else:
+                result = self._recovery.drive(step, optimize)
+            size = self._runner.partition.micro_batch_size if self._runner is not None else 0
         if not self.history or self.history[-1][1] != size:
             self.history.append((began_at, size))
         return result
@@ -268,7 +295,8 @@ class MemoryBudget(Callback):
     def _settle(self, step: _seam.Step, runner: PartsRunner, trials: Trials) -> None:
         """Let the probe decide how this batch's parts are weighed, where that is still open."""
         weighing, partition = self._weighing, runner.partition
-        weighing.settle(step, trials, partition.micro_batch_size)
+        size = partition.micro_batch_size if self._tuning is None else self._tuning.probed_size
+        weighing.settle(step, trials, size)
         partition.weigh = weigher(weighing.weigh_by, step.batch)
         partition.summed = weighing.weigh_by == "sum"
 
@@ -293,6 +321,8 @@ class MemoryBudget(Callback):
             if splits and text != self._warned:
                 self._warned = text
                 warnings.warn(f"weigh_by={self.weigh_by!r}, split={self.split!r}: {text}", stacklevel=2)
+        elif splits and self._tuning is not None and self._tuning.keep_whole() and self._runner is not None:
+            self._runner.unsplittable = text
         elif splits:
             raise BudgetError(text)
         elif self._runner is not None:

@@ -1,0 +1,252 @@
+"""Answers of the tuning, kept in the user's cache folder: measured once for a model, its data and a device."""
+
+import hashlib
+import inspect
+import json
+import math
+import os
+import platform
+import re
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_debug, rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_memkit.data.cache import cache_folder
+from lightning_memkit.memory.measure import capacity
+from lightning_memkit.micro_batching import batch_size
+from lightning_memkit.plugins import _seam
+from lightning_memkit.plugins._trials import worst_batch
+
+SWITCH = "MEMKIT_TUNING_CACHE"
+_FORMAT = 1
+_PACKAGES = ("torch", "lightning", "lightning_memkit", "transformers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TunedSize:
+    """What tuning has found.
+
+    Args:
+        micro_batch_size: the fastest size that fits.
+        peak_bytes: the peak of the largest size that was measured.
+        elements_per_second: by size, how much of a batch a second of training took.
+    """
+
+    micro_batch_size: int
+    peak_bytes: int
+    elements_per_second: Mapping[int, float]
+
+
+class TunedSizes:
+    """Recalls and keeps the answer to one question; ranks get rank 0's.
+
+    `MEMKIT_TUNING_CACHE=0` in the environment turns it off. A file that can't be read counts as none; one that
+    can't be written is warned about.
+
+    Args:
+        trainer: the trainer, within its training loop.
+        question: all that the answer depends on, see `question_of`.
+    """
+
+    def __init__(self, trainer: Trainer, question: Mapping[str, Any]) -> None:
+        self._trainer = trainer
+        canonical = json.dumps(question, sort_keys=True, separators=(",", ":"))
+        self._key = hashlib.sha256(canonical.encode()).hexdigest()
+
+    @property
+    def path(self) -> Path:
+        """The file of the answer."""
+        return cache_folder() / "tuned_sizes" / f"{self._key}.json"
+
+    def recall(self) -> TunedSize | None:
+        """The answer that was kept, if there is one."""
+        return self._trainer.strategy.broadcast(self._read() if self._trainer.is_global_zero else None)
+
+    def keep(self, answer: TunedSize) -> None:
+        """Write the answer down, whole or not at all."""
+        if not _switched_on() or not self._trainer.is_global_zero:
+            return
+        content = {
+            "format": _FORMAT,
+            "key": self._key,
+            "micro_batch_size": answer.micro_batch_size,
+            "peak_bytes": answer.peak_bytes,
+            "elements_per_second": {str(size): speed for size, speed in answer.elements_per_second.items()},
+        }
+        try:
+            _write(self.path, json.dumps(content, indent=1) + "\n")
+        except OSError as error:
+            rank_zero_warn(
+                f"MemoryBudget can't keep the tuned size in {self.path} ({error}); it is measured again next time. "
+                f"Set XDG_CACHE_HOME to a folder that can be written to, or {SWITCH}=0."
+            )
+
+    def _read(self) -> TunedSize | None:
+        if not _switched_on():
+            return None
+        try:
+            content = json.loads(self.path.read_text(encoding="utf-8"))
+            if content["format"] != _FORMAT or content["key"] != self._key or content["micro_batch_size"] < 1:
+                return None
+            return TunedSize(
+                micro_batch_size=int(content["micro_batch_size"]),
+                peak_bytes=int(content["peak_bytes"]),
+                elements_per_second={
+                    int(size): speed for size, speed in content["elements_per_second"].items()
+                },
+            )
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            rank_zero_debug(f"MemoryBudget passes over {self.path}: {error!r}")
+            return None
+
+
+def question_of(step: _seam.Step, *, budget: object, usable_bytes: int) -> dict[str, Any]:
+    """All that the fastest size depends on, as plain JSON: model, data, optimizer, precision, device, versions.
+
+    Args:
+        step: the first step.
+        budget: as the user wrote it. What `"auto"` or a fraction comes to is hardly ever twice the same: it is
+            rounded to a sixteenth of a power of two.
+        usable_bytes: what the budget comes to, less its headroom.
+    """
+    trainer, module = step.trainer, step.trainer.lightning_module
+    exact = isinstance(budget, int) or (isinstance(budget, str) and budget != "auto")
+    return {
+        "usable_bytes": usable_bytes if exact else f"2^{round(16 * math.log2(max(usable_bytes, 1))) / 16}",
+        "model": _model(module),
+        "batch": [batch_size(step.batch), _structure(step.batch, sizes=False)],
+        "worst_sample": _structure(worst_batch(trainer, step.batch, 1), sizes=True),
+        "batches_a_step": trainer.accumulate_grad_batches,
+        "optimizer": _optimizer(step.optimizer),
+        "trainer": _settings(trainer),
+        "device": _device(trainer.strategy.root_device),
+        "versions": {name: _version(name) for name in _PACKAGES if name in sys.modules},
+    }
+
+
+def _switched_on() -> bool:
+    return os.environ.get(SWITCH, "1") != "0"
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _model(module: LightningModule) -> dict[str, Any]:
+    try:
+        source = inspect.getsource(type(module))
+    except (OSError, TypeError):
+        source = ""  # typed into a console: its layers must do
+    return {
+        "class": _name(module),
+        "source": hashlib.sha256(source.encode()).hexdigest(),
+        "layers": _without_addresses(repr(module)),
+        "parameters": [
+            [name, [*p.shape], str(p.dtype), p.requires_grad] for name, p in module.named_parameters()
+        ],
+        "buffers": [[name, [*buffer.shape], str(buffer.dtype)] for name, buffer in module.named_buffers()],
+    }
+
+
+def _structure(item: Any, *, sizes: bool) -> Any:
+    """Types, dtypes and shapes (or only how many dimensions) of any nested structure."""
+    if isinstance(item, Tensor):
+        return [str(item.dtype), [*item.shape] if sizes else item.ndim]
+    if isinstance(item, Mapping):
+        return {str(key): _structure(value, sizes=sizes) for key, value in item.items()}
+    if isinstance(item, (list, tuple)):
+        return [_structure(value, sizes=sizes) for value in item]
+    if hasattr(item, "__dataclass_fields__"):
+        return [_name(item), _structure(vars(item), sizes=sizes)]
+    return _name(item)
+
+
+def _optimizer(optimizer: Optimizer) -> list[Any]:
+    """The class and its switches; of numbers only whether they are zero, since a momentum of 0 has no state."""
+    groups = []
+    for group in optimizer.param_groups:
+        options = {name: value for name, value in group.items() if name != "params"}
+        groups.append(
+            {
+                name: bool(value) if _is_number(value) else _without_addresses(str(value))
+                for name, value in options.items()
+            }
+        )
+    return [_name(optimizer), groups]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+def _settings(trainer: Trainer) -> dict[str, Any]:
+    callbacks: list[Any] = vars(trainer)["callbacks"]
+    ours = [callback for callback in callbacks if type(callback).__module__.startswith("lightning_memkit.")]
+    return {
+        "precision": [_name(trainer.precision_plugin), str(trainer.precision_plugin.precision)],
+        "precision_options": _options(trainer.precision_plugin),
+        "strategy": _name(trainer.strategy),
+        "ranks": trainer.world_size,
+        "clips": trainer.gradient_clip_val is not None,
+        "callbacks": sorted(f"{_name(callback)} {_options(callback)}" for callback in ours),
+        "matmul": torch.get_float32_matmul_precision(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "detects_anomalies": torch.is_anomaly_enabled(),
+    }
+
+
+def _options(plugin: object) -> str:
+    """What one of our plugins was built with."""
+    ours = type(plugin).__module__.startswith("lightning_memkit.")
+    return _without_addresses(repr(plugin)) if ours else ""
+
+
+def _device(device: torch.device) -> list[Any]:
+    total = capacity(device).total_bytes
+    if device.type == "cuda":
+        return [torch.cuda.get_device_name(device), total]
+    return [device.type, _processor(), total, torch.get_num_threads()]
+
+
+def _processor() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        text = ""
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return found[1] if found else f"{platform.machine()} {platform.processor()}"
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _name(item: object) -> str:
+    return f"{type(item).__module__}.{type(item).__qualname__}"
+
+
+def _without_addresses(text: str) -> str:
+    return re.sub(r" at 0x[0-9a-f]+", "", text)
