@@ -195,14 +195,20 @@ def find_labels(batch: Any) -> Tensor | None:
     return None
 
 
-def joined(outputs: Sequence[Any], weights: Sequence[float], sizes: Sequence[int]) -> Any:
-    """One output from the parts': rows concatenated, numbers averaged by weight, of the rest the last."""
+def joined(
+    outputs: Sequence[Any], weights: Sequence[float], sizes: Sequence[int], rows: Sequence[int] | None = None
+) -> Any:
+    """One output from the parts': rows concatenated, numbers averaged by weight, of the rest the last.
+
+    `rows` says which of the batch's rows the parts held, where they are out of order; they come back in order.
+    """
     first = outputs[0]
-    if len(outputs) == 1:
+    if len(outputs) == 1 and rows is None:
         return first
     if isinstance(first, Tensor):
         if first.ndim > 0 and all(out.shape[:1] == (size,) for out, size in zip(outputs, sizes, strict=True)):
-            return torch.cat(list(outputs))
+            whole = torch.cat(list(outputs))
+            return whole if rows is None else whole[torch.tensor(rows, device=whole.device).argsort()]
         if first.ndim == 0 and first.is_floating_point():
             return sum(
                 (out * weight for out, weight in zip(outputs, weights, strict=True)), start=0.0 * first
@@ -210,7 +216,7 @@ def joined(outputs: Sequence[Any], weights: Sequence[float], sizes: Sequence[int
         return outputs[-1]
     if isinstance(first, Mapping):
         common = [key for key in first if all(key in out for out in outputs)]
-        return {key: joined([out[key] for out in outputs], weights, sizes) for key in common}
+        return {key: joined([out[key] for out in outputs], weights, sizes, rows) for key in common}
     return outputs[-1]
 
 

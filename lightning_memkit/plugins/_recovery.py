@@ -170,6 +170,10 @@ class Recovery:
     def _shrink(self, step: _seam.Step, failure: str) -> int:
         partition = self._runner.partition
         failed = 1 if partition.whole else min(partition.micro_batch_size, batch_size(step.batch))
+        if failed == 1 and partition.row_tokens is not None:
+            partition.row_tokens = None  # a part may hold several short rows
+            self._resized(step, retry=True)
+            return failed
         if failed == 1 or self._runner.unsplittable:
             raise self._dry(step, failure)
         if self._larger and self._larger[-1] <= failed:
