@@ -29,6 +29,7 @@ from lightning_memkit.plugins._sizing import (
     set_gradient_parts,
     verify_whole,
 )
+from lightning_memkit.plugins._token_parts import form_by_tokens
 from lightning_memkit.plugins._trials import Trials, tensors_of
 from lightning_memkit.plugins._tuned_sizes import TunedSizes, question_of
 from lightning_memkit.plugins._tuning import SizeTuning, clock_may_choose
@@ -211,6 +212,7 @@ class MemoryBudget(Callback):
                 self._check(splits=self.micro_batch_size < total)
             self.sizing = self._size(step, trials, known)
             runner.partition.micro_batch_size = self.sizing.micro_batch_size
+            form_by_tokens(step, trials, runner.partition, int(self.budget_bytes * (1 - self.headroom)))
             self._check(splits=self.sizing.micro_batch_size < total)
             self._tuning = self._tuning_of(step, runner)
         if self._recovery is not None:
