@@ -454,6 +454,18 @@ def test_other_errors_surface_unchanged(error: Exception) -> None:
     assert caught.value is error
 
 
+def test_an_interrupt_is_no_reason_to_retry() -> None:
+    """Lightning turns it into an exit of its own."""
+    without, budget = Raises(KeyboardInterrupt()), MemoryBudget("1GiB")
+    with pytest.raises(BaseException) as plain:  # noqa: PT011
+        trained(module=without)
+    module = Raises(KeyboardInterrupt())
+    with pytest.raises(type(plain.value)):
+        trained(budget, module=module)
+    assert budget.retries == 0
+    assert len(module.steps) == len(without.steps) == 2
+
+
 def test_at_a_micro_batch_of_one_the_error_names_remedies() -> None:
     with pytest.raises(torch.OutOfMemoryError, match=r"micro-batch of 1 runs out .*ActivationCheckpointing"):
         trained(MemoryBudget("1GiB", micro_batch_size=2), module=Raises(torch.OutOfMemoryError("dry")))
@@ -600,7 +612,7 @@ def test_a_retry_late_in_an_accumulation_window_repeats_its_earlier_batches_bitw
     """Backward has mixed the failed part's gradients into the window's: they are made anew, each as it was."""
     counted, *_ = in_window(10**9)
     _, reference, rng = in_window(None)
-    for index in range(0, counted.meter.allocations, 15):
+    for index in range(0, counted.meter.allocations, 40):
         budget, module, also_rng = in_window(index)
         assert budget.retries == 1
         assert torch.equal(weights(module), weights(reference)), index
