@@ -1,0 +1,221 @@
+"""Rules by which one value of a whole batch comes from its parts' values, for `lightning_memkit.joining`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Path = tuple[Any, ...]
+Rule = tuple[Any, ...]  # its kind, then its options
+Counts = Mapping[str, Sequence[float]]  # a way of weighing, and what each part counts by it
+
+KEPT: Rule = ("kept",)
+_NUMBERS = (bool, int, float)
+ROUNDING = {torch.float64: 0.0, torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+
+
+class JoinError(ValueError):
+    """No rule gives the whole's value from its parts'; says which value and why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counted:
+    """A value with what its user says that it is a mean over (`batch_size=` of a logger), or None."""
+
+    value: Any
+    count: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A number or tensor of a module before and after a part was run; the next part goes on from there."""
+
+    before: Any
+    after: Any
+
+
+def name_of(path: Path) -> str:
+    """A value's place in the results, as its user would write it."""
+    return "".join(f"[{key!r}]" if index else str(key) for index, key in enumerate(path)) or "the result"
+
+
+def rules_for(whole: Any, parts: Sequence[Any], counts: Counts) -> list[Rule]:
+    """Rules whose result has the whole's shape, the likeliest first."""
+    if isinstance(whole, Change):
+        return _rules_of_change(whole, parts, counts)
+    if not is_number_like(whole) or not all(is_number_like(part) for part in parts):
+        return [("same",)]
+    target, values = _tensor(whole), [_tensor(part) for part in parts]
+    rules: list[Rule] = [("cat", dim) for dim in range(min(target.ndim, 3)) if _fits(values, dim, target)]
+    if any(value.shape != target.shape for value in values):
+        return rules
+    extremes: list[Rule] = [] if target.is_complex() else [("max",), ("min",)]
+    if target.is_floating_point() or target.is_complex():
+        return [*rules, *(("mean", way) for way in counts), ("same",), ("sum",), *extremes]
+    return [*rules, *([] if target.dtype is torch.bool else [("sum",)]), ("same",), *extremes]
+
+
+def unseen_rules(parts: Sequence[Any], counts: Counts) -> list[Rule]:
+    """The likeliest rule of a value that was in no comparison: rows, else as `rules_for` has it."""
+    if all(isinstance(part, (Tensor, np.ndarray)) and part.ndim for part in parts):
+        rows = [part.shape[0] for part in parts]
+        if rows == list(counts.get("samples", ())):
+            return [("cat", 0)]
+    return rules_for(parts[0], parts, counts)[:1] or [("same",)]
+
+
+def _rules_of_change(whole: Change, parts: Sequence[Change], counts: Counts) -> list[Rule]:
+    rules = [KEPT]
+    everything = [whole, *parts]
+    if all(
+        is_number_like(c.before) and _tensor(c.before).shape == _tensor(c.after).shape for c in everything
+    ):
+        rules += [("delta", way) for way in counts]
+    if all(is_number_like(change.after) for change in everything):
+        rules += [("value", *rule) for rule in rules_for(whole.after, [part.after for part in parts], counts)]
+    return rules
+
+
+def _fits(values: Sequence[Tensor], dim: int, whole: Tensor | None = None) -> bool:
+    """Whether tensors go together along a dimension, to the whole's shape where that is given."""
+    shapes = {(*value.shape[:dim], *value.shape[dim + 1 :]) for value in values if value.ndim > dim}
+    if len(shapes) != 1 or any(value.ndim <= dim for value in values):
+        return False
+    if whole is None:
+        return True
+    length = sum(value.shape[dim] for value in values)
+    return (*whole.shape[:dim], *whole.shape[dim + 1 :]) in shapes and whole.shape[dim] == length
+
+
+def rule_error(rule: Rule, whole: Any, parts: Sequence[Any], counts: Counts) -> float:
+    """How far a rule is from giving the whole's value."""
+    target = whole.after if isinstance(whole, Change) else whole
+    if rule[-1] == "same":  # every part's, not the last one's that happens to be the whole's
+        return max(relative_error(part.after if isinstance(part, Change) else part, target) for part in parts)
+    return relative_error(applied(rule, parts, counts, ()), target)
+
+
+def applied(rule: Rule, parts: Sequence[Any], counts: Counts, path: Path) -> Any:
+    """The value that a rule gives."""
+    kind, *options = rule
+    if kind == "same":
+        return parts[-1]
+    if kind == "kept":
+        return parts[-1].after
+    if kind == "value":
+        return applied(tuple(options), [part.after for part in parts], counts, path)
+    if kind == "delta":
+        deltas = [_tensor(part.after).double() - _tensor(part.before).double() for part in parts]
+        start = _tensor(parts[0].before)
+        total = start.double() + _mean(deltas, counts[options[0]])
+        return _like(parts[0].before, total if start.is_floating_point() else total.round())
+    values = [_tensor(part) for part in parts]
+    if kind == "cat":
+        if not _fits(values, options[0]):
+            shapes = ", ".join(str(tuple(value.shape)) for value in values)
+            raise JoinError(f"{name_of(path)} has parts of shapes {shapes}, which don't go together")
+        return _like(parts[0], torch.cat(values, dim=options[0]))
+    if len({value.shape for value in values}) > 1:
+        raise JoinError(f"{name_of(path)} has parts of different shapes")
+    if kind == "mean":
+        return _like(parts[0], _mean(values, counts[options[0]]))
+    stacked = torch.stack(values)
+    reduced = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}[kind](stacked, 0)
+    return _like(parts[0], reduced.to(values[0].dtype))
+
+
+def _mean(values: Sequence[Tensor], counts: Sequence[float]) -> Tensor:
+    """The mean weighed by counts; parts that count nothing are left out, their own mean may be nan."""
+    total = sum(counts)
+    if total == 0:
+        return values[0]
+    dtype = values[0].dtype
+    # A mean of equal values is that value, to the bit; Apple's GPUs have no float64.
+    wide = torch.promote_types(dtype, torch.float32 if values[0].device.type == "mps" else torch.float64)
+    weighed = [value.to(wide) * (count / total) for value, count in zip(values, counts, strict=True) if count]
+    return torch.stack(weighed).sum(0).to(dtype)
+
+
+# Values as tensors
+
+
+def is_number_like(item: Any) -> bool:
+    """Whether a value is a number, a tensor or an array of numbers."""
+    if isinstance(item, np.ndarray):
+        return item.dtype.kind in "biufc"
+    return isinstance(item, Tensor) or isinstance(item, (*_NUMBERS, np.number))
+
+
+def _tensor(item: Any) -> Tensor:
+    if isinstance(item, Tensor):
+        return item.detach()
+    return torch.tensor(item, dtype=torch.float64) if isinstance(item, float) else torch.as_tensor(item)
+
+
+def _like(example: Any, value: Tensor) -> Any:
+    """A value in the type that the user's own had."""
+    if isinstance(example, Tensor):
+        return value.to(example.dtype)
+    if isinstance(example, np.ndarray):
+        return value.numpy().astype(example.dtype)
+    return type(example)(value.item())
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two values that are no numbers are equal."""
+    if a is b:
+        return True
+    try:
+        return type(a) is type(b) and bool(a == b)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+
+
+def same_everywhere(parts: Sequence[Any]) -> bool:
+    """Whether all parts gave the same value."""
+    first = parts[0]
+    if is_number_like(first):
+        return all(is_number_like(part) and relative_error(part, first) == 0 for part in parts)
+    return all(same(part, first) for part in parts)
+
+
+def relative_error(value: Any, target: Any) -> float:
+    """The distance of a value from its target over the target's norm; infinite where shapes differ."""
+    if not (is_number_like(value) and is_number_like(target)):
+        return 0.0 if same(value, target) else float("inf")
+    a, b = _tensor(value), _tensor(target)
+    if a.shape != b.shape or a.layout is not b.layout:
+        return float("inf")
+    if b.layout is not torch.strided:
+        a, b = a.to_dense(), b.to_dense()
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    a, b = a.to("cpu", wide), b.to("cpu", wide)
+    alike = (a == b) | (a.isnan() & b.isnan())  # infinities and nan where both have them
+    distance = torch.where(alike, torch.zeros_like(a), a - b).norm()
+    norm = torch.where(b.isfinite(), b, torch.zeros_like(b)).norm().clamp_min(1e-300)
+    error = float(distance / norm)
+    return error if error == error else float("inf")
+
+
+def why_not(path: Path, whole: Any, parts: Sequence[Any]) -> str:
+    """What is wrong with a value that no rule gives."""
+    if isinstance(whole, Change):
+        return f"{name_of(path)} ends otherwise after a batch's parts than after the batch"
+    if isinstance(whole, Tensor) and whole.ndim:
+        shapes = " and ".join(
+            str(tuple(p.shape)) if isinstance(p, Tensor) else type(p).__name__ for p in parts
+        )
+        return (
+            f"{name_of(path)} of shape {tuple(whole.shape)} does not come from its parts, of shapes {shapes}"
+        )
+    shown = ", ".join(_shown(part) for part in parts)
+    return f"{name_of(path)} is {_shown(whole)} for a few samples at once, and {shown} for their parts"
+
+
+def _shown(item: Any) -> str:
+    if is_number_like(item) and _tensor(item).numel() == 1:
+        return f"{_tensor(item).item():.6g}"
+    return type(item).__name__

@@ -1,0 +1,304 @@
+"""Trials of evaluation steps that leave no trace: what a part needs, and how parts make the whole's results."""
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+
+from lightning_memkit.decomposability import TOLERANCE
+from lightning_memkit.joining import Counted, JoinError, Joining
+from lightning_memkit.memory.measure import PeakMeter, peak_meter
+from lightning_memkit.memory.meter import unmetered
+from lightning_memkit.memory.out_of_memory import is_out_of_memory
+from lightning_memkit.micro_batching import (
+    SplittableBatch,
+    WeighBy,
+    Weigher,
+    batch_size,
+    find_labels,
+    split_batch,
+    weigher,
+)
+from lightning_memkit.plugins import _evaluation_state as state
+from lightning_memkit.plugins._parts import Splitter
+from lightning_memkit.plugins._ranks import any_rank, largest_of_ranks
+from lightning_memkit.plugins._seam import communicates_in_every_part
+from lightning_memkit.plugins._seam_evaluation import EvaluationStep, logging_held, nothing_logged
+from lightning_memkit.plugins._trials import states_on, tensors_of
+
+_COMPARED_SAMPLES = (5, 2)  # the second where the first runs out of memory
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """What a step on a whole batch or on a part came to.
+
+    Args:
+        output: what it returned.
+        logged: every value that it logged, by name.
+        left: what it left in its module.
+    """
+
+    output: Any
+    logged: dict[str, list[Counted]]
+    left: dict[state.Key, Any]
+
+
+def logged_values(entries: Sequence[dict[str, Any]]) -> dict[str, list[Counted]]:
+    """The values of held calls of `self.log`, by name."""
+    values: dict[str, list[Counted]] = {}
+    for entry in entries:
+        counted = Counted(value=entry["value"], count=entry.get("batch_size"))
+        values.setdefault(entry["name"], []).append(counted)
+    return values
+
+
+@dataclass(kw_only=True)
+class Comparison:
+    """Whether parts give the whole's results.
+
+    Args:
+        unsplittable: why they don't; empty where they do.
+        unproved: why it is not known.
+        left: what steps change in their module.
+    """
+
+    unsplittable: str = ""
+    unproved: str = ""
+    left: frozenset[state.Key] = field(default_factory=frozenset)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peak:
+    """The peak of one part, and the outputs of the others that are alive when it runs last."""
+
+    part_bytes: int
+    other_outputs_bytes: int
+
+
+class EvaluationTrials:
+    """Runs an evaluation step's batch in ways that leave no trace in module, RNG and logs.
+
+    Args:
+        trainer: the trainer, within one of its evaluation loops.
+        split: the user's own splitter.
+        weigh_by: what the user says that the loss is a mean over.
+    """
+
+    def __init__(self, trainer: Trainer, split: Splitter | None, weigh_by: WeighBy | Weigher) -> None:
+        self._trainer = trainer
+        self._split = split
+        self._weigh_by = weigh_by
+
+    @contextmanager
+    def _no_trace(self) -> Iterator[None]:
+        rollback = state.EvaluationRollback(self._trainer.lightning_module)
+        try:
+            with unmetered(), nothing_logged(self._trainer):
+                yield
+        finally:
+            rollback.restore()
+
+    def meter(self, step: EvaluationStep, limit: int | None) -> PeakMeter:
+        """A meter that knows what is on the device besides the step's own tensors."""
+        device, module = self._trainer.strategy.root_device, self._trainer.lightning_module
+        held = [*module.parameters(), *module.buffers()]
+        held += [p.grad for p in module.parameters() if p.grad is not None]
+        held += [tensor for value in state.snapshot(module).values() for tensor in tensors_of(value)]
+        for optimizer in self._trainer.optimizers:
+            held += states_on(device, optimizer)
+        given = tensors_of([step.batch, step.given])
+        held += [tensor for tensor in given if tensor.device.type == device.type]
+        return peak_meter(device, held, limit)
+
+    def peak_of(self, step: EvaluationStep, size: int | None, limit: int | None) -> Peak | None:
+        """What the first `size` samples need (None: the batch as it is); None where it runs out of memory."""
+        if communicates_in_every_part(self._trainer):
+            limit = None  # a rank that stops within a forward would leave the others waiting
+        batch, failed, peak, others = step.batch, False, 0, 0
+        total = batch_size(batch) if size is not None else 0
+        if size is not None and size < total:
+            batch = split_batch(batch, [size, total - size], split=self._split)[0]
+        with self._no_trace():
+            meter = self.meter(step, limit)
+            try:
+                with meter:
+                    output = step.forward(step.transfer(batch))
+                peak, others = meter.peak_bytes, bytes_of(output) * (total - size) // size if size else 0
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                failed = True
+        if communicates_in_every_part(self._trainer):
+            most = largest_of_ranks(self._trainer, [float(failed), peak, others])
+            failed, peak, others = bool(most[0]), int(most[1]), int(most[2])
+        return None if failed else Peak(part_bytes=peak, other_outputs_bytes=others)
+
+    def counts(self, batch: Any, parts: Sequence[Any]) -> dict[str, list[float]]:
+        """What each part holds of everything that a value may be a mean over."""
+        own, ways = self._weigh_by, list[WeighBy | Weigher]()
+        if callable(own) or own in ("samples", "labels", "causal_labels"):
+            ways.append(own)
+        if isinstance(batch, SplittableBatch):
+            ways.append("auto")
+        labels = find_labels(batch)
+        if labels is not None:
+            ways.append("labels")
+            if labels.ndim > 1:
+                ways.append("causal_labels")
+        ways.append("samples")
+        counts: dict[str, list[float]] = {}
+        for way in ways:
+            count = weigher(way, batch)
+            name = way if isinstance(way, str) else "weigh_by"
+            counts[name] = [float(count(part)) for part in parts]
+        return counts
+
+    def joining(self) -> Joining:
+        """Rules that are still to be learned, with the tolerance of the module's precision."""
+        module, precision = self._trainer.lightning_module, str(self._trainer.precision_plugin.precision)
+        dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
+        coarsest = max((TOLERANCE.get(dtype, TOLERANCE[torch.bfloat16]) for dtype in dtypes), default=2e-3)
+        if precision not in ("32-true", "64-true"):
+            coarsest = max(coarsest, TOLERANCE[torch.bfloat16])
+        return Joining(allowed=coarsest / 10)  # of results, not of gradients
+
+    def compare(self, step: EvaluationStep, joining: Joining, looks: int) -> Comparison:
+        """Run a few samples of the batch whole and in uneven parts; the rules learn from it.
+
+        Args:
+            step: the step whose batch it is.
+            joining: what learns.
+            looks: how many comparisons there were: each looks at another place of the batch.
+        """
+        total = batch_size(step.batch)
+        for rows in sorted({min(samples, total) for samples in _COMPARED_SAMPLES if total > 1}, reverse=True):
+            window = self._window(step.batch, rows, looks)
+            parts = split_batch(window, _uneven(rows), split=self._split)
+            ran_out, outcomes, left = False, [], frozenset[state.Key]()
+            try:
+                outcomes, left = self._outcomes(step, window, parts)
+            except Exception as error:  # whatever a user's step does with a part that it did not count on
+                ran_out = is_out_of_memory(error)
+                if not ran_out:
+                    why = f"{step.hook} fails on a part of the batch ({type(error).__name__}: {error})"
+                    return Comparison(unsplittable=why)
+            if self.any_rank(ran_out):
+                continue
+            return self._verdict(step, joining, window, parts, outcomes, left)
+        return Comparison(unproved="two samples at once run out of memory")
+
+    def _verdict(
+        self,
+        step: EvaluationStep,
+        joining: Joining,
+        window: Any,
+        parts: Sequence[Any],
+        outcomes: Sequence[Outcome],
+        left: frozenset[state.Key],
+    ) -> Comparison:
+        mismatch = ""
+        try:
+            joining.compare(outcomes[0], outcomes[1:], self.counts(window, parts))
+        except JoinError as error:
+            mismatch = str(error)
+        if not self.any_rank(bool(mismatch)):
+            return Comparison(left=left)
+        if self.any_rank(self._draws(step, window, joining)):
+            return Comparison(unproved=f"{step.hook} draws random numbers of its own")
+        return Comparison(
+            unsplittable=mismatch or "it differs on another rank (whose own warning says where)"
+        )
+
+    def any_rank(self, truth: bool) -> bool:
+        """On any rank, where ranks meet in each forward and have to go on alike; else on this one."""
+        return any_rank(self._trainer, truth) if communicates_in_every_part(self._trainer) else truth
+
+    def _window(self, batch: Any, rows: int, looks: int) -> Any:
+        """Neighbouring rows, where the ways of weighing differ the most; later looks go elsewhere."""
+        total = batch_size(batch)
+        if rows == total:
+            return batch
+        places = [0, total - rows, (total - rows) // 2]
+        start = places[looks % len(places)]
+        single = self.counts(batch, split_batch(batch, [1] * total, split=self._split))
+        if looks % len(places) == 0 and len(single) > 1:
+            apart = [_apart(single, place, rows) for place in range(total - rows + 1)]
+            start = apart.index(max(apart))
+        sizes = [size for size in (start, rows, total - rows - start) if size > 0]
+        return split_batch(batch, sizes, split=self._split)[1 if start else 0]
+
+    def _outcomes(
+        self, step: EvaluationStep, window: Any, parts: Sequence[Any]
+    ) -> tuple[list[Outcome], frozenset[state.Key]]:
+        """What the whole and then its parts come to, and what they change in their module."""
+        module = self._trainer.lightning_module
+        runs: list[list[tuple[Any, Any, dict[Any, Any], dict[Any, Any]]]] = []
+        for batches in ([window], parts):
+            runs.append([])
+            with self._no_trace():
+                before = state.snapshot(module)
+                for batch in batches:
+                    with logging_held(self._trainer) as logged:
+                        output = step.forward(step.transfer(batch))
+                    after = state.snapshot(module)
+                    runs[-1].append((output, logged_values(logged), before, after))
+                    before = after
+        keys = frozenset[state.Key]().union(*(state.changed(run[2], run[3]) for run in [*runs[0], *runs[1]]))
+        outcomes = [
+            Outcome(output=output, logged=logged, left=state.changes(before, after, keys))
+            for output, logged, before, after in [*runs[0], *runs[1]]
+        ]
+        return outcomes, keys
+
+    def _draws(self, step: EvaluationStep, window: Any, joining: Joining) -> bool:
+        """Whether the same samples give other results under another seed."""
+        seen: list[Any] = []
+        for seed in (1, 2):
+            with self._no_trace():
+                random.seed(seed)
+                np.random.seed(seed)
+                torch.manual_seed(seed)
+                with logging_held(self._trainer) as logged:
+                    seen.append((step.forward(step.transfer(window)), logged_values(logged)))
+        return not joining.alike(*seen)
+
+
+def _uneven(rows: int) -> list[int]:
+    """The parts of a comparison: one of a single row, for steps that take it for none."""
+    rest = rows - 1
+    return [1, rest] if rest < 2 else [1, rest // 2, rest - rest // 2]
+
+
+def _apart(single: dict[str, list[float]], start: int, rows: int) -> float:
+    """How far the ways of weighing the parts of some rows are from each other."""
+    shares: list[list[float]] = []
+    for counts in single.values():
+        inside = counts[start : start + rows]
+        ends = [0, *accumulate(_uneven(rows))]
+        held = [sum(inside[a:b]) for a, b in zip(ends, ends[1:], strict=False)]
+        shares.append([count / sum(held) if sum(held) else 0.0 for count in held])
+    pairs = [(a, b) for index, a in enumerate(shares) for b in shares[index + 1 :]]
+    return min((max(abs(x - y) for x, y in zip(a, b, strict=True)) for a, b in pairs), default=0.0)
+
+
+def bytes_of(output: Any) -> int:
+    """The bytes that an output keeps alive: those of whole storages, which views share."""
+    storages: dict[int, int] = {}
+    for tensor in tensors_of(output):
+        storages.update(_storage(tensor))
+    return sum(storages.values())
+
+
+def _storage(tensor: Tensor) -> dict[int, int]:
+    if tensor.layout is not torch.strided:
+        return {id(tensor): tensor.numel() * tensor.element_size()}
+    storage = tensor.untyped_storage()
+    return {storage.data_ptr(): storage.nbytes()}
