@@ -104,13 +104,15 @@ class OpenStep:
         self._scratch = Scratch()
         self._progress: dict[Parameter, _Progress] = {}
         self._scalars = group_scalars(optimizer)
+        self._shared = {key: copied(value) for key, value in _of_no_parameter(optimizer)}
         self._advanced: dict[int, dict[str, Any]] = {}  # scalars of the groups that had a parameter to step
+        self._begun = False  # whether a stock step was, and may have failed half-way
         self._stock_steps = 0
         self._fused = False
         engine.rounding.begin_step()
 
     def advance(self, ready: Sequence[Slot]) -> None:
-        """Step these parameters now; each must have its gradient."""
+        """Step these parameters now; each must have its gradient. After a failure, `take_back` goes before a retry."""
         if self._home is None:
             self._advance(ready)
         else:
@@ -127,6 +129,17 @@ class OpenStep:
             plain = []
         if plain:
             self._step_bucket([], plain)
+
+    def take_back(self, failed: Sequence[Slot]) -> None:
+        """Forget an `advance` that failed, so that it can be tried again; `finish` needs no such call.
+
+        Args:
+            failed: what was to be advanced. Weights, gradients and states are the caller's to put back.
+        """
+        for slot in failed:
+            self._progress.pop(slot.parameter, None)
+        self._scratch = Scratch()
+        self._rewind()
 
     def finish(self) -> None:
         """End the step: scalars that the optimizer keeps in its groups have advanced once."""
@@ -155,10 +168,11 @@ class OpenStep:
 
     def _step_bucket(self, bucket: list[Piece], plain: list[Slot]) -> None:
         optimizer, full_state = self._optimizer, self._optimizer.state
-        if self._stock_steps > 0:  # scalars of a group advance once a step, not once a bucket
-            restore_group_scalars(optimizer, self._scalars)
+        if self._begun:  # what belongs to no parameter advances once a step, not once a bucket
+            self._rewind()
+        self._begun = True
         seen_state: defaultdict[Any, Any] = defaultdict(dict)
-        seen_state.update({key: value for key, value in full_state.items() if not isinstance(key, Tensor)})
+        seen_state.update(_of_no_parameter(optimizer))
         seen_params = [self._engine.absent(len(group["params"])) for group in optimizer.param_groups]
         for slot in plain:
             seen_params[slot.group][slot.place] = slot.parameter
@@ -183,6 +197,14 @@ class OpenStep:
                 full_state[slot.parameter] = seen_state.pop(slot.parameter)
         for key in [key for key in seen_state if not isinstance(key, Tensor)]:
             full_state[key] = seen_state[key]
+
+    def _rewind(self) -> None:
+        """Put back what belongs to no parameter, as it was before the step."""
+        restore_group_scalars(self._optimizer, self._scalars)
+        state = self._optimizer.state
+        for key, _ in _of_no_parameter(self._optimizer):
+            del state[key]
+        state.update({key: copied(value) for key, value in self._shared.items()})
 
     def _open(self, piece: Piece) -> Parameter:
         """The float32 shadow of a piece, with its gradient."""
@@ -284,6 +306,11 @@ class OpenStep:
             (piece.slot.index, first_element(parameter) + piece.start),
         )
         narrow_(mode, master, high, low, self._engine.rounding, stream)
+
+
+def _of_no_parameter(optimizer: Optimizer) -> list[tuple[Any, Any]]:
+    """States that an optimizer keeps for all parameters together, under keys of its own."""
+    return [(key, value) for key, value in optimizer.state.items() if not isinstance(key, Tensor)]
 
 
 def _refuse_sparse(parameter: Parameter) -> None:

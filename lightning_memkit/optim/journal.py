@@ -1,0 +1,272 @@
+"""Finish an optimizer's step that runs out of memory: bit for bit the step that it would have been.
+
+A journaled step advances one bundle of parameters after the other, with copies of what that changes beside it.
+Where memory runs out the bundle is put back, caches are emptied, and smaller bundles are stepped: gradients are
+still there, so forward and backward need no repetition. The order in which parameters are stepped does not change
+the result. An optimizer that combines values over the model, or may do so, is stepped as a whole.
+"""
+
+from collections.abc import Callable
+from typing import Any
+from weakref import ref
+
+import torch
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_memkit.memory.meter import ByteMeter
+from lightning_memkit.optim.compensation import compensation_of
+from lightning_memkit.optim.eight_bit import is_bitsandbytes
+from lightning_memkit.optim.gradient_release import release_of
+from lightning_memkit.optim.journaled_step import BundledStep, step_whole
+from lightning_memkit.optim.methods import (
+    combines_over_the_model,
+    has_own_step,
+    living,
+    refuse_closures,
+    replaced_step,
+    stock_step,
+)
+from lightning_memkit.optim.pieces import slots
+from lightning_memkit.optim.shadow import ShadowEngine
+from lightning_memkit.optim.state_home import home_of
+
+BUNDLE_BYTES = 64 << 20
+BUNDLE_BYTES_CPU = 8 << 20  # what stays in its cache is copied for little
+SMALLEST_BUNDLE_BYTES = 1 << 20
+_MARK = "_memkit_journal"
+# Optimizers of these step each parameter by itself, but for those that `combines_over_the_model` knows.
+_BY_PARAMETER = (
+    "torch.optim.",
+    "bitsandbytes.optim.",
+    "lion_pytorch.",
+    "optimi.",
+    "schedulefree.",
+    "torchao.optim.",
+    "transformers.optimization.",
+)
+# Of those, the ones that take norms or products of a whole parameter: on shards that takes all ranks.
+_REDUCE_WITHIN_A_PARAMETER = ("Adafactor", "Muon", "StableAdamW")
+
+
+class Journal:
+    """The handle of an optimizer whose steps are journaled: when they are, how often it helped, and the undo.
+
+    Made by `journal_steps`.
+
+    Attributes:
+        needed: whether warm steps are journaled, too. False is right where such a step takes no memory
+            (`measure_next_warm_step`) and makes it cost nothing. Cold steps, in which states are made, always are.
+        recovered: how many times steps ran out of memory and were finished all the same.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, ready: Callable[[], object] | None, bundle_bytes: int | None
+    ) -> None:
+        self.needed = True
+        self.recovered = 0
+        self._optimizer = ref(optimizer)  # the optimizer owns its journal; a cycle would outlive it
+        self._ready = ready
+        self._bundle_bytes = bundle_bytes or _bundle_bytes_for(optimizer)
+        self._by_parameter = _steps_by_parameter(optimizer)
+        self._compensation = compensation_of(optimizer)
+        self._home = home_of(optimizer)
+        self._plain = ShadowEngine.plain()
+        self._counts: dict[Parameter, int] = {}  # states of each parameter after its last cold step
+        self._measures = False
+        self._active = True
+        self._previous_step = optimizer.__dict__.get("step")
+        self._stock_step = stock_step(optimizer)
+        wrapped = hasattr(self._previous_step, "_wrapped_by_lr_sched")  # a scheduler was made before
+        step = replaced_step(optimizer, self._act, wrapped=wrapped)
+        step.__dict__[_MARK] = self
+        optimizer.step = step  # pyright: ignore[reportAttributeAccessIssue]
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer whose steps are journaled."""
+        return living(self._optimizer)
+
+    def undo(self) -> None:
+        """Give the optimizer its step back."""
+        if not self._active:
+            return
+        self._active = False
+        optimizer = self.optimizer
+        optimizer.__dict__.pop(_MARK, None)
+        if getattr(optimizer.__dict__.get("step"), _MARK, None) is self:
+            # A scheduler made since has wrapped our step: then it stays, and hands on to the one before.
+            if self._previous_step is None:
+                del optimizer.__dict__["step"]
+            else:
+                optimizer.step = self._previous_step  # pyright: ignore[reportAttributeAccessIssue]
+
+    def measure_next_warm_step(self) -> None:
+        """Let the next step in which no state is made go without a journal, and set `needed` by what it allocates.
+
+        For a trial step, which is rolled back: out of memory there leaves a half-made step.
+        """
+        self._measures = True
+
+    def is_cold(self) -> bool:
+        """Whether the next step, from the gradients as they are, makes states."""
+        state = self.optimizer.state
+        stepped = [slot.parameter for slot in slots(self.optimizer) if slot.parameter.grad is not None]
+        counts = [len(state[parameter]) if parameter in state else 0 for parameter in stepped]
+        most = max(counts, default=0)
+        # Some optimizers keep states for some parameters, or none: a step that has been seen tells how many it leaves.
+        return any(
+            count != self._counts.get(parameter, max(most, 1))
+            for parameter, count in zip(stepped, counts, strict=True)
+        )
+
+    def _act(self, optimizer: Optimizer) -> None:
+        if not self._active:  # a scheduler made since has wrapped our step
+            self._step_at_once(optimizer)
+            return
+        self._check_order(optimizer)
+        if self._ready is not None:
+            self._ready()
+        cold = self.is_cold()
+        if not cold and self._measures:
+            self._measures = False
+            self.needed = _allocations(optimizer, lambda: self._step_at_once(optimizer)) > 0
+        elif not (cold or self.needed):
+            self._step_at_once(optimizer)
+        elif self._by_parameter:
+            self._step_in_bundles(optimizer)
+        else:
+            self._step_whole(optimizer)
+        if cold:
+            self._counts = {
+                slot.parameter: len(optimizer.state.get(slot.parameter, ()))
+                for slot in slots(optimizer)
+                if slot.parameter.grad is not None or slot.parameter in self._counts
+            }
+
+    def _check_order(self, optimizer: Optimizer) -> None:
+        name = type(optimizer).__name__
+        unlike = compensation_of(optimizer) is not self._compensation or home_of(optimizer) is not self._home
+        if unlike or release_of(optimizer) is not None:
+            raise RuntimeError(
+                f"The step of {name} was changed after it was journaled (compensated, offloaded, released, or one of "
+                "these undone): call .undo() on the journal before, and journal_steps(optimizer) after it."
+            )
+
+    def _engine_and_step(self) -> tuple[ShadowEngine, Callable[..., Any]]:
+        if self._compensation is None:
+            return self._plain, self._stock_step
+        return self._compensation.engine, self._compensation.stock_step
+
+    def _step_at_once(self, optimizer: Optimizer) -> None:
+        """The step as it would be without us."""
+        compensation = compensation_of(optimizer)
+        if compensation is not None:
+            compensation.engine.step(optimizer, compensation.stock_step)
+        elif home_of(optimizer) is not None:
+            self._plain.step(optimizer, self._stock_step)
+        else:
+            self._stock_step()
+
+    def _step_in_bundles(self, optimizer: Optimizer) -> None:
+        _note_overrides(optimizer)
+        engine, stock_step = self._engine_and_step()
+        step = BundledStep(optimizer, engine, stock_step, self._bundle_bytes)
+        step.run()
+        self.recovered += step.failures
+        if step.failures:
+            self._bundle_bytes = max(self._bundle_bytes // 2, SMALLEST_BUNDLE_BYTES)
+
+    def _step_whole(self, optimizer: Optimizer) -> None:
+        engine, _ = self._engine_and_step()
+        tries = 1 if _communicates(optimizer) else 2
+        self.recovered += step_whole(optimizer, engine, lambda: self._step_at_once(optimizer), tries=tries)
+
+
+def journal_steps(
+    optimizer: Optimizer, *, ready: Callable[[], object] | None = None, bundle_bytes: int | None = None
+) -> Journal:
+    """Let an optimizer's steps survive running out of memory; copies of one bundle (64 MiB) are alive at a time.
+
+    Weights, states and gradients are bitwise those of the step without the fault. Optimizers that combine values
+    over the model, and classes that aren't known not to, are stepped as a whole, with copies of all they change in
+    host memory. Compensated optimizers and those with offloaded states are journaled as they are; do so last.
+
+    Args:
+        optimizer: any optimizer whose step needs no closure.
+        ready: called in every step after its closure, before anything is changed; what it raises leaves nothing
+            changed. Ranks may agree here whether to step.
+        bundle_bytes: weights, gradients and states that are copied at a time, 64 MiB by default and 8 MiB on a CPU.
+            A parameter with more is a bundle of its own.
+
+    Returns:
+        The handle; `Journal.undo` gives the optimizer its step back.
+
+    Raises:
+        ValueError: the steps are journaled already, or gradients are released within backward; a group asks for a
+            differentiable step.
+        TypeError: the optimizer's step demands a closure, such as LBFGS's.
+    """
+    if bundle_bytes is not None and bundle_bytes < 1:
+        raise ValueError(f"bundle_bytes={bundle_bytes} must be 1 or more; 64 MiB is {BUNDLE_BYTES}.")
+    name = type(optimizer).__name__
+    if journal_of(optimizer) is not None:
+        raise ValueError(f"The steps of this {name} are journaled already; call .undo() on the first handle.")
+    if release_of(optimizer) is not None:
+        raise ValueError(
+            f"The gradients of this {name} are released: its parameters are stepped within backward, and their "
+            "gradients are gone when a step fails. Journal steps, or release gradients."
+        )
+    refuse_closures(optimizer, "a step in bundles")
+    journal = optimizer.__dict__[_MARK] = Journal(optimizer, ready, bundle_bytes)
+    return journal
+
+
+def journal_of(optimizer: Optimizer) -> Journal | None:
+    """The handle of an optimizer whose steps are journaled; None for any other."""
+    return optimizer.__dict__.get(_MARK)
+
+
+def _bundle_bytes_for(optimizer: Optimizer) -> int:
+    on_cpu = all(slot.parameter.device.type == "cpu" for slot in slots(optimizer))
+    return BUNDLE_BYTES_CPU if on_cpu else BUNDLE_BYTES
+
+
+def _steps_by_parameter(optimizer: Optimizer) -> bool:
+    """Whether parameters may be stepped one after the other, with the same result."""
+    if combines_over_the_model(optimizer) or _communicates(optimizer):
+        return False
+    if compensation_of(optimizer) is not None or home_of(optimizer) is not None:
+        return True  # so they are anyway
+    known = f"{type(optimizer).step.__module__}.".startswith(_BY_PARAMETER)
+    return known and not has_own_step(optimizer)
+
+
+def _communicates(optimizer: Optimizer) -> bool:
+    """Whether a step is not known to do without other ranks, which a repeated one would leave behind."""
+    if not any(hasattr(slot.parameter, "to_local") for slot in slots(optimizer)):
+        return False
+    known = f"{type(optimizer).step.__module__}.".startswith(_BY_PARAMETER)
+    return not known or type(optimizer).__name__ in _REDUCE_WITHIN_A_PARAMETER
+
+
+def _note_overrides(optimizer: Any) -> None:
+    """Show bitsandbytes all parameters: in its first step it looks up whose options the user overrode."""
+    if is_bitsandbytes(optimizer) and not optimizer.initialized:
+        optimizer.check_overrides()
+
+
+def _allocations(optimizer: Optimizer, act: Callable[[], object]) -> int:
+    """How often an action allocates on the parameters' devices; off CUDA, everywhere."""
+    on_cuda = {slot.parameter.device for slot in slots(optimizer) if slot.parameter.device.type == "cuda"}
+    if not on_cuda:
+        with ByteMeter() as meter:
+            act()
+        return meter.allocations
+    before = sum(_allocations_so_far(device) for device in on_cuda)
+    act()
+    return sum(_allocations_so_far(device) for device in on_cuda) - before
+
+
+def _allocations_so_far(device: torch.device) -> int:
+    return torch.cuda.memory_stats(device).get("allocation.all.allocated", 0)

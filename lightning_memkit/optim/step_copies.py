@@ -1,0 +1,182 @@
+"""Copies of what an optimizer's step changes, and putting them back into the same tensors, bit for bit.
+
+A step may write into weights, gradients and states, replace states, and make new ones. What is kept is each
+tensor as an object and its values beside it, so that after a roll-back nobody who holds one of them can tell.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from lightning_memkit.optim.group_scalars import group_scalars, restore_group_scalars
+from lightning_memkit.optim.pieces import Slot, slots
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+
+
+class StepCopies:
+    """Copies of the weights, gradients and states of some parameters: as many bytes as those have.
+
+    Args:
+        optimizer: whose step it is.
+        shown: the parameters.
+        on_host: keep the copies in host memory.
+    """
+
+    def __init__(self, optimizer: Optimizer, shown: Iterable[Slot], *, on_host: bool = False) -> None:
+        self._optimizer = optimizer
+        self._tensors: list[Tensor] = []
+        self._containers: list[tuple[Any, Any]] = []
+        self._seen: set[int] = set()
+        self._weights: list[tuple[Parameter, Tensor, Tensor | None]] = []
+        self._states: list[tuple[Any, Any]] = []  # a parameter and its state; None where it has none
+        self._keep_all(shown)
+        self._values = _Values(self._tensors, on_host)
+
+    def restore(self) -> None:
+        """Put everything back; where the copies lie beside the tensors, no memory is taken."""
+        for key, state in self._states:
+            if state is not None:
+                self._optimizer.state[key] = state
+            elif key in self._optimizer.state:
+                del self._optimizer.state[key]
+        for container, contents in self._containers:
+            _refill(container, contents)
+        for parameter, data, gradient in self._weights:
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
+            if not _is_wrapper(parameter) and parameter.data_ptr() != data.data_ptr():
+                parameter.data = data
+        self._values.write_back()
+
+    def _keep_all(self, shown: Iterable[Slot]) -> None:
+        for slot in shown:
+            self._keep_parameter(slot.parameter)
+
+    def _keep_parameter(self, parameter: Parameter) -> None:
+        data = parameter.detach()  # the memory itself: a step may give the parameter another one
+        self._weights.append((parameter, data, parameter.grad))
+        self._keep(data)
+        if parameter.grad is not None:
+            self._keep(parameter.grad)
+        self._keep_state(parameter)
+
+    def _keep_state(self, key: Any) -> None:
+        state = self._optimizer.state[key] if key in self._optimizer.state else None
+        self._states.append((key, state))
+        self._keep(state)
+
+    def _keep(self, value: Any) -> None:
+        if isinstance(value, Tensor):
+            self._tensors.extend(_parts(value))
+        elif isinstance(value, _PLAIN) or callable(value) or id(value) in self._seen:
+            return
+        elif isinstance(value, (dict, list)):
+            self._seen.add(id(value))
+            self._containers.append((value, value.copy()))
+            for item in list(value.values()) if isinstance(value, dict) else value:
+                self._keep(item)
+        elif isinstance(value, (tuple, frozenset)):
+            for item in value:
+                self._keep(item)
+        elif hasattr(value, "__dict__"):  # an object of the optimizer's own
+            self._keep(vars(value))
+
+
+class WholeStepCopies(StepCopies):
+    """Copies of all that a step may change, whatever the optimizer, in host memory.
+
+    Beside what `StepCopies` keeps: group scalars, states of no parameter, and the optimizer's own numbers and flags.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._scalars = group_scalars(optimizer)
+        self._own = {name: value for name, value in vars(optimizer).items() if isinstance(value, _PLAIN)}
+        super().__init__(optimizer, slots(optimizer), on_host=True)
+
+    def restore(self) -> None:
+        """Put everything back."""
+        kept = {key for key, _ in self._states}
+        for key in [key for key in self._optimizer.state if key not in kept]:
+            del self._optimizer.state[key]
+        super().restore()
+        restore_group_scalars(self._optimizer, self._scalars)
+        self._optimizer.__dict__.update(self._own)
+
+    def _keep_all(self, shown: Iterable[Slot]) -> None:
+        super()._keep_all(shown)
+        parameters = {key for key, _ in self._states}
+        for key in self._optimizer.state:
+            if key not in parameters:
+                self._keep_state(key)
+
+
+class _Values:
+    """Copies of tensors' values: on their device one tensor a dtype, so that many small ones take one call."""
+
+    def __init__(self, tensors: list[Tensor], on_host: bool) -> None:
+        self._apart: list[tuple[Tensor, Tensor]] = []
+        self._joined: list[tuple[list[Tensor], Tensor]] = []
+        alike: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+        for tensor in tensors:
+            if tensor.layout != torch.strided:
+                self._apart.append((tensor, tensor.clone()))
+            elif on_host and tensor.device.type != "cpu":
+                self._apart.append((tensor, tensor.to("cpu", copy=True)))
+            else:
+                alike[tensor.device, tensor.dtype].append(tensor)
+        for group in alike.values():
+            if len(group) == 1:  # torch would join it to a view of itself
+                self._apart.append((group[0], group[0].clone()))
+            else:
+                self._joined.append((group, _flatten_dense_tensors(group)))
+
+    def write_back(self) -> None:
+        for tensor, values in self._apart:
+            tensor.copy_(values)
+        for tensors, values in self._joined:
+            torch._foreach_copy_(tensors, _unflatten_dense_tensors(values, tensors))
+
+
+def bytes_to_copy(optimizer: Optimizer, parameter: Parameter) -> int:
+    """Bytes of a parameter, its gradient and its states."""
+    tensors = [parameter, parameter.grad]
+    if parameter in optimizer.state:
+        tensors += optimizer.state[parameter].values()
+    return sum(_bytes(tensor) for tensor in tensors if isinstance(tensor, Tensor))
+
+
+def _bytes(tensor: Tensor) -> int:
+    return sum(
+        part.nbytes if part.layout == torch.strided else part._values().nbytes for part in _parts(tensor)
+    )
+
+
+def _is_wrapper(tensor: Tensor) -> bool:
+    return type(tensor) not in (Tensor, Parameter) and is_traceable_wrapper_subclass(tensor)
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    """The plain tensors behind a tensor: the shard of a DTensor, the codes and scales of torchao's states."""
+    if not _is_wrapper(tensor):
+        yield tensor
+        return
+    names, _ = tensor.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]
+    for part in (getattr(tensor, name) for name in names):
+        if isinstance(part, Tensor):
+            yield from _parts(part)
+
+
+def _refill(container: Any, contents: Any) -> None:
+    container.clear()
+    if isinstance(container, dict):
+        container.update(contents)
+    else:
+        container.extend(contents)
