@@ -1,0 +1,180 @@
+"""What the fault sweep trains: three tiny models, five optimizers, batches of four in parts of two."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Sampler
+
+from examples.pretrain_causal_lm.model import CausalLM
+from lightning_memkit import ActivationCheckpointing, PackedBatch, PureBF16Precision, pack, packed_attention
+from lightning_memkit.data.collate import collate
+from lightning_memkit.data.store import TokenStore
+
+MODELS = ("transformer", "cnn", "packed_lm")
+OPTIMIZERS = ("for_loop", "foreach", "fused", "kahan", "eight_bit")
+BATCH, PART, STEPS = 4, 2, 3
+VOCABULARY, LENGTH, WIDTH = 24, 6, 16
+
+
+class Trained(LightningModule):
+    """Logs its loss, clips, and steps a scheduler; the optimizer is chosen by name."""
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__()
+        self.optimizer = optimizer
+
+    def loss(self, batch: Any) -> Tensor:
+        """The mean that the step minimizes."""
+        raise TypeError(f"{type(self).__name__} has no loss.")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """The loss, logged a step and an epoch."""
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        """The optimizer in two groups, and a learning rate that changes with every step."""
+        groups = [
+            {
+                "params": [p for p in self.parameters() if (p.ndim > 1) is decayed],
+                "weight_decay": 0.1 * decayed,
+            }
+            for decayed in (True, False)
+        ]
+        optimizer = optimizer_named(self.optimizer, groups)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.3, 1.0, STEPS)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Transformer(Trained):
+    """One encoder layer with dropout, a label a token."""
+
+    def __init__(self, optimizer: str, dropout: float = 0.1) -> None:
+        super().__init__(optimizer)
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout, batch_first=True)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        """Cross-entropy a label that is not -100."""
+        logits = self.head(self.layer(self.embedding(batch["x"])))
+        return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+
+class CNN(Trained):
+    """Two convolutions with batch normalization."""
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__(optimizer)
+        self.layers = nn.Sequential(
+            nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(),
+            nn.Conv2d(8, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4),
+        )  # fmt: skip
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Cross-entropy a picture."""
+        return F.cross_entropy(self.layers(batch[0].to(self.dtype)), batch[1])
+
+
+class PackedLM(Trained, CausalLM):
+    """The pretraining example on packed rows; its blocks are recomputed in the backward."""
+
+    def __init__(self, optimizer: str) -> None:
+        Trained.__init__(self, optimizer)
+        CausalLM.__init__(self, VOCABULARY, WIDTH, 1, 2, packed_attention)
+        self.optimizer = optimizer
+
+    def loss(self, batch: PackedBatch) -> Tensor:
+        """Cross-entropy a token."""
+        logits, labels = self._logits_and_labels(batch)
+        return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+
+class ShardedTransformer(Transformer):
+    """Each of its layers is sharded over the ranks (FSDP2)."""
+
+    def configure_model(self) -> None:
+        """Shard once."""
+        mesh: Any = self.device_mesh
+        for part in (self.embedding, self.layer, self.head):
+            if not isinstance(next(part.parameters()), DTensor):
+                fully_shard(part, mesh=mesh["data_parallel"])
+
+
+def model_named(name: str, optimizer: str) -> Trained:
+    """A model with its weights from the global seed; `exact` has no dropout."""
+    if name == "exact":
+        return Transformer(optimizer, dropout=0.0)
+    kinds = {"transformer": Transformer, "cnn": CNN, "packed_lm": PackedLM, "sharded": ShardedTransformer}
+    return kinds[name](optimizer)
+
+
+def optimizer_named(name: str, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """AdamW in one of its kinds; all but `eight_bit` are torch's."""
+    if name == "eight_bit":
+        from bitsandbytes.optim import AdamW8bit
+
+        return AdamW8bit(groups, lr=1e-2, min_8bit_size=64)  # else tensors as small as these keep 32 bits
+    kind: dict[str, Any] = {"foreach": {"foreach": True}, "fused": {"fused": True}}.get(
+        name, {"foreach": False}
+    )
+    return torch.optim.AdamW(groups, lr=1e-2, **kind)
+
+
+def extras(model: str, optimizer: str) -> tuple[list[Callback], list[Any]]:
+    """The callbacks and the precision that make the case."""
+    callbacks: list[Callback] = [ActivationCheckpointing("full")] if model == "packed_lm" else []
+    return callbacks, [PureBF16Precision()] if optimizer == "kahan" else []
+
+
+class CountedSampler(Sampler[int]):
+    """A shuffled order that notes what was drawn: the loader's position."""
+
+    def __init__(self, count: int) -> None:
+        self.order = torch.randperm(count, generator=torch.Generator().manual_seed(3)).tolist()
+        self.drawn: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __iter__(self) -> Iterator[int]:
+        for index in self.order:
+            self.drawn.append(index)
+            yield index
+
+
+def loader_for(model: str, rank: int = 0) -> DataLoader:
+    """One batch more than the run takes, so that the position tells."""
+    samples, collate_fn = samples_for(model, rank)
+    sampler = CountedSampler(len(samples))
+    return DataLoader(samples, BATCH, sampler=sampler, collate_fn=collate_fn)  # pyright: ignore[reportArgumentType]
+
+
+def samples_for(model: str, rank: int = 0) -> tuple[Sequence[Any], Any]:
+    """Samples from a fixed seed, another one a rank, and their collate function."""
+    count = BATCH * (STEPS + 1)
+    generator = torch.Generator().manual_seed(11 + rank)
+    if model == "cnn":
+        pictures = torch.randn(count, 1, 6, 6, generator=generator)
+        return [(picture, index % 4) for index, picture in enumerate(pictures)], None
+    if model == "packed_lm":
+        lengths = torch.randint(2, LENGTH, (4 * count,), generator=generator)
+        offsets = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0))).numpy()
+        tokens = torch.randint(0, VOCABULARY, (int(offsets[-1]),), generator=generator).numpy()
+        store = TokenStore(tokens=tokens, offsets=offsets)
+        packing = pack(store.lengths, 2 * LENGTH)
+        return range(count), lambda rows: collate(store, packing, rows)
+    rows = []
+    for x in torch.randint(0, VOCABULARY, (count, LENGTH), generator=generator):
+        labels = x.roll(1).clone()
+        labels[: int(torch.randint(0, LENGTH, (1,), generator=generator))] = -100
+        rows.append({"x": x, "labels": labels})
+    return rows, None

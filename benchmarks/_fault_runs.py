@@ -1,0 +1,330 @@
+"""One training run with a fault in it: what it ends with, and whether that is bitwise what it should be."""
+
+import gc
+import logging
+import random
+import warnings
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from benchmarks._fault_cases import PART, Trained, extras, loader_for, model_named
+from lightning_memkit import MemoryBudget
+from lightning_memkit.testing import FakeDevice, Faults, count_allocations, fake_device, sweep
+from tests.plugins.fake_accelerator import FakeAccelerator
+
+Kind = Literal["operators", "allocator"]
+Partition = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A cell of the table.
+
+    Attributes:
+        model: a name of `_fault_cases.MODELS`, or `exact`.
+        optimizer: a name of `_fault_cases.OPTIMIZERS`.
+        step: the optimizer step that the faults are in: 0 is cold.
+        kind: operators' outputs on the CPU, or the fake device's allocator.
+        naive: zero_grad and the same batch again, in the place of MemoryBudget.
+        dtype: of the weights.
+        steps_after: how many the run takes after the one with the fault.
+    """
+
+    model: str
+    optimizer: str
+    step: int = 0
+    kind: Kind = "operators"
+    naive: bool = False
+    dtype: torch.dtype = torch.float32
+    steps_after: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """What a run ended with.
+
+    Attributes:
+        state: by name, values that can be compared; tensors are clones on the host.
+        partition: from which step on parts had which size.
+        live_bytes: alive at the end of the step with the fault, of what was allocated since it began.
+    """
+
+    state: dict[str, Any]
+    partition: Partition
+    live_bytes: int
+
+
+@dataclass(kw_only=True)
+class Tally:
+    """What came of a case's points."""
+
+    points: int = 0
+    equal: int = 0
+    failures: list[str] = field(default_factory=list)
+    total_points: int = 0
+    largest_difference: float = 0.0
+
+    def fail(self, point: int, operator: str, why: str) -> None:
+        """Count a point that is not equal."""
+        self.failures.append(f"{point} {operator}: {why}")
+
+
+class ArmedBudget(MemoryBudget):
+    """Arms the faults once its own trials are over; in a run without, takes the partition it is given."""
+
+    def __init__(self, faults: Faults | None, step: int, partition: Partition) -> None:
+        super().__init__("1GiB", micro_batch_size=PART)
+        self.faults, self.armed_step, self.given = faults, step, dict(partition)
+
+    def prepare(self, step: Any) -> None:
+        """Trials, then the faults."""
+        super().prepare(step)
+        now = step.trainer.global_step
+        runner: Any = self._runner
+        if now in self.given:
+            runner.partition.micro_batch_size = self.given[now]
+        if self.faults is not None and now == self.armed_step:
+            self.faults.arm()
+
+
+class NaiveRetry(Callback):
+    """What users write: zero_grad, and the batch again."""
+
+    def __init__(self, faults: Faults | None, step: int) -> None:
+        self.faults, self.armed_step = faults, step
+
+    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        """Arm, and catch what the step raises."""
+        if self.faults is not None and trainer.global_step == self.armed_step:
+            self.faults.arm()
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Override the module's own hook, where users put it."""
+        stock = pl_module.optimizer_step
+
+        def optimizer_step(epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+            try:
+                stock(epoch, batch_idx, optimizer, optimizer_closure)
+                return
+            except torch.OutOfMemoryError:
+                pass
+            optimizer.zero_grad()
+            stock(epoch, batch_idx, optimizer, optimizer_closure)
+
+        pl_module.optimizer_step = optimizer_step
+
+
+class StepEnd(Callback):
+    """Disarms the faults when the step has ended, and notes the bytes then."""
+
+    def __init__(self, faults: Faults | None, step: int, device: FakeDevice | None) -> None:
+        self.faults, self.armed_step, self.device = faults, step, device
+        self.live_bytes = 0
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Once, after the step with the fault."""
+        if self.faults is None or trainer.global_step != self.armed_step + 1:
+            return
+        self.faults.disarm()
+        if self.device is not None:
+            self.device.synchronize()
+        self.live_bytes = self.faults.live_bytes
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Float32 gradients of bfloat16 weights can't follow a module from the device "fake" to the host."""
+        pl_module.zero_grad(set_to_none=True)
+
+
+def train(
+    case: Case, faults: Faults | None, device: FakeDevice | None = None, partition: Partition = (),
+    *, rank: int = 0, strategy: Any = None,
+) -> End:  # fmt: skip
+    """A whole run from the seed; the faults are on within one step of it.
+
+    Args:
+        case: what to train.
+        faults: armed within the case's step; None for a run without.
+        device: where it trains; None for the CPU.
+        partition: the sizes of parts to take from given steps on.
+        rank: whose data.
+        strategy: makes Lightning's, for two ranks; None for one device.
+    """
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    module = model_named(case.model, case.optimizer).to(case.dtype)
+    loader = loader_for(case.model, rank)
+    callbacks, plugins = extras(case.model, case.optimizer)
+    budget = ArmedBudget(faults, case.step, partition)
+    end = StepEnd(faults, case.step, device)
+    callbacks += [NaiveRetry(faults, case.step) if case.naive else budget, end]
+    trainer = Trainer(
+        max_steps=case.step + 1 + case.steps_after, callbacks=callbacks, plugins=plugins or None,
+        gradient_clip_val=0.5, use_distributed_sampler=False, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, **place(device, strategy),
+    )  # fmt: skip
+    trainer.fit(module, loader)
+    history = () if case.naive else tuple(budget.history)
+    return End(state=captured(trainer, module, loader), partition=history, live_bytes=end.live_bytes)
+
+
+def place(device: FakeDevice | None, strategy: Any) -> dict[str, Any]:
+    """The Trainer's arguments for the device."""
+    if strategy is not None:
+        return {"accelerator": "cpu", "devices": 2, "strategy": strategy()}
+    if device is None:
+        return {"accelerator": "cpu", "devices": 1}
+    return {
+        "devices": 1,
+        "strategy": SingleDeviceStrategy(device.torch_device, accelerator=FakeAccelerator()),
+    }
+
+
+def captured(trainer: Trainer, module: Trained, loader: Any) -> dict[str, Any]:
+    """All that a fault must not change."""
+    optimizer, schedule = trainer.optimizers[0], trainer.lr_scheduler_configs[0].scheduler
+    return {
+        "weights": _host(dict(module.named_parameters())),
+        "buffers": _host(dict(module.named_buffers())),
+        "optimizer": _host(optimizer.state_dict()),
+        "rng": _host([torch.get_rng_state(), random.getstate(), list(np.random.get_state())]),
+        "lr": [_host([group["lr"] for group in optimizer.param_groups]), _host(schedule.state_dict())],
+        "global_step": trainer.global_step,
+        "position": [list(loader.sampler.drawn), trainer.fit_loop.epoch_loop.batch_progress.state_dict()],
+        "logged": _host(dict(trainer.callback_metrics)),
+    }
+
+
+def differences(ours: dict[str, Any], theirs: dict[str, Any], skip: Sequence[str] = ()) -> list[str]:
+    """The names of what is not bitwise equal."""
+    return [name for name in theirs if name not in skip and not _same(ours[name], theirs[name])]
+
+
+def relative_difference(ours: End, theirs: End) -> float:
+    """The largest difference of any weight, as a share of the largest in its tensor."""
+    pairs = [(ours.state["weights"][name], weight) for name, weight in theirs.state["weights"].items()]
+    return max(float((mine - weight).abs().max() / weight.abs().max()) for mine, weight in pairs)
+
+
+def _host(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        value = value.to_local()
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _host(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_host(item) for item in value]
+    return value.copy() if isinstance(value, np.ndarray) else value
+
+
+def _same(ours: Any, theirs: Any) -> bool:
+    if isinstance(theirs, Tensor):
+        if not isinstance(ours, Tensor) or (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
+            return False
+        bits = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (ours, theirs)]
+        return torch.equal(*bits)
+    if isinstance(theirs, np.ndarray):
+        return np.array_equal(ours, theirs)
+    if isinstance(theirs, dict):
+        return set(ours) == set(theirs) and all(_same(ours[key], theirs[key]) for key in theirs)
+    if isinstance(theirs, list):
+        return len(ours) == len(theirs) and all(map(_same, ours, theirs))
+    return type(ours) is type(theirs) and ours == theirs
+
+
+def quiet() -> None:
+    """One thread, and no word of Lightning's in a process that trains thousands of times."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+
+
+class References:
+    """Fault-free runs of a case, one for each partition that a faulty run came to use."""
+
+    def __init__(self, case: Case, device: FakeDevice | None, **where: Any) -> None:
+        self._case, self._device, self._where = case, device, where
+        self._known: dict[Partition, End] = {}
+
+    def __getitem__(self, partition: Partition) -> End:
+        if partition not in self._known:
+            gc.collect()
+            with count_allocations(on=self._device, armed=False) as faults:
+                end = train(self._case, faults, self._device, partition, **self._where)
+            if end.partition != partition:
+                raise RuntimeError(f"A run was to take the partition {partition} and took {end.partition}.")
+            self._known[partition] = end
+        return self._known[partition]
+
+
+def run_case(case: Case, points: int | None, seed: int = 0) -> Tally:
+    """Sweep a case's points, or a sample of so many."""
+    tally = Tally()
+    # What is alive now stays: a collection then looks at little more than a run's own objects.
+    gc.collect()
+    gc.freeze()
+    with fake_device() if case.kind == "allocator" else nullcontext() as device:
+        references = References(case, device)
+        outcomes = sweep(
+            lambda faults: train(case, faults, device),
+            on=device, armed=False, points=lambda count: chosen_points(count, points, seed),
+        )  # fmt: skip
+        for outcome in outcomes:
+            tally.points, tally.total_points = tally.points + 1, outcome.points
+            operator = outcome.fault.operator if outcome.fault else "not reached"
+            why = reasons(outcome, references)
+            if (
+                case.naive and outcome.result is not None
+            ):  # neither logs nor bytes are held against the control
+                why = ", ".join(differences(outcome.result.state, outcome.expected.state, skip=("logged",)))
+            if case.dtype == torch.float64 and outcome.result is not None:
+                difference = relative_difference(outcome.result, outcome.expected)
+                tally.largest_difference = max(tally.largest_difference, difference)
+            if why:
+                tally.fail(outcome.point, operator, why)
+            else:
+                tally.equal += 1
+    return tally
+
+
+def reasons(outcome: Any, references: References, *, peer: bool = False) -> str:
+    """Why an outcome is not what it should be, empty where it is; a `peer` has no fault itself."""
+    if outcome.error is not None:
+        return f"{type(outcome.error).__name__}: {str(outcome.error)[:160]}"
+    if outcome.fault is None and not peer:
+        return "the fault was not reached"
+    reference = references[outcome.result.partition]
+    wrong = differences(outcome.result.state, reference.state)
+    if outcome.result.live_bytes != reference.live_bytes:
+        wrong.append(f"live bytes {outcome.result.live_bytes - reference.live_bytes:+}")
+    if outcome.leaked_bytes:
+        wrong.append(f"leaked bytes {outcome.leaked_bytes:+}")
+    return ", ".join(wrong)
+
+
+def chosen_points(count: int, wanted: int | None, seed: int) -> Sequence[int]:
+    """All points, or that many of them: one at random out of each of as many equal stretches."""
+    if wanted is None or wanted >= count:
+        return range(count)
+    rng = random.Random(seed)
+    return [int((stretch + rng.random()) * count / wanted) for stretch in range(wanted)]
+
+
+def added(tallies: Iterable[Tally]) -> Tally:
+    """The sum of several."""
+    whole = Tally()
+    for tally in tallies:
+        whole.points += tally.points
+        whole.equal += tally.equal
+        whole.failures += tally.failures
+    return whole

@@ -1,0 +1,131 @@
+"""Every allocation of a step in turn runs out of memory: how many of the runs end bitwise as they should.
+
+A point is one allocation of one optimizer step: every storage that an operator creates (CPU), and every call of
+the device "fake"'s allocator. After a run with a fault, weights, buffers, optimizer, RNG, learning rate,
+global_step, the loader's position and the logged values are compared with a fault-free run that takes the
+recorded partition from that step on; live bytes have to be back where that run's are. The control in the same
+table is what users write: zero_grad, and the batch again. A run of two ranks has its fault on one of them; 60 s
+without progress are a hang.
+"""
+
+import multiprocessing
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+
+import torch
+
+from benchmarks.__main__ import main_of
+from benchmarks._fault_cases import MODELS, OPTIMIZERS
+from benchmarks._fault_ranks import Job, run_ranks
+from benchmarks._fault_runs import Case, Tally, added, quiet, run_case
+from benchmarks.harness import Options, Report
+
+PROCESSES = 2
+SHOWN_FAILURES = 20
+STEPS = {0: "cold", 1: "warm"}
+RANKS = {
+    "ddp": [("transformer", "for_loop"), ("cnn", "foreach"), ("packed_lm", "fused")],
+    "fsdp2": [("sharded", "for_loop"), ("sharded", "foreach")],
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """How many points of a case are run, None for all; how many cases ranks have, and how often they start anew."""
+
+    budget: int | None = None
+    naive: int | None = None
+    ranks: int | None = None
+    rank_cases: int = 9
+    rank_starts: int = 20
+
+
+def run(options: Options) -> Report:
+    """All points, or with `--quick` a random sample of each case's."""
+    sample = Sample(budget=5, naive=2, ranks=5, rank_cases=2, rank_starts=3) if options.quick else Sample()
+    cases = list(all_cases())
+    tallies = dict(zip(cases, run_cases(cases, sample, options.seed), strict=True))
+    rows, ours, control, exact = [], [], [], []
+    for case in cases:
+        if case.kind == "operators" and not case.naive:
+            row = [
+                tallies[case],
+                tallies.get(replace(case, kind="allocator")),
+                tallies.get(replace(case, naive=True)),
+            ]
+            rows.append(_row(case, row))
+        if case.dtype == torch.float64:
+            exact.append(tallies[case])
+        else:
+            (control if case.naive else ours).append(tallies[case])
+    whole, naive, notes = added(ours), added(control), []
+    figures: dict[str, float | int | bool] = {
+        "points": whole.points,
+        "equal_fraction": whole.equal / whole.points,
+        "naive_points": naive.points,
+        "naive_equal_fraction": naive.equal / naive.points,
+        "max_relative_diff_fp64": max(tally.largest_difference for tally in exact),
+    }
+    hangs, failures = 0, [*whole.failures, *added(exact).failures]
+    for strategy, kinds in RANKS.items():
+        both = [(model, optimizer, step) for model, optimizer in kinds for step in STEPS]
+        shared = run_ranks(
+            Job(strategy=strategy, cases=both[: sample.rank_cases], points=sample.ranks, seed=options.seed,
+                most_starts=sample.rank_starts)
+        )  # fmt: skip
+        tally = added(shared.tallies)
+        rows += shared.rows()
+        figures[f"{strategy}_points"] = tally.points
+        figures[f"{strategy}_equal_fraction"] = tally.equal / tally.points
+        hangs += sum(shared.hangs)
+        failures += [f"{strategy} {failure}" for failure in tally.failures]
+    figures["hangs"] = hangs
+    notes += failures[:SHOWN_FAILURES]
+    if len(failures) > SHOWN_FAILURES:
+        notes.append(f"and {len(failures) - SHOWN_FAILURES} points more that are not equal")
+    notes.append("a cell is the points that end bitwise equal, of those run" + " (a sample)" * options.quick)
+    return Report("fault_sweep", figures, rows, notes=tuple(notes))
+
+
+def all_cases() -> Iterator[Case]:
+    """Every cell of the table, the control's among them, and the cells in float64."""
+    for model in MODELS:
+        for optimizer in OPTIMIZERS:
+            for step in STEPS:
+                case = Case(model=model, optimizer=optimizer, step=step)
+                yield from (case, replace(case, kind="allocator"), replace(case, naive=True))
+    for step in STEPS:
+        yield Case(model="exact", optimizer="for_loop", step=step, dtype=torch.float64, steps_after=0)
+
+
+def run_cases(cases: list[Case], sample: Sample, seed: int) -> list[Tally]:
+    """The cases' tallies, from two processes at a time."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    tallies: dict[Case, Tally] = {}
+    context = multiprocessing.get_context("spawn")
+    for kind in ("operators", "allocator"):  # a process that has the device "fake" has it as its accelerator
+        mine = [case for case in cases if case.kind == kind]
+        with ProcessPoolExecutor(PROCESSES, context, initializer=quiet) as pool:
+            wanted = [sample.naive if case.naive else sample.budget for case in mine]
+            results = pool.map(run_case, mine, wanted, [seed] * len(mine))
+            tallies |= dict(zip(mine, results, strict=True))
+    return [tallies[case] for case in cases]
+
+
+def _row(case: Case, tallies: list[Tally | None]) -> dict[str, object]:
+    precision = ", float64" if case.dtype == torch.float64 else ""
+    row: dict[str, object] = {
+        "model": case.model + precision,
+        "optimizer": case.optimizer,
+        "step": STEPS[case.step],
+    }
+    for name, tally in zip(("operators", "allocator", "naive"), tallies, strict=True):
+        if tally is not None:
+            row[name] = f"{tally.equal}/{tally.points}"
+    return row
+
+
+if __name__ == "__main__":
+    raise SystemExit(main_of(__file__))
