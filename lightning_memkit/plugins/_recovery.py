@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.micro_batching import batch_size
+from lightning_memkit.optim.journaled_step import StepOutOfMemoryError
 from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._parts import PartsRunner
 from lightning_memkit.rollback import Rollback
@@ -78,6 +79,7 @@ class Recovery:
         self._past: list[_Past] = []
         self._larger: list[int] = []  # sizes that ran out of memory, the smallest last
         self._calm, self._patience = 0, _CALM_STEPS
+        self._stepping = False
 
     def state_dict(self) -> dict[str, Any]:
         """What decides when larger parts are tried again."""
@@ -88,6 +90,10 @@ class Recovery:
         self._larger = [int(size) for size in state.get("larger", ())]
         self._calm = int(state.get("calm", 0))
         self._patience = int(state.get("patience", _CALM_STEPS))
+
+    def optimizer_steps(self) -> None:
+        """The optimizer's own step begins: from here on weights change."""
+        self._stepping = True
 
     def drive(self, step: _seam.Step, optimize: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Take the step, as often as it takes.
@@ -104,6 +110,7 @@ class Recovery:
             self._past = []
             self._grow(step)
         while True:
+            self._stepping = False
             try:
                 if point is None:
                     point = SafePoint(step, self.changing)
@@ -141,7 +148,7 @@ class Recovery:
     def _retriable(self, trainer: Trainer, error: BaseException) -> bool:
         if not is_out_of_memory(error) or trainer.world_size > 1:
             return False
-        return not getattr(error, "half_stepped", False)
+        return not self._stepping or (isinstance(error, StepOutOfMemoryError) and not error.half_stepped)
 
     def _begin_again(self, step: _seam.Step, failure: str, point: SafePoint | None) -> None:
         """Restore the state before the step, and halve the parts."""

@@ -22,6 +22,7 @@ from lightning_memkit.micro_batching import (
     split_batch,
 )
 from lightning_memkit.optim.compensation import compensation_of
+from lightning_memkit.optim.journal import journal_of
 from lightning_memkit.optim.snapshots import restore_snapshot, take_snapshot
 from lightning_memkit.plugins import _seam
 from lightning_memkit.rollback import Rollback
@@ -130,6 +131,11 @@ class Trials:
         try:
             with meter, _without_hooks(step.optimizer):
                 step.optimizer.step()
+                if (journal := journal_of(step.optimizer)) is not None:
+                    journal.measure_next_warm_step()
+                    step.optimizer.step()
+                    if journal.needed:  # with copies of the states, which a first step does not have
+                        step.optimizer.step()
         except (RuntimeError, TypeError) as error:  # sparse gradients only, or a closure is asked for
             if is_out_of_memory(error):
                 raise

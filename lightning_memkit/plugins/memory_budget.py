@@ -16,8 +16,11 @@ from lightning_memkit.memory.meter import ByteMeter, unmetered
 from lightning_memkit.memory.sizing import Sizing
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.micro_batching import SplitError, WeighBy, Weigher, batch_size, weigher
+from lightning_memkit.optim.journal import BUNDLE_BYTES, BUNDLE_BYTES_CPU, journal_steps
 from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._checks import check_accumulation, warn_of_inexactness
+from lightning_memkit.plugins._evaluation import keep_budget_in_evaluation
+from lightning_memkit.plugins._evaluation_sizes import EvaluationOptions
 from lightning_memkit.plugins._parts import Partition, PartsRunner, Splitter
 from lightning_memkit.plugins._probe import Weighing
 from lightning_memkit.plugins._recovery import Recovery
@@ -34,6 +37,9 @@ from lightning_memkit.plugins._trials import Trials, tensors_of
 from lightning_memkit.plugins._tuned_sizes import TunedSizes, question_of
 from lightning_memkit.plugins._tuning import SizeTuning, clock_may_choose
 from lightning_memkit.rollback import Generators
+
+
+_COPIED = 0.01  # of the budget, for copies beside an optimizer's step that may be left half-done
 
 
 class MemoryBudget(Callback):
@@ -118,11 +124,20 @@ class MemoryBudget(Callback):
     # Lightning's hooks
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse what can't work, and take the seams of the training loop."""
-        if stage != "fit":
-            return
+        """Refuse what can't work, and take the seams of Lightning's loops."""
         self._give_back()
         self.budget_bytes = budget_bytes(self.budget, trainer.strategy.root_device)
+        evaluation = EvaluationOptions(
+            budget_bytes=self.budget_bytes,
+            headroom=self.headroom,
+            split=self.split,
+            micro_batch_size=self.micro_batch_size,
+            recover=self.recover,
+            weigh_by=self.weigh_by,
+        )
+        self._undo = [keep_budget_in_evaluation(trainer, evaluation)]
+        if stage != "fit":
+            return
         if not pl_module.automatic_optimization:
             warnings.warn(
                 f"{type(pl_module).__name__} optimizes manually: MemoryBudget stands aside. Split in training_step "
@@ -144,7 +159,7 @@ class MemoryBudget(Callback):
         self._recovery = Recovery(self._runner, resized=self._resized, dry=self._dry)
         self._recovery.load_state_dict(self._resumed)
         self._tuning = self._tuned_sizes = None
-        self._undo = [_seam.install(trainer, self), undo_transfer, self._window.close]
+        self._undo += [_seam.install(trainer, self), undo_transfer, self._window.close]
         self._prepared = False
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -186,6 +201,7 @@ class MemoryBudget(Callback):
         try:
             with unmetered():  # whoever meters the step is to see the step
                 if not self._prepared:
+                    self._journal(step)
                     self._choose(step, self._runner, self._trials)
                     self._prepared = True
                 elif not self._runner.partition.whole:
@@ -193,6 +209,22 @@ class MemoryBudget(Callback):
                     self._check(splits=self._runner.partition.micro_batch_size < batch_size(step.batch))
         finally:
             generators.restore()
+
+    def _journal(self, step: _seam.Step) -> None:
+        """Let the optimizer's own step survive an OOM; where it can't, no step is retried."""
+        if not self.recover or self._recovery is None:
+            return
+        try:
+            on_cpu = step.trainer.strategy.root_device.type == "cpu"
+            most = min(BUNDLE_BYTES_CPU if on_cpu else BUNDLE_BYTES, int(self.budget_bytes * _COPIED))
+            journal = journal_steps(
+                step.optimizer, ready=self._recovery.optimizer_steps, bundle_bytes=max(1, most)
+            )
+        except (TypeError, ValueError) as error:
+            warnings.warn(f"MemoryBudget can't retry steps that run out of memory: {error}", stacklevel=2)
+            self._recovery = None
+        else:
+            self._undo.append(journal.undo)
 
     def _choose(self, step: _seam.Step, runner: PartsRunner, trials: Trials) -> None:
         known = {"budget_bytes": self.budget_bytes, "headroom": self.headroom}
