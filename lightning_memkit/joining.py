@@ -113,7 +113,7 @@ class Joining:
         least = min(errors, default=float("inf"))
         allowed = self._allowed(whole.after if isinstance(whole, Change) else whole)
         if least > allowed:
-            raise JoinError(why_not(path, whole, parts))
+            raise JoinError(why_not(path, whole, parts, least))
         # A clear lead only: rules that differ by rounding stay open, in their order.
         self._open[path] = [
             rule

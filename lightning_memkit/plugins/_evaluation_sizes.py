@@ -19,7 +19,7 @@ from lightning_memkit.plugins._seam_evaluation import EvaluationStep
 from lightning_memkit.plugins._sizing import BudgetError
 from lightning_memkit.plugins._trials import tensors_of
 
-_MOST_TRIALS = 6
+_MOST_TRIALS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +99,8 @@ class EvaluationSizes:
         usable, measured = self._options.usable_bytes, dict[int, Peak | None]()
 
         def peak_of(size: int, *, with_outputs: bool) -> int | None:
+            if size > most:  # known not to fit
+                return None
             if size not in measured:
                 # A part of 1 is measured without a limit: its peak says by how much the budget is short.
                 measured[size] = self._trials.peak_of(step, size, None if size == 1 else usable)
@@ -107,7 +109,8 @@ class EvaluationSizes:
                 return None
             return peak.part_bytes + (peak.other_outputs_bytes if with_outputs else 0)
 
-        options: dict[str, int] = {"usable_bytes": usable, "most": most, "most_trials": _MOST_TRIALS}
+        rows = batch_size(step.batch)
+        options: dict[str, int] = {"usable_bytes": usable, "most": rows, "most_trials": _MOST_TRIALS}
         try:
             sizing = largest_fitting(partial(peak_of, with_outputs=not known.outputs_pass), **options)
         except NothingFitsError:
@@ -118,7 +121,7 @@ class EvaluationSizes:
             self._outputs_pass(step, known)
             sizing = largest_fitting(partial(peak_of, with_outputs=False), **options)
         known.size, known.limited = sizing.micro_batch_size, True
-        known.measured = elements_of(step.batch) / batch_size(step.batch) * known.size
+        known.measured = elements_of(step.batch) / rows * known.size
         rank_zero_info(f"MemoryBudget in {step.hook}: {sizing}; without gradients.")
 
     def _outputs_pass(self, step: EvaluationStep, known: Loader) -> None:

@@ -1,0 +1,106 @@
+"""Evaluation within a budget on a device of its own: what is moved there, and what runs out there."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_memkit.plugins._evaluation import EvaluationOptions, keep_budget_in_evaluation
+from lightning_memkit.testing import FakeDevice, fake_device
+from tests.plugins.fake_accelerator import on_fake_device
+from tests.plugins.toys import trainer
+from tests.testing.needs import NEEDS_COMPILER
+
+pytestmark = NEEDS_COMPILER
+
+ROWS, WIDTH = 64, 256
+WEIGHTS = (WIDTH + 1) * 512 * 4  # bytes
+
+
+class Rows(LightningModule):
+    """Its input is larger than what it computes."""
+
+    def __init__(self, device: FakeDevice, outputs: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = torch.nn.Linear(WIDTH, 512)
+        self.fake, self.outputs = [device], outputs
+        self.devices: list[str] = []
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> Any:
+        hidden = self.linear(batch).tanh()
+        if not self.trainer.predicting:
+            self.log("mean", hidden.mean())
+        return hidden if self.outputs else None
+
+    predict_step = validation_step
+
+    def on_validation_batch_start(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.devices.append(batch.device.type)
+        self.fake[0].reset_peak()
+
+    def on_predict_batch_end(
+        self, outputs: Tensor, batch: Tensor, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self.devices.append(outputs.device.type)
+
+
+def data() -> DataLoader:
+    return DataLoader(torch.randn(2 * ROWS, WIDTH), batch_size=ROWS)  # pyright: ignore[reportArgumentType]
+
+
+def validated(device: FakeDevice, options: EvaluationOptions | None) -> tuple[Rows, float]:
+    module, quiet = Rows(device), trainer(accelerator="auto", **on_fake_device())
+    if options:
+        keep_budget_in_evaluation(quiet, options)
+    torch.manual_seed(1)
+    return module, quiet.validate(module, data(), verbose=False)[0]["mean"]
+
+
+def test_one_part_at_a_time_is_on_the_device() -> None:
+    with fake_device() as device:
+        whole, value = validated(device, None)
+        peak = device.peak_bytes - WEIGHTS
+        parts, other = validated(device, EvaluationOptions(budget_bytes=2**30, micro_batch_size=8))
+        assert other == pytest.approx(value, abs=1e-7)
+        assert device.peak_bytes - WEIGHTS < peak / 4
+    assert whole.devices == ["fake", "fake"]
+    assert parts.devices == ["cpu", "cpu"]  # a batch that is split stays where its loader put it
+
+
+def test_a_batch_that_fits_is_on_the_device_when_its_hooks_run() -> None:
+    with fake_device() as device:
+        module, _ = validated(device, EvaluationOptions(budget_bytes=2**30))
+    assert module.devices == ["fake", "fake"]
+
+
+def test_a_device_that_runs_out_gets_smaller_parts() -> None:
+    with fake_device() as device:
+        _, value = validated(device, None)
+        needed = device.peak_bytes - WEIGHTS
+    with fake_device(budget_bytes=WEIGHTS + needed // 2) as device:
+        module, other = validated(device, EvaluationOptions(budget_bytes=2**30))
+    assert other == pytest.approx(value, abs=1e-7)
+    assert module.devices == ["cpu", "cpu"]
+
+
+def test_outputs_that_do_not_fit_the_budget_are_gathered_on_the_host() -> None:
+    budget = EvaluationOptions(budget_bytes=WEIGHTS + ROWS * 512 * 4, headroom=0.0)
+    predicted: list[Any] = []
+    with fake_device() as device:
+        for options in (None, budget):
+            module, quiet = Rows(device, outputs=True), trainer(accelerator="auto", **on_fake_device())
+            if options:
+                keep_budget_in_evaluation(quiet, options)
+            torch.manual_seed(1)
+            if options:
+                with pytest.warns(UserWarning, match="they are gathered on the host"):
+                    predicted.append(quiet.predict(module, data()))
+            else:
+                predicted.append(quiet.predict(module, data()))
+    assert module.devices == ["cpu", "cpu"]
+    for one, other in zip(*predicted, strict=True):
+        torch.testing.assert_close(one, other)
