@@ -205,10 +205,14 @@ def why_not(path: Path, whole: Any, parts: Sequence[Any], error: float) -> str:
     if isinstance(whole, Change):
         return f"{name_of(path)} ends otherwise after a batch's parts than after the batch"
     if isinstance(whole, Tensor) and whole.ndim:
-        shapes = " and ".join(str(tuple(p.shape)) if isinstance(p, Tensor) else type(p).__name__ for p in parts)
+        shapes = " and ".join(
+            str(tuple(p.shape)) if isinstance(p, Tensor) else type(p).__name__ for p in parts
+        )
         if error < float("inf"):
             return f"{name_of(path)} of a few samples is not that of their parts: it is {error:.1e} off at the least"
-        return f"{name_of(path)} of shape {tuple(whole.shape)} does not come from its parts, of shapes {shapes}"
+        return (
+            f"{name_of(path)} of shape {tuple(whole.shape)} does not come from its parts, of shapes {shapes}"
+        )
     shown = ", ".join(_shown(part) for part in parts)
     return f"{name_of(path)} is {_shown(whole)} for a few samples at once, and {shown} for their parts"
 

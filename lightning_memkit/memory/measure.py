@@ -5,11 +5,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from lightning_memkit.memory.limits import device_memory, host_limits, reserved_bytes
 from lightning_memkit.memory.meter import ByteMeter
 from lightning_memkit.memory.units import format_bytes, parse_bytes
 
@@ -32,25 +33,34 @@ class PeakMeter(Protocol):
 
 
 class AllocatorMeter:
-    """The peak of what CUDA's caching allocator *reserves*; not yet verified on GPU.
+    """The peak of what a device's caching allocator *reserves*, or of what it hands out where it keeps no cache.
 
-    The context lies beside it: `budget_bytes` leaves room for it.
+    The context lies beside it: `budget_bytes` leaves room for it. Not yet verified on a GPU.
     """
 
     def __init__(self, device: torch.device, budget_bytes: int | None = None) -> None:
         self.device = device
         self.budget_bytes = budget_bytes
         self.peak_bytes = 0
+        self._module: Any = torch.get_device_module(device)
+
+    @staticmethod
+    def counts(device: torch.device) -> bool:
+        """Whether a device's allocator keeps a peak: CUDA's, ROCm's, XPU's and the device "fake"'s do."""
+        module = torch.get_device_module(device)
+        return hasattr(module, "reset_peak_memory_stats") and hasattr(module, "max_memory_allocated")
 
     def __enter__(self) -> "AllocatorMeter":
-        torch.cuda.synchronize(self.device)
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(self.device)
+        self._module.synchronize(self.device)
+        self._module.empty_cache()
+        self._module.reset_peak_memory_stats(self.device)
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        torch.cuda.synchronize(self.device)
-        self.peak_bytes = torch.cuda.max_memory_reserved(self.device)
+        self._module.synchronize(self.device)
+        caches = hasattr(self._module, "max_memory_reserved")
+        peak = self._module.max_memory_reserved if caches else self._module.max_memory_allocated
+        self.peak_bytes = peak(self.device)
         if error is None and self.budget_bytes is not None and self.peak_bytes > self.budget_bytes:
             raise torch.OutOfMemoryError(
                 f"The peak of {format_bytes(self.peak_bytes)} is over the budget of "
@@ -61,14 +71,14 @@ class AllocatorMeter:
 def peak_meter(
     device: torch.device, resident: Iterable[Tensor], budget_bytes: int | None = None
 ) -> PeakMeter:
-    """A meter of a device's peak: the allocator's on CUDA, counted operator by operator elsewhere.
+    """A meter of a device's peak: its allocator's where that keeps one, else counted operator by operator.
 
     Args:
         device: where the work runs.
         resident: tensors that are alive already (weights, states, the batch), to be counted.
         budget_bytes: a peak above it raises `torch.OutOfMemoryError`.
     """
-    if device.type == "cuda":
+    if AllocatorMeter.counts(device):
         return AllocatorMeter(device, budget_bytes)
     meter = ByteMeter(budget_bytes=budget_bytes)
     meter.track(resident)
@@ -76,11 +86,12 @@ def peak_meter(
 
 
 def fixed_bytes(device: torch.device) -> int:
-    """CUDA: what the driver counts besides the allocator (context, other processes); elsewhere 0."""
-    if device.type != "cuda":
+    """What an accelerator's driver counts besides the allocator (context, other processes); elsewhere 0."""
+    memory = device_memory(device) if device.type != "mps" else None
+    if memory is None:
         return 0
-    free, total = torch.cuda.mem_get_info(device)
-    return max(0, total - free - torch.cuda.memory_reserved(device))
+    free, total = memory
+    return max(0, total - free - reserved_bytes(device))
 
 
 def process_bytes() -> int:
@@ -94,50 +105,22 @@ def process_bytes() -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Capacity:
-    """What a device has, and what of it is free now, in bytes."""
+    """What a device has, and what of it is free now, in bytes; `source` names what limits it."""
 
     total_bytes: int
     free_bytes: int
+    source: str = ""
 
 
 def capacity(device: torch.device) -> Capacity:
-    """A device's memory: CUDA's from the driver, the host's from its cgroup's limit or its RAM."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return Capacity(total_bytes=total, free_bytes=free)
-    if device.type == "mps":
-        total = torch.mps.recommended_max_memory()
-        return Capacity(total_bytes=total, free_bytes=total - torch.mps.driver_allocated_memory())
-    total, free = _host_memory()
-    limit, used = _cgroup_memory()
-    if limit is not None:
-        total, free = min(total, limit), min(free, limit - used)
-    return Capacity(total_bytes=total, free_bytes=max(0, free))
-
-
-def _host_memory() -> tuple[int, int]:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return total, total
-    sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith("kB")}
-    return sizes["MemTotal"], sizes.get("MemAvailable", sizes["MemFree"])
-
-
-def _cgroup_memory() -> tuple[int | None, int]:
-    """The limit and use of this process's cgroup (v2, then v1); no limit is None."""
-    for limit_file, used_file in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        try:
-            limit, used = Path(limit_file).read_text().strip(), Path(used_file).read_text().strip()
-        except OSError:
-            continue
-        if limit.isdigit() and int(limit) < 2**60:
-            return int(limit), int(used)
-    return None, 0
+    """A device's memory: an accelerator's from its driver, the host's from the tightest of its limits."""
+    memory = device_memory(device)
+    if memory is not None:
+        return Capacity(total_bytes=memory[1], free_bytes=memory[0])
+    limits = host_limits()
+    tightest = min(limits, key=lambda limit: limit.total_bytes)
+    free = min(limit.free_bytes for limit in limits)
+    return Capacity(total_bytes=tightest.total_bytes, free_bytes=max(0, free), source=tightest.source)
 
 
 def budget_bytes(budget: int | float | str, device: torch.device) -> int:
@@ -145,24 +128,35 @@ def budget_bytes(budget: int | float | str, device: torch.device) -> int:
 
     Args:
         budget: `"22GiB"`, a count of bytes, a fraction of the device's memory in (0, 1], or `"auto"` (all
-            that is free now). On CUDA it is for tensors: the context and other processes lie beside it, and a
-            fraction or `"auto"` leaves room for them.
+            that is free now). On an accelerator it is for tensors: the context and other processes lie beside it, and
+            a fraction or `"auto"` leaves room for them.
         device: whose memory it is.
 
     Raises:
-        ValueError: the budget can't be read, is outside its range, or is more than the device has.
+        ValueError: the budget can't be read, is outside its range, or is more than the device or its other users
+            leave.
     """
     have, fixed = capacity(device), fixed_bytes(device)
     if budget == "auto":
         return have.free_bytes
+    beside = ""
+    if fixed:
+        beside = f", of which {format_bytes(fixed)} are other processes' and this one's context"
+    elif have.source not in ("", "RAM"):
+        beside = f", by {have.source}"
     if isinstance(budget, float) and budget <= 1:
-        return int(budget * have.total_bytes) - fixed
+        share = int(budget * have.total_bytes) - fixed
+        if share < _LEAST_BYTES:
+            raise ValueError(
+                f"budget={budget!r} of {device} ({format_bytes(have.total_bytes)}{beside}) leaves nothing for "
+                "tensors; write a larger fraction, or end the other processes."
+            )
+        return share
     size = parse_bytes(int(budget) if isinstance(budget, float) else budget)
     if size > have.total_bytes - fixed:
-        beside = f", {format_bytes(fixed)} of which the driver holds" if fixed else ""
         raise ValueError(
-            f"budget={budget!r} is more than {device} has ({format_bytes(have.total_bytes)}{beside}); "
-            f'write a size up to that, a fraction such as 0.9, or "auto".'
+            f"budget={budget!r} is more than {device} has ({format_bytes(have.total_bytes)}{beside}); write a size up "
+            f'to {format_bytes(have.total_bytes - fixed)}, a fraction such as 0.9, or "auto".'
         )
     return size
 

@@ -120,8 +120,9 @@ class FakeDevice:
     def synchronize(self) -> None:
         """Wait until autograd's thread has let go of all it held: after a failed backward it does so late."""
         # The thread takes one task after the other, so this one comes last. Empty tensors take no memory.
-        x = torch.empty(0, device="fake", requires_grad=True)
-        x.view(0).backward(torch.empty(0, device="fake"))
+        with torch.inference_mode(False), torch.enable_grad():  # also where evaluation waits for the device
+            x = torch.empty(0, device="fake", requires_grad=True)
+            x.view(0).backward(torch.empty(0, device="fake"))
 
     @property
     def budget_bytes(self) -> int | None:

@@ -2,22 +2,26 @@ import pytest
 import torch
 
 from lightning_memkit.memory import measure
+from lightning_memkit.memory.limits import Limit
+from lightning_memkit.testing import fake_device
+from tests.testing.needs import NEEDS_COMPILER
 
 CPU = torch.device("cpu")
 
 
-def test_capacity_of_the_host_is_its_cgroup_s_limit_where_that_is_lower(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(measure, "_host_memory", lambda: (64 * 2**30, 60 * 2**30))
-    monkeypatch.setattr(measure, "_cgroup_memory", lambda: (8 * 2**30, 3 * 2**30))
+def test_capacity_of_the_host_is_its_tightest_limit_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = [
+        Limit(total_bytes=64 * 2**30, free_bytes=2 * 2**30, source="RAM"),
+        Limit(total_bytes=8 * 2**30, free_bytes=5 * 2**30, source="memory.max of the cgroup /job"),
+    ]
+    monkeypatch.setattr(measure, "host_limits", lambda: limits)
     have = measure.capacity(CPU)
-    assert (have.total_bytes, have.free_bytes) == (8 * 2**30, 5 * 2**30)
+    assert (have.total_bytes, have.free_bytes) == (8 * 2**30, 2 * 2**30)
     assert measure.budget_bytes(0.5, CPU) == 4 * 2**30
-    assert measure.budget_bytes("auto", CPU) == 5 * 2**30
+    assert measure.budget_bytes("auto", CPU) == 2 * 2**30
     assert measure.budget_bytes("1GiB", CPU) == 2**30
     assert measure.budget_bytes(float(2**30), CPU) == 2**30
-    with pytest.raises(ValueError, match=r"more than cpu has \(8.00 GiB\)"):
+    with pytest.raises(ValueError, match=r"more than cpu has \(8.00 GiB, by memory.max of the cgroup /job\)"):
         measure.budget_bytes("9GiB", CPU)
 
 
@@ -55,5 +59,89 @@ def test_on_cuda_a_budget_leaves_room_for_what_the_driver_holds(monkeypatch: pyt
     assert measure.budget_bytes(0.5, device) == 11 * 2**30
     assert measure.budget_bytes("auto", device) == 23 * 2**30
     assert measure.budget_bytes("23GiB", device) == 23 * 2**30
-    with pytest.raises(ValueError, match=r"1.00 GiB of which the driver holds"):
+    with pytest.raises(ValueError, match=r"1.00 GiB are other processes' .* write a size up to 23.00 GiB"):
         measure.budget_bytes("24GiB", device)
+    with pytest.raises(ValueError, match=r"budget=0.01 of cuda .* leaves nothing"):
+        measure.budget_bytes(0.01, device)
+
+
+class SharedCard:
+    """Stands for `torch.cuda` on a card of 80 GiB: others hold 30, this process's allocator 4."""
+
+    total, free, reserved = 80 * 2**30, 46 * 2**30, 4 * 2**30
+
+    def mem_get_info(self, device: object) -> tuple[int, int]:
+        return self.free, self.total
+
+    def memory_reserved(self, device: object) -> int:
+        return self.reserved
+
+
+def test_on_a_shared_card_a_budget_is_held_against_what_the_others_leave(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SharedCard())
+    device = torch.device("cuda")
+    assert measure.fixed_bytes(device) == 30 * 2**30
+    assert measure.capacity(device) == measure.Capacity(total_bytes=80 * 2**30, free_bytes=46 * 2**30)
+    assert measure.budget_bytes("50GiB", device) == 50 * 2**30  # what it holds already is its own
+    with pytest.raises(
+        ValueError, match=r"more than cuda has \(80.00 GiB, of which 30.00 GiB are other processes'"
+    ):
+        measure.budget_bytes("51GiB", device)
+
+
+class Counters:
+    """Stands for a device's module whose allocator caches: it reserves more than it hands out."""
+
+    def __init__(self, caches: bool) -> None:
+        self.calls: list[str] = []
+        if caches:
+            self.max_memory_reserved = lambda device: 3000
+
+    def synchronize(self, device: object) -> None:
+        self.calls.append("synchronize")
+
+    def empty_cache(self) -> None:
+        self.calls.append("empty")
+
+    def reset_peak_memory_stats(self, device: object) -> None:
+        self.calls.append("reset")
+
+    def max_memory_allocated(self, device: object) -> int:
+        return 2000
+
+
+@pytest.mark.parametrize(("caches", "peak"), [(True, 3000), (False, 2000)])
+def test_an_accelerator_s_own_counters_are_read(
+    monkeypatch: pytest.MonkeyPatch, caches: bool, peak: int
+) -> None:
+    counters = Counters(caches)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: counters)
+    device = torch.device("xpu")
+    with measure.peak_meter(device, [], budget_bytes=peak) as meter:
+        assert counters.calls == ["synchronize", "empty", "reset"]
+    assert meter.peak_bytes == peak
+    with (
+        pytest.raises(torch.OutOfMemoryError, match="over the budget"),
+        measure.peak_meter(device, [], peak - 1),
+    ):
+        pass
+
+
+def test_elsewhere_bytes_are_counted_operator_by_operator() -> None:
+    resident = torch.zeros(100)
+    meter = measure.peak_meter(CPU, [resident])
+    with meter:
+        torch.empty(50)
+    assert meter.peak_bytes == 600
+
+
+@NEEDS_COMPILER
+def test_the_device_s_own_allocator_sees_what_operators_take_inside() -> None:
+    with fake_device() as device:
+        x = torch.zeros(1000, device="fake")
+        with measure.peak_meter(device.torch_device, []) as meter:
+            y = x + 1
+            del y
+        assert meter.peak_bytes == device.peak_bytes == 8000
