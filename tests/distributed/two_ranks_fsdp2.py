@@ -230,6 +230,36 @@ def swept_storages(options: dict[str, Any]) -> dict[str, int]:
     return found
 
 
+def swept_first_forward() -> dict[str, int]:
+    """The engine sets itself up in the first forward; each step of that fails on rank 1."""
+    runner = Runner(sharded())
+    expected, _, _ = fault_free(runner)
+    found = {"points": 0, "equal": 0, "retried": 0}
+    param_class: Any = _fsdp_param.FSDPParam
+    stock = param_class.reset_sharded_param
+    for point in range(len(list(runner.net.parameters()))):
+        cold, calls = Runner(sharded()), 0
+
+        def reset_sharded_param(param: Any, point: int = point) -> None:
+            nonlocal calls
+            calls += 1
+            if calls - 1 == point and distributed.get_rank() == 1:
+                raise torch.OutOfMemoryError("A padded shard was made to fail.")
+            stock(param)
+
+        param_class.reset_sharded_param = reset_sharded_param
+        signal.alarm(LIMIT_SECONDS)
+        cold.step(PARTS)
+        found["points"] += 1
+        found["equal"] += on_all_ranks(same(cold.gradients(), expected), cold.agreement)
+        found["retried"] += cold.retries
+        cold.close()
+    signal.alarm(0)
+    param_class.reset_sharded_param = stock
+    runner.close()
+    return found
+
+
 def silent() -> dict[str, Any]:
     """Rank 1's part does not count, and its loss is not a number: gradients are half of rank 0's."""
     runner, rank = Runner(sharded()), distributed.get_rank()
@@ -306,6 +336,7 @@ def main(path: str, stride: str) -> None:
     found["validated"] = swept_after_validation(int(stride))
     found["storages"] = swept_storages({})
     found["storages, checkpointed"] = swept_storages({"checkpointed": True})
+    found["first forward"] = swept_first_forward()
     found["silent"] = silent()
     found["refusals"] = refusals()
     if distributed.get_rank() == 0:
