@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch._dynamo
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
@@ -243,8 +244,10 @@ def _same(ours: Any, theirs: Any) -> bool:
 
 
 def quiet() -> None:
-    """One thread, and no word of Lightning's in a process that trains thousands of times."""
+    """One thread, no compiler and no word of Lightning's in a process that trains thousands of times."""
     torch.set_num_threads(1)
+    # bitsandbytes compiles what it steps on the device "fake", for minutes.
+    torch._dynamo.config.disable = True
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
 
