@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_memkit.memory.meter import ByteMeter
+from lightning_memkit.optim.blocks import local_part
 from lightning_memkit.optim.compensation import compensation_of
 from lightning_memkit.optim.eight_bit import is_bitsandbytes
 from lightning_memkit.optim.gradient_release import release_of
@@ -32,6 +33,7 @@ from lightning_memkit.optim.shadow import ShadowEngine
 from lightning_memkit.optim.state_home import home_of
 
 BUNDLE_BYTES = 64 << 20
+BUNDLES = 32  # on an accelerator, at most: each costs launches, which the device would wait for
 BUNDLE_BYTES_CPU = 8 << 20  # what stays in its cache is copied for little
 SMALLEST_BUNDLE_BYTES = 1 << 20
 _MARK = "_memkit_journal"
@@ -175,7 +177,8 @@ class Journal:
         step.run()
         self.recovered += step.failures
         if step.failures:
-            self._bundle_bytes = max(self._bundle_bytes // 2, SMALLEST_BUNDLE_BYTES)
+            smallest = min(self._bundle_bytes, SMALLEST_BUNDLE_BYTES)
+            self._bundle_bytes = max(self._bundle_bytes // 2, smallest)
 
     def _step_whole(self, optimizer: Optimizer) -> None:
         engine, _ = self._engine_and_step()
@@ -186,7 +189,7 @@ class Journal:
 def journal_steps(
     optimizer: Optimizer, *, ready: Callable[[], object] | None = None, bundle_bytes: int | None = None
 ) -> Journal:
-    """Let an optimizer's steps survive running out of memory; copies of one bundle (64 MiB) are alive at a time.
+    """Let an optimizer's steps survive running out of memory; copies of one bundle are alive at a time.
 
     Weights, states and gradients are bitwise those of the step without the fault. Optimizers that combine values
     over the model, and classes that aren't known not to, are stepped as a whole, with copies of all they change in
@@ -196,8 +199,8 @@ def journal_steps(
         optimizer: any optimizer whose step needs no closure.
         ready: called in every step after its closure, before anything is changed; what it raises leaves nothing
             changed. Ranks may agree here whether to step.
-        bundle_bytes: weights, gradients and states that are copied at a time, 64 MiB by default and 8 MiB on a CPU.
-            A parameter with more is a bundle of its own.
+        bundle_bytes: weights, gradients and states that are copied at a time. By default 8 MiB on a CPU; elsewhere
+            64 MiB, or 1/32 of weights and moments if that is more. A parameter with more is a bundle of its own.
 
     Returns:
         The handle; `Journal.undo` gives the optimizer its step back.
@@ -228,8 +231,11 @@ def journal_of(optimizer: Optimizer) -> Journal | None:
 
 
 def _bundle_bytes_for(optimizer: Optimizer) -> int:
-    on_cpu = all(slot.parameter.device.type == "cpu" for slot in slots(optimizer))
-    return BUNDLE_BYTES_CPU if on_cpu else BUNDLE_BYTES
+    parameters = [slot.parameter for slot in slots(optimizer)]
+    if all(parameter.device.type == "cpu" for parameter in parameters):
+        return BUNDLE_BYTES_CPU
+    copied_bytes = 3 * sum(local_part(parameter).nbytes for parameter in parameters)  # with two moments
+    return max(BUNDLE_BYTES, copied_bytes // BUNDLES)
 
 
 def _steps_by_parameter(optimizer: Optimizer) -> bool:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.optim.pieces import Slot, slots
 from lightning_memkit.optim.shadow import OpenStep, ShadowEngine
-from lightning_memkit.optim.step_copies import StepCopies, WholeStepCopies, bytes_to_copy
+from lightning_memkit.optim.step_copies import Room, StepCopies, WholeStepCopies, bytes_to_copy
 
 
 class StepOutOfMemoryError(torch.OutOfMemoryError):
@@ -56,7 +56,7 @@ class BundledStep:
         self._bundle_bytes = bundle_bytes
         self._left = [slot for slot in slots(optimizer) if slot.parameter.grad is not None]
         self._count = len(self._left)
-        self._open: OpenStep | None = None
+        self._room = Room()
 
     def run(self) -> None:
         """Make the step.
@@ -122,7 +122,17 @@ class BundledStep:
     def _attempt(self, step: OpenStep, bundle: list[Slot], *, on_host: bool) -> str | None:
         """Step a bundle; where that fails, everything is as before, and the answer is why."""
         kept: list[StepCopies] = []
-        failure = self._tried(lambda: kept.append(StepCopies(self._optimizer, bundle, on_host=on_host)))
+        failure = self._tried(
+            lambda: kept.append(
+                StepCopies(
+                    self._optimizer,
+                    bundle,
+                    on_host=on_host,
+                    room=self._room,
+                    reads_gradient=self._reads_gradient,
+                )
+            )
+        )
         if failure is not None:
             return failure
 
@@ -131,6 +141,14 @@ class BundledStep:
             kept[0].restore()
 
         return self._tried(lambda: step.advance(bundle), put_back)
+
+    def _reads_gradient(self, slot: Slot) -> bool:
+        """Whether a step is known to leave the gradient as it is; some use it up, or unscale it."""
+        gradient = slot.parameter.grad
+        if self._engine.shadows(slot.parameter):
+            return gradient is not None and gradient.dtype != torch.float32  # the shadow's is another
+        fused = self._optimizer.param_groups[slot.group].get("fused")
+        return type(self._optimizer) in (torch.optim.Adam, torch.optim.AdamW) and not fused
 
     def _finish(self, step: OpenStep) -> None:
         failure = self._tried(step.finish)
@@ -145,7 +163,9 @@ class BundledStep:
         self, action: Callable[[], object], put_back: Callable[[], object] | None = None
     ) -> str | None:
         failure = tried(action, put_back)
-        self.failures += failure is not None
+        if failure is not None:
+            self.failures += 1
+            self._room = Room()
         return failure
 
     def _error(self, failure: str, where: str) -> StepOutOfMemoryError:

@@ -5,7 +5,7 @@ tensor as an object and its values beside it, so that after a roll-back nobody w
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from lightning_memkit.optim.group_scalars import group_scalars, restore_group_sc
 from lightning_memkit.optim.pieces import Slot, slots
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+_PLAIN_TENSORS = (Tensor, Parameter)
+_WORTH_KEEPING_BYTES = 16 << 20  # the C library hands smaller memory out again without page faults
 
 
 class StepCopies:
@@ -28,17 +30,28 @@ class StepCopies:
         optimizer: whose step it is.
         shown: the parameters.
         on_host: keep the copies in host memory.
+        room: memory of copies that are needed no longer, to be used again.
+        reads_gradient: whether the step of a parameter only reads its gradient, which is then not copied.
     """
 
-    def __init__(self, optimizer: Optimizer, shown: Iterable[Slot], *, on_host: bool = False) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        shown: Iterable[Slot],
+        *,
+        on_host: bool = False,
+        room: "Room | None" = None,
+        reads_gradient: Callable[[Slot], bool] = lambda _: False,
+    ) -> None:
         self._optimizer = optimizer
+        self._reads_gradient = reads_gradient
         self._tensors: list[Tensor] = []
         self._containers: list[tuple[Any, Any]] = []
         self._seen: set[int] = set()
         self._weights: list[tuple[Parameter, Tensor, Tensor | None]] = []
         self._states: list[tuple[Any, Any]] = []  # a parameter and its state; None where it has none
         self._keep_all(shown)
-        self._values = _Values(self._tensors, on_host)
+        self._values = _Values(self._tensors, on_host, Room() if room is None else room)
 
     def restore(self) -> None:
         """Put everything back; where the copies lie beside the tensors, no memory is taken."""
@@ -58,13 +71,14 @@ class StepCopies:
 
     def _keep_all(self, shown: Iterable[Slot]) -> None:
         for slot in shown:
-            self._keep_parameter(slot.parameter)
+            self._keep_parameter(slot)
 
-    def _keep_parameter(self, parameter: Parameter) -> None:
+    def _keep_parameter(self, slot: Slot) -> None:
+        parameter = slot.parameter
         data = parameter.detach()  # the memory itself: a step may give the parameter another one
         self._weights.append((parameter, data, parameter.grad))
         self._keep(data)
-        if parameter.grad is not None:
+        if parameter.grad is not None and not self._reads_gradient(slot):
             self._keep(parameter.grad)
         self._keep_state(parameter)
 
@@ -74,7 +88,11 @@ class StepCopies:
         self._keep(state)
 
     def _keep(self, value: Any) -> None:
-        if isinstance(value, Tensor):
+        if (
+            type(value) in _PLAIN_TENSORS
+        ):  # nearly always: a step of many small parameters must not wait for this
+            self._tensors.append(value)
+        elif isinstance(value, Tensor):
             self._tensors.extend(_parts(value))
         elif isinstance(value, _PLAIN) or callable(value) or id(value) in self._seen:
             return
@@ -121,7 +139,7 @@ class WholeStepCopies(StepCopies):
 class _Values:
     """Copies of tensors' values: on their device one tensor a dtype, so that many small ones take one call."""
 
-    def __init__(self, tensors: list[Tensor], on_host: bool) -> None:
+    def __init__(self, tensors: list[Tensor], on_host: bool, room: "Room") -> None:
         self._apart: list[tuple[Tensor, Tensor]] = []
         self._joined: list[tuple[list[Tensor], Tensor]] = []
         alike: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
@@ -136,7 +154,7 @@ class _Values:
             if len(group) == 1:  # torch would join it to a view of itself
                 self._apart.append((group[0], group[0].clone()))
             else:
-                self._joined.append((group, _flatten_dense_tensors(group)))
+                self._joined.append((group, room.joined(group)))
 
     def write_back(self) -> None:
         for tensor, values in self._apart:
@@ -145,22 +163,49 @@ class _Values:
             torch._foreach_copy_(tensors, _unflatten_dense_tensors(values, tensors))
 
 
+class Room:
+    """Memory that the copies of one bundle after the other take turns in.
+
+    On a CPU, fresh memory costs a page fault every 4 KiB, more than the copy. On other devices torch's caching
+    allocator does the same job.
+    """
+
+    def __init__(self) -> None:
+        self._memory: dict[torch.dtype, Tensor] = {}
+
+    def joined(self, tensors: list[Tensor]) -> Tensor:
+        """The values of tensors of one dtype and device, one after the other."""
+        count = sum(tensor.numel() for tensor in tensors)
+        first = tensors[0]
+        if first.device.type != "cpu" or count * first.element_size() < _WORTH_KEEPING_BYTES:
+            return _flatten_dense_tensors(tensors)
+        memory = self._memory.get(first.dtype)
+        if memory is None or memory.numel() < count:
+            self._memory.pop(first.dtype, None)
+            del memory  # let go before taking more
+            memory = self._memory[first.dtype] = torch.empty(count, dtype=first.dtype)
+        return torch.cat([tensor.reshape(-1) for tensor in tensors], out=memory[:count])
+
+
 def bytes_to_copy(optimizer: Optimizer, parameter: Parameter) -> int:
     """Bytes of a parameter, its gradient and its states."""
-    tensors = [parameter, parameter.grad]
+    size = parameter.nbytes
+    values: list[Any] = [parameter.grad]
     if parameter in optimizer.state:
-        tensors += optimizer.state[parameter].values()
-    return sum(_bytes(tensor) for tensor in tensors if isinstance(tensor, Tensor))
-
-
-def _bytes(tensor: Tensor) -> int:
-    return sum(
-        part.nbytes if part.layout == torch.strided else part._values().nbytes for part in _parts(tensor)
-    )
+        values += optimizer.state[parameter].values()
+    for value in values:
+        if type(value) in _PLAIN_TENSORS and value.layout == torch.strided:
+            size += value.nbytes
+        elif isinstance(value, Tensor):
+            size += sum(
+                part.nbytes if part.layout == torch.strided else part._values().nbytes
+                for part in _parts(value)
+            )
+    return size
 
 
 def _is_wrapper(tensor: Tensor) -> bool:
-    return type(tensor) not in (Tensor, Parameter) and is_traceable_wrapper_subclass(tensor)
+    return type(tensor) not in _PLAIN_TENSORS and is_traceable_wrapper_subclass(tensor)
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:
