@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from statistics import median
 
-_SWEEP_SLOWER = 1.06  # two sizes in turn this much slower than the best end the sweep
-_RACE_SLOWER = 1.15  # a median this much slower than the best's ends a contestant's race
-_CONTESTANTS, _TOO_SLOW = 4, 1.3  # a sweep's best few race, unless they are this much slower
+_SWEEP_SLOWER = 1.15  # two sizes in turn this much slower than the best end the sweep
+_RACE_SLOWER = 1.3  # a median this much slower than the best's ends a contestant's race
+_CONTESTANTS, _TOO_SLOW = 4, 1.5  # a sweep's best few race, unless they are this much slower
 
 
 def smaller_sizes(most: int, largest: int, count: int = 6) -> tuple[int, ...]:
@@ -42,7 +42,7 @@ class FastestSize:
         ValueError: there are no sizes, or they don't fall.
     """
 
-    def __init__(self, sizes: Sequence[int], *, most_steps: int = 24, margin: float = 0.02) -> None:
+    def __init__(self, sizes: Sequence[int], *, most_steps: int = 32, margin: float = 0.02) -> None:
         if not sizes or list(sizes) != sorted(set(sizes), reverse=True):
             raise ValueError(f"sizes={list(sizes)} must be unequal and fall; write the largest first.")
         self.settled: int | None = sizes[0] if len(sizes) == 1 else None
