@@ -97,7 +97,8 @@ class EvaluationParts:
             rollback = None
             put_back = seam.keep_results(self._trainer)
             if measure or self._options.recover or parts > 1:
-                rollback = state.EvaluationRollback(self._trainer.lightning_module)
+                changing = self._trials.changing
+                rollback = state.EvaluationRollback(self._trainer.lightning_module, changing)
             failure = why = ""
             try:
                 output = self._attempt(step, known, parts, self._options.usable_bytes if measure else None)

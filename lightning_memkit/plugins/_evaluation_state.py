@@ -77,8 +77,13 @@ class EvaluationRollback(Rollback):
     """A `Rollback` that does not copy what a module has gathered over the batches before.
 
     Of tensors in lists and dicts those that are few and small are copied (64 a container, 4096 elements each:
-    sums and counts); the others are outputs that are gathered, and no step writes into them.
+    sums and counts); the others are outputs that are gathered, and no step writes into them. torch's own layers
+    without buffers are passed over: a step does not change their settings.
     """
+
+    def _keep_module(self, path: str, owner: nn.Module) -> None:
+        if owner._buffers or not type(owner).__module__.startswith("torch.nn.modules."):
+            super()._keep_module(path, owner)
 
     def _keep_contents(self, path: str, value: Any) -> None:
         if not isinstance(value, (list, dict)) or id(value) in self._seen:

@@ -93,6 +93,9 @@ class EvaluationTrials:
     """
 
     def __init__(self, trainer: Trainer, split: Splitter | None, weigh_by: WeighBy | Weigher) -> None:
+        self.changing: frozenset[tuple[str, str]] | None = (
+            None  # the tensors that steps change; None: not known
+        )
         self._trainer = trainer
         self._split = split
         self._weigh_by = weigh_by
@@ -104,6 +107,7 @@ class EvaluationTrials:
             with unmetered(), nothing_logged(self._trainer):
                 yield
         finally:
+            self.changing = (self.changing or frozenset()) | rollback.changed()
             rollback.restore()
 
     def meter(self, step: EvaluationStep, limit: int | None) -> PeakMeter:

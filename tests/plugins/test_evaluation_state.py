@@ -1,0 +1,106 @@
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchmetrics import CatMetric, SumMetric
+
+from lightning_memkit.joining import Change
+from lightning_memkit.plugins import _evaluation_state as state
+
+
+class Gathering(nn.Module):
+    """Keeps what people keep between batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.total, self.batches, self.name = 0.0, 0, "a name"
+        self.outputs: list[Tensor] = []
+        self.sums = {"loss": torch.zeros(()), "rows": [0, 0]}
+        self.metric, self.values = SumMetric(), CatMetric()
+        self.register_buffer("running", torch.zeros(3))
+        self.running: Tensor
+
+    def step(self, x: Tensor) -> None:
+        self.total += float(x.sum())
+        self.batches += 1
+        self.outputs.append(x)
+        self.sums["loss"] += x.mean()
+        rows: Any = self.sums["rows"]
+        rows[0] += len(x)
+        self.metric.update(x)
+        self.values.update(x)
+        self.running += 1
+
+
+def test_all_that_a_step_changes_is_found() -> None:
+    module = Gathering()
+    before = state.snapshot(module)
+    module.step(torch.ones(4))
+    after = state.snapshot(module)
+    keys = state.changed(before, after)
+    assert keys == {
+        ("", "total"),
+        ("", "batches"),
+        ("", "outputs"),
+        ("", "sums", "loss"),
+        ("", "sums", "rows", 0),
+        ("metric", "sum_value"),
+        ("values", "value"),
+        ("", "running"),
+    }
+    left = state.changes(before, after, keys)
+    assert left["", "batches"] == Change(before=0, after=1)
+    assert [len(item) for item in left["", "outputs"]] == [4]
+    assert left["", "sums", "rows", 0] == Change(before=0, after=4)
+    assert state.snapshot(module, frozenset({("", "batches")})) == {("", "batches"): 1}
+
+
+def test_the_whole_s_state_can_be_written_back() -> None:
+    module = Gathering()
+    module.step(torch.ones(2))
+    before = state.snapshot(module)
+    module.step(torch.ones(2))
+    module.step(torch.ones(2))
+    joined = {
+        ("", "batches"): 2,
+        ("", "outputs"): [torch.ones(4)],
+        ("", "sums", "loss"): torch.tensor(9.0),
+        ("", "sums", "rows", 0): 6,
+        ("metric", "sum_value"): torch.tensor(5.0),
+        ("", "running"): torch.full((3,), 2.0),
+    }
+    state.write_back(module, before, joined)
+    assert module.batches == 2
+    assert [len(item) for item in module.outputs] == [2, 4]
+    assert module.sums == {"loss": 9.0, "rows": [6, 0]}
+    assert module.metric.compute() == 5.0
+    assert dict(module.named_buffers())["running"].tolist() == [2.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_failed_step_leaves_nothing(inference: bool) -> None:
+    module = Gathering()
+    with torch.inference_mode(inference):
+        module.step(torch.ones(4))
+        expected = {key: repr(value) for key, value in vars(module).items() if not key.startswith("_")}
+        rollback = state.EvaluationRollback(module)
+        module.step(torch.full((4,), 7.0))
+        assert rollback.restore() == frozenset()
+    assert {key: repr(value) for key, value in vars(module).items() if not key.startswith("_")} == expected
+    assert module.metric.compute() == 4.0
+    assert module.values.compute().tolist() == [1.0] * 4
+    assert module.running.tolist() == [1.0] * 3
+
+
+def test_what_was_gathered_is_not_copied() -> None:
+    module = Gathering()
+    module.outputs = [torch.zeros(state._SMALL + 1) for _ in range(3)]
+    rollback = state.EvaluationRollback(module)
+    held = {id(tensor) for tensor, _ in rollback._contents if isinstance(tensor, Tensor)}
+    assert id(module.sums["loss"]) in held
+    assert not held & {id(output) for output in module.outputs}
+    module.outputs.append(torch.ones(1))
+    rollback.restore()
+    assert len(module.outputs) == 3
