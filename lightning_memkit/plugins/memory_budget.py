@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
+from lightning_memkit.memory.limits import hard_cap
 from lightning_memkit.memory.measure import budget_bytes, check_budget
 from lightning_memkit.memory.meter import ByteMeter, unmetered
 from lightning_memkit.memory.sizing import Sizing
@@ -135,7 +136,10 @@ class MemoryBudget(Callback):
             recover=self.recover,
             weigh_by=self.weigh_by,
         )
-        self._undo = [keep_budget_in_evaluation(trainer, evaluation)]
+        self._undo = [
+            hard_cap(trainer.strategy.root_device, self.budget_bytes),
+            keep_budget_in_evaluation(trainer, evaluation),
+        ]
         if stage != "fit":
             return
         if not pl_module.automatic_optimization:
