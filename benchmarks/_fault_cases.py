@@ -131,7 +131,11 @@ def optimizer_named(name: str, groups: list[dict[str, Any]]) -> torch.optim.Opti
 
 def extras(model: str, optimizer: str) -> tuple[list[Callback], list[Any]]:
     """The callbacks and the precision that make the case."""
-    callbacks: list[Callback] = [ActivationCheckpointing("full")] if model == "packed_lm" else []
+    callbacks: list[Callback] = []
+    if model == "packed_lm":
+        callbacks = [
+            ActivationCheckpointing("full", blocks=["Block"])
+        ]  # one block repeats nothing: it is named
     return callbacks, [PureBF16Precision()] if optimizer == "kahan" else []
 
 
