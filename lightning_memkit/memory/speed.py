@@ -42,7 +42,7 @@ class FastestSize:
         ValueError: there are no sizes, or they don't fall.
     """
 
-    def __init__(self, sizes: Sequence[int], *, most_steps: int = 32, margin: float = 0.02) -> None:
+    def __init__(self, sizes: Sequence[int], *, most_steps: int = 40, margin: float = 0.02) -> None:
         if not sizes or list(sizes) != sorted(set(sizes), reverse=True):
             raise ValueError(f"sizes={list(sizes)} must be unequal and fall; write the largest first.")
         self.settled: int | None = sizes[0] if len(sizes) == 1 else None
