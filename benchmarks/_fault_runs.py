@@ -14,10 +14,9 @@ import torch
 import torch._dynamo
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from benchmarks._fault_cases import PART, Trained, extras, loader_for, model_named
+from benchmarks._fault_cases import PART, extras, loader_for, model_named
+from benchmarks._fault_state import captured, differences, relative_difference
 from lightning_memkit import MemoryBudget, NoEffectWarning
 from lightning_memkit.testing import FakeDevice, Faults, count_allocations, fake_device, sweep
 from tests.plugins.fake_accelerator import FakeAccelerator
@@ -190,64 +189,6 @@ def place(device: FakeDevice | None, strategy: Any) -> dict[str, Any]:
     }
 
 
-def captured(trainer: Trainer, module: Trained, loader: Any) -> dict[str, Any]:
-    """All that a fault must not change."""
-    optimizer, schedule = trainer.optimizers[0], trainer.lr_scheduler_configs[0].scheduler
-    return {
-        "weights": _host(dict(module.named_parameters())),
-        "buffers": _host(dict(module.named_buffers())),
-        "optimizer": _host(optimizer.state_dict()),
-        "rng": _host([torch.get_rng_state(), random.getstate(), list(np.random.get_state())]),
-        "lr": [_host([group["lr"] for group in optimizer.param_groups]), _host(schedule.state_dict())],
-        "global_step": trainer.global_step,
-        "position": [list(loader.sampler.drawn), trainer.fit_loop.epoch_loop.batch_progress.state_dict()],
-        "logged": _host(dict(trainer.callback_metrics)),
-    }
-
-
-def differences(ours: dict[str, Any], theirs: dict[str, Any], skip: Sequence[str] = ()) -> list[str]:
-    """The names of what is not bitwise equal."""
-    return [name for name in theirs if name not in skip and not _same(ours[name], theirs[name])]
-
-
-def relative_difference(ours: End, theirs: End) -> float:
-    """The largest difference of any weight, as a share of the largest weight.
-
-    Not of the largest in its own tensor: attention's key bias has a gradient of zero but for rounding, which AdamW
-    divides by its own size.
-    """
-    weights = theirs.state["weights"]
-    largest = max(weight.abs().max() for weight in weights.values())
-    return float(max((ours.state["weights"][name] - weights[name]).abs().max() for name in weights) / largest)
-
-
-def _host(value: Any) -> Any:
-    if isinstance(value, DTensor):
-        value = value.to_local()
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: _host(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_host(item) for item in value]
-    return value.copy() if isinstance(value, np.ndarray) else value
-
-
-def _same(ours: Any, theirs: Any) -> bool:
-    if isinstance(theirs, Tensor):
-        if not isinstance(ours, Tensor) or (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
-            return False
-        bits = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (ours, theirs)]
-        return torch.equal(*bits)
-    if isinstance(theirs, np.ndarray):
-        return np.array_equal(ours, theirs)
-    if isinstance(theirs, dict):
-        return set(ours) == set(theirs) and all(_same(ours[key], theirs[key]) for key in theirs)
-    if isinstance(theirs, list):
-        return len(ours) == len(theirs) and all(map(_same, ours, theirs))
-    return type(ours) is type(theirs) and ours == theirs
-
-
 def quiet() -> None:
     """One thread, no compiler and no word of Lightning's in a process that trains thousands of times."""
     torch.set_num_threads(1)
@@ -297,7 +238,7 @@ def run_case(case: Case, points: int | None, seed: int = 0) -> Tally:
             ):  # neither logs nor bytes are held against the control
                 why = ", ".join(differences(outcome.result.state, outcome.expected.state, skip=("logged",)))
             if case.dtype == torch.float64 and outcome.result is not None:
-                difference = relative_difference(outcome.result, outcome.expected)
+                difference = relative_difference(outcome.result.state, outcome.expected.state)
                 tally.largest_difference = max(tally.largest_difference, difference)
             if why:
                 tally.fail(outcome.point, operator, why)

@@ -10,6 +10,7 @@ without progress are a hang.
 
 import multiprocessing
 import os
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -110,7 +111,13 @@ def run_cases(cases: list[Case], sample: Sample, seed: int) -> list[Tally]:
         with ProcessPoolExecutor(PROCESSES, context, initializer=quiet) as pool:
             wanted = [sample.naive if case.naive else sample.budget for case in mine]
             results = pool.map(run_case, mine, wanted, [seed] * len(mine))
-            tallies |= dict(zip(mine, results, strict=True))
+            for case, tally in zip(mine, results, strict=True):
+                tallies[case] = tally
+                kind = "naive" if case.naive else case.kind
+                print(
+                    f"{case.model} {case.optimizer} {STEPS[case.step]} {kind}: {tally.equal}/{tally.points}",
+                    file=sys.stderr, flush=True,
+                )  # fmt: skip
     return [tallies[case] for case in cases]
 
 

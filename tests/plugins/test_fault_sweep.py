@@ -9,7 +9,8 @@ import torch
 from benchmarks import _fault_runs, fault_sweep
 from benchmarks._fault_cases import MODELS, OPTIMIZERS
 from benchmarks._fault_ranks import Job, run_ranks
-from benchmarks._fault_runs import Case, End, References, chosen_points, differences, reasons, run_case
+from benchmarks._fault_runs import Case, End, References, chosen_points, reasons, run_case
+from benchmarks._fault_state import differences
 from lightning_memkit.testing import Fault, Outcome
 from tests.testing.needs import NEEDS_COMPILER
 
