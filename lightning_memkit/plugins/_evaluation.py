@@ -11,7 +11,7 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_memkit.joining import Counted, JoinError
+from lightning_memkit.joining import Counted, JoinError, Joining
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.micro_batching import batch_size, split_batch
 from lightning_memkit.plugins import _evaluation_state as state
@@ -29,8 +29,6 @@ from lightning_memkit.plugins._ranks import largest_of_ranks
 from lightning_memkit.plugins._seam import communicates_in_every_part
 from lightning_memkit.plugins._sizing import BudgetError
 
-_MOST_COMPARISONS = 4
-
 
 def keep_budget_in_evaluation(trainer: Trainer, options: EvaluationOptions) -> Callable[[], None]:
     """Let validation (also within a fit), test and prediction keep a budget; returns the undo.
@@ -40,6 +38,10 @@ def keep_budget_in_evaluation(trainer: Trainer, options: EvaluationOptions) -> C
     it can't be, the batch runs whole, with a warning that says why. See `EvaluationParts` for the price.
     """
     return seam.install(trainer, EvaluationParts(trainer, options))
+
+
+class _RunAgain(Exception):
+    """The batch is to run again, with what was learned from it."""
 
 
 class EvaluationParts:
@@ -102,6 +104,8 @@ class EvaluationParts:
             failure = why = ""
             try:
                 output = self._attempt(step, known, parts, self._options.usable_bytes if measure else None)
+            except _RunAgain:
+                pass
             except JoinError as error:
                 why = str(error)
             except (RuntimeError, MemoryError) as error:
@@ -118,7 +122,7 @@ class EvaluationParts:
             self._restore(step, rollback)
             if why:
                 self._sizes.run_whole(step, known, why)
-            else:
+            elif failure:
                 self._shrink(step, known, parts, failure, by_budget=measure)
 
     def _measures(self, known: Loader, rows: int, share: float) -> bool:
@@ -138,7 +142,8 @@ class EvaluationParts:
                 return step.forward(step.whole())
         module, on_host = self._trainer.lightning_module, known.outputs_pass
         parts = split_batch(step.batch, _even(step.batch, count), split=self._options.split)
-        first = before = state.snapshot(module, known.watched)
+        watched = known.watched
+        first = before = state.snapshot(module, watched)
         outcomes: list[Outcome] = []
         entries: list[dict[str, Any]] = []
         with meter:
@@ -146,37 +151,48 @@ class EvaluationParts:
                 with seam.logging_held(self._trainer) as logged:
                     output = step.forward(step.transfer(part))
                 output = move_data_to_device(output, torch.device("cpu")) if on_host else output
-                after = state.snapshot(module, known.watched)
-                left = state.changes(before, after, known.watched)
+                after = state.snapshot(module, watched)
+                left = state.changes(before, after, watched)
                 outcomes.append(Outcome(output=output, logged=logged_values(logged), left=left))
                 entries, before = logged, after
-        whole = self._joined(step, known, parts, outcomes)
+        whole = self._joined(step, known, parts, outcomes, watched)
         state.write_back(module, first, whole.left)
         self._log(entries, whole.logged)
         return whole.output
 
     def _joined(
-        self, step: seam.EvaluationStep, known: Loader, parts: list[Any], outcomes: list[Outcome]
+        self,
+        step: seam.EvaluationStep,
+        known: Loader,
+        parts: list[Any],
+        outcomes: list[Outcome],
+        watched: frozenset[state.Key],
     ) -> Outcome:
         """The whole batch's outcome; where rules are in doubt, another comparison on this batch settles it."""
         joining = known.joining
         if joining is None:
             raise RuntimeError("MemoryBudget joins parts before it has compared any.")
         counts = self._trials.counts(step.batch, parts)
-        whole = joining.join(outcomes, counts)
-        while self._trials.any_rank(bool(joining.doubtful)) and not known.unproved:
-            if known.looks == _MOST_COMPARISONS:
-                known.unproved = True
-                warnings.warn(
-                    f"MemoryBudget can't tell how the parts of {', '.join(joining.doubtful)} in {step.hook} make the "
-                    "whole's: several ways agree on all samples that were compared; the likeliest is taken.",
-                    stacklevel=2,
-                )
-                break
-            self._sizes.look(step, known)
-            if known.unsplittable:
-                raise JoinError(known.unsplittable)
+        try:
+            whole = self._join(joining, outcomes, counts)
+            while self._trials.any_rank(bool(joining.doubtful)) and self._sizes.settles(step, known):
+                if not known.watched <= watched:  # more is changed by parts than was watched in these
+                    raise _RunAgain
+                whole = self._join(joining, outcomes, counts)
+        except (RuntimeError, MemoryError) as error:
+            if is_out_of_memory(error) and not known.outputs_pass:
+                self._sizes.outputs_pass(step, known)
+            raise
+        return whole
+
+    def _join(self, joining: Joining, outcomes: list[Outcome], counts: dict[str, list[float]]) -> Outcome:
+        mismatch, whole = "", outcomes[-1]
+        try:
             whole = joining.join(outcomes, counts)
+        except JoinError as error:
+            mismatch = str(error)
+        if self._trials.any_rank(bool(mismatch)):
+            raise JoinError(mismatch or "the parts of another rank don't go together")
         return whole
 
     def _log(self, entries: list[dict[str, Any]], values: dict[str, list[Counted]]) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_debug, rank_zero_info
 
-from lightning_memkit.joining import Joining
+from lightning_memkit.joining import JoinError, Joining
 from lightning_memkit.memory.sizing import NothingFitsError, largest_fitting
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.micro_batching import SplitError, WeighBy, Weigher, batch_size
@@ -20,6 +20,7 @@ from lightning_memkit.plugins._sizing import BudgetError
 from lightning_memkit.plugins._trials import tensors_of
 
 _MOST_TRIALS = 8
+_MOST_COMPARISONS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,13 +119,13 @@ class EvaluationSizes:
             if smallest is None or smallest.part_bytes > usable:
                 short = None if smallest is None else smallest.part_bytes
                 raise BudgetError(_shortfall(step.hook, short, usable, self._options.headroom)) from None
-            self._outputs_pass(step, known)
+            self.outputs_pass(step, known)
             sizing = largest_fitting(partial(peak_of, with_outputs=False), **options)
         known.size, known.limited = sizing.micro_batch_size, True
         known.measured = elements_of(step.batch) / rows * known.size
         rank_zero_info(f"MemoryBudget in {step.hook}: {sizing}; without gradients.")
 
-    def _outputs_pass(self, step: EvaluationStep, known: Loader) -> None:
+    def outputs_pass(self, step: EvaluationStep, known: Loader) -> None:
         """The parts would fit, but what they return does not fit beside them."""
         known.outputs_pass = True
         on_host = self._trainer.strategy.root_device.type == "cpu"
@@ -138,14 +139,12 @@ class EvaluationSizes:
     def can_split(self, step: EvaluationStep, known: Loader) -> bool:
         """Whether parts give the whole batch's results, found out once; a warning where they don't."""
         if known.joining is None and not known.unsplittable:
-            known.joining = self._trials.joining()
             self.look(step, known)
         return not known.unsplittable
 
     def look(self, step: EvaluationStep, known: Loader) -> None:
         """Compare some samples whole and in parts; the rules learn from it."""
-        if known.joining is None:
-            return
+        known.joining = known.joining or self._trials.joining()
         found = self._trials.compare(step, known.joining, known.looks)
         known.looks += 1
         if found.unsplittable:
@@ -161,7 +160,32 @@ class EvaluationSizes:
         known.left |= found.left
         known.watched = frozenset(key for key in known.left if not known.joining.keeps(("left", key)))
 
+    def settles(self, step: EvaluationStep, known: Loader) -> bool:
+        """Compare again where rules are in doubt; whether there is something new to go by.
+
+        Raises:
+            JoinError: parts don't give the whole's results after all.
+        """
+        if known.unproved or known.joining is None:
+            return False
+        if known.looks == _MOST_COMPARISONS:
+            known.unproved = True
+            names = ", ".join(known.joining.doubtful)
+            warnings.warn(
+                f"MemoryBudget can't tell how the parts of {names} in {step.hook} make the whole's: several ways "
+                "agree on all samples that were compared; the likeliest is taken.",
+                stacklevel=2,
+            )
+            return False
+        self.look(step, known)
+        if known.unsplittable:
+            raise JoinError(known.unsplittable)
+        return not known.unproved
+
     def run_whole(self, step: EvaluationStep, known: Loader, why: str) -> None:
+        """From now on the loader's batches run whole; a warning says why."""
+        if known.unsplittable:
+            return
         known.unsplittable = why
         warnings.warn(
             f"{type(self._trainer.lightning_module).__name__}.{step.hook} runs its batches whole, which may pass the "
@@ -180,6 +204,7 @@ def rows_of(batch: Any) -> tuple[int, str]:
 
 
 def elements_of(batch: Any) -> int:
+    """The numbers that a batch's tensors hold."""
     return sum(tensor.numel() for tensor in tensors_of(batch))
 
 

@@ -29,9 +29,18 @@ class _Items:
 
 def snapshot(module: nn.Module, only: frozenset[Key] | None = None) -> dict[Key, Any]:
     """Numbers, copies of tensors, and the items of lists that a module's attributes hold; some keys alone."""
-    return {
-        key: _kept(value) for key, value in _state(module) if only is None or key in only
-    }  # fmt: skip
+    if only is not None and not only:
+        return {}
+    return {key: _kept(value) for key, value in _state(module) if only is None or key in only}
+
+
+def tensors_kept(module: nn.Module) -> Iterator[Tensor]:
+    """The tensors that a module's attributes hold besides parameters and buffers: states of metrics, outputs."""
+    for _, value in _state(module):
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list):
+            yield from (item for item in value if isinstance(item, Tensor))
 
 
 def changes(before: dict[Key, Any], after: dict[Key, Any], keys: frozenset[Key]) -> dict[Key, Any]:

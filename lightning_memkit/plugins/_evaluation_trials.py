@@ -34,6 +34,7 @@ from lightning_memkit.plugins._seam_evaluation import EvaluationStep, logging_he
 from lightning_memkit.plugins._trials import states_on, tensors_of
 
 _COMPARED_SAMPLES = (5, 2)  # the second where the first runs out of memory
+_SCANNED_SAMPLES = 256  # for those that tell the ways of weighing apart
 
 
 @dataclass(kw_only=True)
@@ -115,7 +116,7 @@ class EvaluationTrials:
         device, module = self._trainer.strategy.root_device, self._trainer.lightning_module
         held = [*module.parameters(), *module.buffers()]
         held += [p.grad for p in module.parameters() if p.grad is not None]
-        held += [tensor for value in state.snapshot(module).values() for tensor in tensors_of(value)]
+        held += state.tensors_kept(module)
         for optimizer in self._trainer.optimizers:
             held += states_on(device, optimizer)
         given = tensors_of([step.batch, step.given])
@@ -147,22 +148,23 @@ class EvaluationTrials:
 
     def counts(self, batch: Any, parts: Sequence[Any]) -> dict[str, list[float]]:
         """What each part holds of everything that a value may be a mean over."""
-        own, ways = self._weigh_by, list[WeighBy | Weigher]()
-        if callable(own) or own in ("samples", "labels", "causal_labels"):
-            ways.append(own)
+        own, ways, labels = self._weigh_by, list[WeighBy](), find_labels(batch)
         if isinstance(batch, SplittableBatch):
             ways.append("auto")
-        labels = find_labels(batch)
         if labels is not None:
-            ways.append("labels")
-            if labels.ndim > 1:
-                ways.append("causal_labels")
+            ways += ["labels"] if labels.ndim < 2 else ["labels", "causal_labels"]
         ways.append("samples")
+        if own in ways:  # what the user says comes first, where several agree
+            ways.sort(key=lambda way: way != own)
         counts: dict[str, list[float]] = {}
+        if callable(own):
+            try:
+                counts["weigh_by"] = [float(own(part)) for part in parts]
+            except Exception:  # it was written for training's batches; these may lack what it counts
+                counts.pop("weigh_by", None)
         for way in ways:
             count = weigher(way, batch)
-            name = way if isinstance(way, str) else "weigh_by"
-            counts[name] = [float(count(part)) for part in parts]
+            counts[str(way)] = [float(count(part)) for part in parts]
         return counts
 
     def joining(self) -> Joining:
@@ -184,10 +186,10 @@ class EvaluationTrials:
         """
         total = batch_size(step.batch)
         for rows in sorted({min(samples, total) for samples in _COMPARED_SAMPLES if total > 1}, reverse=True):
-            window = self._window(step.batch, rows, looks)
-            parts = split_batch(window, _uneven(rows), split=self._split)
-            ran_out, outcomes, left = False, [], frozenset[state.Key]()
+            ran_out, window, parts, outcomes, left = False, None, [], [], frozenset[state.Key]()
             try:
+                window = self._window(step.batch, rows, looks)
+                parts = split_batch(window, _uneven(rows), split=self._split)
                 outcomes, left = self._outcomes(step, window, parts)
             except Exception as error:  # whatever a user's step does with a part that it did not count on
                 ran_out = is_out_of_memory(error)
@@ -232,9 +234,11 @@ class EvaluationTrials:
             return batch
         places = [0, total - rows, (total - rows) // 2]
         start = places[looks % len(places)]
-        single = self.counts(batch, split_batch(batch, [1] * total, split=self._split))
-        if looks % len(places) == 0 and len(single) > 1:
-            apart = [_apart(single, place, rows) for place in range(total - rows + 1)]
+        if looks % len(places) == 0:
+            first = min(total, _SCANNED_SAMPLES)
+            sizes = [1] * first + [total - first] * (total > first)
+            single = self.counts(batch, split_batch(batch, sizes, split=self._split))
+            apart = [_apart(single, place, rows) for place in range(first - rows + 1)]
             start = apart.index(max(apart))
         sizes = [size for size in (start, rows, total - rows - start) if size > 0]
         return split_batch(batch, sizes, split=self._split)[1 if start else 0]

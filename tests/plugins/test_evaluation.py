@@ -312,6 +312,41 @@ def test_a_whole_batch_that_runs_out_of_memory_says_why_it_is_whole() -> None:
         evaluated("validate", in_parts(3), Full)
 
 
+class Generates(Wide):
+    """Rows as long as the longest of them: what a language model's generate returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches = 0
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.batches += 1
+        return batch["x"][:, : int(batch["x"].amax())] * 2
+
+
+def test_outputs_that_are_padded_to_unequal_lengths_run_whole_from_then_on() -> None:
+    rows = [{"x": torch.full((12,), 3 if i < 8 else 1 + i % 8)} for i in range(24)]
+    data = DataLoader(rows, batch_size=8)  # pyright: ignore[reportArgumentType]
+    whole, one, _ = evaluated("predict", None, Generates, data)
+    with pytest.warns(UserWarning, match=r"output has parts of shapes \(3, 3\), \(3, 6\), \(2, 8\)"):
+        parts, other, _ = evaluated("predict", in_parts(3), Generates, data)
+    assert_close(parts, whole)
+    assert other.batches == one.batches == 3
+
+
+def test_a_weighing_meant_for_training_may_not_fit_other_batches() -> None:
+    def labels(batch: Any) -> float:
+        return float((batch["labels"] != -100).sum())
+
+    rows = [{"x": torch.arange(12) + i} for i in range(16)]
+    data = DataLoader(rows, batch_size=8)  # pyright: ignore[reportArgumentType]
+    for weigh_by in (labels, "labels"):
+        whole, _, _ = evaluated("predict", None, Wide, data)
+        parts, module, _ = evaluated("predict", in_parts(4, weigh_by=weigh_by), Wide, data)
+        assert_close(parts, whole)
+        assert module.sizes.seen[-2:] == [4, 4]
+
+
 class Noisy(Wide):
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         self.sizes.seen.append(len(batch["x"]))
