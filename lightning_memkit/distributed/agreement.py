@@ -56,15 +56,15 @@ class Agreement:
     """
 
     def __init__(self, counts: int = 0) -> None:
-        self._group: Any = distributed.new_group(backend="gloo")
-        self.rank, self.world = self._group.rank(), self._group.size()
+        self.group: Any = distributed.new_group(backend="gloo")
+        self.rank, self.world = self.group.rank(), self.group.size()
         # Every meeting is one message of the same size: a rank that ends doesn't know which one its peers are at.
         self._numbers = torch.zeros(self.world + counts, dtype=torch.int64)
 
     def meet(self, outcome: Outcome = Outcome.DONE, counts: Sequence[int] = ()) -> Meeting:
         """Tell how this rank's attempt went and hear of the others'; `counts` are added up over the ranks."""
         with unmetered():
-            distributed.all_reduce(self._message(outcome, counts), group=self._group)
+            distributed.all_reduce(self._message(outcome, counts), group=self.group)
         told = self._numbers.tolist()
         outcomes, totals = told[: self.world], told[self.world :]
         ended = [str(rank) for rank, found in enumerate(outcomes) if found == Outcome.ENDED]
@@ -81,7 +81,7 @@ class Agreement:
         try:
             with unmetered():
                 message = self._message(Outcome.ENDED, ())
-                work = distributed.all_reduce(message, group=self._group, async_op=True)
+                work = distributed.all_reduce(message, group=self.group, async_op=True)
                 if work is not None:
                     work.wait(_GOODBYE)
         except RuntimeError:  # they wait elsewhere, or are gone; this rank's own error is what counts
@@ -101,14 +101,14 @@ class Agreement:
 
     def close(self) -> None:
         """Give the group back; no collective."""
-        if self._group is not None and distributed.is_initialized():
-            distributed.destroy_process_group(self._group)
-        self._group = None
+        if self.group is not None and distributed.is_initialized():
+            distributed.destroy_process_group(self.group)
+        self.group = None
 
     def _reduced(self, values: Sequence[float], operation: Any) -> list[float]:
         with unmetered():
             numbers = torch.tensor(list(values), dtype=torch.float64)
-            distributed.all_reduce(numbers, op=operation, group=self._group)
+            distributed.all_reduce(numbers, op=operation, group=self.group)
             return numbers.tolist()
 
     def _message(self, outcome: Outcome, counts: Sequence[int]) -> Tensor:

@@ -38,8 +38,11 @@ class _Issued:
     operation: Any = field(default=None, compare=False)
 
 
-class CannotCatchUpError(RuntimeError):
-    """This rank can't join the collectives its peers wait in: it has to end, and they with it."""
+class CannotCatchUpError(Exception):
+    """This rank can't join the collectives its peers wait in: it has to end, and they with it.
+
+    Not a RuntimeError: those that name memory are retried.
+    """
 
 
 def why_no_catch_up(module: nn.Module) -> str:

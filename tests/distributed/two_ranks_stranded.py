@@ -10,7 +10,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import fully_shard
 
 from lightning_memkit.distributed.agreement import Agreement, Outcome
-from lightning_memkit.distributed.catch_up import CatchUp
+from lightning_memkit.distributed.catch_up import CannotCatchUpError, CatchUp
 
 
 class Meeting(nn.Module):
@@ -54,7 +54,7 @@ def main(folder: str, how: str) -> None:
                 catch_up.finish()
             agreement.meet(Outcome.OUT_OF_MEMORY if failed else Outcome.DONE)
         told = "all is well"
-    except RuntimeError as error:
+    except (RuntimeError, CannotCatchUpError) as error:
         told = f"{type(error).__name__}: {error}"
     Path(folder, f"{rank}.txt").write_text(told)
     os._exit(0)
