@@ -148,7 +148,8 @@ class EvaluationTrials:
 
     def counts(self, batch: Any, parts: Sequence[Any]) -> dict[str, list[float]]:
         """What each part holds of everything that a value may be a mean over."""
-        own, ways, labels = self._weigh_by, list[WeighBy](), find_labels(batch)
+        own, labels = self._weigh_by, find_labels(batch)
+        ways: list[WeighBy] = []
         if isinstance(batch, SplittableBatch):
             ways.append("auto")
         if labels is not None:
