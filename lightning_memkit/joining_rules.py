@@ -101,6 +101,8 @@ def rule_error(rule: Rule, whole: Any, parts: Sequence[Any], counts: Counts) -> 
 def applied(rule: Rule, parts: Sequence[Any], counts: Counts, path: Path) -> Any:
     """The value that a rule gives."""
     kind, *options = rule
+    if kind in ("mean", "delta") and options[0] not in counts:
+        raise JoinError(f"{name_of(path)} is a mean over {options[0]}, which this batch does not tell")
     if kind == "same":
         return parts[-1]
     if kind == "kept":

@@ -179,3 +179,20 @@ def test_numbers_that_follow_from_rounding_are_equal_and_others_are_not() -> Non
     joining.compare(whole, [whole * (1 + 1e-6), whole * (1 - 1e-6)], ways)
     with pytest.raises(JoinError):
         Joining(allowed=1e-12).compare(whole, [whole * 1.01, whole * 1.02], ways)
+
+
+def test_a_batch_without_what_a_mean_is_over_is_refused() -> None:
+    joining, parts = Joining(allowed=1e-9), [torch.tensor(1.0), torch.tensor(3.0)]
+    joining.compare(torch.tensor(2.5), parts, {"labels": [1, 3], "samples": [1, 1]})
+    with pytest.raises(JoinError, match="mean over labels"):
+        joining.join(parts, {"samples": [1, 1]})
+
+
+def test_what_was_in_no_comparison_is_joined_as_is_likeliest_and_named() -> None:
+    joining, samples = Joining(allowed=1e-9), {"samples": [2, 1]}
+    joining.compare({}, [{}, {}], samples)
+    late = [{"rows": torch.ones(2, 3), "same": 1}, {"rows": torch.zeros(1, 3), "same": 1}]
+    joined = joining.join(late, samples)
+    assert joined["rows"].shape == (3, 3)
+    assert joined["same"] == 1
+    assert joining.doubtful == ["rows"]

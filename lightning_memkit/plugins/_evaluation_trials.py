@@ -153,7 +153,9 @@ class EvaluationTrials:
         if isinstance(batch, SplittableBatch):
             ways.append("auto")
         if labels is not None:
-            ways += ["labels"] if labels.ndim < 2 else ["labels", "causal_labels"]
+            ways.append("labels")
+        if labels is not None and labels.ndim > 1:
+            ways.append("causal_labels")
         ways.append("samples")
         if own in ways:  # what the user says comes first, where several agree
             ways.sort(key=lambda way: way != own)
