@@ -1,9 +1,8 @@
 """Run one training batch in parts: weigh, move, step, accumulate, log once."""
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
@@ -18,6 +17,7 @@ from lightning_memkit.micro_batching import (
     split_batch,
 )
 from lightning_memkit.plugins import _seam
+from lightning_memkit.plugins._logs import LoggedValues
 from lightning_memkit.token_parts import TokenPart, extent_of, parts_by_tokens, take_part, widened
 
 Splitter = Callable[[Any, Sequence[int]], Sequence[Any]]
@@ -110,6 +110,7 @@ class _Attempt:
     sizes: list[int] = field(default_factory=list)
     rows: list[int] | None = None
     logged: list[tuple[float, list[dict[str, Any]]]] = field(default_factory=list)
+    sizes_logged: list[int] = field(default_factory=list)
 
 
 class PartsRunner:
@@ -133,6 +134,7 @@ class PartsRunner:
         self.partition = partition
         self.unsplittable = ""  # why the loss can't be split, where that is known and nothing is split yet
         self.phase = ""  # what runs, for those who say what failed
+        self.logs = LoggedValues()
         self._trainer = trainer
         self._transfer = transfer
         self._exact_window = exact_window
@@ -174,6 +176,7 @@ class PartsRunner:
             with block, _seam.logging_held(self._trainer) as logged:
                 loss, extra = step.forward(part)
                 attempt.logged.append((weights[index], logged))
+                attempt.sizes_logged.append(cut.sizes[index])
                 if position == 0:
                     step.zero_grad()
                 if loss is not None and (weights[index] > 0 or self._trainer.world_size > 1):
@@ -222,7 +225,7 @@ class PartsRunner:
             torch._foreach_mul_(gradients, factor)
 
     def _result(self, attempt: _Attempt) -> tuple[Tensor | None, dict[str, Any]]:
-        for entry in _merged_logs(attempt):
+        for entry in self.logs.merged(attempt.logged, attempt.sizes_logged):
             _seam.log_now(self._trainer, entry)
         if not attempt.losses:
             return None, {}
@@ -238,42 +241,3 @@ class PartsRunner:
 def _parameters(step: _seam.Step) -> Iterator[torch.nn.Parameter]:
     for group in step.optimizer.param_groups:
         yield from group["params"]
-
-
-def _merged_logs(attempt: _Attempt) -> Iterable[dict[str, Any]]:
-    """One entry for each value that the parts logged, as if the whole batch had been logged once."""
-    grouped: dict[tuple[str, str, int], list[tuple[float, dict[str, Any]]]] = defaultdict(list)
-    counted = [part for part in attempt.logged if part[0] > 0]
-    for weight, entries in counted or attempt.logged:
-        seen: dict[tuple[str, str], int] = defaultdict(int)
-        for entry in entries:
-            name = (entry["fx"], entry["name"])
-            grouped[(*name, seen[name])].append((weight, entry))
-            seen[name] += 1
-    return [_merged(entries) for entries in grouped.values()]
-
-
-def _merged(entries: list[tuple[float, dict[str, Any]]]) -> dict[str, Any]:
-    """Means are averaged by the user's batch_size, else by the loss's weights; sums add, extremes stay."""
-    merged = dict(entries[-1][1])
-    values = [entry["value"] for _, entry in entries]
-    if len(values) == 1 or not all(isinstance(value, Tensor) for value in values):
-        return merged
-    reduction: Any = merged.get("reduce_fx", "mean")
-    name = reduction if isinstance(reduction, str) else getattr(reduction, "__name__", "")
-    stacked = torch.stack([value.detach() for value in values])
-    if name == "sum":
-        merged["value"] = stacked.sum(0)
-    elif name in ("max", "min"):
-        merged["value"] = stacked.max() if name == "max" else stacked.min()
-    elif name in ("mean", "avg"):
-        own = [size for _, entry in entries if (size := entry.get("batch_size")) is not None]
-        given = len(own) == len(entries)
-        weights = [float(size) for size in own] if given else [weight for weight, _ in entries]
-        scaled = stacked if stacked.is_floating_point() else stacked.float()
-        shares = torch.tensor(weights, dtype=scaled.dtype, device=scaled.device) / (sum(weights) or 1.0)
-        merged["value"] = (scaled * shares).sum(0)
-        merged["batch_size"] = sum(own) if given else None
-    else:
-        merged["value"] = cast(Callable[[Tensor], Tensor], reduction)(stacked)
-    return merged

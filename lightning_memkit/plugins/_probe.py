@@ -24,11 +24,13 @@ from lightning_memkit.micro_batching import (
     weigher,
 )
 from lightning_memkit.plugins import _seam
+from lightning_memkit.plugins._logs import LoggedValues
 from lightning_memkit.plugins._parts import Splitter
 from lightning_memkit.plugins._ranks import any_rank, largest_of_ranks
 from lightning_memkit.plugins._trials import StepFailedError, Trials
 
 _RANDOM_OR_BATCHED = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
+_LOGGED = 1e-5  # relative difference of logged values that is rounding; nothing is summed up as in gradients
 _PROBED_SAMPLES = (5, 2)  # the second where the first runs out of memory
 _PROBED_BATCHES = 3  # the samples of one may be too alike to tell
 
@@ -48,6 +50,7 @@ class Weighing:
         self.weigh_by: WeighBy | Weigher = weigh_by
         self.split = split
         self.verdict: Verdict | None = None
+        self.logs = LoggedValues()
         self._open: list[WeighBy | Weigher] = []
         self._probes = 0
 
@@ -145,10 +148,15 @@ class Weighing:
         verdicts: dict[int, Verdict] = {}
         errors: list[float] = []
         whole = torch.zeros(0)
+        logged_by_whole: list[dict[str, Any]] = []
+        logged_by_parts: list[list[dict[str, Any]]] = []
         for everything_in_eval in (False, True):
             with deterministic(module, everything=everything_in_eval):
                 whole = trials.gradient_of(step, small)
-                gradients = [trials.gradient_of(step, part) for part in parts]
+                logged_by_whole, logged_by_parts, gradients = trials.logged, [], []
+                for part in parts:
+                    gradients.append(trials.gradient_of(step, part))
+                    logged_by_parts.append(trials.logged)
             for index, way in enumerate(self._open):
                 weights = normalized(
                     [float(weigher(way, small)(part)) for part in parts], summed=way == "sum"
@@ -181,6 +189,9 @@ class Weighing:
             )
         self._open = [self._open[index] for index in kept]
         self.weigh_by = self._open[0]
+        shares = [float(weigher(self.weigh_by, small)(part)) for part in parts]
+        rounding = min(allowed, _LOGGED) if exact else allowed
+        self.logs.compare(logged_by_whole, logged_by_parts, shares, sizes, rounding)
 
 
 def _offset(probes: int, free: int) -> int:

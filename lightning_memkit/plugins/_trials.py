@@ -49,6 +49,7 @@ class Trials:
 
     def __init__(self, trainer: Trainer, transfer: Callable[[Any], Any]) -> None:
         self.changing: frozenset[tuple[str, str]] = frozenset()
+        self.logged: list[dict[str, Any]] = []
         self._trainer = trainer
         self._transfer = transfer
 
@@ -57,7 +58,7 @@ class Trials:
         return self._trainer.lightning_module
 
     @contextmanager
-    def _no_trace(self, step: _seam.Step) -> Iterator[None]:
+    def _no_trace(self, step: _seam.Step) -> Iterator[list[dict[str, Any]]]:
         rollback = Rollback(self._module)
         # The last step's gradients are zeroed before they are used: held beside the trial's they would cost twice.
         kept = [] if step.starts_window else [(p, p.grad) for p in self._module.parameters()]
@@ -66,11 +67,11 @@ class Trials:
         try:
             with (
                 _seam.no_gradient_sync(self._trainer, block=True),
-                _seam.logging_held(self._trainer),
+                _seam.logging_held(self._trainer) as logged,
                 _seam.loggers_silent(self._trainer),
                 torch.enable_grad(),
             ):
-                yield
+                yield logged
         finally:
             self.changing |= rollback.changed()
             rollback.restore()
@@ -80,8 +81,11 @@ class Trials:
                 parameter.grad = gradient
 
     def gradient_of(self, step: _seam.Step, batch: Any, *, seed: int | None = None) -> Tensor:
-        """A sample of the gradient that a batch's own loss has; `seed` draws other random numbers than training."""
-        with self._no_trace(step):
+        """A sample of the gradient that a batch's own loss has; `seed` draws other random numbers than training.
+
+        `logged` then holds what the step logged.
+        """
+        with self._no_trace(step) as self.logged:
             if seed is not None:
                 random.seed(seed)
                 np.random.seed(seed)

@@ -39,7 +39,6 @@ from lightning_memkit.plugins._tuned_sizes import TunedSizes, question_of
 from lightning_memkit.plugins._tuning import SizeTuning, clock_may_choose
 from lightning_memkit.rollback import Generators
 
-
 _COPIED = 0.01  # of the budget, for copies beside an optimizer's step that may be left half-done
 
 
@@ -336,6 +335,7 @@ class MemoryBudget(Callback):
         size = partition.micro_batch_size if self._tuning is None else self._tuning.probed_size
         weighing.settle(step, trials, size)
         partition.weigh = weigher(weighing.weigh_by, step.batch)
+        runner.logs = weighing.logs
         partition.summed = weighing.weigh_by == "sum"
 
     @property

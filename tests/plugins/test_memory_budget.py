@@ -67,9 +67,21 @@ def test_logged_values_are_those_of_the_whole_batch() -> None:
     whole, parts = metrics(), metrics(MemoryBudget("1GiB", micro_batch_size=3))
     assert whole.keys() == parts.keys() == {"loss", "loss_step", "loss_epoch", "labels", "longest", "mean_x"}
     for name in whole:
-        if name != "longest":  # the maximum over parts of a count is not the whole's count
-            assert whole[name] == pytest.approx(parts[name], rel=1e-6), name
+        assert whole[name] == pytest.approx(parts[name], rel=1e-6), name
     assert [row["returned"] for row in seen[:20]] == pytest.approx([row["returned"] for row in seen[20:]])
+
+
+def test_a_logged_value_that_does_not_come_from_parts_is_named() -> None:
+    class Spread(TokenTagger):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+            output = super().training_step(batch, batch_idx)
+            self.log("spread", output["logits"].std())
+            return output
+
+    with pytest.warns(
+        UserWarning, match="What training_step logs as 'spread' can't be made from a batch's parts"
+    ):
+        trained(MemoryBudget("1GiB", micro_batch_size=2), module=Spread, max_steps=4)
 
 
 def test_parts_without_a_loss_are_skipped_as_batches_are() -> None:

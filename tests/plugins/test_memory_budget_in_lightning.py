@@ -30,7 +30,7 @@ class Shown(TokenTagger):
         output = super().training_step(batch, batch_idx)
         self.log("shown", output["loss"], prog_bar=True, on_step=True, on_epoch=True)
         means = {"a": batch["x"].float().mean(), "b": batch["labels"].clamp(0).float().mean()}
-        self.log_dict(means, prog_bar=True, on_epoch=True, batch_size=len(batch["x"]))
+        self.log_dict(means, prog_bar=True, on_epoch=True)
         return output
 
 
