@@ -330,9 +330,10 @@ def main(path: str, stride: str) -> None:
     distributed.init_process_group("gloo")
     found: dict[str, Any] = {"clipping": clipping()}
     for option, options in OPTIONS.items():
+        sparser = int(stride) * (1 if stride == "1" or option == "checkpointed" else 3)
         for who, fails in WHO.items():
-            found[f"{option}, {who}"] = swept(options, fails, int(stride))
-        found[f"{option}, cold"] = swept_cold(options, int(stride))
+            found[f"{option}, {who}"] = swept(options, fails, sparser)
+        found[f"{option}, cold"] = swept_cold(options, sparser)
     found["validated"] = swept_after_validation(int(stride))
     found["storages"] = swept_storages({})
     found["storages, checkpointed"] = swept_storages({"checkpointed": True})
