@@ -479,3 +479,21 @@ def test_a_change_of_the_step_after_the_journal_is_refused_before_it_steps() -> 
     set_gradients(parameters, seed=0)
     with pytest.raises(RuntimeError, match="after it was journaled"):
         optimizer.step()
+
+
+class SteppingCounter(torch.optim.SGD):
+    """Counts its steps in its group, and takes memory after that."""
+
+    def step(self, closure: Any = None) -> None:
+        self.param_groups[0]["count"] = self.param_groups[0].get("count", 0) + 1
+        torch.zeros(1)
+        super().step()
+
+
+def test_a_step_without_gradients_counts_once() -> None:
+    _, optimizer = made(lambda groups: SteppingCounter(groups, lr=0.1), SHAPES, EXACT)
+    journal = journal_steps(optimizer)
+    with fail_at(0):
+        optimizer.step()
+    assert journal.recovered == 1
+    assert optimizer.param_groups[0]["count"] == 1
