@@ -8,9 +8,10 @@ rules that give the whole's. `Joining.join` applies them to the parts of other b
 import copy
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_memkit.joining_rules import (
     KEPT,
@@ -22,6 +23,7 @@ from lightning_memkit.joining_rules import (
     Path,
     Rule,
     applied,
+    is_number_like,
     name_of,
     relative_error,
     rule_error,
@@ -30,6 +32,8 @@ from lightning_memkit.joining_rules import (
     unseen_rules,
     why_not,
 )
+
+_DEEPEST = 12  # levels of nested results; objects may refer to each other in a circle
 
 
 class Joining:
@@ -67,10 +71,11 @@ class Joining:
         return all(rule in (KEPT, ("concat",)) for rule in below)
 
     def alike(self, a: Any, b: Any) -> bool:
-        """Whether two results are the same up to rounding."""
-        return all(
-            relative_error(x, y) <= self._allowed(y) for x, y in zip(leaves(a), leaves(b), strict=False)
-        )  # fmt: skip
+        """Whether the numbers of two results are the same up to rounding."""
+        numbers = [[leaf for leaf in leaves(result) if is_number_like(leaf)] for result in (a, b)]
+        return len(numbers[0]) == len(numbers[1]) and all(
+            relative_error(x, y) <= self._allowed(y) for x, y in zip(*numbers, strict=True)
+        )
 
     def _allowed(self, value: Any) -> float:
         """The tolerance, or what the value's own dtype rounds."""
@@ -83,7 +88,7 @@ class Joining:
             values, ways = _own_way(parts, counts)
             self._compare((*path, "value"), whole.value, values, ways)
             return
-        branches = _branches(whole)
+        branches = _branches(whole, len(path))
         if branches is None:
             self._narrow(path, whole, parts, counts, rules_for(whole, parts, counts))
             return
@@ -130,7 +135,7 @@ class Joining:
         rules = self._open.get(path)
         if rules == [("concat",)]:
             return type(first)(item for part in parts for item in part)
-        branches = _branches(first)
+        branches = _branches(first, len(path))
         if branches is None:
             return self._joined_leaf(path, parts, counts, rules)
         _check_same_keys(path, first, parts)
@@ -148,7 +153,7 @@ class Joining:
             rules = unseen_rules(parts, counts)
         joined = applied(rules[0], parts, counts, path)
         for other in rules[1:]:
-            if relative_error(applied(other, parts, counts, path), joined) > self._allowed(joined):
+            if relative_error(applied(other, parts, counts, path), joined) > self._allowed(joined) / 4:
                 self.doubtful.append(name_of(path))
                 break
         return joined
@@ -162,9 +167,9 @@ def _own_way(parts: Sequence[Counted], counts: Counts) -> tuple[list[Any], Count
 # Structure: what is looked into, and put together again
 
 
-def _branches(item: Any) -> list[tuple[Any, Any]] | None:
-    """The named values of a structure; None for a leaf."""
-    if isinstance(item, Change):
+def _branches(item: Any, depth: int) -> list[tuple[Any, Any]] | None:
+    """The named values of a structure; None for a leaf, and below the deepest that is looked into."""
+    if isinstance(item, Change) or depth > _DEEPEST:
         return None
     if isinstance(item, Mapping):
         return list(item.items())
@@ -172,6 +177,13 @@ def _branches(item: Any) -> list[tuple[Any, Any]] | None:
         return list(enumerate(item))
     if dataclasses.is_dataclass(item) and not isinstance(item, type):
         return [(field.name, getattr(item, field.name)) for field in dataclasses.fields(item)]
+    # An object that is equal to itself alone (a model's cache of keys and values) is what its attributes are.
+    if (
+        type(item).__eq__ is object.__eq__
+        and not isinstance(item, (nn.Module, Enum, type))
+        and not callable(item)
+    ):
+        return list(getattr(item, "__dict__", {}).items()) or None
     return None
 
 
@@ -183,9 +195,9 @@ def _branch(item: Any, key: Any, path: Path) -> Any:
 
 
 def _check_same_keys(path: Path, first: Any, parts: Sequence[Any]) -> None:
-    wanted = [key for key, _ in _branches(first) or ()]
+    wanted = [key for key, _ in _branches(first, len(path)) or ()]
     for part in parts:
-        if [key for key, _ in _branches(part) or ()] != wanted:
+        if [key for key, _ in _branches(part, len(path)) or ()] != wanted:
             raise JoinError(f"{name_of(path)} holds other entries in its parts than in the whole")
 
 
@@ -204,11 +216,11 @@ def _rebuilt(first: Any, joined: dict[Any, Any]) -> Any:
     return rebuilt
 
 
-def leaves(item: Any) -> Iterator[Any]:
+def leaves(item: Any, depth: int = 0) -> Iterator[Any]:
     """Every value within nested mappings, lists, tuples and dataclasses."""
-    branches = _branches(item)
+    branches = _branches(item, depth)
     if branches is None:
         yield item
         return
     for _, value in branches:
-        yield from leaves(value)
+        yield from leaves(value, depth + 1)

@@ -1,6 +1,6 @@
 """Rules by which one value of a whole batch comes from its parts' values, for `lightning_memkit.joining`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,11 @@ Counts = Mapping[str, Sequence[float]]  # a way of weighing, and what each part 
 
 KEPT: Rule = ("kept",)
 _NUMBERS = (bool, int, float)
+# Perplexities are exponentials of means, root mean squares are roots of them.
+_POWER_MEANS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "geometric mean": (torch.log, torch.exp),
+    "quadratic mean": (torch.square, torch.sqrt),
+}
 ROUNDING = {torch.float64: 0.0, torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
 
@@ -54,7 +59,8 @@ def rules_for(whole: Any, parts: Sequence[Any], counts: Counts) -> list[Rule]:
         return rules
     extremes: list[Rule] = [] if target.is_complex() else [("max",), ("min",)]
     if target.is_floating_point() or target.is_complex():
-        return [*rules, *(("mean", way) for way in counts), ("same",), ("sum",), *extremes]
+        means = [("mean", way) for way in counts] + [(mean, way) for mean in _POWER_MEANS for way in counts]
+        return [*rules, *means, ("same",), ("sum",), *extremes]
     return [*rules, *([] if target.dtype is torch.bool else [("sum",)]), ("same",), *extremes]
 
 
@@ -101,7 +107,7 @@ def rule_error(rule: Rule, whole: Any, parts: Sequence[Any], counts: Counts) -> 
 def applied(rule: Rule, parts: Sequence[Any], counts: Counts, path: Path) -> Any:
     """The value that a rule gives."""
     kind, *options = rule
-    if kind in ("mean", "delta") and options[0] not in counts:
+    if kind in ("mean", "delta", *_POWER_MEANS) and options[0] not in counts:
         raise JoinError(f"{name_of(path)} is a mean over {options[0]}, which this batch does not tell")
     if kind == "same":
         return parts[-1]
@@ -124,6 +130,10 @@ def applied(rule: Rule, parts: Sequence[Any], counts: Counts, path: Path) -> Any
         raise JoinError(f"{name_of(path)} has parts of different shapes")
     if kind == "mean":
         return _like(parts[0], _mean(values, counts[options[0]]))
+    if kind in _POWER_MEANS:
+        to, back = _POWER_MEANS[kind]
+        wide = [to(value if value.device.type == "mps" else value.double()) for value in values]
+        return _like(parts[0], back(_mean(wide, counts[options[0]])))
     stacked = torch.stack(values)
     reduced = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}[kind](stacked, 0)
     return _like(parts[0], reduced.to(values[0].dtype))
@@ -215,6 +225,8 @@ def why_not(path: Path, whole: Any, parts: Sequence[Any], error: float) -> str:
         return (
             f"{name_of(path)} of shape {tuple(whole.shape)} does not come from its parts, of shapes {shapes}"
         )
+    if not is_number_like(whole) and all(type(part) is type(whole) for part in parts):
+        return f"{name_of(path)} ({type(whole).__name__}) is not the same in all parts, and no rule joins it"
     shown = ", ".join(_shown(part) for part in parts)
     return f"{name_of(path)} is {_shown(whole)} for a few samples at once, and {shown} for their parts"
 
