@@ -32,7 +32,7 @@ class Meeting:
     """What ranks learned from each other: who ran out of memory, and their counts added up."""
 
     failed: tuple[int, ...]
-    counts: tuple[int, ...]
+    counts: tuple[float, ...]
 
     @property
     def any_failed(self) -> bool:
@@ -59,9 +59,9 @@ class Agreement:
         self.group: Any = distributed.new_group(backend="gloo")
         self.rank, self.world = self.group.rank(), self.group.size()
         # Every meeting is one message of the same size: a rank that ends doesn't know which one its peers are at.
-        self._numbers = torch.zeros(self.world + counts, dtype=torch.int64)
+        self._numbers = torch.zeros(self.world + counts, dtype=torch.float64)
 
-    def meet(self, outcome: Outcome = Outcome.DONE, counts: Sequence[int] = ()) -> Meeting:
+    def meet(self, outcome: Outcome = Outcome.DONE, counts: Sequence[float] = ()) -> Meeting:
         """Tell how this rank's attempt went and hear of the others'; `counts` are added up over the ranks."""
         with unmetered():
             distributed.all_reduce(self._message(outcome, counts), group=self.group)
@@ -111,7 +111,7 @@ class Agreement:
             distributed.all_reduce(numbers, op=operation, group=self.group)
             return numbers.tolist()
 
-    def _message(self, outcome: Outcome, counts: Sequence[int]) -> Tensor:
+    def _message(self, outcome: Outcome, counts: Sequence[float]) -> Tensor:
         """What this rank says, in a tensor that is kept: a rank out of host memory still speaks."""
         numbers = self._numbers.numpy()
         numbers[:] = 0

@@ -5,26 +5,30 @@ error becomes an `OutOfMemoryError` on all ranks at the same point: each then re
 step again, in parts that are smaller by the same rule. Who calls what, in a step:
 
 1. `begin_step`, before the state before the step is taken: DDP's buffers are broadcast here.
-2. `attempt(run)` around all parts of a batch, also where a window's earlier batch is run again. DDP: the ranks agree
+2. `totals(run)` around splitting and weighing a batch: what all ranks hold together.
+3. `attempt(run)` around all parts of a batch, also where a window's earlier batch is run again. DDP: the ranks agree
    after the last part, then gradients are averaged (at a window's end).
-3. `part(run)` around each part: its transfer, forward and backward, and those of trials. DDP: nothing is reduced in
+4. `part(run)` around each part: its transfer, forward and backward, and those of trials. DDP: nothing is reduced in
    it. FSDP2: a rank that fails catches up, then all agree. All ranks run `most_parts` parts; those that repeat one do
    not count, and what they add to gradients is zero, whatever their loss.
-4. `clip` where gradients are clipped by norm: sharded ones need an agreement before their all-reduce.
-5. `optimizer_steps`, when the optimizer's own step begins, and once more when the whole step is over: the second
+5. `clip` where gradients are clipped by norm: sharded ones need an agreement before their all-reduce.
+6. `optimizer_steps`, when the optimizer's own step begins, and once more when the whole step is over: the second
    agreement, over hooks and clipping.
-6. `failed`, outside of any `except`, where a rank has caught an out-of-memory error of the step: its peers hear of it
-   where they still listen. Then restore and begin again. After `optimizer_steps` nothing can be retried: raise.
+7. `failed`, outside of any `except`, where a rank has caught an out-of-memory error of the step: its peers hear of it
+   where they still listen. Then restore, halve the `largest` of all ranks' sizes, and begin again. After
+   `optimizer_steps` nothing can be retried: raise.
 """
 
 import gc
+import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from lightning.pytorch import Trainer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from lightning_memkit.distributed.agreement import Agreement, Meeting, Outcome
 from lightning_memkit.distributed.catch_up import CannotCatchUpError, CatchUp, why_no_catch_up
@@ -57,6 +61,14 @@ def any_rank(trainer: Trainer, truth: bool) -> bool:
     return largest_of_ranks(trainer, [float(truth)])[0] > 0
 
 
+def local_optimizer(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that steps this rank's share of the weights: the one within ZeRO-1's, else the given one."""
+    # Whoever has such an optimizer has imported it; importing it here would warn.
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    zero: Any = getattr(module, "ZeroRedundancyOptimizer", ())
+    return cast(Any, optimizer).optim if isinstance(optimizer, zero) else optimizer
+
+
 def ranks_of(trainer: Trainer, *, recover: bool = True) -> "Ranks":
     """What ranks do together under the trainer's strategy; all ranks call it at the same point.
 
@@ -83,16 +95,31 @@ class Ranks:
 
     Attributes:
         reason: why steps are not retried; empty where they are.
+        uncounted: what other ranks need of a part in which nothing counts: no backward; one that leaves zeros in all
+            gradients; or its own, since it communicates (of its loss times zero).
     """
 
     reason = ""
+    uncounted: Literal["skip", "zeros", "backward"] = "skip"
 
     def begin_step(self, *, starts_window: bool) -> None:
         """Before the state before a step is taken."""
 
+    def totals(self, run: Callable[[], Sequence[float]]) -> list[float]:
+        """Run what gives numbers of this rank, and add them up over all ranks; at most eight.
+
+        Raises:
+            OutOfMemoryError: on all ranks, where one failed.
+        """
+        return list(run())
+
     def most_parts(self, parts: int) -> int:
         """How many parts each rank has to run: where ranks meet in every part, the largest number of any rank."""
         return parts
+
+    def largest(self, size: int) -> int:
+        """The largest of all ranks' sizes: what failed is halved to the same on all, also where rows are fewer."""
+        return size
 
     def part(
         self,
@@ -158,10 +185,20 @@ class _Unretried(Ranks):
     def __init__(self, trainer: Trainer, reason: str) -> None:
         self.reason = reason
         self._trainer = trainer
+        self._meets_in_parts = _seam.communicates_in_every_part(trainer)
+        self.uncounted = "backward" if self._meets_in_parts else "zeros"
+
+    def totals(self, run: Callable[[], Sequence[float]]) -> list[float]:
+        device = self._trainer.strategy.root_device
+        numbers = torch.tensor(list(run()), dtype=torch.float64, device=device)
+        torch.distributed.all_reduce(numbers)
+        return numbers.tolist()
 
     def most_parts(self, parts: int) -> int:
-        meet = _seam.communicates_in_every_part(self._trainer)
-        return int(largest_of_ranks(self._trainer, [parts])[0]) if meet else parts
+        return self.largest(parts) if self._meets_in_parts else parts
+
+    def largest(self, size: int) -> int:
+        return int(largest_of_ranks(self._trainer, [size])[0])
 
     def part(self, run: Callable[[], T], *, last: bool = False, **options: Any) -> T:
         with _seam.no_gradient_sync(self._trainer, block=not last):
@@ -172,10 +209,30 @@ class _Agreeing(Ranks):
     """Ranks that tell each other how a step goes."""
 
     def __init__(self, counts: int) -> None:
-        self._agreement = Agreement(counts)
-        self._listening = False  # the peers will hear of a failure when the optimizer's step begins
+        self._agreement = Agreement(max(counts, 8))
+        self._listening = False  # the peers will hear of a failure where they meet next
         self._issued: int | None = 0
         self._issued_before_steps = 0  # collectives of hooks and clipping, in the last step that went well
+
+    def begin_step(self, *, starts_window: bool) -> None:
+        self._listening, self._issued = True, None
+
+    def totals(self, run: Callable[[], Sequence[float]]) -> list[float]:
+        failure, numbers = "", []
+        try:
+            numbers = list(run())
+        except Exception as error:
+            if not is_out_of_memory(error):
+                self._agreement.end()
+                raise
+            failure = _text(error)
+        self._listening = False
+        meeting = self._agreement.meet(Outcome.OUT_OF_MEMORY if failure else Outcome.DONE, numbers)
+        self._raise_together(meeting, failure)
+        return list(meeting.counts)
+
+    def largest(self, size: int) -> int:
+        return int(self._agreement.largest([size])[0])
 
     def attempt(self, run: Callable[[], T], *, ends_window: bool) -> T:
         self._listening = False
@@ -196,7 +253,7 @@ class _Agreeing(Ranks):
         if not self._listening:
             return
         self._listening = False
-        if self._issued_since() < self._issued_before_steps:
+        if self._issued is not None and self._issued_since() < self._issued_before_steps:
             raise CannotCatchUpError(
                 "Memory ran out in a hook before the optimizer's step that communicates; the other ranks wait in it."
             )
@@ -237,6 +294,7 @@ class _DataParallel(_Agreeing):
     def begin_step(self, *, starts_window: bool) -> None:
         if starts_window:
             broadcast_buffers(self._ddp)
+        super().begin_step(starts_window=starts_window)
 
     def part(self, run: Callable[[], T], **options: Any) -> T:
         with local_gradients(self._ddp):
@@ -270,15 +328,18 @@ class _DataParallel(_Agreeing):
 class _Sharded(_Agreeing):
     """FSDP2: ranks meet in every layer, and agree after every part."""
 
+    uncounted = "backward"
+
     def __init__(self, model: nn.Module) -> None:
         self._catch_up = CatchUp(model)
         super().__init__(counts=0)
 
     def begin_step(self, *, starts_window: bool) -> None:
         self._catch_up.begin()
+        super().begin_step(starts_window=starts_window)
 
     def most_parts(self, parts: int) -> int:
-        return int(self._agreement.largest([parts])[0])
+        return self.largest(parts)
 
     def part(
         self,

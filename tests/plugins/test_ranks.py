@@ -60,6 +60,10 @@ def test_without_recovery_the_strategy_is_left_alone(found: dict[str, Any]) -> N
     assert found["unretried"] == "recover=False"
 
 
+def test_ranks_of_unequal_size_agree_on_the_largest(found: dict[str, Any]) -> None:
+    assert found["largest"] == 4
+
+
 @pytest.mark.parametrize("kind", ["ddp"])
 def test_an_error_of_another_kind_surfaces_and_ends_the_peers(tmp_path: Path, kind: str) -> None:
     launched(str(tmp_path / "found.pt"), kind, "0")
@@ -71,7 +75,7 @@ def test_a_rank_alone_does_everything_at_once() -> None:
     ranks = ranks_of(trainer())
     ranks.begin_step(starts_window=True)
     assert ranks.attempt(lambda: ranks.part(lambda: 3, counts=False, last=True), ends_window=True) == 3
-    assert ranks.most_parts(2) == 2
+    assert ranks.most_parts(2) == ranks.largest(2) == 2
     assert ranks.clip([torch.nn.Parameter(torch.ones(1))], 1.0) is False
     ranks.optimizer_steps()
     ranks.failed()

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from lightning_memkit.memory.meter import ByteMeter
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.optim.journal import journal_steps
-from lightning_memkit.plugins._ranks import ranks_of
+from lightning_memkit.plugins._ranks import local_optimizer, ranks_of
 from tests.plugins.ranks import leave
 from tests.plugins.toys import trainer
 
@@ -66,7 +66,7 @@ class Sweep(Callback):
         self.optimizer: Any = optimizer
         self.ranks = ranks_of(trainer)
         assert not self.ranks.reason, self.ranks.reason
-        self.inner: Any = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+        self.inner: Any = local_optimizer(optimizer)
         journal_steps(self.inner, ready=self.ranks.optimizer_steps, bundle_bytes=200)
         generator = torch.Generator().manual_seed(3 + self.rank)
         self.batch = torch.randn(ROWS[self.rank], 5, generator=generator)
@@ -78,6 +78,7 @@ class Sweep(Callback):
         found["warm"], found["optimizer"] = self.swept(), self.swept_optimizer()
         found["hook"] = self.failed_in_hook()
         found["own"] = self.by_the_strategy_itself()
+        found["largest"] = self.ranks.largest(3 + self.rank)
         found["unretried"] = ranks_of(trainer, recover=False).reason
         if self.rank == 0:
             print(found)
