@@ -27,6 +27,9 @@ COMPACT = {"mode": "kahan", "states": "compact"}
 STOCHASTIC = {"mode": "stochastic", "states": "compact"}
 LION = {"Lion": lambda groups: lion_pytorch.Lion(groups, lr=1e-3, weight_decay=0.1)}
 COLD, WARM = 0, 2
+MORE: dict[str, Any] = {  # nesterov's foreach writes into the gradients
+    "SGD-foreach": lambda groups: torch.optim.SGD(groups, lr=1e-2, momentum=0.9, nesterov=True, foreach=True),
+}
 Build = Callable[[list[dict]], Optimizer]
 
 
@@ -116,10 +119,10 @@ def assert_bits(first: list[Tensor], second: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("faulty_step", [COLD, WARM], ids=["cold", "warm"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", [*OPTIMIZERS, *MORE])
 def test_every_fault_of_a_step_leaves_no_trace(name: str, faulty_step: int) -> None:
-    every = 1 if name.startswith("AdamW") else 5
-    assert_every_fault_leaves_no_trace(OPTIMIZERS[name], shapes_for(name), PLAIN, faulty_step, every=every)
+    build, every = {**OPTIMIZERS, **MORE}[name], 1 if name.startswith(("AdamW", "SGD")) else 5
+    assert_every_fault_leaves_no_trace(build, shapes_for(name), PLAIN, faulty_step, every=every)
 
 
 @pytest.mark.parametrize("faulty_step", [COLD, WARM], ids=["cold", "warm"])
@@ -497,3 +500,20 @@ def test_a_step_without_gradients_counts_once() -> None:
         optimizer.step()
     assert journal.recovered == 1
     assert optimizer.param_groups[0]["count"] == 1
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_step_that_failed_for_good_draws_the_same_rounding_noise_when_it_is_repeated(whole: bool) -> None:
+    results = []
+    for fails in (False, True):
+        build = of_another_package("prodigyopt.Prodigy") if whole else OPTIMIZERS["NAdam"]
+        parameters, optimizer = made(build, SHAPES, STOCHASTIC)
+        journal_steps(optimizer)
+        for seed in range(2):
+            set_gradients(parameters, seed)
+            if fails:
+                with fail_at(4, repeat=True), pytest.raises(StepOutOfMemoryError, match="as before the step"):
+                    optimizer.step()
+            optimizer.step()
+        results.append(everything(optimizer, []))
+    assert_bits(*results)
