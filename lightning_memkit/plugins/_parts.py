@@ -18,6 +18,7 @@ from lightning_memkit.micro_batching import (
 )
 from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._logs import LoggedValues
+from lightning_memkit.plugins._ranks import Ranks
 from lightning_memkit.token_parts import TokenPart, extent_of, parts_by_tokens, take_part, widened
 
 Splitter = Callable[[Any, Sequence[int]], Sequence[Any]]
@@ -135,6 +136,7 @@ class PartsRunner:
         self.unsplittable = ""  # why the loss can't be split, where that is known and nothing is split yet
         self.phase = ""  # what runs, for those who say what failed
         self.logs = LoggedValues()
+        self.ranks = Ranks()
         self._trainer = trainer
         self._transfer = transfer
         self._exact_window = exact_window
@@ -157,65 +159,114 @@ class PartsRunner:
                 put_back()
 
     def _attempt(self, step: _seam.Step, attempt: _Attempt) -> None:
-        cut = self.partition.cut(step.batch)
-        parts = cut.parts
         if self._exact_window and step.starts_window:
             self._window = _Window()
-        weights = self._weights(parts)
-        # Where nothing is counted, one part still runs: other ranks wait for this one's gradients. Under a
-        # strategy that communicates in every part, all run.
-        kept = [index for index, weight in enumerate(weights) if weight > 0] or [0]
-        if _seam.communicates_in_every_part(self._trainer):
-            kept = list(range(len(parts)))
-        counted: list[int] = []
-        for position, index in enumerate(kept):
-            last = position == len(kept) - 1
-            self.phase = f"in forward of part {position + 1} of {len(kept)}"
-            part = self._transfer(parts[index])
-            block = _seam.no_gradient_sync(self._trainer, block=not (last and step.ends_window))
-            with block, _seam.logging_held(self._trainer) as logged:
-                loss, extra = step.forward(part)
-                attempt.logged.append((weights[index], logged))
-                attempt.sizes_logged.append(cut.sizes[index])
-                if position == 0:
-                    step.zero_grad()
-                if loss is not None and (weights[index] > 0 or self._trainer.world_size > 1):
-                    self.phase = f"in backward of part {position + 1} of {len(kept)}"
-                    step.backward(self._scaled(step, loss, weights[index]))
-                if loss is not None and (weights[index] > 0 or len(kept) == 1):
-                    attempt.weights.append(weights[index])
-                    attempt.sizes.append(cut.sizes[index])
-                    attempt.losses.append(loss.detach())
-                    attempt.extras.append(cut.as_wide_as_the_batch(index, extra))
-                    counted.append(index)
-            del part, loss, extra
-        attempt.rows = cut.rows(counted)
+        self.phase = "in splitting and weighing the batch"
+        cut, weights = self._weighed(step.batch)
+        kept = self._kept(weights)
+        self.ranks.attempt(
+            lambda: self._run_parts(step, attempt, cut, weights, kept), ends_window=step.ends_window
+        )
         if self._exact_window and step.ends_window:
             self._finish_window(step)
 
-    def _weights(self, parts: list[Any]) -> list[float]:
-        """The share of each part in what the loss is a mean over, over all ranks."""
-        if self.partition.summed:
-            return [1.0] * len(parts)
-        whole = self.partition.whole
-        counts = [1.0 if whole else float(self.partition.weigh(part)) for part in parts]
-        total, world = sum(counts), self._trainer.world_size
-        if world > 1:
-            # DDP averages gradients over ranks; shares are of what all ranks hold together.
-            everywhere = torch.tensor(total, dtype=torch.float64, device=self._trainer.strategy.root_device)
-            total = float(self._trainer.strategy.reduce(everywhere, reduce_op="sum")) / world
+    def _weighed(self, batch: Any) -> "tuple[Cut, list[float]]":
+        """The parts of a batch, and the share of each in what the loss is a mean over, over all ranks."""
+        partition, cuts, counts = self.partition, [], []
+
+        def count() -> list[float]:
+            cuts.append(partition.cut(batch))
+            even = partition.whole or partition.summed
+            counts.extend(1.0 if even else float(partition.weigh(part)) for part in cuts[0].parts)
+            return [sum(counts)]
+
+        # Gradients are averaged over ranks; shares are of what all ranks hold together.
+        total = self.ranks.totals(count)[0] / self._trainer.world_size
+        if partition.summed:
+            return cuts[0], counts
         if self._exact_window:
             self._window.reference = self._window.reference or total
             self._window.counted += total
             if total == 0:  # the window's other batches may hold some
-                return [0.0] * len(counts)
+                return cuts[0], [0.0] * len(counts)
             total = self._window.reference
-        return normalized(counts, total=total)
+        return cuts[0], normalized(counts, total=total)
 
-    def _scaled(self, step: _seam.Step, loss: Tensor, weight: float) -> Tensor:
-        if weight == 0:  # its loss may be nan (a mean over nothing); its gradient is exactly zero
-            return torch.stack([p.sum() * 0 for p in _parameters(step) if p.requires_grad]).sum()
-        return loss * (weight if self._exact_window else weight / self._trainer.accumulate_grad_batches)
+    def _kept(self, weights: list[float]) -> list[int | None]:
+        """Which parts run: those that count, all of them where ranks meet in every part; None repeats the first."""
+        if self.ranks.uncounted != "backward":
+            # Where nothing is counted, one part still runs, for what it returns and logs.
+            return [index for index, weight in enumerate(weights) if weight > 0] or [0]
+        return [*range(len(weights)), *[None] * (self.ranks.most_parts(len(weights)) - len(weights))]
+
+    def _run_parts(
+        self, step: _seam.Step, attempt: _Attempt, cut: Cut, weights: list[float], kept: list[int | None]
+    ) -> None:
+        counted: list[int] = []
+        for position, index in enumerate(kept):
+            which = f"of part {position + 1} of {len(kept)}"
+            repeated = index is None
+            weight, index = 0.0 if repeated else weights[index or 0], index or 0
+            loss, extra, logged = self.ranks.part(
+                lambda index=index, weight=weight, which=which, first=position == 0: self._run_part(
+                    step, cut.parts[index], weight, which, first=first
+                ),
+                counts=weight > 0,
+                last=position == len(kept) - 1 and step.ends_window,
+                smallest=lambda: self._run_smallest(step),
+            )
+            if repeated:
+                continue
+            attempt.logged.append((weight, logged))
+            attempt.sizes_logged.append(cut.sizes[index])
+            if loss is not None and (weight > 0 or len(kept) == 1):
+                attempt.weights.append(weight)
+                attempt.sizes.append(cut.sizes[index])
+                attempt.losses.append(loss)
+                attempt.extras.append(cut.as_wide_as_the_batch(index, extra))
+                counted.append(index)
+            del loss, extra
+        attempt.rows = cut.rows(counted)
+
+    def _run_part(
+        self, step: _seam.Step, part: Any, weight: float, which: str, *, first: bool
+    ) -> tuple[Tensor | None, dict[str, Any], list[dict[str, Any]]]:
+        """Transfer, forward and backward of one part: its detached loss, what else it returned, what it logged."""
+        self.phase = f"in forward {which}"
+        part = self._transfer(part)
+        with _seam.logging_held(self._trainer) as logged:
+            loss, extra = step.forward(part)
+            if first:
+                step.zero_grad()
+            if loss is None:
+                return None, extra, logged
+            self.phase = f"in backward {which}"
+            scaled = self._scaled(step, loss, weight)
+            if scaled is not None:
+                step.backward(scaled)
+        return loss.detach(), extra, logged
+
+    def _run_smallest(self, step: _seam.Step) -> None:
+        """Forward and backward of one row, which count for nothing."""
+        rows = 1 if self.partition.whole else batch_size(step.batch)
+        part = step.batch
+        if rows > 1:
+            part = split_batch(step.batch, [1, rows - 1], split=self.partition.split)[0]
+        with _seam.logging_held(self._trainer):
+            loss, _ = step.forward(self._transfer(part))
+            if loss is not None:
+                step.quiet_backward(loss * 0)
+
+    def _scaled(self, step: _seam.Step, loss: Tensor, weight: float) -> Tensor | None:
+        """What backward starts from; of a part that does not count what other ranks need of it."""
+        if weight > 0:
+            return loss * (weight if self._exact_window else weight / self._trainer.accumulate_grad_batches)
+        if self.ranks.uncounted == "backward":
+            return loss * 0
+        if self.ranks.uncounted == "skip":
+            return None
+        # Its loss may be nan (a mean over nothing).
+        return torch.stack([p.sum() * 0 for p in _parameters(step) if p.requires_grad]).sum()
 
     def _finish_window(self, step: _seam.Step) -> None:
         """Bring the window's gradients from the first batch's scale to the whole window's."""

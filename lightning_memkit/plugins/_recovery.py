@@ -92,7 +92,8 @@ class Recovery:
         self._patience = int(state.get("patience", _CALM_STEPS))
 
     def optimizer_steps(self) -> None:
-        """The optimizer's own step begins: from here on weights change."""
+        """The optimizer's own step begins, if all ranks agree; from here on weights change."""
+        self._runner.ranks.optimizer_steps()
         self._stepping = True
 
     def drive(self, step: _seam.Step, optimize: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -105,25 +106,28 @@ class Recovery:
         Raises:
             OutOfMemoryError: parts of one sample run out of memory, or the batch can't be split.
         """
-        ends_window, point, retries = step.ends_window, None, 0
+        ends_window, ranks, point, retries = step.ends_window, self._runner.ranks, None, 0
         if step.starts_window:
             self._past = []
             self._grow(step)
         while True:
             self._stepping = False
             try:
+                ranks.begin_step(starts_window=step.starts_window)
                 if point is None:
                     point = SafePoint(step, self.changing)
                 elif self._past:
                     self._replay()
                     point.restore()
                 result = optimize()
+                ranks.optimizer_steps()
                 break
             except (RuntimeError, MemoryError) as error:
                 if not self._retriable(step.trainer, error):
                     raise
                 failure = f"{type(error).__name__}: {error}"
             # Outside of `except`: the traceback holds the failed step's tensors alive.
+            ranks.failed()
             retries += 1
             self._begin_again(step, failure, point)
         self._calm = 0 if retries else self._calm + 1
@@ -146,9 +150,13 @@ class Recovery:
                 partition.micro_batch_size = size
 
     def _retriable(self, trainer: Trainer, error: BaseException) -> bool:
-        if not is_out_of_memory(error) or trainer.world_size > 1:
+        if not is_out_of_memory(error) or self._runner.ranks.reason:
             return False
-        return not self._stepping or (isinstance(error, StepOutOfMemoryError) and not error.half_stepped)
+        if not self._stepping:
+            return True
+        # Other ranks have stepped.
+        alone = trainer.world_size == 1
+        return alone and isinstance(error, StepOutOfMemoryError) and not error.half_stepped
 
     def _begin_again(self, step: _seam.Step, failure: str, point: SafePoint | None) -> None:
         """Restore the state before the step, and halve the parts."""
@@ -177,6 +185,7 @@ class Recovery:
     def _shrink(self, step: _seam.Step, failure: str) -> int:
         partition = self._runner.partition
         failed = 1 if partition.whole else min(partition.micro_batch_size, batch_size(step.batch))
+        failed = self._runner.ranks.largest(failed)
         if failed == 1 and partition.row_tokens is not None:
             partition.row_tokens = None  # a part may hold several short rows
             self._resized(step, retry=True)

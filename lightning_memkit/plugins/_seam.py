@@ -5,7 +5,7 @@ the closure is made. `install` replaces the loop's automatic optimization by one
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from time import perf_counter
@@ -18,7 +18,7 @@ from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResul
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies import strategy as strategy_module
 from lightning.pytorch.trainer import call
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 Undo = Callable[[], None]
@@ -245,6 +245,23 @@ def keep_results(trainer: Trainer) -> Undo:
         for metric, values in kept.values():
             vars(metric).clear()
             vars(metric).update(values)
+
+    return undo
+
+
+def clip_by(trainer: Trainer, clip: Callable[[Iterable[nn.Parameter], float], bool]) -> Undo:
+    """Let `clip` clip gradients by their norm where it can (it tells), and Lightning elsewhere; returns the undo."""
+    precision = trainer.precision_plugin
+    stock = precision.clip_grad_by_norm
+
+    def clip_grad_by_norm(optimizer: Optimizer, clip_val: int | float) -> None:
+        if not clip(precision.main_params(optimizer), clip_val):
+            stock(optimizer, clip_val)
+
+    precision.clip_grad_by_norm = clip_grad_by_norm
+
+    def undo() -> None:
+        vars(precision).pop("clip_grad_by_norm", None)
 
     return undo
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_memkit import decomposability
-from lightning_memkit.memory.measure import peak_meter
+from lightning_memkit.memory.measure import PeakMeter, peak_meter
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.micro_batching import (
     batch_size,
@@ -25,6 +25,7 @@ from lightning_memkit.optim.compensation import compensation_of
 from lightning_memkit.optim.journal import journal_of
 from lightning_memkit.optim.snapshots import restore_snapshot, take_snapshot
 from lightning_memkit.plugins import _seam
+from lightning_memkit.plugins._ranks import Ranks
 from lightning_memkit.rollback import Rollback
 
 _SCANNED_ITEMS, _SCAN_SECONDS = 256, 2.0
@@ -50,6 +51,7 @@ class Trials:
     def __init__(self, trainer: Trainer, transfer: Callable[[Any], Any]) -> None:
         self.changing: frozenset[tuple[str, str]] = frozenset()
         self.logged: list[dict[str, Any]] = []
+        self.ranks = Ranks()
         self._trainer = trainer
         self._transfer = transfer
 
@@ -66,7 +68,6 @@ class Trials:
             parameter.grad = None
         try:
             with (
-                _seam.no_gradient_sync(self._trainer, block=True),
                 _seam.logging_held(self._trainer) as logged,
                 _seam.loggers_silent(self._trainer),
                 torch.enable_grad(),
@@ -92,14 +93,33 @@ class Trials:
                 torch.manual_seed(seed)
             skipped = False
             try:
-                loss, _ = step.forward(self._transfer(batch))
-                skipped = loss is None
-                if loss is None:
+                skipped = not self._run(step, batch)
+                if skipped:
                     raise ValueError("training_step returned None")
-                step.quiet_backward(loss)
             except Exception as error:
                 raise StepFailedError(error, skipped=skipped) from error
             return decomposability.sampled_gradient(self._module.parameters())
+
+    def _run(self, step: _seam.Step, batch: Any, meter: PeakMeter | None = None) -> bool:
+        """Forward and backward of a part; whether it has a loss."""
+
+        def run(part: Any) -> bool:
+            loss, _ = step.forward(self._transfer(part))
+            if loss is not None:
+                step.quiet_backward(loss)
+            return loss is not None
+
+        def measured() -> bool:
+            if meter is None:
+                return run(batch)
+            with meter:
+                return run(batch)
+
+        def smallest() -> None:
+            rows = batch_size(batch)
+            run(split_batch(batch, [1, rows - 1])[0] if rows > 1 else batch)
+
+        return self.ranks.part(measured, smallest=smallest, kind="trial")
 
     @contextmanager
     def optimizer_state(self, step: _seam.Step) -> Iterator[tuple[list[Tensor], int]]:
@@ -166,10 +186,7 @@ class Trials:
             held += [p.grad for p in self._module.parameters() if p.grad is not None]
             meter = peak_meter(self._trainer.strategy.root_device, held, budget_bytes)
             try:
-                with meter:
-                    loss, _ = step.forward(self._transfer(batch))
-                    if loss is not None:
-                        step.quiet_backward(loss)
+                self._run(step, batch, meter)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise

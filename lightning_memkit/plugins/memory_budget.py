@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_memkit.memory.limits import hard_cap
@@ -24,6 +24,7 @@ from lightning_memkit.plugins._evaluation import keep_budget_in_evaluation
 from lightning_memkit.plugins._evaluation_sizes import EvaluationOptions
 from lightning_memkit.plugins._parts import Partition, PartsRunner, Splitter
 from lightning_memkit.plugins._probe import Weighing
+from lightning_memkit.plugins._ranks import ranks_of
 from lightning_memkit.plugins._recovery import Recovery
 from lightning_memkit.plugins._shortfall import ran_dry
 from lightning_memkit.plugins._sizing import (
@@ -204,6 +205,7 @@ class MemoryBudget(Callback):
         try:
             with unmetered():  # whoever meters the step is to see the step
                 if not self._prepared:
+                    self._meet(step.trainer, self._runner, self._trials)
                     self._journal(step)
                     self._choose(step, self._runner, self._trials)
                     self._prepared = True
@@ -212,6 +214,17 @@ class MemoryBudget(Callback):
                     self._check(splits=self._runner.partition.micro_batch_size < batch_size(step.batch))
         finally:
             generators.restore()
+
+    def _meet(self, trainer: Trainer, runner: PartsRunner, trials: Trials) -> None:
+        """Let ranks take steps together, where that can be."""
+        ranks = ranks_of(trainer, recover=self.recover)
+        if ranks.reason and self.recover:
+            rank_zero_warn(
+                f"Steps that run out of memory are not retried on several ranks, since {ranks.reason}."
+            )
+        runner.ranks = trials.ranks = ranks
+        if trainer.world_size > 1:
+            self._undo += [ranks.close, _seam.clip_by(trainer, ranks.clip)]
 
     def _journal(self, step: _seam.Step) -> None:
         """Let the optimizer's own step survive an OOM; where it can't, no step is retried."""
