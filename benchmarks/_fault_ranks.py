@@ -19,6 +19,7 @@ from benchmarks._fault_runs import (
     Case,
     References,
     Tally,
+    added,
     chosen_points,
     quiet,
     reasons,
@@ -36,15 +37,13 @@ class Job:
     """What a pair of ranks is to do.
 
     Attributes:
-        strategy: `ddp` or `fsdp2`.
-        cases: model, optimizer and step of each.
+        cases: strategy (`ddp` or `fsdp2`), model, optimizer and step of each.
         points: how many of a case's points are run; None for all.
         seed: what a sample of points is drawn from.
         most_starts: how often ranks are started anew; each costs seconds. Points never come to are not equal.
     """
 
-    strategy: str
-    cases: list[tuple[str, str, int]]
+    cases: list[tuple[str, str, str, int]]
     points: int | None
     seed: int
     most_starts: int
@@ -62,16 +61,21 @@ class Shared:
         """The table's rows."""
         return [
             {
-                "model": f"{model}, 2 ranks {self.job.strategy}",
+                "model": f"{model}, 2 ranks {strategy}",
                 "optimizer": optimizer,
                 "step": "warm" if step else "cold",
                 "operators": f"{tally.equal}/{tally.points}",
                 "hangs": hangs,
             }
-            for (model, optimizer, step), tally, hangs in zip(
+            for (strategy, model, optimizer, step), tally, hangs in zip(
                 self.job.cases, self.tallies, self.hangs, strict=True
             )
         ]
+
+    def of(self, strategy: str) -> Tally:
+        """The sum of a strategy's tallies."""
+        pairs = zip(self.job.cases, self.tallies, strict=True)
+        return added(tally for case, tally in pairs if case[0] == strategy)
 
 
 def run_ranks(job: Job) -> Shared:
@@ -173,7 +177,7 @@ def main(job: Job, case: int, at: int, path: Path) -> None:
 
 
 def _sweep_case(job: Job, index: int, first: int, path: Path) -> None:
-    model, optimizer, step = job.cases[index]
+    name, model, optimizer, step = job.cases[index]
     rank, failing = int(os.environ["RANK"]), 1 - step
     case = Case(model=model, optimizer=optimizer, step=step)
     chosen: Sequence[int] = ()
@@ -184,7 +188,7 @@ def _sweep_case(job: Job, index: int, first: int, path: Path) -> None:
         return chosen[first:]
 
     def strategy() -> Any:
-        return DDPStrategy() if job.strategy == "ddp" else ModelParallelStrategy(2, 1)
+        return DDPStrategy() if name == "ddp" else ModelParallelStrategy(2, 1)
 
     references = References(case, None, rank=rank, strategy=strategy)
     outcomes = sweep(

@@ -78,10 +78,8 @@ def test_a_fault_at_any_point_leaves_no_trace(case: Case) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", fault_sweep.RANKS)
 def test_a_fault_on_one_of_two_ranks_leaves_no_trace_and_hangs_none(strategy: str) -> None:
-    cases = [
-        (model, optimizer, step) for step, (model, optimizer) in enumerate(fault_sweep.RANKS[strategy][:2])
-    ]
-    shared = run_ranks(Job(strategy=strategy, cases=cases, points=10, seed=0, most_starts=1))
+    cases = [case for case in fault_sweep.rank_cases(1) if case[0] == strategy]
+    shared = run_ranks(Job(cases=cases, points=10, seed=0, most_starts=1))
     assert sum(shared.hangs) == 0
     assert [failure for tally in shared.tallies for failure in tally.failures] == []
 
