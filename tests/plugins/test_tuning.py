@@ -66,7 +66,7 @@ def clocked(monkeypatch: pytest.MonkeyPatch) -> type[Classifier]:
     return Clocked
 
 
-def data(batch_size: int = 32, batches: int = 40, dtype: torch.dtype = torch.float32) -> DataLoader:
+def data(batch_size: int = 32, batches: int = 50, dtype: torch.dtype = torch.float32) -> DataLoader:
     generator = torch.Generator().manual_seed(1)
     features = torch.randn(batches * batch_size, 8, generator=generator, dtype=dtype)
     labels = torch.randint(0, 4, (batches * batch_size,), generator=generator)
@@ -78,13 +78,13 @@ def difference(a: torch.nn.Module, b: torch.nn.Module) -> float:
 
 
 def test_the_fastest_size_is_found_on_steps_that_count(clocked: type[Classifier]) -> None:
-    whole, _ = trained(module=clocked, dtype=torch.float64, data=data(dtype=torch.float64), max_steps=40)
+    whole, _ = trained(module=clocked, dtype=torch.float64, data=data(dtype=torch.float64), max_steps=50)
     budget = MemoryBudget("1GiB")
     parts, fitted = trained(
-        budget, module=clocked, dtype=torch.float64, data=data(dtype=torch.float64), max_steps=40
+        budget, module=clocked, dtype=torch.float64, data=data(dtype=torch.float64), max_steps=50
     )
     assert budget.state_dict()["micro_batch_size"] == 8
-    assert fitted.global_step == 40
+    assert fitted.global_step == 50
     assert difference(whole, parts) <= 1e-12
     timed = {size for _, size in budget.history}
     assert timed == {32, 16, 8, 4, 2}
@@ -199,7 +199,7 @@ def test_smaller_parts_that_need_wider_gradients_are_measured_before_they_are_tr
 
 def run(module: Any, **options: Any) -> MemoryBudget:
     budget = MemoryBudget(options.pop("budget", "1GiB"))
-    trained(budget, **{"module": module, "data": data(), "max_steps": 40, **options})
+    trained(budget, **{"module": module, "data": data(), "max_steps": 50, **options})
     return budget
 
 
