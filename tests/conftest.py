@@ -15,6 +15,7 @@ def pytest_configure(config: pytest.Config) -> None:
     cache = config.cache
     assert cache is not None
     os.environ["XDG_CACHE_HOME"] = str(cache.mkdir("user-cache"))
+    os.environ["MEMKIT_TUNING_CACHE"] = "0"  # one run's answers must not decide another's
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 

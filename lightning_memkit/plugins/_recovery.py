@@ -80,6 +80,8 @@ class Recovery:
         self._larger: list[int] = []  # sizes that ran out of memory, the smallest last
         self._calm, self._patience = 0, _CALM_STEPS
         self._stepping = False
+        self._repeated = False  # the step at hand ran out of memory in its smallest parts
+        self._grown = False  # larger parts are on trial
 
     def state_dict(self) -> dict[str, Any]:
         """What decides when larger parts are tried again."""
@@ -90,6 +92,10 @@ class Recovery:
         self._larger = [int(size) for size in state.get("larger", ())]
         self._calm = int(state.get("calm", 0))
         self._patience = int(state.get("patience", _CALM_STEPS))
+
+    def forget_above(self, size: int) -> None:
+        """Larger sizes are not tried again: this one is faster."""
+        self._larger = [larger for larger in self._larger if larger <= size]
 
     def optimizer_steps(self) -> None:
         """The optimizer's own step begins, if all ranks agree; from here on weights change."""
@@ -107,6 +113,7 @@ class Recovery:
             OutOfMemoryError: parts of one sample run out of memory, or the batch can't be split.
         """
         ends_window, ranks, point, retries = step.ends_window, self._runner.ranks, None, 0
+        self._repeated = False
         if step.starts_window:
             self._past = []
             self._grow(step)
@@ -191,10 +198,14 @@ class Recovery:
             self._resized(step, retry=True)
             return failed
         if failed == 1 or self._runner.unsplittable:
-            raise self._dry(step, failure)
-        if self._larger and self._larger[-1] <= failed:
-            self._patience *= 2  # it was tried before
-        else:
+            if self._repeated:
+                raise self._dry(step, failure)
+            self._repeated = True  # it was measured to fit: another process or a fragmented cache may be why
+            self._resized(step, retry=True)
+            return failed
+        self._patience = 2 * self._patience if self._grown else _CALM_STEPS
+        self._grown = False
+        if not self._larger or self._larger[-1] > failed:
             self._larger.append(failed)
         partition.micro_batch_size = (failed + 1) // 2
         self._resized(step, retry=True)
@@ -204,10 +215,11 @@ class Recovery:
         """After calm steps, try the size that last ran out of memory once more."""
         if not self._larger or self._calm < self._patience:
             return
-        self._calm = 0
+        self._calm, self._grown = 0, False
         size = self._larger[-1]
         partition = self._runner.partition
         if size > partition.micro_batch_size:
+            self._grown = True
             rank_zero_info(
                 f"MemoryBudget: {self._patience} steps without an OOM; parts of {size} are tried again."
             )

@@ -58,7 +58,8 @@ class MemoryBudget(Callback):
     Args:
         budget: the most bytes the device may use: `"22GiB"`, a fraction of its memory in (0, 1], a count of bytes,
             or `"auto"` (what is free when training starts). On CPU the bytes of tensors are counted.
-        micro_batch_size: the most samples in a part, or `"auto"`: the largest that was measured to fit.
+        micro_batch_size: the most samples in a part, or `"auto"`: the fastest of those that fit, found on the first
+            training steps.
         effective_batch_size: samples an optimizer step covers, if more than a loader batch: loader batches are
             accumulated and weighed exactly. Must be a multiple of the loader's batch size.
         weigh_by: what the loss is a mean over: `"samples"`, `"labels"`, `"causal_labels"` (see `micro_batches`),
@@ -338,6 +339,14 @@ class MemoryBudget(Callback):
             else:
                 result = self._recovery.drive(step, optimize)
             size = self._runner.partition.micro_batch_size if self._runner is not None else 0
+        fastest = self._tuning.fastest if self._tuning is not None else None
+        if (
+            self._recovery is not None
+            and fastest is not None
+            and fastest.settled
+            and not fastest.held_by_memory
+        ):
+            self._recovery.forget_above(fastest.settled)
         if not self.history or self.history[-1][1] != size:
             self.history.append((began_at, size))
         return result
