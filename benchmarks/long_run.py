@@ -1,4 +1,4 @@
-"""A thousand steps under a tight budget, an OOM in every fiftieth: all train, with the result of the fault-free run.
+"""A thousand steps under a tight budget with an OOM in every fiftieth: the fault-free run's result.
 
 A small language model trains on documents whose lengths have a heavy tail, shuffled, each seen once. The budget is a
 tenth above the smallest under which the longest documents fit one by one, and every byte of every step is counted

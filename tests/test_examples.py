@@ -105,6 +105,7 @@ def test_demo_interrupted_and_resumed_ends_with_the_same_weights(tmp_path: Path,
         "--model.warmup_steps=2",
         "--trainer.check_val_every_n_epoch=null",
         "--trainer.val_check_interval=100",
+        "--trainer.deterministic=true",  # the clock is not to choose how batches are split
     ]
     # The schedule depends on max_steps, so the interruption must not change it.
     stop = "--trainer.callbacks+=tests.test_examples.StopAfter"

@@ -93,6 +93,7 @@ class ByteMeter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         self.operators += 1
+        before = self.live_bytes
         for tensor in _tensors(out):
             for storage in _storages(tensor):
                 known = self._alive.get(storage._cdata)
@@ -110,11 +111,11 @@ class ByteMeter(TorchDispatchMode):
                     known[1].size_bytes = storage.nbytes()
         if self.live_bytes > self.peak_bytes:
             self._note_peak(str(func))
-            if self.budget_bytes is not None and self.live_bytes > self.budget_bytes:
-                raise torch.OutOfMemoryError(
-                    f"{func} brings the live bytes to {format_bytes(self.live_bytes)}, over the budget of "
-                    f"{format_bytes(self.budget_bytes)}."
-                )
+        if self.budget_bytes is not None and before < self.live_bytes > self.budget_bytes:
+            raise torch.OutOfMemoryError(
+                f"{func} brings the live bytes to {format_bytes(self.live_bytes)}, over the budget of "
+                f"{format_bytes(self.budget_bytes)}."
+            )
         return out
 
     def _add(self, storage: torch.UntypedStorage, category: Category | None) -> None:

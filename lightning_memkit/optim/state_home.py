@@ -71,7 +71,8 @@ class StateHome:
                 self._visit(optimizer, device, group, advance)
             except BaseException:
                 # Memory must not be let go while a copy reads or writes it.
-                self._streams_of(device)[0].synchronize()
+                for stream in self._streams_of(device):
+                    stream.synchronize()
                 self.settle()
                 raise
 

@@ -20,7 +20,7 @@ step again, in parts that are smaller by the same rule. Who calls what, in a ste
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -60,6 +60,13 @@ def local_optimizer(optimizer: Optimizer) -> Optimizer:
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     zero: Any = getattr(module, "ZeroRedundancyOptimizer", ())
     return cast(Any, optimizer).optim if isinstance(optimizer, zero) else optimizer
+
+
+def averages_after_backward(trainer: Trainer, model: DistributedDataParallel) -> bool:
+    """Whether a callback (`MemoryBudget`) is going to average DDP's gradients itself, whatever their dtype."""
+    callbacks: Iterable[object] = vars(trainer)["callbacks"]
+    wanted = any(getattr(callback, "averages_after_backward", False) for callback in callbacks)
+    return wanted and not why_no_late_reduction(model)
 
 
 def ranks_of(trainer: Trainer, *, recover: bool = True) -> Ranks:

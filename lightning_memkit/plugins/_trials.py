@@ -25,7 +25,7 @@ from lightning_memkit.optim.compensation import compensation_of
 from lightning_memkit.optim.journal import journal_of
 from lightning_memkit.optim.snapshots import restore_snapshot, take_snapshot
 from lightning_memkit.plugins import _seam
-from lightning_memkit.plugins._ranks import Ranks
+from lightning_memkit.plugins._ranks import Ranks, local_optimizer
 from lightning_memkit.rollback import Rollback
 
 _SCANNED_ITEMS, _SCAN_SECONDS = 256, 2.0
@@ -119,7 +119,7 @@ class Trials:
             rows = batch_size(batch)
             run(split_batch(batch, [1, rows - 1])[0] if rows > 1 else batch)
 
-        return self.ranks.part(measured, smallest=smallest, kind="trial")
+        return self.ranks.part(measured, smallest=smallest)
 
     @contextmanager
     def optimizer_state(self, step: _seam.Step) -> Iterator[tuple[list[Tensor], int]]:
@@ -128,7 +128,7 @@ class Trials:
         Weights, states, group scalars and compensation are bitwise as before; their copies lie on the host
         meanwhile. Yields the state's tensors and the peak of the step.
         """
-        optimizer = step.optimizer
+        optimizer = local_optimizer(step.optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         gradients = [(p, p.grad) for p in parameters]
         owner: Any = compensation_of(optimizer)
@@ -150,12 +150,12 @@ class Trials:
         held = [*self._module.parameters(), *self._module.buffers(), *tensors_of(step.batch)]
         held += [p.grad for p in parameters if p.grad is not None]
         device = self._trainer.strategy.root_device
-        held += states_on(device, step.optimizer)
+        held += states_on(device, local_optimizer(step.optimizer))
         meter = peak_meter(device, held)
         try:
             with meter, _without_hooks(step.optimizer):
                 step.optimizer.step()
-                if (journal := journal_of(step.optimizer)) is not None:
+                if (journal := journal_of(local_optimizer(step.optimizer))) is not None:
                     journal.measure_next_warm_step()
                     step.optimizer.step()
                     if journal.needed:  # with copies of the states, which a first step does not have

@@ -24,7 +24,7 @@ from lightning_memkit.plugins._evaluation import keep_budget_in_evaluation
 from lightning_memkit.plugins._evaluation_sizes import EvaluationOptions
 from lightning_memkit.plugins._parts import Partition, PartsRunner, Splitter
 from lightning_memkit.plugins._probe import Weighing
-from lightning_memkit.plugins._ranks import ranks_of
+from lightning_memkit.plugins._ranks import local_optimizer, ranks_of
 from lightning_memkit.plugins._recovery import Recovery
 from lightning_memkit.plugins._shortfall import ran_dry
 from lightning_memkit.plugins._sizing import (
@@ -122,6 +122,11 @@ class MemoryBudget(Callback):
             f"split={self.split!r}, headroom={self.headroom!r}, recover={self.recover!r}, "
             f"enforce={self.enforce!r})"
         )
+
+    @property
+    def averages_after_backward(self) -> bool:
+        """Whether DDP's gradients are averaged here, once all ranks agree that none ran out of memory."""
+        return self.recover
 
     # Lightning's hooks
 
@@ -235,7 +240,9 @@ class MemoryBudget(Callback):
             on_cpu = step.trainer.strategy.root_device.type == "cpu"
             most = min(BUNDLE_BYTES_CPU if on_cpu else BUNDLE_BYTES, int(self.budget_bytes * _COPIED))
             journal = journal_steps(
-                step.optimizer, ready=self._recovery.optimizer_steps, bundle_bytes=max(1, most)
+                local_optimizer(step.optimizer),
+                ready=self._recovery.optimizer_steps,
+                bundle_bytes=max(1, most),
             )
         except (TypeError, ValueError) as error:
             warnings.warn(f"MemoryBudget can't retry steps that run out of memory: {error}", stacklevel=2)

@@ -29,6 +29,7 @@ from lightning_memkit.optim.pieces import is_compensated, slots
 from lightning_memkit.optim.shadow import Mode, States
 from lightning_memkit.plugins._averages import average_in_float32, reload_averages
 from lightning_memkit.plugins._eight_bit import adapt_bitsandbytes_in
+from lightning_memkit.plugins._ranks import averages_after_backward
 from lightning_memkit.plugins.consolidate import capture_low_halves, take_low_halves
 
 GradDtype = Literal["auto", "float32", "bfloat16"]
@@ -49,8 +50,9 @@ class PureBF16Precision(Precision):
         states: ``"compact"`` keeps moments in bfloat16, the second stochastically rounded (10 bytes a
             parameter with compensation); ``"exact"`` keeps them in float32 (14 bytes).
         grad_dtype: ``"auto"`` accumulates gradients in float32 (2 bytes a parameter more) where an optimizer
-            step has more than one part or batch, and in bfloat16 otherwise. DDP can't reduce float32
-            gradients of bfloat16 weights: there "auto" warns and "float32" is refused at setup.
+            step has more than one part or batch, and in bfloat16 otherwise. DDP by itself can't reduce float32
+            gradients of bfloat16 weights: there "auto" warns and "float32" is refused at setup, unless
+            `MemoryBudget` averages gradients after the backward (``recover=True``).
         fp32_exceptions: Glob patterns of module, parameter, buffer or class names to keep in float32.
 
     Raises:
@@ -316,7 +318,10 @@ def _why_no_float32_gradients(model: nn.Module) -> str | None:
     """Why gradients of bfloat16 weights can't be float32 here; None where they can."""
     if not hasattr(Tensor, "grad_dtype"):
         return f"torch {torch.__version__} lacks Tensor.grad_dtype"
-    if isinstance(model, DistributedDataParallel):
+    trainer = _trainer_of(model)
+    if isinstance(model, DistributedDataParallel) and not (
+        trainer is not None and averages_after_backward(trainer, model)
+    ):
         return "DistributedDataParallel reduces gradients of the weights' dtype only"
     return None
 

@@ -64,6 +64,17 @@ def test_budget_is_the_peak_to_the_byte() -> None:
         work()
 
 
+def test_a_budget_holds_after_it_was_passed_too() -> None:
+    with ByteMeter(budget_bytes=800) as meter:
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.zeros(1000)
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.zeros(300)
+        kept = torch.zeros(200)
+        kept.add_(1)
+    assert meter.peak_bytes == 4000
+
+
 def test_every_allocation_can_be_made_to_fail() -> None:
     def work() -> None:
         x = torch.ones(8, requires_grad=True)

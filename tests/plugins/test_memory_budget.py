@@ -426,13 +426,13 @@ def faulty_run(fail_at: int | None) -> tuple[Faulty, TokenTagger, dict[str, floa
 
 def test_a_step_that_runs_out_of_memory_is_retried_bitwise() -> None:
     """Against a fault-free run that uses the retry's partition from that step on."""
-    counted, *whole = faulty_run(10**9)
-    _, *parts = faulty_run(None)
+    whole, parts = faulty_run(10**9), faulty_run(None)
+    counted = whole[0]
     assert counted.retries == 0
     repaired = 0
     for index in range(0, counted.meter.allocations, 12):
         callback, module, logged, rng = faulty_run(index)
-        reference, expected, expected_rng = parts if callback.retries else whole
+        _, reference, expected, expected_rng = parts if callback.retries else whole
         repaired += not callback.retries  # the optimizer's own step goes on where it was
         assert torch.equal(weights(module), weights(reference)), index
         assert all(torch.equal(x, y) for x, y in zip(module.buffers(), reference.buffers(), strict=True))
