@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -98,7 +99,14 @@ def test_demo_trains_within_its_budget_and_reports(tmp_path: Path, corpus: Path,
         assert category in printed
 
 
-@pytest.mark.usefixtures("at_root")
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """What `Trainer(deterministic=True)` sets is put back."""
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("at_root", "deterministic")
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning")
 def test_demo_interrupted_and_resumed_ends_with_the_same_weights(tmp_path: Path, corpus: Path) -> None:
     steps = [
