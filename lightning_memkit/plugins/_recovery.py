@@ -118,12 +118,12 @@ class Recovery:
             self._past = []
             self._grow(step)
         while True:
-            self._stepping = False
+            self._stepping, self._runner.phase = False, "before forward"
             try:
                 ranks.begin_step(starts_window=step.starts_window)
                 if point is None:
                     point = SafePoint(step, self.changing)
-                elif self._past:
+                if retries and self._past:
                     self._replay()
                     point.restore()
                 result = optimize()
@@ -138,7 +138,9 @@ class Recovery:
             retries += 1
             self._begin_again(step, failure, point)
         self._calm = 0 if retries else self._calm + 1
-        if not ends_window:
+        if ends_window:
+            self._past = []
+        else:
             self._past.append(
                 _Past(step=step, point=point, micro_batch_size=self._runner.partition.micro_batch_size)
             )
@@ -167,9 +169,8 @@ class Recovery:
 
     def _begin_again(self, step: _seam.Step, failure: str, point: SafePoint | None) -> None:
         """Restore the state before the step, and halve the parts."""
-        if self._past or step.starts_window:
-            for parameter in step.trainer.lightning_module.parameters():
-                parameter.grad = None
+        for parameter in step.trainer.lightning_module.parameters():
+            parameter.grad = None
         lost = point.restore() if point is not None else frozenset()
         gc.collect()
         if torch.accelerator.is_available():
