@@ -6,7 +6,8 @@ still there, so forward and backward need no repetition. The order in which para
 the result. An optimizer that combines values over the model, or may do so, is stepped as a whole.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import ref
 
@@ -102,6 +103,15 @@ class Journal:
                 del optimizer.__dict__["step"]
             else:
                 optimizer.step = self._previous_step  # pyright: ignore[reportAttributeAccessIssue]
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within it steps are taken as they would be without us; out of memory there leaves a half-made step."""
+        self._active = False
+        try:
+            yield
+        finally:
+            self._active = True
 
     def measure_next_warm_step(self) -> None:
         """Let the next step in which no state is made go without a journal, and set `needed` by what it allocates.

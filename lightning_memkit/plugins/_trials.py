@@ -3,7 +3,7 @@
 import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from time import perf_counter
 from typing import Any
 
@@ -154,11 +154,15 @@ class Trials:
         meter = peak_meter(device, held)
         try:
             with meter, _without_hooks(step.optimizer):
-                step.optimizer.step()
-                if (journal := journal_of(local_optimizer(step.optimizer))) is not None:
+                journal = journal_of(local_optimizer(step.optimizer))
+                # A device that is too full for copies leaves them to the host: they need not fit.
+                counts_copies = device.type == "cpu" or journal is None
+                with nullcontext() if counts_copies or journal is None else journal.paused():
+                    step.optimizer.step()
+                if journal is not None:
                     journal.measure_next_warm_step()
                     step.optimizer.step()
-                    if journal.needed:  # with copies of the states, which a first step does not have
+                    if journal.needed and counts_copies:  # those of states, which a first step does not have
                         step.optimizer.step()
         except (RuntimeError, TypeError) as error:  # sparse gradients only, or a closure is asked for
             if is_out_of_memory(error):

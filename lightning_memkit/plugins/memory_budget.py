@@ -167,7 +167,7 @@ class MemoryBudget(Callback):
             exact_window=self.effective_batch_size is not None,
         )
         self._recovery = Recovery(self._runner, resized=self._resized, dry=self._dry)
-        self._recovery.load_state_dict(self._resumed)
+        self.history = []
         self._tuning = self._tuned_sizes = None
         self._undo += [_seam.install(trainer, self), undo_transfer, self._window.close]
         self._prepared = False
@@ -211,6 +211,8 @@ class MemoryBudget(Callback):
         try:
             with unmetered():  # whoever meters the step is to see the step
                 if not self._prepared:
+                    if self._recovery is not None:
+                        self._recovery.load_state_dict(self._resumed)
                     self._meet(step.trainer, self._runner, self._trials)
                     self._journal(step)
                     self._choose(step, self._runner, self._trials)

@@ -15,6 +15,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_memkit import MemoryBudget, PureBF16Precision
 from lightning_memkit.memory.meter import ByteMeter
+from lightning_memkit.plugins import _recovery
 from lightning_memkit.plugins._sizing import BudgetError, set_gradient_parts
 from tests.plugins.toys import TokenTagger, loader, tagged_rows, trained, trainer, weights
 
@@ -440,6 +441,25 @@ def test_a_step_that_runs_out_of_memory_is_retried_bitwise() -> None:
         assert torch.equal(rng, expected_rng)
         assert module.steps == reference.steps
     assert 0 < repaired < len(range(0, counted.meter.allocations, 12))
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before.*")
+def test_larger_parts_are_tried_again_after_calm_steps_and_a_resume_goes_on_waiting(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_recovery, "_CALM_STEPS", 4)
+    callback = Faulty(20)
+    _, fitted = trained(callback, max_steps=10)
+    assert callback.history == [(0, 8), (2, 4), (7, 8)]
+    assert callback.retries == 1
+    halted = Faulty(20)
+    _, fitted = trained(halted, max_steps=5)
+    fitted.save_checkpoint(tmp_path / "half.ckpt")
+    resumed = Faulty(10**9)
+    resumed.micro_batch_size = "auto"  # else what the user says holds
+    again = trainer(resumed, max_steps=10, gradient_clip_val=0.5)
+    again.fit(TokenTagger(), loader(), ckpt_path=tmp_path / "half.ckpt")
+    assert resumed.history == [(5, 4), (7, 8)]
 
 
 def test_a_retry_in_bf16_sums_its_parts_in_float32() -> None:
