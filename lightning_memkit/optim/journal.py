@@ -112,6 +112,16 @@ class Journal:
             yield
         finally:
             self._active = True
+            self._note_counts()
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """`measure_next_warm_step` for the steps within only."""
+        self._measures = True
+        try:
+            yield
+        finally:
+            self._measures = False
 
     def measure_next_warm_step(self) -> None:
         """Let the next step in which no state is made go without a journal, and set `needed` by what it allocates.
@@ -150,11 +160,16 @@ class Journal:
         else:
             self._step_whole(optimizer)
         if cold:
-            self._counts = {
-                slot.parameter: len(optimizer.state.get(slot.parameter, ()))
-                for slot in slots(optimizer)
-                if slot.parameter.grad is not None or slot.parameter in self._counts
-            }
+            self._note_counts()
+
+    def _note_counts(self) -> None:
+        """How many states a step has left of each parameter."""
+        optimizer = self.optimizer
+        self._counts = {
+            slot.parameter: len(optimizer.state.get(slot.parameter, ()))
+            for slot in slots(optimizer)
+            if slot.parameter.grad is not None or slot.parameter in self._counts
+        }
 
     def _check_order(self, optimizer: Optimizer) -> None:
         name = type(optimizer).__name__

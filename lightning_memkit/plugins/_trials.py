@@ -160,8 +160,8 @@ class Trials:
                 with nullcontext() if counts_copies or journal is None else journal.paused():
                     step.optimizer.step()
                 if journal is not None:
-                    journal.measure_next_warm_step()
-                    step.optimizer.step()
+                    with journal.measuring():
+                        step.optimizer.step()
                     if journal.needed and counts_copies:  # those of states, which a first step does not have
                         step.optimizer.step()
         except (RuntimeError, TypeError) as error:  # sparse gradients only, or a closure is asked for
