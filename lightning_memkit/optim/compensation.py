@@ -17,7 +17,14 @@ from lightning_memkit.errors import NoEffectWarning
 from lightning_memkit.optim.bytes_per_parameter import BytesPerParameter, bytes_per_parameter
 from lightning_memkit.optim.checkpoints import install_checkpoint_hooks
 from lightning_memkit.optim.consolidate import float32_weight
-from lightning_memkit.optim.methods import has_own_step, living, refuse_closures, replaced_step, stock_step
+from lightning_memkit.optim.methods import (
+    give_step_back,
+    has_own_step,
+    living,
+    refuse_closures,
+    replaced_step,
+    stock_step,
+)
 from lightning_memkit.optim.pieces import is_compensated, slots
 from lightning_memkit.optim.schedule_free import switch_in_float32
 from lightning_memkit.optim.shadow import LOW_STATES, Mode, ShadowEngine, States
@@ -77,11 +84,7 @@ class Compensation:
         self._undo_checkpoints()
         self._undo_switches()
         if self.optimizer.__dict__.get("step") is self._own_step:
-            # A scheduler made since has wrapped our step: then it stays, and hands on to the stock step.
-            if self._previous_step is None:
-                del self.optimizer.__dict__["step"]
-            else:
-                self.optimizer.step = self._previous_step  # pyright: ignore[reportAttributeAccessIssue]
+            give_step_back(self.optimizer, self._previous_step)
         self.optimizer.__dict__.pop(_MARK, None)
         for slot in slots(self.optimizer):
             state = self.optimizer.state.get(slot.parameter)

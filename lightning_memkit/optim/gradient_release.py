@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_memkit.optim.compensation import compensation_of
-from lightning_memkit.optim.methods import living, replaced_step, stock_step
+from lightning_memkit.optim.methods import give_step_back, living, replaced_step, stock_step
 from lightning_memkit.optim.pieces import Slot, slots
 from lightning_memkit.optim.release_checks import (
     changed_options,
@@ -106,11 +106,7 @@ class Release:
         optimizer = self.optimizer
         optimizer.__dict__.pop(_MARK, None)
         if getattr(optimizer.__dict__.get("step"), _MARK, None) is self:
-            # A scheduler made since has wrapped our step: then it stays, and hands on to the one before.
-            if self._previous_step is None:
-                del optimizer.__dict__["step"]
-            else:
-                optimizer.step = self._previous_step  # pyright: ignore[reportAttributeAccessIssue]
+            give_step_back(optimizer, self._previous_step)
 
     def measured_norm(self, backward: Callable[[], object]) -> Tensor:
         """The norm of the gradients that a backward gives, each dropped at once; bitwise `clip_grad_norm_`'s.

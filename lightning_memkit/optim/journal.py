@@ -23,6 +23,7 @@ from lightning_memkit.optim.gradient_release import release_of
 from lightning_memkit.optim.journaled_step import BundledStep, step_whole
 from lightning_memkit.optim.methods import (
     combines_over_the_model,
+    give_step_back,
     has_own_step,
     living,
     refuse_closures,
@@ -98,11 +99,7 @@ class Journal:
         optimizer = self.optimizer
         optimizer.__dict__.pop(_MARK, None)
         if getattr(optimizer.__dict__.get("step"), _MARK, None) is self:
-            # A scheduler made since has wrapped our step: then it stays, and hands on to the one before.
-            if self._previous_step is None:
-                del optimizer.__dict__["step"]
-            else:
-                optimizer.step = self._previous_step  # pyright: ignore[reportAttributeAccessIssue]
+            give_step_back(optimizer, self._previous_step)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

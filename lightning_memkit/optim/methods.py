@@ -62,6 +62,21 @@ def replaced_step(optimizer: Optimizer, act: Callable[[Optimizer], object], *, w
     return method
 
 
+def give_step_back(optimizer: Optimizer, previous: Any) -> None:
+    """Undo `replaced_step`, where the optimizer's step is still that replacement.
+
+    If a scheduler made since has wrapped it, the caller leaves it: it stays, and hands on to the one before.
+
+    Args:
+        optimizer: whose step it is.
+        previous: what stood in the optimizer's own attributes before; None for its class's step.
+    """
+    if previous is None:
+        del optimizer.__dict__["step"]
+    else:
+        optimizer.step = previous
+
+
 def refuse_closures(optimizer: Optimizer, what: str) -> None:
     """Refuse a step that evaluates the model by itself, or that is to be differentiated.
 

@@ -49,7 +49,7 @@ class MemoryBudget(Callback):
     The DataLoader yields the effective batch (per rank). Each is split inside the optimizer step, so shuffling,
     `global_step`, schedulers and logging don't change with the parts. Before step 1 a probe checks that the loss
     may be split (two later batches are probed again), the peak of the worst batch is measured, and both leave no
-    trace. After an OOM the state before the step is restored and the same batch runs in smaller parts (one device).
+    trace. After an OOM the state before the step is restored and the same batch runs in smaller parts, on all ranks.
 
     Price: one forward and backward more a part's size tried (at most 8), and the smaller kernels of smaller parts.
     What is not exact: batch statistics (BatchNorm is warned about), random draws (dropout draws part by part), and
