@@ -202,7 +202,13 @@ def no_gradient_sync(trainer: Trainer, block: bool) -> Iterator[None]:
 @contextmanager
 def logging_held(trainer: Trainer) -> Iterator[list[dict[str, Any]]]:
     """Collects the calls of `self.log` instead of counting them; each is the keywords of one call."""
-    results = trainer.fit_loop.epoch_loop._results
+    with calls_held(trainer.fit_loop.epoch_loop._results) as held:
+        yield held
+
+
+@contextmanager
+def calls_held(results: Any) -> Iterator[list[dict[str, Any]]]:
+    """Collects what is logged to a loop's results instead of counting it."""
     held: list[dict[str, Any]] = []
 
     def log(fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -235,7 +241,11 @@ def loggers_silent(trainer: Trainer) -> Iterator[None]:
 
 def keep_results(trainer: Trainer) -> Undo:
     """Returns a function that puts the values logged so far back to what they are now."""
-    results: Any = trainer.fit_loop.epoch_loop._results
+    return keep_logged(trainer.fit_loop.epoch_loop._results)
+
+
+def keep_logged(results: Any) -> Undo:
+    """The same for the results of any loop."""
     # Lightning replaces a metric's values, never changes them in place: references are enough.
     kept = {key: (metric, dict(vars(metric))) for key, metric in results.items()}
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 
-from lightning_memkit.plugins._seam import loggers_silent
+from lightning_memkit.plugins._seam import calls_held, keep_logged, loggers_silent
 
 Undo = Callable[[], None]
 
@@ -136,21 +136,11 @@ def _evaluating(trainer: Trainer) -> str | None:
 def logging_held(trainer: Trainer) -> Iterator[list[dict[str, Any]]]:
     """Collects the calls of `self.log` instead of counting them; each is the keywords of one call."""
     results: Any = trainer._results
-    held: list[dict[str, Any]] = []
     if results is None:  # prediction logs nothing
-        yield held
+        yield []
         return
-
-    def log(fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        if args:  # Lightning 2.6 passes all but three by keyword
-            raise TypeError("Lightning calls _ResultCollection.log with new positional arguments.")
-        held.append({"fx": fx, "name": name, "value": value, **kwargs})
-
-    vars(results)["log"] = log
-    try:
+    with calls_held(results) as held:
         yield held
-    finally:
-        vars(results).pop("log", None)
 
 
 @contextmanager
@@ -173,19 +163,7 @@ def nothing_logged(trainer: Trainer) -> Iterator[list[dict[str, Any]]]:
 def keep_results(trainer: Trainer) -> Undo:
     """Returns a function that puts the values logged so far back to what they are now."""
     results: Any = trainer._results
-    if results is None:
-        return lambda: None
-    # Lightning replaces a metric's values, never changes them in place: references are enough.
-    kept = {key: (metric, dict(vars(metric))) for key, metric in results.items()}
-
-    def undo() -> None:
-        for key in [key for key in results if key not in kept]:
-            del results[key]
-        for metric, values in kept.values():
-            vars(metric).clear()
-            vars(metric).update(values)
-
-    return undo
+    return keep_logged(results) if results is not None else lambda: None
 
 
 def log_now(trainer: Trainer, entry: dict[str, Any]) -> None:
