@@ -17,20 +17,20 @@ from lightning_memkit.micro_batching import batch_size, split_batch
 from lightning_memkit.plugins import _evaluation_state as state
 from lightning_memkit.plugins import _seam_evaluation as seam
 from lightning_memkit.plugins._evaluation_sizes import (
-    EvaluationOptions,
     EvaluationSizes,
     Loader,
     elements_of,
     rows_of,
 )
 from lightning_memkit.plugins._evaluation_trials import EvaluationTrials, Outcome, logged_values
+from lightning_memkit.plugins._options import BudgetOptions
 from lightning_memkit.plugins._predictions import check_predictions
 from lightning_memkit.plugins._ranks import largest_of_ranks
 from lightning_memkit.plugins._seam import communicates_in_every_part
 from lightning_memkit.plugins._sizing import BudgetError
 
 
-def keep_budget_in_evaluation(trainer: Trainer, options: EvaluationOptions) -> Callable[[], None]:
+def keep_budget_in_evaluation(trainer: Trainer, options: BudgetOptions) -> Callable[[], None]:
     """Let validation (also within a fit), test and prediction keep a budget; returns the undo.
 
     A batch that fits runs whole, as Lightning runs it. One that does not runs in parts without gradients, one at
@@ -55,7 +55,7 @@ class EvaluationParts:
         options: the budget.
     """
 
-    def __init__(self, trainer: Trainer, options: EvaluationOptions) -> None:
+    def __init__(self, trainer: Trainer, options: BudgetOptions) -> None:
         self.retries = 0
         self._trainer = trainer
         self._options = options

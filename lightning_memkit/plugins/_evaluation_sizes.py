@@ -3,7 +3,7 @@
 import warnings
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_debug, rank_zero_info
@@ -11,33 +11,16 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_debug, rank_zero_inf
 from lightning_memkit.joining import JoinError, Joining
 from lightning_memkit.memory.sizing import NothingFitsError, largest_fitting
 from lightning_memkit.memory.units import format_bytes
-from lightning_memkit.micro_batching import SplitError, WeighBy, Weigher, batch_size
+from lightning_memkit.micro_batching import SplitError, batch_size
 from lightning_memkit.plugins import _evaluation_state as state
 from lightning_memkit.plugins._evaluation_trials import EvaluationTrials, Peak
-from lightning_memkit.plugins._parts import Splitter
+from lightning_memkit.plugins._options import BudgetOptions
 from lightning_memkit.plugins._seam_evaluation import EvaluationStep
 from lightning_memkit.plugins._sizing import BudgetError
 from lightning_memkit.plugins._trials import tensors_of
 
 _MOST_TRIALS = 8
 _MOST_COMPARISONS = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluationOptions:
-    """What of a `MemoryBudget` counts in evaluation; see its arguments."""
-
-    budget_bytes: int
-    headroom: float = 0.05
-    split: Splitter | None = None
-    micro_batch_size: int | Literal["auto"] = "auto"
-    recover: bool = True
-    weigh_by: WeighBy | Weigher = "auto"
-
-    @property
-    def usable_bytes(self) -> int:
-        """The budget without its headroom."""
-        return int(self.budget_bytes * (1 - self.headroom))
 
 
 @dataclass(kw_only=True)
@@ -67,7 +50,7 @@ class EvaluationSizes:
         trials: runs parts without a trace.
     """
 
-    def __init__(self, trainer: Trainer, options: EvaluationOptions, trials: EvaluationTrials) -> None:
+    def __init__(self, trainer: Trainer, options: BudgetOptions, trials: EvaluationTrials) -> None:
         self._trainer = trainer
         self._options = options
         self._trials = trials

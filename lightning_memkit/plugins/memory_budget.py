@@ -2,42 +2,29 @@
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from math import isfinite
-from typing import Any, Literal, get_args
+from contextlib import contextmanager
+from typing import Any, Literal
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_memkit.memory.limits import hard_cap
 from lightning_memkit.memory.measure import budget_bytes, check_budget
 from lightning_memkit.memory.meter import ByteMeter, unmetered
 from lightning_memkit.memory.sizing import Sizing
-from lightning_memkit.memory.units import format_bytes
-from lightning_memkit.micro_batching import SplitError, WeighBy, Weigher, batch_size, weigher
+from lightning_memkit.micro_batching import WeighBy, Weigher, batch_size
 from lightning_memkit.optim.journal import BUNDLE_BYTES, BUNDLE_BYTES_CPU, journal_steps
 from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._checks import check_accumulation, warn_of_inexactness
+from lightning_memkit.plugins._choice import PartsChoice
 from lightning_memkit.plugins._evaluation import keep_budget_in_evaluation
-from lightning_memkit.plugins._evaluation_sizes import EvaluationOptions
+from lightning_memkit.plugins._options import BudgetOptions, Enforce, check_options
 from lightning_memkit.plugins._parts import Partition, PartsRunner, Splitter
-from lightning_memkit.plugins._probe import Weighing
 from lightning_memkit.plugins._ranks import local_optimizer, ranks_of
 from lightning_memkit.plugins._recovery import Recovery
-from lightning_memkit.plugins._shortfall import ran_dry
-from lightning_memkit.plugins._sizing import (
-    AccumulationWindow,
-    BudgetError,
-    choose_size,
-    set_gradient_parts,
-    verify_whole,
-)
-from lightning_memkit.plugins._token_parts import form_by_tokens
+from lightning_memkit.plugins._sizing import AccumulationWindow, set_gradient_parts
 from lightning_memkit.plugins._trials import Trials, tensors_of
-from lightning_memkit.plugins._tuned_sizes import TunedSizes, question_of
-from lightning_memkit.plugins._tuning import SizeTuning, clock_may_choose
 from lightning_memkit.rollback import Generators
 
 _COPIED = 0.01  # of the budget, for copies beside an optimizer's step that may be left half-done
@@ -86,10 +73,10 @@ class MemoryBudget(Callback):
         split: Splitter | None = None,
         headroom: float = 0.05,
         recover: bool = True,
-        enforce: Literal["verified", "always"] = "verified",
+        enforce: Enforce = "verified",
     ) -> None:
         check_budget(budget)
-        _check_options(micro_batch_size, effective_batch_size, weigh_by, headroom, enforce)
+        check_options(micro_batch_size, effective_batch_size, weigh_by, headroom, enforce)
         self.budget = budget
         self.micro_batch_size: int | Literal["auto"] = micro_batch_size
         self.effective_batch_size = effective_batch_size
@@ -97,7 +84,7 @@ class MemoryBudget(Callback):
         self.split = split
         self.headroom = headroom
         self.recover = recover
-        self.enforce = enforce
+        self.enforce: Enforce = enforce
         self.budget_bytes = 0
         self.sizing: Sizing | None = None
         self.peak_bytes = 0
@@ -105,14 +92,11 @@ class MemoryBudget(Callback):
         self.history: list[tuple[int, int]] = []
         self._resumed: dict[str, Any] = {}
         self._prepared = False
-        self._weighing = Weighing(weigh_by, split)
-        self._warned = ""
         self._window = AccumulationWindow(effective_batch_size)
         self._runner: PartsRunner | None = None
         self._trials: Trials | None = None
         self._recovery: Recovery | None = None
-        self._tuning: SizeTuning | None = None
-        self._tuned_sizes: TunedSizes | None = None
+        self._choice: PartsChoice | None = None
         self._undo: list[_seam.Undo] = []
 
     def __repr__(self) -> str:
@@ -134,17 +118,19 @@ class MemoryBudget(Callback):
         """Refuse what can't work, and take the seams of Lightning's loops."""
         self._give_back()
         self.budget_bytes = budget_bytes(self.budget, trainer.strategy.root_device)
-        evaluation = EvaluationOptions(
+        options = BudgetOptions(
             budget_bytes=self.budget_bytes,
+            budget=self.budget,
             headroom=self.headroom,
             split=self.split,
             micro_batch_size=self.micro_batch_size,
             recover=self.recover,
             weigh_by=self.weigh_by,
+            enforce=self.enforce,
         )
         self._undo = [
             hard_cap(trainer.strategy.root_device, self.budget_bytes),
-            keep_budget_in_evaluation(trainer, evaluation),
+            keep_budget_in_evaluation(trainer, options),
         ]
         if stage != "fit":
             return
@@ -166,9 +152,9 @@ class MemoryBudget(Callback):
             Partition(micro_batch_size=2**62, weigh=batch_size, split=self.split),
             exact_window=self.effective_batch_size is not None,
         )
-        self._recovery = Recovery(self._runner, resized=self._resized, dry=self._dry)
+        self._choice = PartsChoice(options, self._runner, self._trials, self._window, self._resumed)
+        self._recovery = Recovery(self._runner, resized=self._resized, dry=self._choice.dry)
         self.history = []
-        self._tuning = self._tuned_sizes = None
         self._undo += [_seam.install(trainer, self), undo_transfer, self._window.close]
         self._prepared = False
 
@@ -186,40 +172,41 @@ class MemoryBudget(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The sizes in use: a resumed run repeats them."""
-        if self._runner is None or not self._prepared:
+        if self._choice is None or not self._prepared:
             return dict(self._resumed)
         return {
-            "micro_batch_size": self._tuning.size
-            if self._tuning is not None
-            else self._runner.partition.micro_batch_size,
+            "micro_batch_size": self._choice.size,
             "retries": self.retries,
             **(self._recovery.state_dict() if self._recovery is not None else {}),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the sizes of the run that is resumed, instead of measuring anew."""
-        self._resumed = dict(state_dict)
+        self._resumed.clear()
+        self._resumed.update(state_dict)
         self.retries = int(state_dict.get("retries", 0))
 
     # The seam's driver
 
     def prepare(self, step: _seam.Step) -> None:
         """Before the first step: probe, measure, choose; then probe where a batch is the first to differ."""
-        if self._runner is None or self._trials is None:
+        if self._runner is None or self._trials is None or self._choice is None:
             return
         generators = Generators()  # a data set that is scanned for its largest sample may draw
         try:
             with unmetered():  # whoever meters the step is to see the step
-                if not self._prepared:
+                if self._prepared:
+                    self._choice.before_later(step)
+                else:
                     if self._recovery is not None:
                         self._recovery.load_state_dict(self._resumed)
                     self._meet(step.trainer, self._runner, self._trials)
                     self._journal(step)
-                    self._choose(step, self._runner, self._trials)
+                    self.sizing = self._choice.before_first(step)
+                    self.peak_bytes = self.sizing.peak_bytes
+                    if self._recovery is not None:
+                        self._recovery.changing = self._trials.changing
                     self._prepared = True
-                elif not self._runner.partition.whole:
-                    self._settle(step, self._runner, self._trials)
-                    self._check(splits=self._runner.partition.micro_batch_size < batch_size(step.batch))
         finally:
             generators.restore()
 
@@ -252,72 +239,6 @@ class MemoryBudget(Callback):
         else:
             self._undo.append(journal.undo)
 
-    def _choose(self, step: _seam.Step, runner: PartsRunner, trials: Trials) -> None:
-        known = {"budget_bytes": self.budget_bytes, "headroom": self.headroom}
-        try:
-            total = batch_size(step.batch)
-        except SplitError as error:
-            if self.micro_batch_size != "auto":
-                raise
-            warnings.warn(f"MemoryBudget runs batches whole: {error}", stacklevel=2)
-            self.sizing = verify_whole(step, trials, **known, why=str(error))
-            runner.partition.whole, runner.unsplittable = True, str(error)
-        else:
-            self._window.open(step.trainer, total)
-            self._weighing = Weighing(self.weigh_by, self.split)
-            self._settle(step, runner, trials)
-            if self.micro_batch_size != "auto":
-                self._check(splits=self.micro_batch_size < total)
-            self.sizing = self._size(step, trials, known)
-            runner.partition.micro_batch_size = self.sizing.micro_batch_size
-            form_by_tokens(step, trials, runner.partition, int(self.budget_bytes * (1 - self.headroom)))
-            self._check(splits=self.sizing.micro_batch_size < total)
-            self._tuning = self._tuning_of(step, runner)
-        if self._recovery is not None:
-            self._recovery.changing = trials.changing
-        self.peak_bytes = self.sizing.peak_bytes
-        rank_zero_info(
-            f"MemoryBudget: {self.sizing}; budget {format_bytes(self.budget_bytes)}, weighed by "
-            f"{_described(self._weighing.weigh_by)}."
-        )
-
-    def _size(self, step: _seam.Step, trials: Trials, known: dict[str, Any]) -> Sizing:
-        """What the user says holds; else a resumed run's size, if it still fits; else the largest that fits."""
-        if self._mismatch and self.micro_batch_size == self.weigh_by == "auto" and self.split is None:
-            try:
-                return choose_size(step, trials, **known, given=batch_size(step.batch))
-            except BudgetError as error:
-                raise BudgetError(f"{self._mismatch} Whole it does not fit: {error}") from None
-        resumed = self._resumed.get("micro_batch_size")
-        if self.micro_batch_size == "auto" and resumed is not None:
-            try:
-                return choose_size(step, trials, **known, given=int(resumed))
-            except BudgetError:
-                warnings.warn(
-                    f"The resumed run's micro-batch of {resumed} does not fit this budget; another one is measured, "
-                    "and the runs differ by rounding.",
-                    stacklevel=2,
-                )
-        self._tuned_sizes = self._cache_of(step)
-        tuned = self._tuned_sizes.recall() if self._tuned_sizes is not None else None
-        remembered = tuned.micro_batch_size if tuned is not None else None
-        return choose_size(step, trials, **known, given=self.micro_batch_size, remembered=remembered)
-
-    def _cache_of(self, step: _seam.Step) -> TunedSizes | None:
-        """Where an earlier run may have left the fastest size, if it is to be chosen at all."""
-        if self.micro_batch_size != "auto" or not clock_may_choose(step.trainer):
-            return None
-        usable_bytes = int(self.budget_bytes * (1 - self.headroom))
-        question = question_of(step, budget=self.budget, usable_bytes=usable_bytes)
-        return TunedSizes(step.trainer, question)
-
-    def _tuning_of(self, step: _seam.Step, runner: PartsRunner) -> SizeTuning | None:
-        """What finds the fastest size, where the size is open and the loss known to add up from parts."""
-        if self.sizing is None or self._mismatch or not clock_may_choose(step.trainer):
-            return None
-        weighing = self._weighing
-        return SizeTuning(step, runner, self.sizing, proven=lambda: weighing.proven, kept=self._tuned_sizes)
-
     @contextmanager
     def around(self, step: _seam.Step) -> Iterator[None]:
         """Count every byte of the step where the budget is enforced always."""
@@ -342,60 +263,20 @@ class MemoryBudget(Callback):
     def drive(self, step: _seam.Step, optimize: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Take the optimizer step; again with smaller parts where it runs out of memory."""
         began_at = step.trainer.global_step
-        with nullcontext() if self._tuning is None else self._tuning.timed(step):
+        if self._runner is None or self._choice is None:
+            raise RuntimeError("MemoryBudget drives a step before its setup.")
+        with self._choice.timed(step):
             if self._recovery is None or not self.recover:
                 result = optimize()
             else:
                 result = self._recovery.drive(step, optimize)
-            size = self._runner.partition.micro_batch_size if self._runner is not None else 0
-        fastest = self._tuning.fastest if self._tuning is not None else None
-        if (
-            self._recovery is not None
-            and fastest is not None
-            and fastest.settled
-            and not fastest.held_by_memory
-        ):
-            self._recovery.forget_above(fastest.settled)
+            size = self._runner.partition.micro_batch_size
+        fastest = self._choice.faster_than_larger_ones
+        if self._recovery is not None and fastest:
+            self._recovery.forget_above(fastest)
         if not self.history or self.history[-1][1] != size:
             self.history.append((began_at, size))
         return result
-
-    def _settle(self, step: _seam.Step, runner: PartsRunner, trials: Trials) -> None:
-        """Let the probe decide how this batch's parts are weighed, where that is still open."""
-        weighing, partition = self._weighing, runner.partition
-        size = partition.micro_batch_size if self._tuning is None else self._tuning.probed_size
-        weighing.settle(step, trials, size)
-        partition.weigh = weigher(weighing.weigh_by, step.batch)
-        runner.logs = weighing.logs
-        partition.summed = weighing.weigh_by == "sum"
-
-    @property
-    def _mismatch(self) -> str:
-        """Why the loss can't be split, and what to do; empty where it can, or nothing is known."""
-        verdict = self._weighing.verdict
-        if verdict is None or verdict.adds_up:
-            return ""
-        by = f" by {verdict.relative_error:.1%}" if isfinite(verdict.relative_error) else ""
-        return (
-            f"The weighted gradients of a batch's parts miss the whole batch's{by}: {verdict.cause}. To mend it, "
-            f"{verdict.remedy}."
-        )
-
-    def _check(self, *, splits: bool) -> None:
-        """Refuse to split by guess; warn where the user decided, keep in mind where nothing is split yet."""
-        text = self._mismatch
-        if not text:
-            return
-        if self.weigh_by != "auto" or self.split is not None:
-            if splits and text != self._warned:
-                self._warned = text
-                warnings.warn(f"weigh_by={self.weigh_by!r}, split={self.split!r}: {text}", stacklevel=2)
-        elif splits and self._tuning is not None and self._tuning.keep_whole() and self._runner is not None:
-            self._runner.unsplittable = text
-        elif splits:
-            raise BudgetError(text)
-        elif self._runner is not None:
-            self._runner.unsplittable = text
 
     def _resized(self, step: _seam.Step, *, retry: bool) -> None:
         """The precision hears of the new number of parts; the logger of a retry."""
@@ -407,46 +288,3 @@ class MemoryBudget(Callback):
         self.retries += 1
         for logger in trainer.loggers:
             logger.log_metrics({"memory_budget/retries": float(self.retries)}, step=trainer.global_step)
-
-    def _dry(self, step: _seam.Step, failure: str) -> Exception:
-        """The error where no smaller part can help."""
-        runner, trials = self._runner, self.sizing.trials if self.sizing is not None else ()
-        assert runner is not None
-        if runner.unsplittable:
-            return torch.OutOfMemoryError(
-                f"Batch {step.batch_idx} runs out of memory {runner.phase} ({failure}) and can't be split. "
-                f"{runner.unsplittable}"
-            )
-        smallest = min(trials, key=lambda trial: trial.micro_batch_size, default=None)
-        return torch.OutOfMemoryError(ran_dry(step, runner.phase, failure, smallest))
-
-
-def _check_options(
-    micro_batch_size: int | str,
-    effective_batch_size: int | None,
-    weigh_by: object,
-    headroom: float,
-    enforce: str,
-) -> None:
-    if micro_batch_size != "auto" and (not isinstance(micro_batch_size, int) or micro_batch_size < 1):
-        raise ValueError(
-            f'micro_batch_size={micro_batch_size!r} must be "auto" or a number of samples, 1 or more.'
-        )
-    if effective_batch_size is not None and effective_batch_size < 1:
-        raise ValueError(
-            f"effective_batch_size={effective_batch_size} must be 1 or more; leave it out for the loader's batch."
-        )
-    if not callable(weigh_by) and weigh_by not in get_args(WeighBy):
-        raise ValueError(
-            f"weigh_by={weigh_by!r} must be one of {', '.join(get_args(WeighBy))}, or a callable."
-        )
-    if not 0 <= headroom < 1:
-        raise ValueError(f"headroom={headroom} is outside [0, 1); for 5 % write 0.05.")
-    if enforce not in ("verified", "always"):
-        raise ValueError(f'enforce={enforce!r} must be "verified" or "always".')
-
-
-def _described(weigh_by: WeighBy | Weigher) -> str:
-    if not isinstance(weigh_by, str):
-        return "the given callable"
-    return "the batch's own count" if weigh_by == "auto" else weigh_by

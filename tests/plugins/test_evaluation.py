@@ -18,8 +18,9 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 from lightning_memkit.memory.measure import Capacity
 from lightning_memkit.memory.meter import ByteMeter
 from lightning_memkit.plugins import _predictions
-from lightning_memkit.plugins._evaluation import EvaluationOptions, keep_budget_in_evaluation
+from lightning_memkit.plugins._evaluation import keep_budget_in_evaluation
 from lightning_memkit.plugins._evaluation_trials import bytes_of
+from lightning_memkit.plugins._options import BudgetOptions
 from lightning_memkit.plugins._sizing import BudgetError
 from tests.plugins.toys import TokenTagger, loader, trainer
 
@@ -97,7 +98,7 @@ class Seen:
 
 def evaluated(
     run: str,
-    options: EvaluationOptions | None,
+    options: BudgetOptions | None,
     module: Callable[[], LightningModule] = Everything,
     data: Any = None,
 ) -> tuple[Any, Any, Trainer]:
@@ -130,8 +131,8 @@ def assert_close(a: Any, b: Any) -> None:
         assert a == pytest.approx(b, rel=2e-6) if isinstance(a, float) else a == b
 
 
-def in_parts(size: int = 3, **options: Any) -> EvaluationOptions:
-    return EvaluationOptions(**{"budget_bytes": PLENTY, "micro_batch_size": size, **options})
+def in_parts(size: int = 3, **options: Any) -> BudgetOptions:
+    return BudgetOptions(**{"budget_bytes": PLENTY, "micro_batch_size": size, **options})
 
 
 # The unsplit batch's results
@@ -204,14 +205,14 @@ class Wide(LightningModule):
 @pytest.mark.parametrize("run", ["validate", "test", "predict"])
 def test_the_largest_part_that_fits_is_measured(run: str) -> None:
     budget = (peak_of(Wide(), 4) + peak_of(Wide(), 5)) // 2
-    _, module, _ = evaluated(run, EvaluationOptions(budget_bytes=budget, headroom=0.0), Wide)
+    _, module, _ = evaluated(run, BudgetOptions(budget_bytes=budget, headroom=0.0), Wide)
     assert module.sizes.seen[-7:] == [4, 4, 4, 4, 4, 4, 4]
-    _, module, _ = evaluated(run, EvaluationOptions(budget_bytes=peak_of(Wide(), 4) - 1, headroom=0.0), Wide)
+    _, module, _ = evaluated(run, BudgetOptions(budget_bytes=peak_of(Wide(), 4) - 1, headroom=0.0), Wide)
     assert module.sizes.seen[-5:] == [3, 3, 2, 2, 2]  # 8 rows, and the last 4
 
 
 def test_a_batch_that_fits_is_lightning_s_own_affair() -> None:
-    _, module, _ = evaluated("validate", EvaluationOptions(budget_bytes=PLENTY), Wide)
+    _, module, _ = evaluated("validate", BudgetOptions(budget_bytes=PLENTY), Wide)
     assert module.sizes.seen == [8, 8, 8, 8, 4]  # the first is measured before it runs
 
 
@@ -219,7 +220,7 @@ def test_where_not_even_one_sample_fits_the_error_says_by_how_much() -> None:
     with pytest.raises(
         BudgetError, match=r"part of 1 sample needs .* in validation_step, .* more .* budget=\"1MiB\""
     ):
-        evaluated("validate", EvaluationOptions(budget_bytes=30_000), Wide)
+        evaluated("validate", BudgetOptions(budget_bytes=30_000), Wide)
 
 
 def test_longer_samples_are_measured_when_they_come() -> None:
@@ -231,7 +232,7 @@ def test_longer_samples_are_measured_when_they_come() -> None:
             return self.linear((batch["x"] / 50).unfold(1, 12, 12)).exp().tanh().mean((1, 2))
 
     data = DataLoader(rows, batch_size=8)  # pyright: ignore[reportArgumentType]
-    budget = EvaluationOptions(budget_bytes=140_000, headroom=0.0)
+    budget = BudgetOptions(budget_bytes=140_000, headroom=0.0)
     whole, _, _ = evaluated("validate", None, Long, data)
     parts, module, _ = evaluated("validate", budget, Long, data)
     assert module.sizes.seen[:3] == [8, 8, 8]  # measured, run, and the longer ones begun whole
@@ -390,7 +391,7 @@ def test_after_an_oom_the_batch_runs_again_in_halves_with_the_whole_s_result(run
             super().__init__(batch_idx=99)
 
     whole, one, plain = evaluated(run, None, Sound)
-    parts, other, split = evaluated(run, EvaluationOptions(budget_bytes=PLENTY), Failing)
+    parts, other, split = evaluated(run, BudgetOptions(budget_bytes=PLENTY), Failing)
     assert other.sizes.seen[-3:] == [4, 4, 4]
     assert_close(parts, whole)
     assert_close(dict(split.callback_metrics), dict(plain.callback_metrics))
@@ -400,7 +401,7 @@ def test_after_an_oom_the_batch_runs_again_in_halves_with_the_whole_s_result(run
 
 def test_recovery_can_be_declined() -> None:
     with pytest.raises(torch.OutOfMemoryError, match="^the device is full$"):
-        evaluated("validate", EvaluationOptions(budget_bytes=PLENTY, recover=False), Failing)
+        evaluated("validate", BudgetOptions(budget_bytes=PLENTY, recover=False), Failing)
 
 
 def test_at_one_sample_the_error_names_remedies() -> None:
@@ -408,7 +409,7 @@ def test_at_one_sample_the_error_names_remedies() -> None:
         pytest.warns(UserWarning, match="two samples at once run out of memory"),
         pytest.raises(torch.OutOfMemoryError, match=r"A part of 1 sample runs out .*PureBF16Precision"),
     ):
-        evaluated("validate", EvaluationOptions(budget_bytes=PLENTY), lambda: Failing(largest=0))
+        evaluated("validate", BudgetOptions(budget_bytes=PLENTY), lambda: Failing(largest=0))
 
 
 def test_other_errors_surface_unchanged() -> None:
@@ -427,7 +428,7 @@ def test_other_errors_surface_unchanged() -> None:
 # Within the loops
 
 
-def fitted(options: EvaluationOptions | None, module: LightningModule, **arguments: Any) -> Trainer:
+def fitted(options: BudgetOptions | None, module: LightningModule, **arguments: Any) -> Trainer:
     torch.manual_seed(1)
     quiet = trainer(max_steps=6, num_sanity_val_steps=2, val_check_interval=3, **arguments)
     undo = keep_budget_in_evaluation(quiet, options) if options else lambda: None
@@ -483,7 +484,7 @@ def test_what_the_optimizer_has_come_to_hold_since_the_sanity_check_is_counted()
             return torch.optim.Adam(self.parameters())
 
     parameters = 13 * 512 * 4
-    alone = EvaluationOptions(budget_bytes=peak_of(Wide(), 8) + parameters, headroom=0.0)
+    alone = BudgetOptions(budget_bytes=peak_of(Wide(), 8) + parameters, headroom=0.0)
     module = built(Trained)
     quiet = trainer(max_steps=1, num_sanity_val_steps=1, val_check_interval=1, limit_val_batches=1)
     keep_budget_in_evaluation(quiet, alone)
@@ -577,10 +578,10 @@ def test_a_step_that_fetches_by_itself_is_left_alone() -> None:
 def test_a_batch_that_can_not_be_split_runs_whole() -> None:
     rows = [{"x": torch.ones(8, 12), "mask": torch.ones(3)} for _ in range(2)]
     data = DataLoader(rows, batch_size=None)  # pyright: ignore[reportArgumentType]
-    _, module, _ = evaluated("validate", EvaluationOptions(budget_bytes=PLENTY), Wide, data)
+    _, module, _ = evaluated("validate", BudgetOptions(budget_bytes=PLENTY), Wide, data)
     assert module.sizes.seen == [8, 8, 8]
     with pytest.warns(UserWarning, match="runs its batches whole, .* disagree on the leading size"):
-        evaluated("validate", EvaluationOptions(budget_bytes=60_000), Wide, data)
+        evaluated("validate", BudgetOptions(budget_bytes=60_000), Wide, data)
 
 
 def test_values_that_only_later_batches_tell_apart_are_compared_again() -> None:
@@ -616,7 +617,7 @@ def test_predictions_that_do_not_fit_the_host_are_refused_after_the_first_batch(
         return modules[0]
 
     with pytest.raises(BudgetError, match=r"outputs of 4 batches, about .* free.*return_predictions=False"):
-        evaluated("predict", EvaluationOptions(budget_bytes=PLENTY), module)
+        evaluated("predict", BudgetOptions(budget_bytes=PLENTY), module)
     assert modules[0].sizes.seen == [8, 8]  # measured, and run
 
 
@@ -628,13 +629,13 @@ def test_predictions_that_pass_the_budget_are_warned_about_on_the_host() -> None
     with pytest.warns(
         UserWarning, match=r"outputs of 20 batches, about 320.0 KiB .* passes the budget of 244.1 KiB"
     ):
-        evaluated("predict", EvaluationOptions(budget_bytes=250_000), Outputs, loader(8, count=160))
+        evaluated("predict", BudgetOptions(budget_bytes=250_000), Outputs, loader(8, count=160))
 
 
 def test_predictions_that_are_not_kept_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_predictions, "capacity", lambda device: Capacity(total_bytes=1, free_bytes=1))
     quiet = trainer()
-    keep_budget_in_evaluation(quiet, EvaluationOptions(budget_bytes=PLENTY))
+    keep_budget_in_evaluation(quiet, BudgetOptions(budget_bytes=PLENTY))
     assert quiet.predict(built(Everything), loader(8, count=28), return_predictions=False) is None
 
 

@@ -8,7 +8,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_memkit.plugins._evaluation import EvaluationOptions, keep_budget_in_evaluation
+from lightning_memkit.plugins._evaluation import keep_budget_in_evaluation
+from lightning_memkit.plugins._options import BudgetOptions
 from lightning_memkit.testing import FakeDevice, fake_device
 from tests.plugins.fake_accelerator import on_fake_device
 from tests.plugins.toys import trainer
@@ -52,7 +53,7 @@ def data() -> DataLoader:
     return DataLoader(torch.randn(2 * ROWS, WIDTH), batch_size=ROWS)  # pyright: ignore[reportArgumentType]
 
 
-def validated(device: FakeDevice, options: EvaluationOptions | None) -> tuple[Rows, float]:
+def validated(device: FakeDevice, options: BudgetOptions | None) -> tuple[Rows, float]:
     module, quiet = Rows(device), trainer(accelerator="auto", **on_fake_device())
     if options:
         keep_budget_in_evaluation(quiet, options)
@@ -64,7 +65,7 @@ def test_one_part_at_a_time_is_on_the_device() -> None:
     with fake_device() as device:
         whole, value = validated(device, None)
         peak = device.peak_bytes - WEIGHTS
-        parts, other = validated(device, EvaluationOptions(budget_bytes=2**30, micro_batch_size=8))
+        parts, other = validated(device, BudgetOptions(budget_bytes=2**30, micro_batch_size=8))
         assert other == pytest.approx(value, abs=1e-7)
         assert device.peak_bytes - WEIGHTS < peak / 4
     assert whole.devices == ["fake", "fake"]
@@ -73,7 +74,7 @@ def test_one_part_at_a_time_is_on_the_device() -> None:
 
 def test_a_batch_that_fits_is_on_the_device_when_its_hooks_run() -> None:
     with fake_device() as device:
-        module, _ = validated(device, EvaluationOptions(budget_bytes=2**30))
+        module, _ = validated(device, BudgetOptions(budget_bytes=2**30))
     assert module.devices == ["fake", "fake"]
 
 
@@ -82,13 +83,13 @@ def test_a_device_that_runs_out_gets_smaller_parts() -> None:
         _, value = validated(device, None)
         needed = device.peak_bytes - WEIGHTS
     with fake_device(budget_bytes=WEIGHTS + needed // 2) as device:
-        module, other = validated(device, EvaluationOptions(budget_bytes=2**30))
+        module, other = validated(device, BudgetOptions(budget_bytes=2**30))
     assert other == pytest.approx(value, abs=1e-7)
     assert module.devices == ["cpu", "cpu"]
 
 
 def test_outputs_that_do_not_fit_the_budget_are_gathered_on_the_host() -> None:
-    budget = EvaluationOptions(budget_bytes=WEIGHTS + ROWS * 512 * 4, headroom=0.0)
+    budget = BudgetOptions(budget_bytes=WEIGHTS + ROWS * 512 * 4, headroom=0.0)
     predicted: list[Any] = []
     with fake_device() as device:
         for options in (None, budget):

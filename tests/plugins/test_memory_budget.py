@@ -310,7 +310,8 @@ def test_a_transformers_model_on_padded_batches_is_weighed_by_its_shifted_labels
     whole, _ = trained(module=Llama, data=data, max_steps=6, **plugins)
     budget = MemoryBudget("1GiB", micro_batch_size=3)
     parts, _ = trained(budget, module=Llama, data=data, max_steps=6, **plugins)
-    assert budget._weighing.weigh_by == "causal_labels"
+    assert budget._choice is not None
+    assert budget._choice.weighing.weigh_by == "causal_labels"
     norm = weights(whole).float().norm()
     relative = float((weights(whole).float() - weights(parts).float()).norm() / norm)
     assert relative <= (5e-3 if bf16 else 1e-5)

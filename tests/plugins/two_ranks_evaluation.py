@@ -11,7 +11,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_memkit.plugins._evaluation import EvaluationOptions, keep_budget_in_evaluation
+from lightning_memkit.plugins._evaluation import keep_budget_in_evaluation
+from lightning_memkit.plugins._options import BudgetOptions
 from tests.plugins.ranks import leave
 from tests.plugins.toys import tagged_rows, trainer
 from tests.plugins.two_ranks import ShardableTagger, Sharded
@@ -46,7 +47,7 @@ def main(path: str, strategy: str, size: str) -> None:
         kinds: dict[str, Any] = {"ddp": "ddp", "fsdp2": ModelParallelStrategy(2, 1)}
         quiet = trainer(devices=2, strategy=kinds[strategy], use_distributed_sampler=False)
         micro_batch_size: Any = size if size == "auto" else int(size)
-        options = EvaluationOptions(
+        options = BudgetOptions(
             budget_bytes=60_000 if size == "auto" else 2**30, micro_batch_size=micro_batch_size, headroom=0.0
         )
         if split:
