@@ -11,6 +11,7 @@ from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._trials import states_on
 from lightning_memkit.plugins.activation_checkpointing import ActivationCheckpointing
+from lightning_memkit.plugins.optimizer_offload import OptimizerOffload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,8 @@ class Needs:
         step_peak: the peak of the optimizer's step.
         float32: whether trained weights are float32.
         checkpointed: whether activations are checkpointed already.
+        fusable: whether the optimizer's class can step in one kernel, and doesn't.
+        offloadable: whether states lie on an accelerator and could lie on the host.
     """
 
     weights: int
@@ -34,6 +37,8 @@ class Needs:
     step_peak: int
     float32: bool
     checkpointed: bool
+    fusable: bool = False
+    offloadable: bool = False
 
     @classmethod
     def measured(
@@ -51,12 +56,25 @@ class Needs:
             step_peak=step_peak,
             float32=any(p.dtype == torch.float32 for p in trained),
             checkpointed=any(isinstance(callback, ActivationCheckpointing) for callback in callbacks),
+            fusable=step.optimizer.defaults.get("fused", True) is not True,
+            offloadable=step.trainer.strategy.root_device.type != "cpu"
+            and not any(isinstance(callback, OptimizerOffload) for callback in callbacks),
         )
 
     @property
     def kept(self) -> int:
         """What stays through every phase."""
         return self.weights + self.gradients + self.states
+
+    @property
+    def peak(self) -> int:
+        """The larger of the phases' peaks."""
+        return max(self.part_peak or self.kept, self.step_peak)
+
+    def saved_by(self, *, kept: int = 0, activations: int = 0, temporaries: int = 0) -> int:
+        """How much the peak falls where each phase needs so many bytes less."""
+        part, step = self.part_peak or self.kept, max(self.step_peak, self.kept)
+        return self.peak - max(part - kept - activations, step - kept - temporaries)
 
 
 def shortfall(needs: Needs, size: int, usable: int, headroom: float = 0.05) -> str:
@@ -109,7 +127,7 @@ def ran_dry(step: _seam.Step, phase: str, failure: str, smallest: Trial | None) 
 
 
 def _larger_budget(needs: Needs, headroom: float) -> str:
-    enough = max(needs.part_peak or 0, needs.step_peak) / (1 - headroom)
+    enough = needs.peak / (1 - headroom)
     return (
         f'budget="{-(-enough // 2**20):.0f}MiB"'
         if enough >= 2**20
@@ -118,15 +136,22 @@ def _larger_budget(needs: Needs, headroom: float) -> str:
 
 
 def _remedies(needs: Needs) -> list[str]:
-    """Remedies with the bytes that each saves at most, the largest first."""
+    """Remedies with the bytes by which each lowers the peak at most, the largest first."""
     activations = max(0, (needs.part_peak or 0) - needs.kept)
-    saved = {"an 8-bit optimizer (bitsandbytes.optim.AdamW8bit)": needs.states * 7 // 10}
+    temporaries = max(0, needs.step_peak - needs.kept)
+    saved = {
+        "an 8-bit optimizer (bitsandbytes.optim.AdamW8bit)": needs.saved_by(kept=needs.states * 7 // 10),
+    }
     if needs.float32:
         # Moments of 8 bytes a parameter become 4, compensation adds 2, and weights give 2 back.
-        saved["PureBF16Precision (weights, states and activations in bf16)"] = (
-            needs.states // 2 + activations // 2
+        saved["PureBF16Precision (weights, states and activations in bf16)"] = needs.saved_by(
+            kept=needs.states // 2, activations=activations // 2, temporaries=temporaries // 2
         )
-    if not needs.checkpointed and (needs.part_peak or 0) >= needs.step_peak:
-        saved["ActivationCheckpointing (recomputes activations)"] = activations
+    if not needs.checkpointed:
+        saved["ActivationCheckpointing (recomputes activations)"] = needs.saved_by(activations=activations)
+    if needs.fusable:
+        saved["the optimizer's one-kernel step (fused=True)"] = needs.saved_by(temporaries=temporaries)
+    if needs.offloadable:
+        saved["OptimizerOffload (states in host memory)"] = needs.saved_by(kept=needs.states)
     ranked = sorted(saved.items(), key=lambda item: -item[1])
     return [f"{name}: up to {format_bytes(count)}" for name, count in ranked if count > 0]
