@@ -1,4 +1,3 @@
-import sys
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -14,7 +13,8 @@ from lightning_memkit.attention import packed_attention
 from lightning_memkit.data.collate import collate
 from lightning_memkit.data.packing import pack
 from lightning_memkit.data.store import TokenStore
-from lightning_memkit.errors import MissingPackageError
+
+pytestmark = pytest.mark.filterwarnings("ignore:backend='dense_mask' makes a mask")
 
 CPU_BACKENDS = ("auto", "loop", "dense_mask")
 # Two rows of 24: equal neighbours, a document of one token, one that fills its row.
@@ -34,7 +34,17 @@ def inputs(key_heads: int = 4, dtype: torch.dtype = torch.float32) -> tuple[Tens
     return heads(4), heads(key_heads), heads(key_heads)
 
 
-def document_by_document(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> Tensor:
+def document_by_document(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+) -> Tensor:
     """Attention by its formula in float64, each document alone."""
     groups = query.size(1) // key.size(1)
     query, key, value = (x.double() for x in (query, key, value))
@@ -44,26 +54,28 @@ def document_by_document(query: Tensor, key: Tensor, value: Tensor, causal: bool
         outputs = []
         for begin, end in pairwise(b - 24 * row for b in BOUNDS if 24 * row <= b <= 24 * (row + 1)):
             q, k, v = (x[row, :, begin:end] for x in (query, key, value))
-            scores = q @ k.transpose(-1, -2) * scale
+            scores = q @ k.transpose(-1, -2) * (scale or 8**-0.5)
+            ahead = torch.arange(end - begin) - torch.arange(end - begin)[:, None]
+            if softcap:
+                scores = softcap * (scores / softcap).tanh()
+            if alibi_slopes is not None:
+                scores = scores - alibi_slopes.double()[:, None, None] * ahead.abs()
             if causal:
-                later = torch.ones(end - begin, end - begin).triu(1).bool()
-                scores = scores.masked_fill(later, -torch.inf)
+                scores = scores.masked_fill(ahead > 0, -torch.inf)
+            if window:
+                scores = scores.masked_fill(ahead.abs() >= window, -torch.inf)
             outputs.append(scores.softmax(-1) @ v)
         rows.append(torch.cat(outputs, 1))
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("backend", CPU_BACKENDS)
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("key_heads", [4, 2, 1])
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("scale", [None, 0.7])
-def test_outputs_and_gradients_are_those_of_documents_alone(backend, causal, key_heads, dtype, scale):
+def assert_as_alone(backend: str, key_heads: int, dtype: torch.dtype, **options) -> None:
+    """Outputs and gradients of a packed batch are those of its documents in float64."""
     ours = query, key, value = inputs(key_heads, dtype)
     truth = [x.detach().double().requires_grad_() for x in ours]
     bounds = torch.tensor(BOUNDS, dtype=torch.int32)
-    output = packed_attention(query, key, value, bounds, causal=causal, scale=scale, backend=backend)
-    expected = document_by_document(*truth, causal=causal, scale=scale or 8**-0.5)
+    output = packed_attention(query, key, value, bounds, backend=backend, **options)  # pyright: ignore[reportArgumentType]
+    expected = document_by_document(*truth, **options)
     weights = torch.randn(expected.shape, dtype=torch.float64)
     (output.double() * weights).sum().backward()
     (expected * weights).sum().backward()
@@ -75,6 +87,98 @@ def test_outputs_and_gradients_are_those_of_documents_alone(backend, causal, key
         torch.testing.assert_close(
             mine.grad.double(), true.grad, atol=3 * TOLERANCE[dtype], rtol=TOLERANCE[dtype]
         )
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("key_heads", [4, 2, 1])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("scale", [None, 0.7])
+def test_outputs_and_gradients_are_those_of_documents_alone(backend, causal, key_heads, dtype, scale):
+    assert_as_alone(backend, key_heads, dtype, causal=causal, scale=scale)
+
+
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("key_heads", [4, 2])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": 1},
+        {"window": 3},
+        {"window": 100},
+        {"softcap": 0.5},
+        {"alibi_slopes": SLOPES},
+        {"softcap": 2.0, "alibi_slopes": SLOPES, "window": 6, "scale": 0.7},
+    ],
+    ids=["window 1", "window 3", "window 100", "softcap", "alibi", "all"],
+)
+def test_windows_caps_and_slopes_too(backend, causal, key_heads, dtype, options):
+    assert_as_alone(backend, key_heads, dtype, causal=causal, **options)
+
+
+@pytest.mark.parametrize("window", [1, 3, 7])
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_window_in_blocks_is_the_window(monkeypatch, window, causal):
+    """Documents of many blocks: with blocks of two queries the short test documents are."""
+    monkeypatch.setattr("lightning_memkit.attention.in_torch._LEAST_BLOCK", 2)
+    assert_as_alone("loop", 2, torch.float64, window=window, causal=causal)
+
+
+def test_a_window_takes_scores_of_length_times_window():
+    query = torch.randn(1, 1, 4096, 8, requires_grad=True)
+    bounds = torch.tensor([0, 4096], dtype=torch.int32)
+    with Bytes() as counted:
+        packed_attention(query, query, query, bounds, window=64, backend="loop").sum().backward()
+    # A block of 256 queries and the 63 keys before it, as float scores; squared it would be 64 MiB.
+    assert counted.largest <= 256 * (256 + 63) * 4
+
+
+@pytest.mark.parametrize("options", [{"window": 3}, {"softcap": 1.0}, {"alibi_slopes": SLOPES}])
+def test_without_bounds_every_row_is_a_document(options):
+    query, key, value = inputs()
+    bounds = torch.tensor([0, 24, 48], dtype=torch.int32)
+    expected = packed_attention(query, key, value, bounds, **options)
+    assert torch.equal(packed_attention(query, key, value, **options), expected)
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}, {"window": 4}], ids=["plain", "softcap", "window"])
+def test_dropout_drops_its_share_and_scales_the_rest(backend, options):
+    """With the identity as values the output is the weights themselves."""
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 1, 4, 200, 64)
+    value = torch.eye(64).repeat(4, 1)[:200].expand(1, 4, 200, 64)
+    bounds = torch.tensor([0, 64, 128, 192, 200], dtype=torch.int32)
+    kept = packed_attention(query, key, value, bounds, backend=backend, **options)
+    dropped = packed_attention(query, key, value, bounds, dropout_p=0.25, backend=backend, **options)
+    survives = dropped != 0
+    assert abs(survives.sum() / (kept != 0).sum() - 0.75) < 0.03
+    torch.testing.assert_close(dropped[survives], kept[survives] / 0.75)
+
+
+def test_a_dense_mask_is_warned_of_with_its_bytes():
+    query = torch.randn(2, 1, 512, 8)
+    with pytest.warns(UserWarning, match=r"batch \* tokens \* tokens = 512.0 KiB"):
+        packed_attention(query, query, query, torch.tensor([0, 512, 1024]), backend="dense_mask")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": 0}, "window=0 is below 1"),
+        ({"dropout_p": 1.0}, r"dropout_p=1.0 is outside \[0, 1\)"),
+        ({"softcap": -1.0}, "softcap=-1.0 is not above 0"),
+        ({"alibi_slopes": torch.ones(3)}, r"alibi_slopes has the shape \(3,\); it is \(4,\)"),
+    ],
+)
+def test_options_out_of_range_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        packed_attention(*inputs(), **options)
 
 
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
@@ -135,88 +239,12 @@ def test_an_unknown_backend_is_refused():
         packed_attention(*inputs(), backend="flash")  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("backend", ["flash_attn", "varlen"])
-def test_a_backend_that_can_not_run_here_is_refused_and_not_replaced(backend):
-    bounds = torch.tensor(BOUNDS, dtype=torch.int32)
-    with pytest.raises(ValueError, match=f"backend='{backend}' can't run on torch.float32 on cpu.*bfloat16"):
-        packed_attention(*inputs(), bounds, backend=backend)
-
-
 def test_heads_that_can_not_be_grouped_and_unequal_tokens_are_refused():
     query, key, value = inputs()
     with pytest.raises(ValueError, match="4 query heads can't share 3 key heads"):
         packed_attention(query, key[:, :3], value[:, :3])
     with pytest.raises(ValueError, match="1 queries face 24 keys"):
         packed_attention(query[:, :, :1], key, value, torch.tensor([0, 2], dtype=torch.int32))
-
-
-class OnCuda:
-    """What the choice of a backend asks of a tensor."""
-
-    device, dtype = torch.device("cuda:0"), torch.bfloat16
-
-
-@pytest.mark.parametrize(
-    ("installed", "capability", "chosen"),
-    [
-        ({"flash_attn", "torch.nn.attention.varlen"}, (8, 0), "flash_attn"),
-        ({"torch.nn.attention.varlen"}, (9, 0), "varlen"),
-        (set(), (9, 0), "loop"),
-        ({"flash_attn", "torch.nn.attention.varlen"}, (7, 5), "loop"),
-    ],
-)
-def test_the_choice_on_cuda(monkeypatch, installed, capability, chosen):
-    attention = sys.modules["lightning_memkit.attention"]
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    monkeypatch.setattr(attention, "_importable", lambda module: module in installed)
-    assert attention._choose(OnCuda()) == chosen
-    if "flash_attn" not in installed and capability >= (8, 0):
-        assert isinstance(attention._refusal("flash_attn", OnCuda()), MissingPackageError)
-
-
-@pytest.mark.parametrize("version", ["2.10", "2.13"])
-def test_torchs_varlen_kernel_is_called_as_its_version_asks(monkeypatch, version):
-    """A stand-in with the version's arguments, computed by the loop: shapes, order and options are right."""
-    attention = sys.modules["lightning_memkit.attention"]
-    given = {}
-
-    def computed(query, key, value, bounds, **options):
-        given.update(options)
-        one_row = (x.transpose(0, 1)[None] for x in (query, key, value))
-        documents = attention._Documents(bounds, None, True, options.get("scale"))
-        return attention._loop(*one_row, documents)[0].transpose(0, 1)
-
-    def old(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False):
-        assert (max_q, max_k) == (24, 24)
-        return computed(query, key, value, cu_seq_q, is_causal=is_causal)
-
-    def new(
-        query,
-        key,
-        value,
-        cu_seq_q,
-        cu_seq_k,
-        max_q,
-        max_k,
-        *,
-        scale=None,
-        window_size=(-1, -1),
-        enable_gqa=False,
-    ):
-        assert (max_q, max_k) == (24, 24)
-        return computed(
-            query, key, value, cu_seq_q, scale=scale, window_size=window_size, enable_gqa=enable_gqa
-        )
-
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", old if version == "2.10" else new)
-    query, key, value = inputs(key_heads=2, dtype=torch.float64)
-    documents = attention._Documents(torch.tensor(BOUNDS, dtype=torch.int32), None, True, 0.7)
-    expected = document_by_document(query, key, value, causal=True, scale=0.7)
-    torch.testing.assert_close(attention._varlen(query, key, value, documents).double(), expected)
-    if version == "2.10":
-        assert given == {"is_causal": True}
-    else:
-        assert given == {"scale": 0.7, "window_size": (-1, 0), "enable_gqa": True}
 
 
 def test_a_yaml_can_name_it():

@@ -1,0 +1,112 @@
+"""What every backend is told beside query, key and value; the shapes that they share."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True, kw_only=True)
+class Documents:
+    """Where documents begin and end, and how scores are made of query and key; see `packed_attention`."""
+
+    cu_seqlens: Tensor
+    max_seqlen: int | None = None
+    causal: bool = True
+    scale: float | None = None
+    window: int | None = None
+    dropout_p: float = 0.0
+    softcap: float | None = None
+    alibi_slopes: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise ValueError(
+                f"window={self.window} is below 1; a token sees at least itself. None: no window."
+            )
+        if not 0 <= self.dropout_p < 1:
+            raise ValueError(f"dropout_p={self.dropout_p} is outside [0, 1); for 10 % write 0.1.")
+        if self.softcap is not None and not self.softcap > 0:
+            raise ValueError(f"softcap={self.softcap} is not above 0; None: the scores have no cap.")
+
+    @property
+    def changes_scores(self) -> bool:
+        """Whether scores are more than a scaled product, which torch's SDPA can't compute."""
+        return self.softcap is not None or self.alibi_slopes is not None
+
+    def bounds(self) -> tuple[Tensor, Tensor, int, int]:
+        """The bounds of queries and keys as the kernels take them."""
+        longest = int(self.cu_seqlens.diff().max()) if self.max_seqlen is None else self.max_seqlen
+        return self.cu_seqlens, self.cu_seqlens, longest, longest
+
+    def window_size(self) -> tuple[int, int]:
+        """How many tokens before and after it a token sees, as the kernels take it; -1 is all."""
+        before = -1 if self.window is None else self.window - 1
+        return before, 0 if self.causal else before
+
+    def visible(self, query_places: Tensor, key_places: Tensor) -> Tensor:
+        """Which keys of the same document a query sees, by the places of both; broadcasts."""
+        seen = torch.ones_like(query_places + key_places, dtype=torch.bool)
+        if self.causal:
+            seen = key_places <= query_places
+        if self.window is not None:
+            seen = seen & ((query_places - key_places).abs() < self.window)
+        return seen
+
+
+def numbers_of(cu_seqlens: Tensor, batch: int, tokens: int) -> Tensor:
+    """The number of each token's document, int64 [batch, tokens]."""
+    places = torch.arange(batch * tokens, device=cu_seqlens.device)
+    return torch.bucketize(places, cu_seqlens[1:].to(places), right=True).view(batch, tokens)
+
+
+def plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, documents: Documents) -> Tensor:
+    """Attention by its formula: what SDPA can't do to scores; it saves several times heads * tokens * tokens values.
+
+    Args:
+        query: [batch, heads, tokens, head_dim]; key and value may have fewer heads.
+        key: see there.
+        value: see there.
+        mask: bool, broadcasts to [batch, heads, tokens, tokens]; True where a query sees a key.
+        documents: how scores are made.
+    """
+    groups = query.size(1) // key.size(1)
+    key, value = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (key, value))
+    scale = query.size(-1) ** -0.5 if documents.scale is None else documents.scale
+    # Half-precision scores would lose what the softmax tells apart; kernels keep them in float32 too.
+    scores = (query @ key.transpose(-1, -2)).to(torch.promote_types(query.dtype, torch.float32)) * scale
+    if documents.softcap is not None:
+        scores = documents.softcap * torch.tanh(scores / documents.softcap)
+    if documents.alibi_slopes is not None:
+        places = torch.arange(query.size(2), device=query.device)
+        distance = (places[:, None] - places).abs()
+        scores = scores - documents.alibi_slopes.to(scores)[:, None, None] * distance
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1).to(value.dtype)
+    return F.dropout(weights, documents.dropout_p) @ value
+
+
+def sdpa(
+    query: Tensor, key: Tensor, value: Tensor, documents: Documents, mask: Tensor | None = None
+) -> Tensor:
+    """SDPA with the documents' scale and dropout; a mask takes the place of causality."""
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=documents.dropout_p,
+        is_causal=documents.causal and mask is None,
+        scale=documents.scale,
+        enable_gqa=query.size(1) != key.size(1),
+    )
+
+
+def flat(x: Tensor) -> Tensor:
+    """[batch, heads, tokens, head_dim] → [batch * tokens, heads, head_dim]; of a projection it is a view."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def unflat(x: Tensor, query: Tensor) -> Tensor:
+    """[batch * tokens, heads, head_dim] → [batch, heads, tokens, head_dim]."""
+    return x.unflatten(0, (query.size(0), query.size(2))).transpose(1, 2)

@@ -1,0 +1,208 @@
+"""What of the GPU's backends can be tested without one: their choice, and how they call their kernels."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
+
+from lightning_memkit.attention import choice, flex, in_torch, kernels, packed_attention
+from lightning_memkit.attention.documents import Documents
+from lightning_memkit.errors import MissingPackageError
+from tests.test_attention import BOUNDS, SLOPES, document_by_document, inputs
+
+ALL = {"flash_attn", "torch.nn.attention.varlen", "triton"}
+
+
+class OnCuda:
+    """What the choice of a backend asks of a tensor."""
+
+    device = torch.device("cuda:0")
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16, features: int = 64) -> None:
+        self.dtype, self.features = dtype, features
+
+    def size(self, dimension: int) -> int:
+        assert dimension == -1
+        return self.features
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    def pretend(installed: set[str], capability: tuple[int, int] = (9, 0)) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+        monkeypatch.setattr(choice, "_importable", lambda module: module in installed)
+
+    return pretend
+
+
+def documents(**options) -> Documents:
+    return Documents(cu_seqlens=torch.tensor(BOUNDS, dtype=torch.int32), **options)
+
+
+@pytest.mark.parametrize("backend", ["flash_attn", "varlen", "flex"])
+def test_a_backend_that_can_not_run_here_is_refused_and_not_replaced(backend):
+    bounds = torch.tensor(BOUNDS, dtype=torch.int32)
+    with pytest.raises(ValueError, match=f"backend='{backend}' can't run on torch.float32 on cpu.*bfloat16"):
+        packed_attention(*inputs(), bounds, backend=backend)
+
+
+HALF, SINGLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
+
+
+@pytest.mark.parametrize(
+    ("installed", "capability", "dtype", "options", "chosen"),
+    [
+        (ALL, (8, 0), HALF, {}, "flash_attn"),
+        (ALL - {"flash_attn"}, (9, 0), HALF, {}, "varlen"),
+        ({"triton"}, (9, 0), HALF, {}, "flex"),
+        (set(), (9, 0), HALF, {}, "loop"),
+        (ALL, (7, 5), HALF, {}, "loop"),
+        (ALL, (9, 0), SINGLE, {}, "flex"),
+        (ALL - {"triton"}, (9, 0), SINGLE, {}, "loop"),
+        (ALL, (9, 0), DOUBLE, {}, "loop"),
+        (ALL, (9, 0), HALF, {"dropout_p": 0.1}, "flash_attn"),
+        (ALL - {"flash_attn"}, (9, 0), HALF, {"dropout_p": 0.1}, "loop"),
+        (ALL - {"flash_attn"}, (9, 0), HALF, {"softcap": 30.0}, "flex"),
+        (ALL - {"flash_attn"}, (9, 0), HALF, {"alibi_slopes": SLOPES}, "flex"),
+        (ALL - {"flash_attn"}, (9, 0), HALF, {"window": 8}, "varlen"),
+    ],
+)
+def test_the_choice_on_cuda(machine, installed, capability, dtype, options, chosen):
+    machine(installed, capability)
+    tensor = OnCuda(dtype)
+    assert choice.choose(tensor, tensor, documents(**options)) == chosen  # pyright: ignore[reportArgumentType]
+
+
+def test_unusual_heads_go_where_they_fit(machine):
+    machine(ALL)
+    for query, value in ((OnCuda(features=320), OnCuda(features=320)), (OnCuda(features=96), OnCuda())):
+        assert choice.choose(query, value, documents()) == "flex"  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("backend", "options", "message"),
+    [
+        ("varlen", {"dropout_p": 0.1}, r"has no dropout \(dropout_p=0.1\)"),
+        ("flex", {"dropout_p": 0.1}, r"has no dropout \(dropout_p=0.1\)"),
+        ("varlen", {"softcap": 1.0}, "has no softcap"),
+        ("varlen", {"alibi_slopes": SLOPES}, "has no softcap and no alibi_slopes"),
+    ],
+)
+def test_what_a_kernel_lacks_is_refused_with_the_remedy(machine, backend, options, message):
+    machine(ALL)
+    reason = choice.refusal(backend, OnCuda(), OnCuda(), documents(**options))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=message + '.*"loop" runs everywhere'):
+        raise reason or AssertionError
+
+
+@pytest.mark.parametrize(("backend", "package"), [("flash_attn", "flash-attn"), ("flex", "triton")])
+def test_a_missing_package_is_named(machine, backend, package):
+    machine(set())
+    reason = choice.refusal(backend, OnCuda(), OnCuda(), documents())  # pyright: ignore[reportArgumentType]
+    with pytest.raises(MissingPackageError, match=f"pip install {package}"):
+        raise reason or AssertionError
+
+
+def alone(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, **options) -> Tensor:
+    """A kernel's stand-in, [tokens, heads, head_dim]: computed by the loop."""
+    query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
+    return in_torch.loop(query, key, value, Documents(cu_seqlens=bounds, **options))[0].transpose(0, 1)
+
+
+@pytest.mark.parametrize("version", ["2.10", "2.13"])
+@pytest.mark.parametrize("window", [None, 4])
+def test_torchs_varlen_kernel_is_called_as_its_version_asks(monkeypatch, version, window):
+    """A stand-in with the version's arguments: shapes, order and options are right."""
+    given = {}
+
+    def old(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False):
+        given.update(is_causal=is_causal)
+        assert (max_q, max_k) == (24, 24)
+        return alone(query, key, value, cu_seq_q)
+
+    def new(
+        query,
+        key,
+        value,
+        cu_seq_q,
+        cu_seq_k,
+        max_q,
+        max_k,
+        *,
+        scale=None,
+        window_size=(-1, -1),
+        enable_gqa=False,
+    ):
+        given.update(scale=scale, window_size=window_size, enable_gqa=enable_gqa)
+        assert (max_q, max_k) == (24, 24)
+        return alone(query, key, value, cu_seq_q, scale=scale, window=window)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", old if version == "2.10" else new)
+    if version == "2.10" and window:
+        assert not kernels.varlen_knows_windows()
+        return
+    query, key, value = inputs(key_heads=2, dtype=torch.float64)
+    expected = document_by_document(query, key, value, scale=0.7, window=window)
+    computed = kernels.varlen(query, key, value, documents(scale=0.7, window=window))
+    torch.testing.assert_close(computed.double(), expected)
+    if version == "2.10":
+        assert given == {"is_causal": True}
+    else:
+        assert given == {"scale": 0.7, "window_size": (3 if window else -1, 0), "enable_gqa": True}
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_flash_attn_package_is_called_with_its_own_names(monkeypatch, causal):
+    given = {}
+
+    def kernel(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
+        given.update(options)
+        assert cu_seqlens_q is cu_seqlens_k
+        assert (max_seqlen_q, max_seqlen_k) == (24, 24)
+        return alone(
+            query, key, value, cu_seqlens_q, causal=causal, window=4, softcap=3.0, alibi_slopes=SLOPES
+        )
+
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=kernel))
+    query, key, value = inputs(key_heads=2, dtype=torch.float64)
+    options = {"causal": causal, "window": 4, "softcap": 3.0, "alibi_slopes": SLOPES}
+    computed = kernels.flash_attn(query, key, value, documents(**options, dropout_p=0.1))
+    torch.testing.assert_close(computed, document_by_document(query, key, value, **options))
+    assert given.pop("alibi_slopes") is SLOPES
+    assert given == {
+        "causal": causal,
+        "softmax_scale": None,
+        "dropout_p": 0.1,
+        "window_size": (3, 0 if causal else 3),
+        "softcap": 3.0,
+    }
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 4}, {"softcap": 2.0}, {"alibi_slopes": SLOPES}, {"scale": 0.3}], ids=str
+)
+def test_flex_masks_and_changes_scores_as_the_formula_does(monkeypatch, causal, options):
+    """FlexAttention uncompiled, which runs forward on the CPU."""
+    monkeypatch.setattr(flex, "_attention", lambda: flex_attention)
+    query, key, value = (x.detach() for x in inputs(key_heads=2))
+    computed = flex.flex(query, key, value, documents(causal=causal, **options))
+    expected = document_by_document(query, key, value, causal=causal, **options)
+    torch.testing.assert_close(computed.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_flex_makes_its_mask_once_for_all_layers():
+    query = torch.randn(2, 4, 24, 8)
+    given = documents()
+    mask = flex._block_mask(given, query)
+    assert flex._block_mask(given, query) is mask
+    other = Documents(cu_seqlens=given.cu_seqlens, window=3)
+    assert flex._block_mask(other, query) is not mask
+    given.cu_seqlens[1] = 4
+    assert flex._block_mask(other, query) is not flex._block_mask(given, query)
+    assert flex._last is not None
+    assert flex._last[0]() is given.cu_seqlens
