@@ -6,8 +6,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from lightning_memkit.attention import kernels
 from lightning_memkit.attention.documents import Documents
+from lightning_memkit.attention.kernels import varlen_knows_windows
 from lightning_memkit.errors import MissingPackageError
 
 _ORDER = ("flash_attn", "varlen", "flex", "loop")
@@ -53,7 +53,7 @@ def _lacking(backend: str, query: Tensor, value: Tensor, documents: Documents) -
         return f"dropout (dropout_p={documents.dropout_p})"
     if backend == "varlen" and documents.changes_scores:
         return "softcap and no alibi_slopes"
-    if backend == "varlen" and documents.window is not None and not kernels.varlen_knows_windows():
+    if backend == "varlen" and documents.window is not None and not varlen_knows_windows():
         return f"window in torch {torch.__version__}"
     if backend != "flex" and max(query.size(-1), value.size(-1)) > _LARGEST_HEAD:
         return f"heads of {query.size(-1)} features; {_LARGEST_HEAD} is its largest"

@@ -8,18 +8,19 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_memkit.attention import in_torch, kernels
 from lightning_memkit.attention.choice import choose, refusal
 from lightning_memkit.attention.documents import Documents, sdpa
 from lightning_memkit.attention.flex import flex
+from lightning_memkit.attention.in_torch import dense_mask, loop
+from lightning_memkit.attention.kernels import flash_attn, varlen
 
 Backend = Literal["auto", "loop", "flash_attn", "varlen", "flex", "dense_mask"]
 
 _BACKENDS = {
-    "loop": in_torch.loop,
-    "dense_mask": in_torch.dense_mask,
-    "flash_attn": kernels.flash_attn,
-    "varlen": kernels.varlen,
+    "loop": loop,
+    "dense_mask": dense_mask,
+    "flash_attn": flash_attn,
+    "varlen": varlen,
     "flex": flex,
 }
 
