@@ -1,0 +1,298 @@
+"""Cross-entropy of a linear head straight from hidden states: the logits never exist as a whole.
+
+One front door; `loss_chunks` holds the arithmetic, `loss_backends` the kernels of other packages.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from lightning_memkit.loss_backends import Backend, choose
+from lightning_memkit.loss_chunks import (
+    HeadGradients,
+    HeadProblem,
+    HeadTerms,
+    Wanted,
+    losses_and_gradients,
+)
+from lightning_memkit.memory.units import parse_bytes
+
+IGNORED_LABEL = -100
+Reduction = Literal["mean", "sum", "none"]
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    reduction: Reduction = "mean",
+    count: Tensor | float | None = None,
+    shift: bool = False,
+    ignore_index: int = IGNORED_LABEL,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    backend: Backend = "auto",
+    chunk_bytes: int | str | None = None,
+) -> Tensor:
+    """The loss of `cross_entropy(linear(hidden, weight, bias).float(), labels)` without the logits in memory.
+
+    Gradients are computed in the same pass, chunk by chunk, and wait for backward. The price: in bfloat16 the
+    logits are computed twice (4 matrix products for 3), as they are in float32 where backward runs again
+    (`retain_graph=True`), for `reduction="none"` and in float16, whose gradients wait for backward. Ignored
+    tokens take part in no product. Without gradients (`no_grad`) it computes the losses only. A second
+    derivative is refused.
+
+    Args:
+        hidden: [..., features].
+        weight: [vocabulary, features], like `nn.Linear`'s. Frozen, its gradient is not computed.
+        labels: int64 [...]: the class of each token, or `ignore_index`.
+        bias: [vocabulary].
+        reduction: `"mean"` over the labels that count, `"sum"`, or `"none"`: one loss a token, like `labels`.
+        count: for `"mean"`: divide by this instead of by the number of labels that count here, such as the
+            number in all parts of a batch; then the parts' losses add up to the whole's.
+        shift: token t is judged by label t + 1 along the last dimension, as causal language models do; the last
+            token of a row has none.
+        ignore_index: the label of tokens that don't count.
+        label_smoothing: share of the target that is spread over the vocabulary.
+        z_loss: adds this times the squared logarithm of the softmax's denominator to each token's loss
+            (Chowdhery et al. 2022, arXiv:2204.02311; there 1e-4).
+        softcap: bounds logits as `softcap * tanh(logits / softcap)` (Gemma Team 2024, arXiv:2408.00118).
+        scale: multiplies the logits, before the cap.
+        backend: `"memkit"` runs everywhere. `"torch"` (2.13's own), `"liger"` and `"cut_cross_entropy"` are used
+            once they have been right on a small problem on this device; one that is named is used or refused.
+            `"auto"`: on CUDA the first of cut_cross_entropy and liger that is installed and right, else memkit.
+        chunk_bytes: what the buffers of logits may hold, such as `"64MiB"`; None: a third of what the weight takes
+            in float32, at least 32 MiB. For `"memkit"` only.
+
+    Returns:
+        The loss in float32 (float64 for float64); nan for the mean of no labels, as torch's.
+
+    Raises:
+        ValueError: shapes, dtypes or options don't fit; a tensor is sharded; the backend is wrong here.
+        IndexError: a label lies outside the vocabulary.
+        MissingPackageError: the backend's package is absent.
+
+    Source: chunks with gradients in the forward pass: Hsu et al. 2024, arXiv:2410.10989.
+    """
+    terms = HeadTerms(label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, scale=scale)
+    _check(hidden, weight, labels, bias)
+    _check_options(reduction, count, backend)
+    targets = _shifted(labels, ignore_index) if shift else labels
+    flat = targets.reshape(-1)
+    rows = _counted_rows(flat, ignore_index, weight.size(0))
+    plan = _Plan(
+        terms=terms,
+        dtype=_product_dtype(hidden, weight, bias),
+        by_token=reduction == "none",
+        chunk_bytes=None if chunk_bytes is None else parse_bytes(chunk_bytes),
+        gradients=torch.is_grad_enabled(),
+    )
+    tokens = flat.numel() if rows is None else rows.numel()
+    divisor = tokens if reduction == "mean" and count is None else 1 if count is None else count
+    kept = flat.long() if rows is None else flat[rows].long()
+    kernel = None
+    if not isinstance(hidden, FakeTensor):
+        kernel = choose(backend, "none" if plan.by_token else "sum", hidden, plan.dtype, terms)
+    states = hidden.reshape(-1, hidden.size(-1))
+    if kernel is None:
+        loss: Any = _LinearCrossEntropy.apply(states, weight, bias, kept, rows, divisor, plan)
+    else:
+        states = states if rows is None else states.index_select(0, rows)
+        cast = None if bias is None else bias.to(plan.dtype)
+        summed = "none" if plan.by_token else "sum"
+        losses = kernel(states.to(plan.dtype), weight.to(plan.dtype), cast, kept, summed)
+        loss = losses if plan.by_token else losses / divisor
+    if not plan.by_token:
+        return loss
+    if rows is not None:
+        loss = loss.new_zeros(flat.numel()).index_copy(0, rows, loss)
+    return loss.view(labels.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """What forward and backward are told beside tensors."""
+
+    terms: HeadTerms
+    dtype: torch.dtype
+    by_token: bool
+    chunk_bytes: int | None
+    gradients: bool
+
+    @property
+    def waits(self) -> bool:
+        """Whether gradients need backward's factor first: one a token, or one that keeps float16 from underflow."""
+        return self.by_token or self.dtype is torch.float16
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Gradients are computed in forward for a factor of 1 and multiplied in backward, once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        rows: Tensor | None,
+        divisor: Tensor | float,
+        plan: _Plan,
+    ) -> Tensor:
+        ctx.plan, ctx.divisor = plan, divisor
+        ctx.save_for_backward(hidden, weight, bias, labels, rows)
+        ctx.gradients = None
+        at_once = plan.gradients and not plan.waits
+        wanted = _wanted(ctx) if at_once else Wanted()
+        share = 1 / divisor if labels.numel() else 0.0
+        losses, gradients = _run(ctx, wanted, share, (hidden, weight, bias, labels, rows))
+        if at_once:
+            ctx.gradients = gradients
+        return losses if plan.by_token else losses.sum() / divisor
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "linear_cross_entropy has no second derivative, and create_graph=True asks for one; compute this "
+                "loss as F.cross_entropy(F.linear(hidden, weight, bias).float(), labels), or leave create_graph out."
+            )
+        (factor,) = outputs
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:  # not computed yet, or given away by an earlier backward
+            share = factor / ctx.divisor if ctx.saved_tensors[3].numel() else 0.0
+            _, gradients = _run(ctx, _wanted(ctx), share, ctx.saved_tensors)
+            factor = None
+        found = (gradients.hidden, gradients.weight, gradients.bias)
+        dtypes = ctx.dtypes
+        scaled = [_scaled(value, dtype, factor) for value, dtype in zip(found, dtypes, strict=True)]
+        return *scaled, None, None, None, None
+
+
+def _run(
+    ctx: Any, wanted: Wanted, share: Tensor | float, tensors: tuple[Any, ...]
+) -> tuple[Tensor, HeadGradients]:
+    """Losses and gradients of the tokens that count; the hidden states' gradient has a row for all tokens."""
+    hidden, weight, bias, labels, rows = tensors
+    plan: _Plan = ctx.plan
+    ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
+    with torch.autocast(hidden.device.type, enabled=False):
+        problem = HeadProblem(
+            hidden=(hidden if rows is None else hidden.index_select(0, rows)).to(plan.dtype),
+            weight=weight.to(plan.dtype),
+            bias=None if bias is None else bias.to(plan.dtype),
+            labels=labels,
+            terms=plan.terms,
+            chunk_bytes=plan.chunk_bytes,
+        )
+        losses, gradients = losses_and_gradients(problem, wanted, share)
+    if rows is not None and gradients.hidden is not None:
+        whole = gradients.hidden.new_zeros(hidden.shape)
+        gradients.hidden = whole.index_copy_(0, rows, gradients.hidden)
+    return losses, gradients
+
+
+def _wanted(ctx: Any) -> Wanted:
+    hidden, weight, bias = ctx.needs_input_grad[:3]
+    return Wanted(hidden=hidden, weight=weight, bias=bias)
+
+
+def _scaled(gradient: Tensor | None, dtype: torch.dtype, factor: Tensor | None) -> Tensor | None:
+    """The gradient in its tensor's dtype times backward's factor, in place; the factor is not rounded first."""
+    if gradient is None:
+        return None
+    gradient = gradient.to(dtype)
+    if factor is None:
+        return gradient
+    if factor.device.type == "cpu" and not isinstance(factor, FakeTensor):
+        value = float(factor)
+        return gradient if value == 1 else gradient.mul_(value)
+    # One element with dimensions, so that half precision is multiplied in float32 without asking the device.
+    return torch.mul(gradient, factor.view([1] * gradient.ndim), out=gradient)
+
+
+def _shifted(labels: Tensor, ignore_index: int) -> Tensor:
+    shifted = torch.full_like(labels, ignore_index)
+    shifted[..., :-1] = labels[..., 1:]
+    return shifted
+
+
+def _counted_rows(labels: Tensor, ignore_index: int, vocabulary: int) -> Tensor | None:
+    """Where the labels count; None: everywhere. Waits for the device once."""
+    if isinstance(labels, FakeTensor) or labels.is_meta:
+        return None  # they have no values: all tokens count, which takes the most memory
+    rows = (labels != ignore_index).nonzero().squeeze(1)
+    kept = labels[rows]
+    if kept.numel():
+        low, high = torch.stack(kept.aminmax()).tolist()
+        if low < 0 or high >= vocabulary:
+            raise IndexError(
+                f"Label {low if low < 0 else high} is out of bounds: labels run from 0 to {vocabulary - 1}, one for "
+                f"each row of the weight; tokens that don't count have ignore_index={ignore_index}."
+            )
+    return None if rows.numel() == labels.numel() else rows
+
+
+def _product_dtype(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype:
+    """Autocast's dtype where it is on, as for `F.linear`; else the one that all tensors have."""
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind) and torch.float64 not in (hidden.dtype, weight.dtype):
+        return torch.get_autocast_dtype(kind)
+    dtypes = {tensor.dtype for tensor in (hidden, weight, bias) if tensor is not None}
+    if len(dtypes) > 1 or not hidden.is_floating_point():
+        raise ValueError(
+            f"hidden is {hidden.dtype}, weight {weight.dtype}"
+            + (f", bias {bias.dtype}" if bias is not None else "")
+            + "; outside of autocast they have one floating dtype: cast one of them, such as "
+            "hidden.to(weight.dtype). A quantised head can't be used."
+        )
+    return hidden.dtype
+
+
+def _check(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> None:
+    for name, tensor in (("hidden", hidden), ("weight", weight), ("labels", labels), ("bias", bias)):
+        if tensor is not None and is_traceable_wrapper_subclass(tensor):
+            raise ValueError(
+                f"{name} is a {type(tensor).__name__}, which chunks can't be cut from; pass plain tensors. With FSDP2 "
+                "leave the head in the root's group (no fully_shard of its own), or shard it with "
+                "reshard_after_forward=False and call it in the forward; with tensor parallelism gather it first: "
+                f"{name}.full_tensor()."
+            )
+    if weight.ndim != 2 or hidden.ndim < 1 or hidden.size(-1) != weight.size(-1):
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} don't fit: they are [..., features] and "
+            "[vocabulary, features]. A flat or empty weight is one that FSDP has sharded: call this within the "
+            "forward of the module that holds it."
+        )
+    if labels.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"labels {tuple(labels.shape)} don't fit hidden {tuple(hidden.shape)}: there is one for every "
+            f"token, {tuple(hidden.shape[:-1])}. For causal models pass both whole, with shift=True."
+        )
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype is torch.bool:
+        raise ValueError(
+            f"labels are {labels.dtype}; they are class indices, int64. For probabilities use F.cross_entropy."
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"bias {tuple(bias.shape)} doesn't fit {weight.size(0)} classes: one value for each."
+        )
+
+
+def _check_options(reduction: str, count: Any, backend: str) -> None:
+    if reduction not in get_args(Reduction):
+        raise ValueError(f"reduction={reduction!r} is unknown; choose one of {get_args(Reduction)}.")
+    if count is not None and reduction != "mean":
+        raise ValueError(
+            f"count={count} with reduction={reduction!r}: only a mean is divided by it; leave one out."
+        )
+    if backend not in get_args(Backend):
+        raise ValueError(f"backend={backend!r} is unknown; choose one of {get_args(Backend)}.")
