@@ -1,5 +1,3 @@
-import inspect
-import sys
 from collections import Counter
 
 import numpy as np
@@ -7,8 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_memkit.data import packing as packing_module
-from lightning_memkit.data.packing import Packing, pack
+from lightning_memkit.data.packing import Packing, WorkLimit, pack
 
 
 def contents(packing: Packing) -> Counter:
@@ -40,17 +37,6 @@ def test_the_rows_are_those_of_trls_packer_on_many_documents(context):
     assert contents(pack(lengths, context)) == trl_contents(lengths.tolist(), context)
 
 
-@pytest.mark.parametrize("pieces_a_run", [0, 10**9])
-def test_both_ways_to_order_the_pieces_agree(monkeypatch, pieces_a_run):
-    lengths = np.random.default_rng(0).integers(1, 100, 3000)
-    expected = pack(lengths, 100)
-    monkeypatch.setattr(packing_module, "_PIECES_A_RUN", pieces_a_run)
-    packed = pack(lengths, 100)
-    assert packed.documents.tolist() == expected.documents.tolist()
-    assert packed.offsets.tolist() == expected.offsets.tolist()
-    assert packed.lengths.tolist() == lengths[packed.documents].tolist()
-
-
 def tokens_of(packing: Packing) -> list[tuple[int, int]]:
     pieces = zip(packing.documents.tolist(), packing.starts.tolist(), packing.lengths.tolist(), strict=True)
     return [(document, start + n) for document, start, length in pieces for n in range(length)]
@@ -60,18 +46,25 @@ def tokens_of(packing: Packing) -> list[tuple[int, int]]:
 @given(
     lengths=st.lists(st.integers(0, 40), max_size=60),
     context=st.integers(1, 20),
-    packing=st.sampled_from(["bfd", "none"]),
+    packing=st.sampled_from(["bfd", "stream", "none"]),
+    work_limit=st.sampled_from([None, WorkLimit(most=60), WorkLimit(most=200, linear=5)]),
     seed=st.sampled_from([None, 3]),
 )
-def test_every_token_stands_in_one_row_and_no_row_overflows(lengths, context, packing, seed):
-    packed = pack(lengths, context, packing=packing, long_documents="split", seed=seed)
+def test_every_token_stands_in_one_row_and_no_row_overflows(lengths, context, packing, work_limit, seed):
+    packed = pack(lengths, context, packing=packing, long_documents="split", work_limit=work_limit, seed=seed)
     expected = [(document, n) for document, length in enumerate(lengths) for n in range(length)]
     assert sorted(tokens_of(packed)) == expected
     assert (packed.row_tokens <= context).all()
+    longest = context
+    if work_limit:
+        assert all(
+            sum(n * (n + work_limit.linear) for n in row) <= work_limit.most for row in contents(packed)
+        )
+        longest = max(n for n in range(context + 1) if n * (n + work_limit.linear) <= work_limit.most)
     assert (np.diff(packed.offsets) > 0).all()
     assert packed.tokens == sum(lengths) == packed.row_tokens.sum()
     assert packed.empty_documents == lengths.count(0)
-    assert packed.split_documents == sum(length > context for length in lengths)
+    assert packed.split_documents == sum(length > longest for length in lengths)
     assert packed.rows >= packed.lower_bound_rows
 
 
@@ -144,27 +137,3 @@ def test_nothing_packs_to_nothing():
 def test_bad_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         pack(**arguments)
-
-
-def test_the_python_work_does_not_grow_with_the_documents():
-    """A loop over documents would take 100 times the lines for 100 times the documents."""
-
-    def lines(count: int) -> int:
-        lengths = np.random.default_rng(0).integers(1, 128, count)
-        executed = 0
-        source = inspect.getsourcefile(packing_module)
-
-        def trace(frame, event, _):
-            nonlocal executed
-            executed += event == "line" and frame.f_code.co_filename == source
-            return trace
-
-        before = sys.gettrace()
-        sys.settrace(trace)
-        try:
-            pack(lengths, 128)
-        finally:
-            sys.settrace(before)
-        return executed
-
-    assert lines(100_000) < 3 * lines(1_000)
