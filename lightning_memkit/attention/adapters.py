@@ -1,0 +1,58 @@
+"""One switch for models that others wrote: `use_packed_attention`."""
+
+import warnings
+from collections.abc import Callable
+from typing import get_args
+
+from torch import nn
+
+from lightning_memkit.attention import hugging_face
+from lightning_memkit.attention.door import Backend
+from lightning_memkit.errors import NoEffectWarning
+
+
+def use_packed_attention(module: nn.Module, backend: Backend = "auto") -> Callable[[], None]:
+    """Models of transformers inside a module keep packed documents apart, and save no mask; returns the undo.
+
+    Afterwards their forward takes a `PackedBatch` as it is, `model(**batch)`. Where `cu_seqlens` is left out,
+    documents begin where `position_ids` begin anew. A forward without either attends as before. No cache is kept of
+    packed documents.
+
+    Args:
+        module: A LightningModule or any other module; the models in it are found.
+        backend: See `packed_attention`.
+
+    Returns:
+        A function that gives the models their own attention back, exactly.
+
+    Raises:
+        ValueError: A model's attention can't be replaced; the message says why, and what to do.
+    """
+    if backend not in get_args(Backend):
+        raise ValueError(f"backend={backend!r} is unknown; choose one of {get_args(Backend)}.")
+    undos: list[Callable[[], None]] = []
+
+    def undo() -> None:
+        while undos:
+            undos.pop()()
+
+    try:
+        for model in _outermost(module):
+            undos.append(hugging_face.switch(model, backend))
+    except ValueError:
+        undo()
+        raise
+    if not undos:
+        warnings.warn(
+            f"No model of transformers is in {type(module).__name__}, so nothing changed; call packed_attention in "
+            "your own attention, and hand it cu_seqlens.",
+            NoEffectWarning,
+            stacklevel=2,
+        )
+    return undo
+
+
+def _outermost(module: nn.Module) -> list[nn.Module]:
+    if hugging_face.is_transformers_model(module):
+        return [module]
+    return [model for child in module.children() for model in _outermost(child)]

@@ -1,0 +1,270 @@
+"""Packed attention in models of the transformers package: an attention function and a mask of its own.
+
+The model's own masks are made of documents here: in their place one small object travels through the layers to the
+attention function. It passes through activation checkpointing like any argument.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable
+from contextvars import ContextVar, Token
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_memkit.attention.documents import numbers_of
+from lightning_memkit.attention.door import Backend, packed_attention
+from lightning_memkit.attention.pattern import pattern_of
+
+Undo = Callable[[], None]
+
+NAME = "memkit_packed"
+_KEEP_OWN_MASK = (
+    "Let transformers mask this model's documents: don't switch it, pass position_ids and use_cache=False, and no "
+    "attention_mask. probe_contamination tells whether that keeps them apart."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forward:
+    """The documents of the forward that runs now."""
+
+    cu_seqlens: Tensor
+    max_seqlen: int | None
+    backend: Backend
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedMask:
+    """What the layers are handed in the place of a mask: documents, and what a token sees in its own."""
+
+    forward: Forward
+    causal: bool
+    window: int | None
+
+
+_running: ContextVar[Forward | None] = ContextVar("memkit_packed_forward", default=None)
+
+
+def is_transformers_model(module: nn.Module) -> bool:
+    """Whether it is a model of the transformers package; imports nothing."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    return modeling is not None and isinstance(module, modeling.PreTrainedModel)
+
+
+def switch(model: Any, backend: Backend) -> Undo:
+    """Let a model attend with `packed_attention` wherever its forward is told documents; returns the undo.
+
+    Raises:
+        ValueError: its attention can't be replaced, or it takes no positions.
+    """
+    _check(model)
+    _register()
+    models = [module for module in model.modules() if is_transformers_model(module)]
+    configs = {id(each.config): each.config for each in models}
+    before = [(config, config._attn_implementation) for config in configs.values()]
+    handles = []
+    for each in models:
+        hooks = _Hooks(each, backend)
+        handles.append(each.register_forward_pre_hook(hooks.enter, with_kwargs=True))
+        handles.append(each.register_forward_hook(hooks.leave, always_call=True))
+    for config, implementation in before:
+        # The public setter also writes into every part's config, which the undo would not find again.
+        config._attn_implementation_internal = _name_over(implementation)
+
+    def undo() -> None:
+        for config, implementation in before:
+            config._attn_implementation_internal = implementation
+        for handle in handles:
+            handle.remove()
+
+    return undo
+
+
+def _check(model: Any) -> None:
+    name = type(model).__name__
+    if str(model.config._attn_implementation).startswith(NAME):
+        raise ValueError(f"{name} uses packed attention already; call the undo before you ask for it again.")
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"{name} is an encoder with a decoder: queries face another sequence's keys, which packed attention does "
+            'not know. Give each document its own row: packing="none".'
+        )
+    if not model._can_set_attn_implementation():
+        raise ValueError(
+            f"{name} computes its attention without transformers' attention interface, so it can't be replaced. "
+            'Call packed_attention in the model, or give each document its own row: packing="none".'
+        )
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise ValueError(
+            f"{name}.forward takes no position_ids: positions would run on from one document into the next. "
+            'Give each document its own row: packing="none".'
+        )
+
+
+def _name_over(implementation: str | None) -> str:
+    return f"{NAME}_eager" if implementation == "eager" else NAME
+
+
+def _register() -> None:
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as FUNCTIONS
+
+    for original in ("sdpa", "eager"):
+        MASKS.register(_name_over(original), partial(_mask, MASKS[original]))
+        function = None if original == "eager" else FUNCTIONS[original]
+        FUNCTIONS.register(_name_over(original), partial(_attention, function))
+
+
+class _Hooks:
+    """Takes documents out of a forward's arguments, and keeps them while it runs."""
+
+    def __init__(self, model: Any, backend: Backend) -> None:
+        self._backend: Backend = backend
+        self._parameters = list(inspect.signature(model.forward).parameters)
+        self._first_position = _first_position(model)
+        self._tokens: list[Token[Forward | None] | None] = []
+
+    def enter(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Before the forward: documents from `cu_seqlens`, transformers' own `cu_seq_lens_q`, or positions."""
+        self._tokens.append(None)  # for `leave`, which is called after an error here, too
+        given = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
+        bounds: Any = given.get("cu_seqlens", given.get("cu_seq_lens_q"))
+        if bounds is None and (_running.get() is not None or not _restarts(given)):
+            return None
+        self._refuse(given)
+        tokens = given.get("input_ids")
+        rows, length = (given["inputs_embeds"] if tokens is None else tokens).shape[:2]
+        positions: Any = given.get("position_ids")
+        if positions is None:
+            positions = _positions_of(bounds, rows, length)
+        if bounds is None:
+            bounds = _bounds_of(positions, rows, length)
+        if self._first_position and int(positions.min()) < self._first_position:
+            positions = positions + self._first_position
+        longest = given.get("max_seqlen", given.get("max_length_q"))
+        forward = Forward(cu_seqlens=bounds, max_seqlen=longest, backend=self._backend)
+        changed = {key: value for key, value in kwargs.items() if key not in ("cu_seqlens", "max_seqlen")}
+        changed["position_ids"] = positions
+        if "use_cache" in self._parameters:
+            changed["use_cache"] = False
+        self._tokens[-1] = _running.set(forward)
+        kept = [value for name, value in zip(self._parameters, args, strict=False) if name not in changed]
+        if len(kept) < len(args):  # something after it stands in the wrong place now
+            return (), {**dict(zip(self._parameters, args, strict=False)), **changed}
+        return args, changed
+
+    def leave(self, model: nn.Module, args: Any, output: Any) -> None:
+        """After the forward, also a failed one."""
+        if self._tokens and (token := self._tokens.pop()) is not None:
+            _running.reset(token)
+
+    def _refuse(self, given: dict[str, Any]) -> None:
+        if given.get("attention_mask") is not None:
+            raise ValueError(
+                "attention_mask was passed beside packed documents; leave it out: cu_seqlens tells where they end, "
+                "and padding is a segment of its own."
+            )
+        if given.get("past_key_values") is not None or given.get("use_cache"):
+            raise ValueError(
+                "use_cache=True (or past_key_values) was passed beside packed documents; a cache takes a row for one "
+                "document. Leave it out; in training nothing reads it."
+            )
+
+
+def _first_position(model: Any) -> int:
+    """Where a model's positions begin: after the padding's in RoBERTa and its kin, else at 0."""
+    for module in model.modules():
+        if hasattr(module, "create_position_ids_from_input_ids"):
+            return int(module.padding_idx) + 1
+    return 0
+
+
+def _restarts(given: dict[str, Any]) -> bool:
+    """Whether positions begin anew within a row."""
+    positions = given.get("position_ids")
+    return (
+        isinstance(positions, Tensor)
+        and positions.dim() == 2
+        and given.get("attention_mask") is None
+        and given.get("past_key_values") is None
+        and bool((positions.diff() != 1).any())
+    )
+
+
+def _bounds_of(positions: Tensor, rows: int, length: int) -> Tensor:
+    """`cu_seqlens` of positions that begin anew with every document."""
+    positions = positions.expand(rows, length)
+    begins = nn.functional.pad(positions.diff() != 1, (1, 0), value=True).flatten()
+    end = torch.full((1,), rows * length, device=positions.device)
+    return torch.cat((begins.nonzero().flatten(), end)).int()
+
+
+def _positions_of(bounds: Tensor, rows: int, length: int) -> Tensor:
+    numbers = numbers_of(bounds, rows, length)
+    places = torch.arange(rows * length, device=bounds.device).view(rows, length)
+    return places - bounds.to(places)[numbers]
+
+
+def _mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The mask function: for packed documents what a token sees in its own, else the model's mask."""
+    forward = _running.get()
+    if forward is None:
+        return original(*args, **kwargs)
+    asked = {key: kwargs.get(key) for key in ("batch_size", "q_length", "mask_function", "local_size")}
+    found = pattern_of(forward.cu_seqlens, **asked)
+    if found is None:
+        raise ValueError(
+            "Within a document this model's attention is neither causal nor in both directions, whole or in a sliding "
+            f"window; packed attention knows nothing else. {_KEEP_OWN_MASK}"
+        )
+    return PackedMask(forward=forward, causal=found[0], window=found[1])
+
+
+def _attention(
+    original: Callable[..., Any] | None,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Any]:
+    """The attention function: [batch, tokens, heads, head_dim], and no weights."""
+    if not isinstance(attention_mask, PackedMask):
+        if _running.get() is not None:
+            raise ValueError(
+                f"{type(module).__name__} is handed a mask that its model makes by itself; documents would see each "
+                f"other. {_KEEP_OWN_MASK}"
+            )
+        # The model's own, as before the switch: for evaluation with padding, and for generation.
+        function = original or sys.modules[type(module).__module__].eager_attention_forward
+        if softcap is not None:
+            kwargs["softcap"] = softcap
+        return function(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+    for name in ("s_aux", "position_bias"):
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"{type(module).__name__} adds {name} to its scores, which packed attention does not know. "
+                f"{_KEEP_OWN_MASK}"
+            )
+    out = packed_attention(
+        query,
+        key,
+        value,
+        attention_mask.forward.cu_seqlens,
+        max_seqlen=attention_mask.forward.max_seqlen,
+        causal=attention_mask.causal,
+        scale=scaling,
+        window=attention_mask.window,
+        dropout_p=dropout,
+        softcap=softcap,
+        backend=attention_mask.forward.backend,
+    )
+    return out.transpose(1, 2).contiguous(), None
