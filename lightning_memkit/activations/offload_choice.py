@@ -1,0 +1,140 @@
+"""Recompute or offload, block by block, by what the device is measured to do."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+_TRIED_BYTES = (16 << 20, 4 << 20, 1 << 20)  # the largest that the device has room for is copied
+_COPIES = 3
+_WARM_UP_PASSES, _MEASURED_PASSES = 1, 2  # kernels are loaded and tuned in the first
+_BACKWARD = 2.0  # a block's backward takes about twice its forward: two products for each of the forward's
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyRates:
+    """Bytes a second between a device and pinned host memory."""
+
+    to_host: float
+    to_device: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockCost:
+    """What a block's run was measured to take.
+
+    Args:
+        name: the block.
+        forward_seconds: of its forward, copies not counted.
+        moved_bytes: of its activations that go to the host.
+    """
+
+    name: str
+    forward_seconds: float
+    moved_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockChoice:
+    """A block's cost, and whether its forward is run again rather than its activations moved."""
+
+    cost: BlockCost
+    recompute: bool
+
+
+def choose_blocks(costs: Sequence[BlockCost], rates: CopyRates) -> list[BlockChoice]:
+    """Offload the blocks whose copies hide behind the next block's work; recompute the others.
+
+    On its way to the host a block's data has the next block's forward to hide behind, on its way back that one's
+    backward. The last block's never leave. A block that runs several times is judged by its worst run.
+
+    Args:
+        costs: one a run, in the order of the forward.
+        rates: of the device.
+    """
+    late = {
+        cost.name
+        for cost, following in zip(costs, costs[1:], strict=False)
+        if cost.moved_bytes > rates.to_host * following.forward_seconds
+        or cost.moved_bytes > rates.to_device * _BACKWARD * following.forward_seconds
+    }
+    first = {cost.name: cost for cost in reversed(costs)}
+    return [BlockChoice(cost=cost, recompute=name in late) for name, cost in reversed(first.items())]
+
+
+def measure_copy_rates(device: torch.device, pin_memory: bool = True) -> CopyRates:
+    """Time copies of up to 16 MiB on a stream of their own, as the offload's are; takes milliseconds.
+
+    Raises:
+        torch.OutOfMemoryError: the device has not even 1 MiB left.
+    """
+    here = _room(device)
+    there = torch.empty(here.nbytes, dtype=torch.uint8, pin_memory=pin_memory)
+    stream = torch.Stream(device)
+    stream.wait_stream(torch.accelerator.current_stream(device))
+
+    def seconds(to: Tensor, source: Tensor) -> float:
+        best = float("inf")
+        for _ in range(_COPIES):
+            stream.synchronize()
+            start = time.perf_counter()
+            with stream:
+                to.copy_(source, non_blocking=True)
+            stream.synchronize()
+            best = min(best, time.perf_counter() - start)
+        return max(best, 1e-9)
+
+    return CopyRates(to_host=here.nbytes / seconds(there, here), to_device=here.nbytes / seconds(here, there))
+
+
+def _room(device: torch.device) -> Tensor:
+    for size in _TRIED_BYTES[:-1]:
+        try:
+            return torch.empty(size, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError:
+            continue
+    return torch.empty(_TRIED_BYTES[-1], dtype=torch.uint8, device=device)
+
+
+class Stopwatch:
+    """Times the blocks' forwards in the first passes; the device is waited for around each, in these passes only.
+
+    Args:
+        names: the blocks' names.
+    """
+
+    def __init__(self, names: dict[nn.Module, str]) -> None:
+        self._names = names
+        self._costs: list[list[BlockCost]] = []
+
+    def wants(self, passes: int) -> bool:
+        """Whether the pass of that number, counted from 1, is to be timed."""
+        return _WARM_UP_PASSES < passes <= _WARM_UP_PASSES + _MEASURED_PASSES
+
+    def is_done(self, passes: int) -> bool:
+        """Whether all timed passes lie before the pass of that number."""
+        return passes > _WARM_UP_PASSES + _MEASURED_PASSES
+
+    @contextmanager
+    def timed(self, block: nn.Module, device: torch.device, passes: int) -> Iterator[list[int]]:
+        """Time what runs within; the caller appends the bytes that it moved to what is yielded."""
+        while len(self._costs) < passes - _WARM_UP_PASSES:
+            self._costs.append([])
+        stream = torch.accelerator.current_stream(device)
+        moved: list[int] = []
+        stream.synchronize()
+        start = time.perf_counter()
+        yield moved
+        stream.synchronize()
+        seconds = time.perf_counter() - start
+        cost = BlockCost(name=self._names[block], forward_seconds=seconds, moved_bytes=sum(moved))
+        self._costs[passes - 1 - _WARM_UP_PASSES].append(cost)
+
+    @property
+    def costs(self) -> list[BlockCost]:
+        """Of the quickest timed pass, all blocks together: others' load on the machine only ever adds."""
+        passes = [costs for costs in self._costs if costs]
+        return min(passes, key=lambda costs: sum(cost.forward_seconds for cost in costs), default=[])

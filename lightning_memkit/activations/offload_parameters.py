@@ -1,0 +1,79 @@
+"""Tell parameters from activations among the tensors that autograd saves."""
+
+from collections.abc import Iterator, Set
+
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+# Autograd's names of views and casts: a chain of these that ends at a parameter is that parameter.
+_PASSING = (
+    "Alias", "AsStrided", "Clone", "Expand", "Permute", "ReshapeAlias", "Select", "Slice", "Split", "Squeeze",
+    "TBackward", "ToCopy", "Transpose", "Unbind", "UnsafeView", "Unsqueeze", "View",
+)  # fmt: skip
+_LONGEST_CHAIN = 8
+
+
+class Weights:
+    """Knows the saved tensors of a block that are parameters or buffers, or views, transposes and casts of them.
+
+    A frozen parameter's cast leaves no trace in autograd's graph: it is known by dtype and shape.
+
+    Args:
+        block: whose forward runs now. Its parameters are looked at now, since FSDP2 puts gathered ones in their
+            places for the time of a forward.
+        elsewhere: what `stored_weights` said of the whole model.
+    """
+
+    def __init__(self, block: nn.Module, elsewhere: Set[int]) -> None:
+        self._elsewhere = elsewhere
+        self._block = block
+        self._look()
+
+    def _look(self) -> None:
+        parameters = list(self._block.parameters())
+        # A part of the block that is sharded by itself gets its parameters later in the block's forward.
+        self._changing = any(map(is_traceable_wrapper_subclass, parameters))
+        self._here = stored_weights(self._block)
+        self._frozen = {
+            (shape, parameter.dtype)
+            for parameter in parameters
+            if not parameter.requires_grad
+            for shape in (tuple(parameter.shape), tuple(parameter.shape[::-1]))
+        }
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether a saved tensor is one of them."""
+        if self._changing:
+            self._look()
+        storage = tensor.untyped_storage()._cdata
+        if storage in self._here or storage in self._elsewhere:
+            return True
+        if tensor.grad_fn is None:
+            shape = tuple(tensor.shape)
+            return any(shape == known and tensor.dtype != dtype for known, dtype in self._frozen)
+        return _made_of_a_parameter(tensor)
+
+
+def _made_of_a_parameter(tensor: Tensor) -> bool:
+    node = tensor.grad_fn
+    for _ in range(_LONGEST_CHAIN):
+        if node is None:
+            return False
+        leaf = getattr(node, "variable", None)  # of AccumulateGrad
+        if leaf is not None:
+            return isinstance(leaf, nn.Parameter)
+        if not node.name().startswith(_PASSING):
+            return False
+        node = node.next_functions[0][0]
+    return False
+
+
+def stored_weights(module: nn.Module) -> set[int]:
+    """The storages of a module's parameters and buffers, by the addresses of their handles."""
+    return set(_storages(module))
+
+
+def _storages(module: nn.Module) -> Iterator[int]:
+    for tensor in (*module.parameters(), *module.buffers()):
+        if not is_traceable_wrapper_subclass(tensor):
+            yield tensor.untyped_storage()._cdata

@@ -1,0 +1,119 @@
+"""The bytes of one storage on their way between device and host, on streams of their own."""
+
+import weakref
+
+import torch
+from torch import Tensor
+
+from lightning_memkit.activations.offload_pool import HostBuffer, HostPool
+
+
+class Lane:
+    """A device's two streams for copies: to the host and back."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.outward = torch.Stream(device)
+        self.inward = torch.Stream(device)
+
+
+class Parcel:
+    """One storage, copied to the host once, whatever the number of saved views; lives as long as these.
+
+    Made with the storage on the device. `park` lets go of the device's side, `bring` starts its way back. Not yet
+    verified on a GPU; the device "fake" of `lightning_memkit.testing` runs the same code.
+
+    Args:
+        tensor: any tensor with the storage.
+        buffer: of the storage's size at least; goes back to the pool when the parcel dies.
+        pool: where the buffer is from.
+        lane: of the tensor's device.
+    """
+
+    def __init__(self, tensor: Tensor, buffer: HostBuffer, pool: HostPool, lane: Lane) -> None:
+        storage = tensor.untyped_storage()
+        self.nbytes = storage.nbytes()
+        self.modified = False
+        self._storage = weakref.ref(storage)
+        self._version = tensor._version
+        self._pool = pool
+        self._buffer = buffer
+        self._lane = lane
+        # The device's side: an alias of what was saved, which shares its version counter, or a copy brought back.
+        self._resident: Tensor | None = tensor.detach()
+        self._is_original = True
+        self._stream = _current_stream(lane.device)
+        lane.outward.wait_stream(self._stream)
+        if buffer.free_after is not None:
+            lane.outward.wait_event(buffer.free_after)
+        with lane.outward:
+            self._host.copy_(_flat(storage, lane.device), non_blocking=True)
+        # The last copy that read or wrote either side.
+        self._copied = lane.outward.record_event()
+
+    @property
+    def _host(self) -> Tensor:
+        return self._buffer.bytes[: self.nbytes]
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether it has the bytes of a tensor that is saved now."""
+        return self._storage() is not None and self._version == tensor._version
+
+    def park(self) -> None:
+        """Let go of the device's side. Its memory is reused after the copy: the device waits, not the host."""
+        if self._resident is None:
+            return
+        self._note_changes()
+        self._stream.wait_event(self._copied)
+        self._resident = None
+
+    def bring(self) -> None:
+        """Start the copy back to the device, unless the bytes are there.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no room; nothing has changed.
+        """
+        if self._resident is not None:
+            return
+        lane = self._lane
+        # Memory of the current stream, which may still work on what was there before: the copy waits for it.
+        room = torch.empty(self.nbytes, dtype=torch.uint8, device=lane.device)
+        self._stream = _current_stream(lane.device)
+        lane.inward.wait_stream(self._stream)
+        lane.inward.wait_event(self._copied)
+        with lane.inward:
+            room.copy_(self._host, non_blocking=True)
+        self._copied = lane.inward.record_event()
+        self._resident, self._is_original = room, False
+
+    def storage(self) -> torch.UntypedStorage:
+        """The storage on the device; the current stream waits for its bytes."""
+        self.bring()
+        self._note_changes()
+        assert self._resident is not None
+        if not self._is_original:
+            _current_stream(self._lane.device).wait_event(self._copied)
+        return self._resident.untyped_storage()
+
+    def _note_changes(self) -> None:
+        resident = self._resident
+        if resident is not None and self._is_original and resident._version != self._version:
+            self.modified = True
+
+    def __del__(self) -> None:
+        if not hasattr(self, "_copied"):  # the first copy failed
+            self._pool.give(self._buffer)
+            return
+        if self._resident is not None:
+            self._stream.wait_event(self._copied)
+        self._buffer.free_after = self._copied
+        self._pool.give(self._buffer)
+
+
+def _flat(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
+    """All bytes of a storage as one tensor."""
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)  # pyright: ignore[reportArgumentType]
+
+
+def _current_stream(device: torch.device) -> torch.Stream:
+    return torch.accelerator.current_stream(device)

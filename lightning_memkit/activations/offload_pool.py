@@ -1,0 +1,93 @@
+"""Pinned host buffers that are used again and again, under a cap on their bytes."""
+
+from collections import OrderedDict
+from threading import RLock
+
+import torch
+from torch import Tensor
+
+_CLASSES = 8  # sizes between two powers of two: a buffer is at most an eighth larger than asked for
+_LEAST_BYTES = 4096
+
+
+class HostBuffer:
+    """Bytes of host memory, and the event after which they may be written again."""
+
+    __slots__ = ("bytes", "free_after")
+
+    def __init__(self, data: Tensor) -> None:
+        self.bytes = data
+        self.free_after: torch.Event | None = None
+
+
+class HostPool:
+    """Hands out flat byte buffers and takes them back; page-locking memory takes long, so buffers are kept.
+
+    It never holds more than the most that was in use at once: buffers of sizes that no longer come make room.
+
+    Args:
+        limit_bytes: the most bytes that it may hold.
+        pin_memory: page-locked memory, which copies need to run beside the arithmetic.
+    """
+
+    def __init__(self, limit_bytes: int, pin_memory: bool = True) -> None:
+        self.limit_bytes = limit_bytes
+        self.pin_memory = pin_memory
+        self.held_bytes = 0
+        self.used_bytes = 0
+        self.most_used_bytes = 0
+        self._closed = False
+        self._idle: OrderedDict[int, HostBuffer] = OrderedDict()  # by id, the one idle for longest first
+        self._lock = RLock()  # a buffer may come back while another is taken, when garbage is collected
+
+    def take(self, size_bytes: int) -> HostBuffer | None:
+        """A buffer of at least so many bytes; None where the cap, or the host, has no room."""
+        size = _rounded(size_bytes)
+        with self._lock:
+            found = next((b for b in reversed(self._idle.values()) if b.bytes.nbytes == size), None)
+            if found is None:
+                found = self._made(size)
+            else:
+                del self._idle[id(found)]
+            if found is not None:
+                self.used_bytes += size
+                self.most_used_bytes = max(self.most_used_bytes, self.used_bytes)
+            return found
+
+    def give(self, buffer: HostBuffer) -> None:
+        """Take a buffer back; it is written again only after its event."""
+        with self._lock:
+            self.used_bytes -= buffer.bytes.nbytes
+            self._idle[id(buffer)] = buffer
+            if self._closed:
+                self._drop_idle(0)
+
+    def close(self) -> None:
+        """Free what is idle; buffers that are in use are freed when they come back."""
+        with self._lock:
+            self._closed = True
+            self._drop_idle(0)
+
+    def _made(self, size: int) -> HostBuffer | None:
+        if self.used_bytes + size > self.limit_bytes:
+            return None
+        self._drop_idle(max(self.most_used_bytes, self.used_bytes + size) - size)
+        self._drop_idle(self.limit_bytes - size)
+        try:
+            data = torch.empty(size, dtype=torch.uint8, pin_memory=self.pin_memory)
+        except RuntimeError:  # no host memory, or none that may be page-locked
+            return None
+        self.held_bytes += size
+        return HostBuffer(data)
+
+    def _drop_idle(self, most_held: int) -> None:
+        while self._idle and self.held_bytes > most_held:
+            _, buffer = self._idle.popitem(last=False)
+            if buffer.free_after is not None:
+                buffer.free_after.synchronize()
+            self.held_bytes -= buffer.bytes.nbytes
+
+
+def _rounded(size: int) -> int:
+    step = max(_LEAST_BYTES, (1 << (size.bit_length() - 1)) // _CLASSES)
+    return -(-size // step) * step
