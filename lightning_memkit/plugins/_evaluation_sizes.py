@@ -13,8 +13,10 @@ from lightning_memkit.memory.sizing import NothingFitsError, largest_fitting
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.micro_batching import SplitError, batch_size
 from lightning_memkit.plugins import _evaluation_state as state
+from lightning_memkit.plugins._evaluation_comparison import Comparisons
 from lightning_memkit.plugins._evaluation_trials import EvaluationTrials, Peak
 from lightning_memkit.plugins._options import BudgetOptions
+from lightning_memkit.plugins._rank_alone import Ranks
 from lightning_memkit.plugins._seam_evaluation import EvaluationStep
 from lightning_memkit.plugins._sizing import BudgetError
 from lightning_memkit.plugins._trials import tensors_of
@@ -34,11 +36,31 @@ class Loader:
     pending: bool = True  # the first batch of a run: other things may be on the device than in the last run
     outputs_pass: bool = False  # what steps return is too much to be gathered within the budget
     looks: int = 0
+    ranks: Ranks = field(default_factory=Ranks)
     joining: Joining | None = None
     unsplittable: str = ""
     unproved: bool = False
     left: frozenset[state.Key] = field(default_factory=frozenset)  # what steps change in their module
     watched: frozenset[state.Key] = field(default_factory=frozenset)  # of it, what parts leave otherwise
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extent:
+    """How large a batch is: where ranks meet in each forward, the largest of all ranks', so that all decide alike.
+
+    Args:
+        rows: its samples; 0 where they can't be told.
+        elements: the numbers that its tensors hold.
+        unclear: why they can't be told.
+    """
+
+    rows: int
+    elements: int
+    unclear: str = ""
+
+    def parts_of(self, size: int) -> int:
+        """How many parts of so many samples it makes."""
+        return max(1, -(-self.rows // size))
 
 
 class EvaluationSizes:
@@ -48,38 +70,44 @@ class EvaluationSizes:
         trainer: the trainer whose loops they are.
         options: the budget.
         trials: runs parts without a trace.
+        comparisons: finds out how parts are joined.
     """
 
-    def __init__(self, trainer: Trainer, options: BudgetOptions, trials: EvaluationTrials) -> None:
+    def __init__(
+        self, trainer: Trainer, options: BudgetOptions, trials: EvaluationTrials, comparisons: Comparisons
+    ) -> None:
         self._trainer = trainer
         self._options = options
         self._trials = trials
+        self._comparisons = comparisons
 
-    def first_look(self, step: EvaluationStep, known: Loader, rows: int) -> None:
+    def first_look(self, step: EvaluationStep, known: Loader, extent: Extent) -> None:
         """Measure the first batch whole; what to do where it does not fit is found out in its step."""
         options = self._options
-        known.size = max(rows, 1)
-        if rows and options.micro_batch_size != "auto":
+        known.size = max(extent.rows, 1)
+        if extent.rows and options.micro_batch_size != "auto":
             known.size, known.limited = options.micro_batch_size, True
             return
         try:
             peak = self._trials.peak_of(step, None, options.usable_bytes)
         except Exception as error:  # a step may count on hooks that run between here and there
             rank_zero_debug(f"MemoryBudget measures the first {step.hook} as it runs: {error!r}")
+            known.ranks.forget_part()
             return
-        known.pending, known.measured = False, float(elements_of(step.batch))
+        known.pending, known.measured = False, float(extent.elements)
         known.passes = peak is None or peak.part_bytes > options.usable_bytes
 
-    def settle(self, step: EvaluationStep, known: Loader, rows: int, why: str) -> None:
+    def settle(self, step: EvaluationStep, known: Loader, extent: Extent) -> None:
         """A first batch that does not fit: parts, if they give its results."""
         known.passes = False
-        if not rows:
-            self.run_whole(step, known, why)
-        elif rows == 1 or self.can_split(step, known):
-            self.choose(step, known, -(-rows // 2))
+        if not extent.rows:
+            self.run_whole(step, known, extent.unclear)
+        elif extent.rows == 1 or self.can_split(step, known):
+            self.choose(step, known, extent, parts=2)
 
-    def choose(self, step: EvaluationStep, known: Loader, most: int) -> None:
-        """Take the largest part up to `most` samples that is measured to fit."""
+    def choose(self, step: EvaluationStep, known: Loader, extent: Extent, *, parts: int) -> None:
+        """Take the largest part that is measured to fit, so that there are at least so many."""
+        most = -(-extent.rows // parts)
         usable, measured = self._options.usable_bytes, dict[int, Peak | None]()
 
         def peak_of(size: int, *, with_outputs: bool) -> int | None:
@@ -93,8 +121,7 @@ class EvaluationSizes:
                 return None
             return peak.part_bytes + (peak.other_outputs_bytes if with_outputs else 0)
 
-        rows = batch_size(step.batch)
-        options: dict[str, int] = {"usable_bytes": usable, "most": rows, "most_trials": _MOST_TRIALS}
+        options: dict[str, int] = {"usable_bytes": usable, "most": extent.rows, "most_trials": _MOST_TRIALS}
         try:
             sizing = largest_fitting(partial(peak_of, with_outputs=not known.outputs_pass), **options)
         except NothingFitsError:
@@ -105,7 +132,7 @@ class EvaluationSizes:
             self.outputs_pass(step, known)
             sizing = largest_fitting(partial(peak_of, with_outputs=False), **options)
         known.size, known.limited = sizing.micro_batch_size, True
-        known.measured = elements_of(step.batch) / rows * known.size
+        known.measured = extent.elements / extent.rows * known.size
         rank_zero_info(f"MemoryBudget in {step.hook}: {sizing}; without gradients.")
 
     def outputs_pass(self, step: EvaluationStep, known: Loader) -> None:
@@ -127,8 +154,8 @@ class EvaluationSizes:
 
     def look(self, step: EvaluationStep, known: Loader) -> None:
         """Compare some samples whole and in parts; the rules learn from it."""
-        known.joining = known.joining or self._trials.joining()
-        found = self._trials.compare(step, known.joining, known.looks)
+        known.joining = known.joining or self._comparisons.joining()
+        found = self._comparisons.compare(step, known.joining, known.looks)
         known.looks += 1
         if found.unsplittable:
             self.run_whole(step, known, found.unsplittable)
@@ -178,17 +205,18 @@ class EvaluationSizes:
         )
 
 
-def rows_of(batch: Any) -> tuple[int, str]:
-    """The samples of a batch; 0 and why, where they can't be told."""
+def extent_of(batch: Any, ranks: Ranks) -> Extent:
+    """How large a batch is, or the largest of those that ranks are at together."""
+    rows, why = 0, ""
     try:
-        return batch_size(batch), ""
+        rows = batch_size(batch)
     except SplitError as error:
-        return 0, str(error)
-
-
-def elements_of(batch: Any) -> int:
-    """The numbers that a batch's tensors hold."""
-    return sum(tensor.numel() for tensor in tensors_of(batch))
+        why = str(error)
+    elements = sum(tensor.numel() for tensor in tensors_of(batch))
+    most, many, unclear = ranks.largest_of([rows, elements, bool(why)])
+    if unclear:
+        return Extent(rows=0, elements=int(many), unclear=why or "another rank's batch can't be")
+    return Extent(rows=int(most), elements=int(many))
 
 
 def _shortfall(hook: str, peak: int | None, usable: int, headroom: float) -> str:

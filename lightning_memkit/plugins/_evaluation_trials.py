@@ -1,79 +1,31 @@
-"""Trials of evaluation steps that leave no trace: what a part needs, and how parts make the whole's results."""
+"""Trials of evaluation steps that leave no trace: what a part needs, and whether it communicates."""
 
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_debug
 from torch import Tensor
 
-from lightning_memkit.decomposability import TOLERANCE
-from lightning_memkit.joining import Counted, JoinError, Joining
+from lightning_memkit.distributed.announced import CollectivesSeen
 from lightning_memkit.memory.measure import PeakMeter, peak_meter
 from lightning_memkit.memory.meter import unmetered
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.micro_batching import (
-    SplittableBatch,
-    WeighBy,
-    Weigher,
+    SplitError,
     batch_size,
-    find_labels,
     split_batch,
-    weigher,
 )
 from lightning_memkit.plugins import _evaluation_state as state
 from lightning_memkit.plugins._parts import Splitter
-from lightning_memkit.plugins._ranks import any_rank, largest_of_ranks
-from lightning_memkit.plugins._seam import communicates_in_every_part
+from lightning_memkit.plugins._rank_alone import Ranks
 from lightning_memkit.plugins._seam_evaluation import EvaluationStep, logging_held, nothing_logged
 from lightning_memkit.plugins._trials import states_on, tensors_of
 
-_COMPARED_SAMPLES = (5, 2)  # the second where the first runs out of memory
-_SCANNED_SAMPLES = 256  # for those that tell the ways of weighing apart
-
-
-@dataclass(kw_only=True)
-class Outcome:
-    """What a step on a whole batch or on a part came to.
-
-    Args:
-        output: what it returned.
-        logged: every value that it logged, by name.
-        left: what it left in its module.
-    """
-
-    output: Any
-    logged: dict[str, list[Counted]]
-    left: dict[state.Key, Any]
-
-
-def logged_values(entries: Sequence[dict[str, Any]]) -> dict[str, list[Counted]]:
-    """The values of held calls of `self.log`, by name."""
-    values: dict[str, list[Counted]] = {}
-    for entry in entries:
-        counted = Counted(value=entry["value"], count=entry.get("batch_size"))
-        values.setdefault(entry["name"], []).append(counted)
-    return values
-
-
-@dataclass(kw_only=True)
-class Comparison:
-    """Whether parts give the whole's results.
-
-    Args:
-        unsplittable: why they don't; empty where they do.
-        unproved: why it is not known.
-        left: what steps change in their module.
-    """
-
-    unsplittable: str = ""
-    unproved: str = ""
-    left: frozenset[state.Key] = field(default_factory=frozenset)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,19 +42,60 @@ class EvaluationTrials:
     Args:
         trainer: the trainer, within one of its evaluation loops.
         split: the user's own splitter.
-        weigh_by: what the user says that the loss is a mean over.
     """
 
-    def __init__(self, trainer: Trainer, split: Splitter | None, weigh_by: WeighBy | Weigher) -> None:
+    def __init__(self, trainer: Trainer, split: Splitter | None) -> None:
         self.changing: frozenset[tuple[str, str]] | None = (
             None  # the tensors that steps change; None: not known
         )
+        self.ranks = Ranks()
         self._trainer = trainer
         self._split = split
-        self._weigh_by = weigh_by
+
+    def part(self, step: EvaluationStep, run: Callable[[], T]) -> T:
+        """Run what holds one forward; where ranks meet in it, all run one, and one's failure is all ranks'."""
+        return self.ranks.part(
+            run, kind=f"{step.hook} {step.dataloader_idx}", smallest=lambda: self._smallest(step)
+        )
+
+    def _smallest(self, step: EvaluationStep) -> None:
+        """A forward of one row, for nothing but its collectives."""
+        batch = self.rows_of(step.batch, 1)
+        with logging_held(self._trainer):
+            step.forward(step.transfer(batch))
+
+    def forward(self, step: EvaluationStep, batch: Any) -> Any:
+        """What the step returns for a batch."""
+        return self.part(step, lambda: step.forward(step.transfer(batch)))
+
+    def rows_of(self, batch: Any, size: int) -> Any:
+        """The first rows of a batch, or all of one that can't be split."""
+        try:
+            total = batch_size(batch)
+        except SplitError:
+            return batch
+        if size >= total:
+            return batch
+        return split_batch(batch, [size, total - size], split=self._split)[0]
+
+    def communicates(self, step: EvaluationStep) -> bool:
+        """Whether the user's step issues collectives, by a forward of one row."""
+        seen = CollectivesSeen()
+        try:
+            with self.no_trace(), seen:
+                self._smallest(step)
+        except Exception as error:  # it may count on hooks that run later, or on more rows
+            rank_zero_debug(f"MemoryBudget can't try a row in {step.hook}: {error!r}")
+        return seen.issued > 0
+
+    def repeat(self, step: EvaluationStep, batch: Any) -> None:
+        """A forward that counts for nothing, for peers whose batches have more parts."""
+        with self.no_trace():
+            self.forward(step, batch)
 
     @contextmanager
-    def _no_trace(self) -> Iterator[None]:
+    def no_trace(self) -> Iterator[None]:
+        """Within it steps change and log nothing that lasts."""
         rollback = state.EvaluationRollback(self._trainer.lightning_module)
         try:
             with unmetered(), nothing_logged(self._trainer):
@@ -125,180 +118,27 @@ class EvaluationTrials:
 
     def peak_of(self, step: EvaluationStep, size: int | None, limit: int | None) -> Peak | None:
         """What the first `size` samples need (None: the batch as it is); None where it runs out of memory."""
-        if communicates_in_every_part(self._trainer):
+        if self.ranks.meets and self.ranks.reason:
             limit = None  # a rank that stops within a forward would leave the others waiting
-        batch, failed, peak, others = step.batch, False, 0, 0
-        total = batch_size(batch) if size is not None else 0
-        if size is not None and size < total:
-            batch = split_batch(batch, [size, total - size], split=self._split)[0]
-        with self._no_trace():
+        batch = step.batch if size is None else self.rows_of(step.batch, size)
+        failed, peak, others = False, 0, 0
+        with self.no_trace():
             meter = self.meter(step, limit)
-            try:
+
+            def run() -> Any:
                 with meter:
-                    output = step.forward(step.transfer(batch))
-                peak, others = meter.peak_bytes, bytes_of(output) * (total - size) // size if size else 0
+                    return step.forward(step.transfer(batch))
+
+            try:
+                output = self.part(step, run)
+                rest = max(0, batch_size(step.batch) - size) if size else 0
+                peak, others = meter.peak_bytes, bytes_of(output) * rest // size if size else 0
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
                 failed = True
-        if communicates_in_every_part(self._trainer):
-            most = largest_of_ranks(self._trainer, [float(failed), peak, others])
-            failed, peak, others = bool(most[0]), int(most[1]), int(most[2])
-        return None if failed else Peak(part_bytes=peak, other_outputs_bytes=others)
-
-    def counts(self, batch: Any, parts: Sequence[Any]) -> dict[str, list[float]]:
-        """What each part holds of everything that a value may be a mean over."""
-        own, labels = self._weigh_by, find_labels(batch)
-        ways: list[WeighBy] = []
-        if isinstance(batch, SplittableBatch):
-            ways.append("auto")
-        if labels is not None:
-            ways.append("labels")
-        if labels is not None and labels.ndim > 1:
-            ways.append("causal_labels")
-        ways.append("samples")
-        if own in ways:  # what the user says comes first, where several agree
-            ways.sort(key=lambda way: way != own)
-        counts: dict[str, list[float]] = {}
-        if callable(own):
-            try:
-                counts["weigh_by"] = [float(own(part)) for part in parts]
-            except Exception:  # it was written for training's batches; these may lack what it counts
-                counts.pop("weigh_by", None)
-        for way in ways:
-            count = weigher(way, batch)
-            counts[str(way)] = [float(count(part)) for part in parts]
-        return counts
-
-    def joining(self) -> Joining:
-        """Rules that are still to be learned, with the tolerance of the module's precision."""
-        module, precision = self._trainer.lightning_module, str(self._trainer.precision_plugin.precision)
-        dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
-        coarsest = max((TOLERANCE.get(dtype, TOLERANCE[torch.bfloat16]) for dtype in dtypes), default=2e-3)
-        if precision not in ("32-true", "64-true"):
-            coarsest = max(coarsest, TOLERANCE[torch.bfloat16])
-        # Of results, not of gradients: they round less, and in float32 a nonlinear function shows.
-        return Joining(allowed=coarsest / (10 if coarsest > 1e-2 else 100))
-
-    def compare(self, step: EvaluationStep, joining: Joining, looks: int) -> Comparison:
-        """Run a few samples of the batch whole and in uneven parts; the rules learn from it.
-
-        Args:
-            step: the step whose batch it is.
-            joining: what learns.
-            looks: how many comparisons there were: each looks at another place of the batch.
-        """
-        total = batch_size(step.batch)
-        for rows in sorted({min(samples, total) for samples in _COMPARED_SAMPLES if total > 1}, reverse=True):
-            ran_out, window, parts, outcomes, left = False, None, [], [], frozenset[state.Key]()
-            try:
-                window = self._window(step.batch, rows, looks)
-                parts = split_batch(window, _uneven(rows), split=self._split)
-                outcomes, left = self._outcomes(step, window, parts)
-            except Exception as error:  # whatever a user's step does with a part that it did not count on
-                ran_out = is_out_of_memory(error)
-                if not ran_out:
-                    why = f"{step.hook} fails on a part of the batch ({type(error).__name__}: {error})"
-                    return Comparison(unsplittable=why)
-            if self.any_rank(ran_out):
-                continue
-            return self._verdict(step, joining, window, parts, outcomes, left)
-        return Comparison(unproved="two samples at once run out of memory")
-
-    def _verdict(
-        self,
-        step: EvaluationStep,
-        joining: Joining,
-        window: Any,
-        parts: Sequence[Any],
-        outcomes: Sequence[Outcome],
-        left: frozenset[state.Key],
-    ) -> Comparison:
-        mismatch = ""
-        try:
-            joining.compare(outcomes[0], outcomes[1:], self.counts(window, parts))
-        except JoinError as error:
-            mismatch = str(error)
-        if not self.any_rank(bool(mismatch)):
-            return Comparison(left=left)
-        if self.any_rank(self._draws(step, window, joining)):
-            return Comparison(unproved=f"{step.hook} draws random numbers of its own")
-        return Comparison(
-            unsplittable=mismatch or "it differs on another rank (whose own warning says where)"
-        )
-
-    def any_rank(self, truth: bool) -> bool:
-        """On any rank, where ranks meet in each forward and have to go on alike; else on this one."""
-        return any_rank(self._trainer, truth) if communicates_in_every_part(self._trainer) else truth
-
-    def _window(self, batch: Any, rows: int, looks: int) -> Any:
-        """Neighbouring rows, where the ways of weighing differ the most; later looks go elsewhere."""
-        total = batch_size(batch)
-        if rows == total:
-            return batch
-        places = [0, total - rows, (total - rows) // 2]
-        start = places[looks % len(places)]
-        if looks % len(places) == 0:
-            first = min(total, _SCANNED_SAMPLES)
-            sizes = [1] * first + [total - first] * (total > first)
-            single = self.counts(batch, split_batch(batch, sizes, split=self._split))
-            apart = [_apart(single, place, rows) for place in range(first - rows + 1)]
-            start = apart.index(max(apart))
-        sizes = [size for size in (start, rows, total - rows - start) if size > 0]
-        return split_batch(batch, sizes, split=self._split)[1 if start else 0]
-
-    def _outcomes(
-        self, step: EvaluationStep, window: Any, parts: Sequence[Any]
-    ) -> tuple[list[Outcome], frozenset[state.Key]]:
-        """What the whole and then its parts come to, and what they change in their module."""
-        module = self._trainer.lightning_module
-        runs: list[list[tuple[Any, Any, dict[Any, Any], dict[Any, Any]]]] = []
-        for batches in ([window], parts):
-            runs.append([])
-            with self._no_trace():
-                before = state.snapshot(module)
-                for batch in batches:
-                    with logging_held(self._trainer) as logged:
-                        output = step.forward(step.transfer(batch))
-                    after = state.snapshot(module)
-                    runs[-1].append((output, logged_values(logged), before, after))
-                    before = after
-        keys = frozenset[state.Key]().union(*(state.changed(run[2], run[3]) for run in [*runs[0], *runs[1]]))
-        outcomes = [
-            Outcome(output=output, logged=logged, left=state.changes(before, after, keys))
-            for output, logged, before, after in [*runs[0], *runs[1]]
-        ]
-        return outcomes, keys
-
-    def _draws(self, step: EvaluationStep, window: Any, joining: Joining) -> bool:
-        """Whether the same samples give other results under another seed."""
-        seen: list[Any] = []
-        for seed in (1, 2):
-            with self._no_trace():
-                random.seed(seed)
-                np.random.seed(seed)
-                torch.manual_seed(seed)
-                with logging_held(self._trainer) as logged:
-                    seen.append((step.forward(step.transfer(window)), logged_values(logged)))
-        return not joining.alike(*seen)
-
-
-def _uneven(rows: int) -> list[int]:
-    """The parts of a comparison: one of a single row, for steps that take it for none."""
-    rest = rows - 1
-    return [1, rest] if rest < 2 else [1, rest // 2, rest - rest // 2]
-
-
-def _apart(single: dict[str, list[float]], start: int, rows: int) -> float:
-    """How far the ways of weighing the parts of some rows are from each other."""
-    shares: list[list[float]] = []
-    for counts in single.values():
-        inside = counts[start : start + rows]
-        ends = [0, *accumulate(_uneven(rows))]
-        held = [sum(inside[a:b]) for a, b in zip(ends, ends[1:], strict=False)]
-        shares.append([count / sum(held) if sum(held) else 0.0 for count in held])
-    pairs = [(a, b) for index, a in enumerate(shares) for b in shares[index + 1 :]]
-    return min((max(abs(x - y) for x, y in zip(a, b, strict=True)) for a, b in pairs), default=0.0)
+        most = self.ranks.largest_of([float(failed), peak, others])
+        return None if most[0] else Peak(part_bytes=int(most[1]), other_outputs_bytes=int(most[2]))
 
 
 def bytes_of(output: Any) -> int:

@@ -15,9 +15,13 @@ class Ranks:
         reason: why steps are not retried; empty where they are.
         uncounted: what other ranks need of a part in which nothing counts: no backward; one that leaves zeros in all
             gradients; or its own, since it communicates (of its loss times zero).
+        meets: ranks meet in every part, so that all have to run as many.
+        exchanges: a part's results may depend on the other ranks' parts, so that none may be repeated as a stopgap.
     """
 
     reason = ""
+    meets = False
+    exchanges = False
     uncounted: Literal["skip", "zeros", "backward"] = "skip"
 
     def begin_step(self, *, starts_window: bool) -> None:
@@ -38,6 +42,14 @@ class Ranks:
     def largest(self, size: int) -> int:
         """The largest of all ranks' sizes: what failed is halved to the same on all, also where rows are fewer."""
         return size
+
+    def largest_of(self, values: Sequence[float]) -> list[float]:
+        """Each value's maximum over the ranks, where they meet in every part; elsewhere this rank's."""
+        return list(values)
+
+    def any(self, truth: bool) -> bool:
+        """Whether it holds on a rank that takes part."""
+        return self.largest_of([float(truth)])[0] > 0
 
     def part(
         self,
@@ -62,6 +74,9 @@ class Ranks:
             CannotCatchUpError: this rank has to end, and its peers with it.
         """
         return run()
+
+    def forget_part(self) -> None:
+        """After a part that raised another error on all ranks, and is not repeated."""
 
     def attempt(self, run: Callable[[], T], *, ends_window: bool) -> T:
         """Run all parts of a batch; at a window's end gradients are all ranks' afterwards.

@@ -80,24 +80,31 @@ def ranks_of(trainer: Trainer, *, recover: bool = True) -> Ranks:
     if trainer.world_size == 1:
         return Ranks()
     if not recover or model is None:
-        return _Unretried(trainer, "recover=False")
+        return Unretried(trainer, "recover=False")
     if isinstance(model, DistributedDataParallel):
         reason = why_no_late_reduction(model)
-        return _Unretried(trainer, reason) if reason else DataParallel(model)
+        return Unretried(trainer, reason) if reason else DataParallel(model)
     if not sharded_states(model):
-        return _Unretried(trainer, f"{type(trainer.strategy).__name__} is neither DDP nor FSDP2")
+        return Unretried(trainer, f"{type(trainer.strategy).__name__} is neither DDP nor FSDP2")
     reason = why_no_catch_up(model)
-    return _Unretried(trainer, reason) if reason else Sharded(model)
+    return Unretried(trainer, reason) if reason else Sharded(model)
 
 
-class _Unretried(Ranks):
-    """Ranks that can't or needn't agree: the strategy reduces gradients by itself."""
+class Unretried(Ranks):
+    """Ranks that can't or needn't agree: the strategy reduces gradients by itself.
 
-    def __init__(self, trainer: Trainer, reason: str) -> None:
+    Args:
+        trainer: the trainer.
+        reason: why steps are not retried.
+        meets: ranks meet in every part; None: where the strategy shards.
+    """
+
+    def __init__(self, trainer: Trainer, reason: str, *, meets: bool | None = None) -> None:
         self.reason = reason
         self._trainer = trainer
-        self._meets_in_parts = _seam.communicates_in_every_part(trainer)
-        self.uncounted = "backward" if self._meets_in_parts else "zeros"
+        self.meets = _seam.communicates_in_every_part(trainer) if meets is None else meets
+        self.exchanges = self.meets
+        self.uncounted = "backward" if self.meets else "zeros"
 
     def totals(self, run: Callable[[], Sequence[float]]) -> list[float]:
         device = self._trainer.strategy.root_device
@@ -106,10 +113,13 @@ class _Unretried(Ranks):
         return numbers.tolist()
 
     def most_parts(self, parts: int) -> int:
-        return self.largest(parts) if self._meets_in_parts else parts
+        return self.largest(parts) if self.meets else parts
 
     def largest(self, size: int) -> int:
         return int(largest_of_ranks(self._trainer, [size])[0])
+
+    def largest_of(self, values: Sequence[float]) -> list[float]:
+        return largest_of_ranks(self._trainer, values) if self.meets else list(values)
 
     def part(self, run: Callable[[], T], *, last: bool = False, **options: Any) -> T:
         with _seam.no_gradient_sync(self._trainer, block=not last):

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_memkit.distributed.agreement import Agreement, Meeting, Outcome
+from lightning_memkit.distributed.announced import together
 from lightning_memkit.distributed.catch_up import CannotCatchUpError, CatchUp
 from lightning_memkit.distributed.clipping import can_clip, clip_sharded_gradients
 from lightning_memkit.distributed.collectives import collectives_issued
@@ -96,6 +97,21 @@ class Agreeing(Ranks):
             )
 
 
+class Announced(Agreeing):
+    """Ranks whose evaluation steps communicate in ways of the user's: they agree before each collective."""
+
+    meets = exchanges = True
+
+    def __init__(self) -> None:
+        super().__init__(counts=0)
+
+    def largest_of(self, values: Sequence[float]) -> list[float]:
+        return self._agreement.largest(values)
+
+    def part(self, run: Callable[[], T], **options: Any) -> T:
+        return together(self._agreement, run)
+
+
 class DataParallel(Agreeing):
     """DDP, and ZeRO-1 over it: gradients are averaged once all ranks have them."""
 
@@ -143,10 +159,15 @@ class Sharded(Agreeing):
     """FSDP2: ranks meet in every layer, and agree after every part."""
 
     uncounted = "backward"
+    meets = True
 
     def __init__(self, model: nn.Module) -> None:
         self._catch_up = CatchUp(model)
         super().__init__(counts=0)
+
+    @property
+    def exchanges(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._catch_up.foreign
 
     def begin_step(self, *, starts_window: bool) -> None:
         self._catch_up.begin()
@@ -154,6 +175,12 @@ class Sharded(Agreeing):
 
     def most_parts(self, parts: int) -> int:
         return self.largest(parts)
+
+    def largest_of(self, values: Sequence[float]) -> list[float]:
+        return self._agreement.largest(values)
+
+    def forget_part(self) -> None:
+        self._catch_up.reset()
 
     def part(
         self,
@@ -204,7 +231,7 @@ class Sharded(Agreeing):
 
 
 def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, torch.OutOfMemoryError) else f"{type(error).__name__}: {error}"
 
 
 def _free_memory() -> None:

@@ -1,67 +1,226 @@
-"""Run by torchrun in test_two_ranks_evaluation.py: validates on two ranks, whole and in parts; saves both results."""
+"""Run by torchrun in test_two_ranks_evaluation.py: evaluates on two ranks, whole and in parts; saves all results.
 
+A case's fault is one rank's: it runs out of memory in one batch, wherever a part holds more than four samples.
+"""
+
+import os
+import signal
 import sys
 import warnings
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_memkit.plugins._evaluation import keep_budget_in_evaluation
+from lightning_memkit.distributed.agreement import PeerEndedError
+from lightning_memkit.memory.meter import ByteMeter
+from lightning_memkit.plugins._evaluation import Observer, keep_budget_in_evaluation
 from lightning_memkit.plugins._options import BudgetOptions
+from lightning_memkit.plugins._sizing import BudgetError
 from tests.plugins.ranks import leave
-from tests.plugins.toys import tagged_rows, trainer
-from tests.plugins.two_ranks import ShardableTagger, Sharded
+from tests.plugins.toys import ShardableTagger, tagged_rows, trainer
+from tests.plugins.two_ranks import Sharded
 
-warnings.simplefilter("ignore")
+LIMIT_SECONDS = 60
+RUNS = ("validate", "test", "predict")
+PLACES = ("start", "middle", "end")
+UNEVEN = (28, 27), (26, 25)  # samples of the ranks: last batches of 4 and 3, of 2 and 1
 
 
-def evaluating(base: type[ShardableTagger]) -> ShardableTagger:
-    class Evaluated(base):  # pyright: ignore[reportGeneralTypeIssues]
-        def __init__(self) -> None:
-            super().__init__()
-            self.accuracy = MulticlassAccuracy(50, ignore_index=-100)
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One evaluation.
 
-        def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-            SEEN.append(len(batch["x"]))
-            logits = self.head(self.mix(self.embedding(batch["x"]))[0]).flatten(0, 1)
+    Args:
+        run: the trainer's method.
+        size: the most samples in a part, or "auto".
+        place: where in a step the fault is; empty for none.
+        allocation: the fault is in this allocation of the step.
+        at: the batch of the fault.
+        rank: whose fault it is.
+        gathers: the step calls collectives of its own.
+        samples: of each rank.
+        budget: bytes.
+    """
+
+    run: str = "validate"
+    size: Any = "auto"
+    place: str = ""
+    allocation: int | None = None
+    at: int = 2
+    rank: int = 1
+    gathers: bool = False
+    samples: tuple[int, int] = (24, 24)
+    budget: int = 2**30
+
+
+class Evaluated:
+    """What the modules of both strategies do in evaluation."""
+
+    case: Case
+    module: Any
+
+    def build(self: Any, case: Case) -> None:
+        self.case = case
+        self.accuracy = MulticlassAccuracy(50, ignore_index=-100)
+        self.batches = 0
+
+    def evaluate(self: Any, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        SEEN.append(len(batch["x"]))
+        case, here = self.case, (batch_idx, self.trainer.global_rank)
+        fails = case.allocation is not None and here == (case.at, case.rank) and len(batch["x"]) > 4
+        with ByteMeter(fail_at=case.allocation if fails else None):
+            return self.step(batch, batch_idx)
+
+    def step(self: Any, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        self.fails("start", batch, batch_idx)
+        hidden = self.mix(self.embedding(batch["x"]))[0]
+        self.fails("middle", batch, batch_idx)
+        counted = (batch["labels"] != -100).sum().double()
+        counted_by_all = self.all_gather(counted).sum() if self.case.gathers else counted
+        logits = self.head(hidden).flatten(0, 1)
+        self.batches += 1
+        if not self.trainer.predicting:
             self.log("loss", F.cross_entropy(logits, batch["labels"].flatten()), sync_dist=True)
+            self.log("counted", counted_by_all, reduce_fx="sum")
             self.accuracy(logits, batch["labels"].flatten())
             self.log("accuracy", self.accuracy)
+        self.fails("end", batch, batch_idx)
+        return {"logits": logits, "counted": counted_by_all}
 
-    torch.manual_seed(0)
-    return Evaluated().double()
+    validation_step = test_step = predict_step = evaluate
+
+    def fails(self: Any, place: str, batch: dict[str, Tensor], batch_idx: int) -> None:
+        case = self.case
+        if (batch_idx, self.trainer.global_rank) != (case.at, case.rank):
+            return
+        if place == case.place and len(batch["x"]) > 4:
+            raise torch.OutOfMemoryError("the device is full")
+        if place == "middle" and case.place == "error":
+            raise KeyError("labels")
+
+
+class Replicated(Evaluated, ShardableTagger):
+    pass
+
+
+class ShardedTagger(Evaluated, Sharded):
+    pass
 
 
 SEEN: list[int] = []
 
 
-def main(path: str, strategy: str, size: str) -> None:
+def cases(strategy: str, stride: int) -> dict[str, Case]:
+    """By name; a fault in one in so many allocations. Samples of the ranks are unequal in their last batches."""
+    found = {"size 3": Case(size=3, samples=UNEVEN[0])}
+    for run in RUNS:
+        for place in PLACES if stride == 1 or run == "validate" else ("middle",):
+            found[f"{run}, {place}"] = Case(run=run, place=place, samples=UNEVEN[0])
+    found["rank 0"] = Case(place="middle", rank=0, samples=UNEVEN[1])
+    found["first batch"] = Case(place="middle", at=0, samples=UNEVEN[1])
+    for allocation in range(0, 24, stride):
+        found[f"allocation {allocation}"] = Case(allocation=allocation)
+    if strategy == "ddp":
+        found |= {f"gathers, {name}": replace(case, gathers=True) for name, case in found.items()}
+        found["refused"] = Case(size=1, gathers=True, samples=UNEVEN[0])
+        found["error"] = Case(place="error", gathers=True)
+    else:
+        found["auto"] = Case(budget=80_000)
+        found["repeats"] = Case(size=1, samples=UNEVEN[0])
+    return found
+
+
+def evaluated(case: Case, strategy: str, *, split: bool) -> dict[str, Any]:
+    """What the trainer returns and logs, the sizes of all forwards, and how often a batch ran again."""
+    kinds: dict[str, Any] = {"ddp": "ddp", "fsdp2": ModelParallelStrategy(2, 1)}
+    quiet = trainer(devices=2, strategy=kinds[strategy], use_distributed_sampler=False)
+    retries: list[int] = []
+    options = BudgetOptions(budget_bytes=case.budget, micro_batch_size=case.size, headroom=0.0)
+    observer = Observer(retried=lambda: retries.append(1))
+    undo = keep_budget_in_evaluation(quiet, options, observer) if split else lambda: None
+    torch.manual_seed(0)
+    module: Any = (ShardedTagger if strategy == "fsdp2" else Replicated)()
+    module.build(case)
+    module.double()
+    rows = tagged_rows(sum(case.samples))
+    mine = rows[: case.samples[0]] if quiet.global_rank == 0 else rows[case.samples[0] :]
+    del SEEN[:]
+    data: Any = DataLoader(mine, batch_size=8)  # pyright: ignore[reportArgumentType]
+    more: dict[str, Any] = {} if case.run == "predict" else {"verbose": False}
+    result: Any = None
+    try:
+        result = getattr(quiet, case.run)(module, data, **more)
+    except (BudgetError, KeyError, PeerEndedError) as error:
+        result = f"{type(error).__name__}: {error}"
+    undo()
+    metrics = {name: float(value) for name, value in quiet.callback_metrics.items()}
+    counted = {"retries": len(retries), "batches": module.batches}
+    return {"result": result, "metrics": metrics, "sizes": list(SEEN), **counted}
+
+
+@cache
+def whole(case: Case, strategy: str) -> dict[str, Any]:
+    """Lightning's own results; several cases share them."""
+    return evaluated(case, strategy, split=False)
+
+
+def fitted_with_buffers(*, split: bool) -> dict[str, Any]:
+    """Validation within a fit under DDP, which broadcasts buffers in each forward; the ranks' parts are unequal."""
+
+    class Normalized(Replicated):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(32)
+
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            return self.norm(self.mix(self.embedding(batch["x"]))[0].flatten(0, 1)).square().mean()
+
+        def evaluate(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+            SEEN.append(len(batch["x"]))
+            hidden = self.norm(self.mix(self.embedding(batch["x"]))[0].flatten(0, 1))
+            self.log("mean", hidden.square().mean(), sync_dist=True)
+
+        validation_step = evaluate
+
+    quiet: Trainer = trainer(devices=2, strategy="ddp_find_unused_parameters_true", max_steps=3,
+                             use_distributed_sampler=False)  # fmt: skip
+    options = BudgetOptions(budget_bytes=2**30, micro_batch_size=3)
+    undo = keep_budget_in_evaluation(quiet, options) if split else lambda: None
+    torch.manual_seed(0)
+    module = Normalized()
+    module.build(Case())
+    rows = tagged_rows(40)
+    size = 8 - 4 * quiet.global_rank  # three parts on one rank, two on the other
+    data: Any = DataLoader(rows[:24], batch_size=8)  # pyright: ignore[reportArgumentType]
+    other: Any = DataLoader(rows[: 3 * size], batch_size=size)  # pyright: ignore[reportArgumentType]
+    del SEEN[:]
+    quiet.fit(module.double(), data, other)
+    undo()
+    metrics = {"mean": float(quiet.callback_metrics["mean"])}
+    return {"metrics": metrics, "buffers": [*module.buffers()], "sizes": list(SEEN)}
+
+
+def main(path: str, strategy: str, stride: str) -> None:
+    warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    results: list[Any] = []
-    for split in (False, True):
-        kinds: dict[str, Any] = {"ddp": "ddp", "fsdp2": ModelParallelStrategy(2, 1)}
-        quiet = trainer(devices=2, strategy=kinds[strategy], use_distributed_sampler=False)
-        micro_batch_size: Any = size if size == "auto" else int(size)
-        options = BudgetOptions(
-            budget_bytes=60_000 if size == "auto" else 2**30, micro_batch_size=micro_batch_size, headroom=0.0
-        )
-        if split:
-            keep_budget_in_evaluation(quiet, options)
-        module = evaluating(Sharded if strategy == "fsdp2" else ShardableTagger)
-        # Under DDP the ranks' batches are of unequal sizes and numbers; sharding needs as many on each.
-        rows = tagged_rows(40)[: 21 if strategy == "ddp" else 16] if quiet.global_rank else tagged_rows(16)
-        del SEEN[:]
-        data = DataLoader(rows, batch_size=8)  # pyright: ignore[reportArgumentType]
-        if strategy == "ddp" and quiet.global_rank == 0:
-            data = DataLoader([*rows, *rows[:5]], batch_size=7)  # pyright: ignore[reportArgumentType]
-        results.append((quiet.validate(module, data, verbose=False), list(SEEN)))
-    if quiet.global_rank == 0:
-        torch.save(results, path)
+    found: dict[str, Any] = {}
+    for name, case in cases(strategy, int(stride)).items():
+        signal.alarm(LIMIT_SECONDS)
+        plain = replace(case, place="", allocation=None, at=0, rank=0, size="auto", budget=2**30)
+        found[name] = [whole(plain, strategy), evaluated(case, strategy, split=True)]
+    if strategy == "ddp":
+        signal.alarm(LIMIT_SECONDS)
+        found["buffers"] = [fitted_with_buffers(split=split) for split in (False, True)]
+    signal.alarm(0)
+    torch.save(found, f"{path}.{os.environ['RANK']}")
     leave()
 
 

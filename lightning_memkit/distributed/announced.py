@@ -1,0 +1,110 @@
+"""Let ranks agree before each collective of a user's step, of which no more is known than that all ranks issue it.
+
+A rank that runs out of memory says so where its peers announce their next collective, or the end of the part: none of
+them issues it, all give the part up at the same place, and no collective is left half-way.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_memkit.distributed.agreement import Agreement, Outcome, PeerEndedError
+from lightning_memkit.distributed.catch_up import CannotCatchUpError
+from lightning_memkit.memory.out_of_memory import is_out_of_memory
+
+T = TypeVar("T")
+
+_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+_NOT_OF_ALL_RANKS = ("send", "recv_", "recv_any_source_", "wait_tensor")
+
+
+class CollectivesSeen(TorchDispatchMode):
+    """Counts the collectives that are issued within it; costs microseconds an operator.
+
+    Those between two ranks (send, receive) are none. What another thread issues is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.issued = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it issues its collectives as operators of their own
+        if getattr(func, "namespace", "") not in _NAMESPACES or _name(func) in _NOT_OF_ALL_RANKS:
+            return func(*args, **(kwargs or {}))
+        return self._collective(func, args, kwargs or {})
+
+    def _collective(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        self.issued += 1
+        return func(*args, **kwargs)
+
+
+class Announcing(CollectivesSeen):
+    """Meets the peers before each collective; one message on the host each.
+
+    Args:
+        agreement: of all ranks.
+
+    Attributes:
+        failed: the peers that ran out of memory, as was heard within it.
+    """
+
+    def __init__(self, agreement: Agreement) -> None:
+        super().__init__()
+        self.failed: tuple[int, ...] = ()
+        self.within = False
+        self._agreement = agreement
+
+    def _collective(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        self.failed = self.failed or self._agreement.meet().failed
+        if self.failed:
+            raise torch.OutOfMemoryError("Another rank ran out of memory.")
+        self.within = True
+        result = super()._collective(func, args, kwargs)
+        self.within = False
+        return result
+
+
+def together(agreement: Agreement, run: Callable[[], T]) -> T:
+    """Run a part that all ranks run, and that issues the same collectives on each.
+
+    Args:
+        agreement: of all ranks.
+        run: keeps nothing of the part alive where it fails.
+
+    Raises:
+        OutOfMemoryError: on all ranks, where one ran out of memory.
+        CannotCatchUpError: memory ran out within a collective: the peers may wait in it.
+        PeerEndedError: another rank raised an error of its own.
+    """
+    announcing, failure, results = Announcing(agreement), "", []
+    try:
+        with announcing:
+            results.append(run())
+    except PeerEndedError:
+        raise
+    except Exception as error:
+        if not is_out_of_memory(error):
+            agreement.end()
+            raise
+        kind = type(error).__name__
+        failure = str(error) if isinstance(error, torch.OutOfMemoryError) else f"{kind}: {error}"
+    # Outside of `except`: its traceback holds the part's tensors alive.
+    if announcing.within:
+        raise CannotCatchUpError(f"Memory ran out within a collective, where peers may wait. {failure}")
+    failed = announcing.failed
+    if not failed:
+        failed = agreement.meet(Outcome.OUT_OF_MEMORY if failure else Outcome.DONE).failed
+    if failed:
+        own = failure if agreement.rank in failed else ""
+        others = ", ".join(str(rank) for rank in failed)
+        raise torch.OutOfMemoryError(own or f"Rank {others} ran out of memory; all ranks repeat the part.")
+    return results[0]
+
+
+def _name(func: Any) -> str:
+    return func._schema.name.rpartition("::")[2]
