@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -18,7 +19,7 @@ from lightning_memkit.optim.journal import BUNDLE_BYTES, BUNDLE_BYTES_CPU, journ
 from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._checks import check_accumulation, warn_of_inexactness
 from lightning_memkit.plugins._choice import PartsChoice
-from lightning_memkit.plugins._evaluation import keep_budget_in_evaluation
+from lightning_memkit.plugins._evaluation import Observer, keep_budget_in_evaluation
 from lightning_memkit.plugins._options import BudgetOptions, Enforce, check_options
 from lightning_memkit.plugins._parts import Partition, PartsRunner, Splitter
 from lightning_memkit.plugins._ranks import local_optimizer, ranks_of
@@ -54,9 +55,9 @@ class MemoryBudget(Callback):
         split: from (batch, sizes) to parts, for batches that are to be cut in another way than row by row.
         headroom: the fraction of the budget that the verified peak leaves free.
         recover: retry a step that runs out of memory with smaller parts.
-        enforce: `"verified"`: count bytes before step 1 only. `"always"`: on CPU count them in every step too,
-            and treat a byte over the budget as an OOM; costs tens of microseconds an operator. CUDA's allocator
-            enforces by itself.
+        enforce: `"verified"`: count bytes before step 1 only. `"always"`: on CPU count them in every step too, also
+            of evaluation, and treat a byte over the budget as an OOM; costs tens of microseconds an operator. CUDA's
+            allocator enforces by itself.
 
     Raises:
         ValueError: an argument is outside its range, or the effective batch is not made of whole loader batches.
@@ -130,7 +131,7 @@ class MemoryBudget(Callback):
         )
         self._undo = [
             hard_cap(trainer.strategy.root_device, self.budget_bytes),
-            keep_budget_in_evaluation(trainer, options),
+            keep_budget_in_evaluation(trainer, options, self._observer(trainer)),
         ]
         if stage != "fit":
             return
@@ -283,8 +284,19 @@ class MemoryBudget(Callback):
         trainer = step.trainer
         if self._runner is not None:
             set_gradient_parts(trainer, -(-batch_size(step.batch) // self._runner.partition.micro_batch_size))
-        if not retry:
-            return
+        if retry:
+            self._count_retry(trainer)
+
+    def _observer(self, trainer: Trainer) -> Observer:
+        """Evaluation's retries count with training's, and so do its peaks where all bytes are counted."""
+
+        def measured(peak_bytes: int) -> None:
+            if self.enforce == "always":
+                self.peak_bytes = max(self.peak_bytes, peak_bytes)
+
+        return Observer(retried=partial(self._count_retry, trainer), measured=measured)
+
+    def _count_retry(self, trainer: Trainer) -> None:
         self.retries += 1
         for logger in trainer.loggers:
             logger.log_metrics({"memory_budget/retries": float(self.retries)}, step=trainer.global_step)

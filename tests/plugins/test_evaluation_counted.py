@@ -1,0 +1,122 @@
+"""What `MemoryBudget` counts in evaluation: every byte where it is to be enforced always, and every retry."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor
+from torch.testing import assert_close
+
+from lightning_memkit import MemoryBudget
+from tests.plugins.toys import loader, trainer
+
+RUNS = ("validate", "test", "predict")
+
+
+class Kept(CSVLogger):
+    """Remembers what it is given, and writes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__("unused")
+        self.retries: list[tuple[int | None, float]] = []
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        if "memory_budget/retries" in metrics:
+            self.retries.append((step, metrics["memory_budget/retries"]))
+
+    def save(self) -> None:
+        """Nothing goes to a file."""
+
+
+class Swelling(LightningModule):
+    """Needs five times the memory in its third batch, whose tensors are no larger than the others'."""
+
+    def __init__(self, raises: bool = False) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(12, 512)
+        self.raises = raises
+        self.sizes: Any = type("Sizes", (), {"seen": []})()
+
+    def evaluate(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.sizes.seen.append(len(batch["x"]))
+        hidden = [self.linear(batch["x"] / 50) for _ in range(5 if batch_idx == 2 else 1)]
+        if self.raises and batch_idx == 2 and len(batch["x"]) > 4:
+            raise torch.OutOfMemoryError("the device is full")
+        return torch.stack([h.exp().mean(1) for h in hidden]).mean(0)
+
+    validation_step = test_step = predict_step = evaluate
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.linear(batch["x"] / 50).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), fused=True)
+
+
+def run(method: str, budget: MemoryBudget, **options: Any) -> tuple[Swelling, Any, Kept]:
+    torch.manual_seed(0)
+    module, logger = Swelling(**options), Kept()
+    quiet = trainer(budget)
+    quiet.logger = logger
+    more: dict[str, Any] = {} if method == "predict" else {"verbose": False}
+    result = getattr(quiet, method)(module, loader(8, count=32), **more)
+    return module, result, logger
+
+
+@pytest.mark.parametrize("method", RUNS)
+def test_every_byte_of_evaluation_is_counted_where_the_budget_is_enforced_always(method: str) -> None:
+    """Weights of 26 KiB, and 16 KiB of hidden values for 8 rows: five times these at once do not fit."""
+    verified = MemoryBudget("100KiB")
+    module, whole, logger = run(method, verified)
+    assert module.sizes.seen == [8] * 5
+    assert verified.retries == 0
+    assert verified.peak_bytes == 0
+    always = MemoryBudget("100KiB", enforce="always")
+    module, parts, logger = run(method, always)
+    assert max(module.sizes.seen[-4:]) < 8
+    assert always.retries == 1
+    assert logger.retries == [(0, 1.0)]
+    assert 26_000 < always.peak_bytes <= always.budget_bytes
+    if method == "predict":
+        assert_close(parts, whole)
+
+
+def test_a_retry_of_evaluation_is_counted_and_told_like_one_of_training(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero")
+    budget = MemoryBudget("1GiB")
+    module, _, logger = run("validate", budget, raises=True)
+    assert module.sizes.seen[-3:] == [4, 4, 4]
+    assert budget.retries == 1
+    assert logger.retries == [(0, 1.0)]
+    told = [record.getMessage() for record in caplog.records if "out of memory" in record.getMessage()]
+    assert len(told) == 1
+    assert "out of memory in validation_step with 8 samples" in told[0]
+
+
+def test_retries_of_training_and_of_its_validation_add_up() -> None:
+    budget, logger = MemoryBudget("1GiB", micro_batch_size=4), Kept()
+
+    class Both(Swelling):
+        failed = False
+
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            if batch_idx == 3 and not Both.failed:  # the first three are probed
+                Both.failed = True
+                raise torch.OutOfMemoryError("the device is full")
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            if batch_idx == 2 and len(batch["x"]) > 2:
+                raise torch.OutOfMemoryError("the device is full")
+            return self.evaluate(batch, batch_idx)
+
+    quiet = trainer(budget, max_steps=4)
+    quiet.logger = logger
+    quiet.fit(Both(), loader(8, count=32), loader(8, count=32))
+    assert budget.retries == 2
+    assert logger.retries == [(3, 1.0), (4, 2.0)]
