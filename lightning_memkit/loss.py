@@ -99,7 +99,7 @@ def linear_cross_entropy(
     divisor = tokens if reduction == "mean" and count is None else 1 if count is None else count
     kept = flat.long() if rows is None else flat[rows].long()
     kernel = None
-    if not isinstance(hidden, FakeTensor):
+    if tokens and not isinstance(hidden, FakeTensor):
         kernel = choose(backend, "none" if plan.by_token else "sum", hidden, plan.dtype, terms)
     states = hidden.reshape(-1, hidden.size(-1))
     if kernel is None:
@@ -212,7 +212,8 @@ def _scaled(gradient: Tensor | None, dtype: torch.dtype, factor: Tensor | None) 
     gradient = gradient.to(dtype)
     if factor is None:
         return gradient
-    if factor.device.type == "cpu" and not isinstance(factor, FakeTensor):
+    known = factor.device.type == "cpu" and not isinstance(factor, FakeTensor)
+    if known and not torch.compiler.is_compiling():
         value = float(factor)
         return gradient if value == 1 else gradient.mul_(value)
     # One element with dimensions, so that half precision is multiplied in float32 without asking the device.
@@ -266,6 +267,11 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) 
                 "reshard_after_forward=False and call it in the forward; with tensor parallelism gather it first: "
                 f"{name}.full_tensor()."
             )
+    if weight.untyped_storage().nbytes() == 0 < weight.numel() and not weight.is_meta:
+        raise ValueError(
+            "The weight's memory has been freed: FSDP has sharded it again after the head's forward. Leave the head "
+            "in the root's group, or shard it with reshard_after_forward=False."
+        )
     if weight.ndim != 2 or hidden.ndim < 1 or hidden.size(-1) != weight.size(-1):
         raise ValueError(
             f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} don't fit: they are [..., features] and "
