@@ -19,7 +19,7 @@ from lightning_memkit.activations.offload_pool import HostPool
 from lightning_memkit.activations.offload_visits import OffloadCounts, Traffic
 from lightning_memkit.errors import NoEffectWarning
 from lightning_memkit.memory.limits import host_limits
-from lightning_memkit.memory.units import parse_bytes
+from lightning_memkit.memory.units import format_bytes, parse_bytes
 
 Choose = Literal["offload", "auto"]
 
@@ -88,6 +88,19 @@ def check_options(min_bytes: int | str, host_bytes: int | str, choose: str) -> N
         raise ValueError(f'choose={choose!r} is unknown; write "offload" (every block) or "auto".')
 
 
+def describe_choices(choices: Sequence[BlockChoice]) -> str:
+    """One line: how many blocks are offloaded, how many checkpointed, and the slowest copy beside its block."""
+    again = [choice.cost for choice in choices if choice.recompute]
+    text = f"{len(choices) - len(again)} of {len(choices)} blocks are offloaded"
+    if again:
+        worst = max(again, key=lambda cost: cost.moved_bytes)
+        text += (
+            f", {len(again)} checkpointed: {format_bytes(worst.moved_bytes)} of {worst.name} don't hide behind a "
+            f"block's forward of {1e3 * worst.forward_seconds:.2f} ms"
+        )
+    return text
+
+
 class ActivationsOffload:
     """The handle of a model whose activations are offloaded: counts, choices, and the undo.
 
@@ -116,6 +129,11 @@ class ActivationsOffload:
     def counts(self) -> OffloadCounts:
         """What was done so far."""
         return self._traffic.counts
+
+    @property
+    def stood_aside(self) -> bool:
+        """Whether a block ran within other saved-tensor hooks, and was left to them."""
+        return self._traffic.stood_aside
 
     def __call__(self) -> None:
         """Undo: blocks run as before, idle host memory is freed, what a backward still needs when it is done."""

@@ -61,8 +61,10 @@ def choose_blocks(costs: Sequence[BlockCost], rates: CopyRates) -> list[BlockCho
         if cost.moved_bytes > rates.to_host * following.forward_seconds
         or cost.moved_bytes > rates.to_device * _BACKWARD * following.forward_seconds
     }
-    first = {cost.name: cost for cost in reversed(costs)}
-    return [BlockChoice(cost=cost, recompute=name in late) for name, cost in reversed(first.items())]
+    first: dict[str, BlockCost] = {}
+    for cost in costs:
+        first.setdefault(cost.name, cost)
+    return [BlockChoice(cost=cost, recompute=name in late) for name, cost in first.items()]
 
 
 def measure_copy_rates(device: torch.device, pin_memory: bool = True) -> CopyRates:

@@ -1,6 +1,6 @@
 """Pinned host buffers that are used again and again, under a cap on their bytes."""
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from threading import RLock
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor
 
 _CLASSES = 8  # sizes between two powers of two: a buffer is at most an eighth larger than asked for
 _LEAST_BYTES = 4096
+_PASSES = 16  # a buffer that so many passes in a row had no use for is freed
 
 
 class HostBuffer:
@@ -23,7 +24,8 @@ class HostBuffer:
 class HostPool:
     """Hands out flat byte buffers and takes them back; page-locking memory takes long, so buffers are kept.
 
-    It never holds more than the most that was in use at once: buffers of sizes that no longer come make room.
+    It never holds more than the most that was in use at once in the last passes: buffers of sizes that no longer
+    come make room, and a larger batch's (a trial's) are freed after a while.
 
     Args:
         limit_bytes: the most bytes that it may hold.
@@ -35,7 +37,7 @@ class HostPool:
         self.pin_memory = pin_memory
         self.held_bytes = 0
         self.used_bytes = 0
-        self.most_used_bytes = 0
+        self._most_used: deque[int] = deque([0], maxlen=_PASSES)  # of each pass, the current one last
         self._closed = False
         self._idle: OrderedDict[int, HostBuffer] = OrderedDict()  # by id, the one idle for longest first
         self._lock = RLock()  # a buffer may come back while another is taken, when garbage is collected
@@ -51,7 +53,7 @@ class HostPool:
                 del self._idle[id(found)]
             if found is not None:
                 self.used_bytes += size
-                self.most_used_bytes = max(self.most_used_bytes, self.used_bytes)
+                self._most_used[-1] = max(self._most_used[-1], self.used_bytes)
             return found
 
     def give(self, buffer: HostBuffer) -> None:
@@ -62,6 +64,12 @@ class HostPool:
             if self._closed:
                 self._drop_idle(0)
 
+    def begin_pass(self) -> None:
+        """A forward begins whose predecessors' backwards are done."""
+        with self._lock:
+            self._most_used.append(self.used_bytes)
+            self._drop_idle(max(self._most_used))
+
     def close(self) -> None:
         """Free what is idle; buffers that are in use are freed when they come back."""
         with self._lock:
@@ -71,7 +79,7 @@ class HostPool:
     def _made(self, size: int) -> HostBuffer | None:
         if self.used_bytes + size > self.limit_bytes:
             return None
-        self._drop_idle(max(self.most_used_bytes, self.used_bytes + size) - size)
+        self._drop_idle(max(*self._most_used, self.used_bytes + size) - size)
         self._drop_idle(self.limit_bytes - size)
         try:
             data = torch.empty(size, dtype=torch.uint8, pin_memory=self.pin_memory)

@@ -102,6 +102,7 @@ class Traffic:
     def __init__(self, root: nn.Module, pool: HostPool, min_bytes: int) -> None:
         self.visits = 0
         self.passes = 0
+        self.stood_aside = False
         self.moved_bytes = 0
         self.kept_bytes = 0
         self._root = weakref.ref(root)
@@ -135,6 +136,8 @@ class Traffic:
     def visit(self, block: nn.Module) -> Iterator[None]:
         """A block's forward, within which large saved tensors go to the host."""
         if _hooks_are_set():
+            self.stood_aside = True
+            self.visits += 1
             self._say(
                 f"{type(block).__name__} runs within other saved-tensor hooks (a checkpoint around it, save_on_cpu), "
                 "which keep its activations their own way: none is offloaded. For a model's own gradient "
@@ -146,6 +149,7 @@ class Traffic:
         visit = _Visit(self._latest if before is not None else None)
         if before is None:  # a new pass: parameters may have moved since
             self.passes += 1
+            self._pool.begin_pass()
             root = self._root()
             self._elsewhere = set() if root is None else stored_weights(root)
         self.visits += 1
@@ -182,7 +186,7 @@ class Traffic:
         size = tensor.untyped_storage().nbytes()
         if size < self._min_bytes or size > _LARGEST_SHARE * tensor.nbytes:
             return False
-        if tensor.device.type in _HOST_MEMORY:
+        if in_host_memory(tensor.device):
             if tensor.device.type != "meta":
                 self._say(
                     f"Activations on {tensor.device.type} are in the host's memory already, so offloading them saves "
@@ -254,6 +258,11 @@ class Traffic:
         if kind not in self._said:
             self._said.add(kind)
             warnings.warn(message, category, stacklevel=5)
+
+
+def in_host_memory(device: torch.device) -> bool:
+    """Whether a device computes in the host's memory, so that nothing is saved by moving there."""
+    return device.type in _HOST_MEMORY
 
 
 def _hooks_are_set() -> bool:

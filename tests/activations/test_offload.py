@@ -187,7 +187,6 @@ def test_an_interrupted_step_leaves_nothing_behind(device):
                 pass
             device.set_limits()
             model.zero_grad()
-            gc.collect()
             device.synchronize()
             assert device.live_bytes == live, point
             assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
