@@ -20,6 +20,7 @@ from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._checks import check_accumulation, warn_of_inexactness
 from lightning_memkit.plugins._choice import PartsChoice
 from lightning_memkit.plugins._evaluation import Observer, keep_budget_in_evaluation
+from lightning_memkit.plugins._history import PartsChange, noted
 from lightning_memkit.plugins._options import BudgetOptions, Enforce, check_options
 from lightning_memkit.plugins._parts import Partition, PartsRunner, Splitter
 from lightning_memkit.plugins._ranks import local_optimizer, ranks_of
@@ -90,7 +91,7 @@ class MemoryBudget(Callback):
         self.sizing: Sizing | None = None
         self.peak_bytes = 0
         self.retries = 0
-        self.history: list[tuple[int, int]] = []
+        self.history: list[PartsChange] = []
         self._resumed: dict[str, Any] = {}
         self._prepared = False
         self._window = AccumulationWindow(effective_batch_size)
@@ -271,12 +272,11 @@ class MemoryBudget(Callback):
                 result = optimize()
             else:
                 result = self._recovery.drive(step, optimize)
-            size = self._runner.partition.micro_batch_size
+            size, row_tokens = self._runner.partition.micro_batch_size, self._runner.partition.row_tokens
         fastest = self._choice.faster_than_larger_ones
         if self._recovery is not None and fastest:
             self._recovery.forget_above(fastest)
-        if not self.history or self.history[-1][1] != size:
-            self.history.append((began_at, size))
+        noted(self.history, PartsChange(began_at, size, row_tokens, step.batch_idx))
         return result
 
     def _resized(self, step: _seam.Step, *, retry: bool) -> None:
