@@ -4,6 +4,14 @@ TRL's side is the search in its packer, unchanged: one document after another, w
 of tokens around it in `trl.pack_dataset` is left out on both sides. `speedup_vs_trl` is of the largest
 size (1 million documents with `--quick`, else 10 million) and its slower context, `speedup_vs_trl_low` the
 lower end of its interval; `over_bound_pct` is the worst of that size.
+
+Beside best fit over all documents stand `packing="stream"`, best fit in windows of 512 rows, and next fit, the
+oldest packer of streams: its rows take documents in their order until the next one does not fit.
+`stream_efficiency_pct` is the worst of the random sets; the standard library is two to eight windows.
+
+Rows are then dealt to 8 ranks by attention work and at random. `rank_imbalance` is the work of the rank with the
+most over the mean of the ranks, `waiting_pct` what the ranks' waiting for each other adds to the time of all
+steps: both in batches of one row a rank, the worst of the sets.
 """
 
 import inspect
@@ -21,11 +29,13 @@ from numpy.typing import NDArray
 from benchmarks.__main__ import main_of
 from benchmarks.harness import MINIMUM_PAIRS, Options, Report, paired_ratio, self_ratio_is_void
 from lightning_memkit.data.corpora import python_stdlib
+from lightning_memkit.data.dealing import Balance, Deal, DealOptions, deal_rows
 from lightning_memkit.data.packing import Packing, pack
 from lightning_memkit.data.tokenizers import ByteTokenizer
 from lightning_memkit.memory.units import format_bytes
 
 CONTEXTS = (2048, 8192)
+RANKS = 8
 LONG_PAIRS = 3  # of steps that take TRL many seconds
 
 
@@ -47,6 +57,9 @@ class Result:
     over_bound_pct: float
     rows_over_bound: int
     same_rows: bool
+    stream_efficiency_pct: float
+    balance: Balance
+    balance_at_random: Balance
     line: dict[str, object]
 
 
@@ -59,7 +72,10 @@ def run(options: Options) -> Report:
     results = [compared(documents, options.seed) for documents in (*library, *random)]
     largest = results[-len(CONTEXTS) :]
     itself = paired_ratio(*[lambda: packed(random[0])] * 2, seed=options.seed)
-    ours_peak, trl_peak = (peak_rss_bytes(side, sizes[-1], options.seed) for side in ("packed", "trl_rows"))
+    sides = ("packed", "streamed", "trl_rows")
+    ours_peak, stream_peak, trl_peak = (peak_rss_bytes(side, sizes[-1], options.seed) for side in sides)
+    dealt = [result.balance for result in results]
+    at_random = [result.balance_at_random for result in results]
     return Report(
         name="packing",
         figures={
@@ -69,14 +85,21 @@ def run(options: Options) -> Report:
             "same_rows": all(result.same_rows for result in results),
             "documents": sizes[-1],
             "library_rows_over_bound": max(result.rows_over_bound for result in results[: len(library)]),
+            "stream_efficiency_pct": min(result.stream_efficiency_pct for result in results[len(library) :]),
+            "rank_imbalance": max(balance.ranks for balance in dealt),
+            "rank_imbalance_at_random": max(balance.ranks for balance in at_random),
+            "waiting_pct": max(100 * (balance.waiting - 1) for balance in dealt),
+            "waiting_at_random_pct": max(100 * (balance.waiting - 1) for balance in at_random),
             "peak_rss_bytes": ours_peak,
+            "stream_peak_rss_bytes": stream_peak,
             "trl_peak_rss_bytes": trl_peak,
         },
         rows=[*(result.line for result in results), itself.row("lognormal 1M, 2048: against itself")],
         void=self_ratio_is_void(itself),
         notes=(
             f"Peak resident memory of a process that packs {sizes[-1]:,} documents into rows of {CONTEXTS[0]}: "
-            f"{format_bytes(ours_peak)}; TRL's search {format_bytes(trl_peak)}.",
+            f"{format_bytes(ours_peak)}; as a stream {format_bytes(stream_peak)}; TRL's search "
+            f"{format_bytes(trl_peak)}.",
             "same_rows compares what stands in every row, not only their number.",
         ),
     )
@@ -96,6 +119,30 @@ def split(lengths: NDArray[np.int64], context: int) -> NDArray[np.int64]:
 def packed(documents: Documents) -> Packing:
     """Our rows."""
     return pack(documents.lengths, documents.context)
+
+
+def streamed(documents: Documents) -> Packing:
+    """Our rows, window by window."""
+    return pack(documents.lengths, documents.context, packing="stream")
+
+
+def next_fit_efficiency(documents: Documents) -> float:
+    """How full rows are that take documents in their order until the next one does not fit."""
+    ends = np.cumsum(documents.lengths)
+    rows, begin, before = 0, 0, 0
+    while begin < len(ends):
+        begin = int(np.searchsorted(ends, before + documents.context, side="right"))
+        rows, before = rows + 1, ends[begin - 1]
+    return float(ends[-1]) / (rows * documents.context)
+
+
+def balances(packing: Packing, seed: int) -> tuple[Balance, Balance]:
+    """Of rows dealt by attention work, and at random: one row a step and rank."""
+    work = packing.row_work()
+    dealt = deal_rows(work, DealOptions(batch_size=1, ranks=RANKS, seed=seed, drop_last=True))
+    order = np.random.default_rng(seed).permutation(packing.rows)[: dealt.rows.size]
+    at_random = Deal(rows=order.reshape(dealt.rows.shape), dropped_rows=dealt.dropped_rows)
+    return dealt.balance(work), at_random.balance(work)
 
 
 def trl_rows(documents: Documents) -> list[list[int]]:
@@ -136,6 +183,10 @@ def compared(documents: Documents, seed: int) -> Result:
         warm_up=1,
     )
     over_bound = ours.rows - ours.lower_bound_rows
+    begin = time.perf_counter()
+    stream = streamed(documents)
+    stream_seconds = time.perf_counter() - begin
+    dealt, at_random = balances(ours, seed)
     line = {
         "what": f"{documents.name}, {documents.context}",
         "documents": len(documents.lengths),
@@ -146,8 +197,26 @@ def compared(documents: Documents, seed: int) -> Result:
         "speedup": round(1 / ratio.median, 1),
         **{key: value for key, value in ratio.row("").items() if key != "what"},
         "shuffle_ms": round(shuffle_ms, 1),
+        "stream_ms": round(1000 * stream_seconds, 1),
+        "stream_efficiency_pct": round(100 * stream.efficiency, 3),
+        "stream_over_bound_pct": round(100 * stream.over_bound, 4),
+        "next_fit_efficiency_pct": round(100 * next_fit_efficiency(documents), 2),
+        "rank_imbalance": round(dealt.ranks, 5),
+        "at_random": round(at_random.ranks, 5),
+        "waiting_pct": round(100 * (dealt.waiting - 1), 3),
+        "waiting_at_random_pct": round(100 * (at_random.waiting - 1), 1),
     }
-    return Result(1 / ratio.median, 1 / ratio.high, 100 * ours.over_bound, over_bound, same, line)
+    return Result(
+        speedup=1 / ratio.median,
+        speedup_low=1 / ratio.high,
+        over_bound_pct=100 * ours.over_bound,
+        rows_over_bound=over_bound,
+        same_rows=same,
+        stream_efficiency_pct=100 * stream.efficiency,
+        balance=dealt,
+        balance_at_random=at_random,
+        line=line,
+    )
 
 
 def same_rows(ours: Packing, theirs: list[list[int]], lengths: NDArray[np.int64]) -> bool:

@@ -13,8 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-# How many groups' rows change places at random, so that rows meet others in every epoch.
+# Rows of so many groups, but of no more than this share of all, change places at random before they are grouped:
+# so rows meet others in every epoch, and their work stays similar.
 _GROUPS_MIXED = 2
+_SHARE_MIXED = 1 / 256
+_STEPS_EVENED = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,15 +138,19 @@ def deal_rows(work: ArrayLike, options: DealOptions, *, epoch: int = 0) -> Deal:
             "take drop_last=True, or at most as many ranks as the epoch was begun with."
         )
     rng = np.random.default_rng((options.seed, epoch))
-    drawn = rng.permutation(len(costs))
-    begin = whole * options.rows_per_step
-    steps = [_whole_steps(drawn[:begin], costs, options, rng)]
+    dropped = len(costs) - whole * options.rows_per_step - sum(odd_sizes)
+    drawn = rng.permutation(len(costs))[dropped:]
+    left = drawn[_most_first(costs[drawn])]
+    odd_steps = []
     for size in odd_sizes:
-        steps.append(np.full((1, options.rows_per_step), -1))
-        steps[-1][0, :size] = drawn[begin : begin + size]
-        begin += size
-    rows = _to_ranks(np.concatenate(steps), np.append(costs, -1), options, rng)
-    return Deal(rows=rows, dropped_rows=len(costs) - begin)
+        odd_steps.append(np.full((1, options.rows_per_step), -1))
+        odd_steps[-1][0, :size], left = _take(left, size, options.rows_per_group, rng)
+    steps = np.concatenate((_whole_steps(left, options, rng), *odd_steps))
+    return Deal(rows=_to_ranks(steps, np.append(costs, -1), options, rng), dropped_rows=dropped)
+
+
+def _most_first(costs: NDArray) -> NDArray[np.int64]:
+    return np.argsort(-costs.astype(np.float64), axis=-1, kind="stable")
 
 
 def _steps(rows: int, options: DealOptions) -> tuple[int, list[int]]:
@@ -159,28 +166,41 @@ def _steps(rows: int, options: DealOptions) -> tuple[int, list[int]]:
     return whole, []
 
 
+def _take(
+    left: NDArray[np.int64], size: int, group: int, rng: np.random.Generator
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """So many of the sorted rows, in groups of neighbours, for a step that is not full; and the others."""
+    groups, rest = divmod(size, group)
+    first = rng.choice(len(left) // group, groups, replace=False) * group
+    is_taken = np.zeros(len(left), bool)
+    is_taken[(first[:, None] + np.arange(group)).ravel()] = True
+    if rest:
+        # Not all ranks get one of these: they are from the half of less work.
+        others = np.flatnonzero(~is_taken)
+        last = len(others) - rest
+        begin = rng.integers(min(len(others) // 2, last), last, endpoint=True)
+        is_taken[others[begin : begin + rest]] = True
+    return left[is_taken], left[~is_taken]
+
+
 def _whole_steps(
-    drawn: NDArray[np.int64], costs: NDArray, options: DealOptions, rng: np.random.Generator
+    most_first: NDArray[np.int64], options: DealOptions, rng: np.random.Generator
 ) -> NDArray[np.int64]:
     """These rows as steps, [steps, rows_per_step]."""
     group = options.rows_per_group
-    sorted_rows = drawn[np.argsort(-costs[drawn].astype(np.float64), kind="stable")]
-    mixed = np.arange(len(drawn)) + rng.random(len(drawn)) * (_GROUPS_MIXED * group)
-    groups_a_step = options.rows_per_step // group
+    reach = min(_GROUPS_MIXED * group, _SHARE_MIXED * len(most_first))
+    mixed = np.argsort(np.arange(len(most_first)) + reach * rng.random(len(most_first)))
     # A step takes one group from each stratum of groups of similar work.
-    strata = sorted_rows[np.argsort(mixed)].reshape(groups_a_step, -1, group)
-    taken = [stratum[rng.permutation(len(stratum))] for stratum in strata]
-    return np.concatenate(taken, axis=1)
+    strata = most_first[mixed].reshape(options.rows_per_step // group, -1, group)
+    return np.concatenate([stratum[rng.permutation(len(stratum))] for stratum in strata], axis=1)
 
 
 def _to_ranks(
     steps: NDArray[np.int64], costs: NDArray, options: DealOptions, rng: np.random.Generator
 ) -> NDArray[np.int64]:
     """Each step's rows to its ranks, [steps, ranks, batch_size]."""
-    by_cost = np.argsort(-costs[steps].astype(np.float64), axis=1, kind="stable")
-    similar = np.take_along_axis(steps, by_cost, axis=1).reshape(
-        len(steps), options.batch_size, options.ranks
-    )
+    sorted_steps = np.take_along_axis(steps, _most_first(costs[steps]), axis=1)
+    similar = sorted_steps.reshape(len(steps), options.batch_size, options.ranks)
     rows = np.empty_like(similar)
     so_far = rng.random((len(steps), options.ranks))  # less than any work: it only decides who is first
     for number in range(options.batch_size):
@@ -188,5 +208,16 @@ def _to_ranks(
         least_first = np.argsort(so_far, axis=1)
         np.put_along_axis(rows[:, number], least_first, similar[:, number], axis=1)
         so_far += costs[rows[:, number]]
+    _even_out(rows, so_far)
     order = np.argsort(rng.random((len(steps), options.batch_size)), axis=1)
     return np.take_along_axis(rows, order[:, :, None], axis=1).swapaxes(1, 2)
+
+
+def _even_out(rows: NDArray[np.int64], work: NDArray[np.float64]) -> None:
+    """Exchanges ranks in the most uneven steps until the epoch's sums of work [steps, ranks] are alike; in place."""
+    uneven = np.argsort(-np.ptp(work, axis=1), kind="stable")[:_STEPS_EVENED]
+    of_rank = work.sum(axis=0) - work[uneven].sum(axis=0)
+    for step in uneven:
+        least_first, most_first = np.argsort(of_rank), np.argsort(-work[step])
+        rows[step][:, least_first] = rows[step][:, most_first]
+        of_rank[least_first] += work[step, most_first]
