@@ -3,7 +3,7 @@
 One front door; `loss_chunks` holds the arithmetic, `loss_backends` the kernels of other packages.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -195,8 +195,8 @@ def _run(
         )
         losses, gradients = losses_and_gradients(problem, wanted, share)
     if rows is not None and gradients.hidden is not None:
-        whole = gradients.hidden.new_zeros(hidden.shape)
-        gradients.hidden = whole.index_copy_(0, rows, gradients.hidden)
+        whole = gradients.hidden.new_zeros(hidden.shape).index_copy_(0, rows, gradients.hidden)
+        gradients = replace(gradients, hidden=whole)
     return losses, gradients
 
 

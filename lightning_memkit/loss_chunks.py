@@ -8,7 +8,7 @@ in the plain computation. That computes the logits a second time, and needs no f
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -94,13 +94,18 @@ class HeadProblem:
         return budget // each
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class HeadGradients:
     """Gradients in the problem's dtype; None where none was asked for."""
 
     hidden: Tensor | None = None
     weight: Tensor | None = None
     bias: Tensor | None = None
+
+    @property
+    def any(self) -> bool:
+        """Whether there is one to compute."""
+        return self.hidden is not None or self.weight is not None or self.bias is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,19 +130,32 @@ def losses_and_gradients(
     Returns:
         Losses [tokens] in `problem.sum_dtype`, and the gradients.
     """
-    tokens, terms = problem.tokens, problem.terms
-    size = _even(tokens, problem.logits_at_once // problem.vocabulary)
-    by_columns = wanted.weight and size < tokens and problem.weight.dtype in _HALF
-    by_rows = wanted.hidden or wanted.bias or (wanted.weight and not by_columns)
+    size = _even(problem.tokens, problem.logits_at_once // problem.vocabulary)
+    by_columns = wanted.weight and size < problem.tokens and problem.weight.dtype in _HALF
     gradients = _allocated(problem, wanted)
-    losses, log_totals = (problem.hidden.new_empty(tokens, 1, dtype=problem.sum_dtype) for _ in range(2))
-    weights = _column(token_weight, losses) * terms.scale
+    losses, log_totals = (
+        problem.hidden.new_empty(problem.tokens, 1, dtype=problem.sum_dtype) for _ in range(2)
+    )
+    weights = _column(token_weight, losses) * problem.terms.scale
+    by_rows = replace(gradients, weight=None) if by_columns else gradients
+    _by_rows(problem, size, weights, (losses, log_totals), by_rows)
+    if by_columns and gradients.weight is not None:
+        _weight_gradient_by_columns(problem, log_totals, weights, gradients.weight)
+    return losses.squeeze(1), gradients
+
+
+def _by_rows(
+    problem: HeadProblem, size: int, weights: Tensor, outputs: tuple[Tensor, Tensor], gradients: HeadGradients
+) -> None:
+    """Losses, logarithms of the softmax's sums, and gradients, from the logits of so many tokens at a time."""
+    losses, log_totals = outputs
+    terms = problem.terms
     buffers = _Buffers(problem, size * problem.vocabulary)
-    for rows in _slices(tokens, size):
+    for rows in _slices(problem.tokens, size):
         x, slope = buffers.logits(problem.hidden[rows], slice(None))
         labels = problem.labels[rows, None]
         losses[rows], log_totals[rows], totals = _to_exponentials(x, labels, terms)
-        if not by_rows:
+        if not gradients.any:
             continue
         factors = _factors(weights[rows], log_totals[rows], terms) / totals
         _to_gradient(x, problem, factors, weights[rows], labels, weights[rows])
@@ -145,16 +163,12 @@ def losses_and_gradients(
             x.mul_(slope)
         low = buffers.lowered(x)
         if gradients.bias is not None:
-            gradients.bias += x.sum(0)
+            gradients.bias.add_(x.sum(0))
         if gradients.hidden is not None:
             torch.mm(low, problem.weight, out=gradients.hidden[rows])
-        if gradients.weight is not None and not by_columns:
+        if gradients.weight is not None:
             sums = gradients.weight
             torch.addmm(sums, low.t(), problem.hidden[rows], beta=int(rows.start > 0), out=sums)
-    del buffers
-    if by_columns and gradients.weight is not None:
-        _weight_gradient_by_columns(problem, log_totals, weights, gradients.weight)
-    return losses.squeeze(1), gradients
 
 
 def _weight_gradient_by_columns(
