@@ -131,7 +131,7 @@ class _Hooks:
     def enter(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Before the forward: documents from `cu_seqlens`, transformers' own `cu_seq_lens_q`, or positions."""
         self._tokens.append(None)  # for `leave`, which is called after an error here, too
-        given = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
+        given: dict[str, Any] = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
         bounds: Any = given.get("cu_seqlens", given.get("cu_seq_lens_q"))
         if bounds is None and (_running.get() is not None or not _restarts(given)):
             return None
@@ -203,7 +203,7 @@ def _bounds_of(positions: Tensor, rows: int, length: int) -> Tensor:
     return torch.cat((begins.nonzero().flatten(), end)).int()
 
 
-def _positions_of(bounds: Tensor, rows: int, length: int) -> Tensor:
+def _positions_of(bounds: Any, rows: int, length: int) -> Tensor:
     numbers = numbers_of(bounds, rows, length)
     places = torch.arange(rows * length, device=bounds.device).view(rows, length)
     return places - bounds.to(places)[numbers]
@@ -214,7 +214,9 @@ def _mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     forward = _running.get()
     if forward is None:
         return original(*args, **kwargs)
-    asked = {key: kwargs.get(key) for key in ("batch_size", "q_length", "mask_function", "local_size")}
+    asked: dict[str, Any] = {
+        key: kwargs.get(key) for key in ("batch_size", "q_length", "mask_function", "local_size")
+    }
     found = pattern_of(forward.cu_seqlens, **asked)
     if found is None:
         raise ValueError(

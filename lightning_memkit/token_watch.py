@@ -1,0 +1,135 @@
+"""Follow the tokens of a batch through a model: which positions of which module's output change."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+Key = tuple[str, int, int]  # the module's path, which of its calls, which of the tensors it returned
+
+_FEATURES = (
+    256  # of each token's output that are looked at: a logit vector would not fit beside its float copy
+)
+# Over the change in the documents that were changed. Rounding differs where experts are handed other numbers of
+# tokens; else kernels repeat to the bit.
+_TOLERANCE, _COARSE_TOLERANCE = 1e-4, 2e-2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A token's place in the flattened batch, the module in whose output it changed, and by how much."""
+
+    path: str
+    place: int
+    share: float
+
+
+class TokenWatch:
+    """While it is entered, one number for every token of every module's output, in the order of execution.
+
+    Modules whose outputs have no place for every token ([rows, length, ...] or [rows * length, ...]) are passed over.
+    It holds 4 bytes a token and module.
+
+    Args:
+        model: What is watched.
+        rows: Rows of the batch.
+        length: Tokens in a row.
+    """
+
+    def __init__(self, model: nn.Module, rows: int, length: int) -> None:
+        self.seen: dict[Key, Tensor] = {}
+        self.coarse = False  # whether modules compute in 16 bits
+        self._model, self._rows, self._length = model, rows, length
+        self._calls: dict[str, int] = {}
+        self._unsure: list[Key] = []
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> "TokenWatch":
+        for path, module in self._model.named_modules():
+            self._handles.append(module.register_forward_hook(self._hook(path)))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _hook(self, path: str) -> Callable[[nn.Module, Any, Any], None]:
+        def note(module: nn.Module, args: Any, output: Any) -> None:
+            call = self._calls[path] = self._calls.get(path, -1) + 1
+            for index, tensor in enumerate(_tensors(output)):
+                number = self._digest(tensor)
+                if number is not None:
+                    self.seen[path, call, index] = number
+                    self.coarse |= tensor.dtype in (torch.bfloat16, torch.float16)
+                    if tensor.shape[0] != self._rows * self._length:
+                        self._forget_unsure()
+                    else:
+                        self._unsure.append((path, call, index))
+
+        return note
+
+    def _forget_unsure(self) -> None:
+        """What stands behind one another may be sorted by expert; a later output in rows tells what it would."""
+        for key in self._unsure:
+            del self.seen[key]
+        self._unsure.clear()
+
+    def _digest(self, tensor: Tensor) -> Tensor | None:
+        """One number a token, [rows * length]; None where tokens have no places."""
+        shape = tuple(tensor.shape)
+        whole = self._rows * self._length
+        if shape[:2] in ((self._rows, self._length), (1, whole)):
+            flat = tensor.flatten(0, 1)
+        elif shape[:1] == (whole,):
+            flat = tensor
+        else:
+            return None
+        flat = flat.flatten(1) if flat.dim() > 1 else flat[:, None]
+        flat = flat[:, :: max(1, flat.size(1) // _FEATURES)]
+        # Weighted, for a normalised output has always the same sum; and not at random, to draw no numbers.
+        weights = torch.cos(torch.arange(1, flat.size(1) + 1, device=flat.device, dtype=torch.float32) * 2.4)
+        return flat.detach().float() @ weights
+
+
+def first_change(before: TokenWatch, after: TokenWatch, kept: Tensor, changed: Tensor) -> Change | None:
+    """The first output in which a kept token changed, beyond rounding; None without one.
+
+    Args:
+        before: What was seen of a batch.
+        after: What was seen of the same batch with other tokens.
+        kept: bool [rows * length], the tokens that stayed and must not notice.
+        changed: bool [rows * length], the tokens that were changed.
+    """
+    tolerance = _COARSE_TOLERANCE if before.coarse else _TOLERANCE
+    for key, then in before.seen.items():
+        now = after.seen.get(key)
+        if now is None or not bool(changed.any()):
+            continue
+        difference = (now - then).abs().nan_to_num(torch.inf)
+        scale = float(difference[changed].square().mean().sqrt())
+        moved = difference.masked_fill(~kept, 0)
+        largest = float(moved.max())
+        if largest > tolerance * scale:
+            return Change(
+                path=key[0], place=int(moved.argmax()), share=largest / scale if scale else torch.inf
+            )
+    return None
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    """The floating tensors of a module's output, at any depth of tuples, lists and mappings."""
+    if isinstance(output, Tensor):
+        plain = output.is_floating_point() and not is_traceable_wrapper_subclass(output)
+        return [output] if plain else []
+    if isinstance(output, dict):
+        output = list(output.values())
+    return (
+        [tensor for item in output for tensor in _tensors(item)] if isinstance(output, (tuple, list)) else []
+    )
