@@ -22,6 +22,7 @@ from lightning_memkit.plugins._token_parts import form_by_tokens
 from lightning_memkit.plugins._trials import Trials
 from lightning_memkit.plugins._tuned_sizes import TunedSizes, question_of
 from lightning_memkit.plugins._tuning import SizeTuning, clock_may_choose
+from lightning_memkit.plugins._worst_batch import scanned_once
 
 
 class PartsChoice:
@@ -79,6 +80,15 @@ class PartsChoice:
         Raises:
             BudgetError: the budget can't hold what has to be held, or the loss can't be split.
         """
+        with scanned_once():
+            self.sizing = sizing = self._first(step)
+        rank_zero_info(
+            f"MemoryBudget: {sizing}; budget {format_bytes(self._options.budget_bytes)}, weighed by "
+            f"{_described(self.weighing.weigh_by)}."
+        )
+        return sizing
+
+    def _first(self, step: _seam.Step) -> Sizing:
         options, partition = self._options, self._runner.partition
         try:
             total = batch_size(step.batch)
@@ -86,22 +96,18 @@ class PartsChoice:
             if options.micro_batch_size != "auto":
                 raise
             warnings.warn(f"MemoryBudget runs batches whole: {error}", stacklevel=2)
-            self.sizing = sizing = verify_whole(step, self._trials, **self._known, why=str(error))
+            sizing = verify_whole(step, self._trials, **self._known, why=str(error))
             partition.whole, self._runner.unsplittable = True, str(error)
-        else:
-            self._window.open(step.trainer, total)
-            self._settle(step)
-            if options.micro_batch_size != "auto":
-                self._check(splits=options.micro_batch_size < total)
-            self.sizing = sizing = self._size(step)
-            partition.micro_batch_size = sizing.micro_batch_size
-            form_by_tokens(step, self._trials, partition, options.usable_bytes)
-            self._check(splits=sizing.micro_batch_size < total)
-            self.tuning = self._tuning_of(step, sizing)
-        rank_zero_info(
-            f"MemoryBudget: {sizing}; budget {format_bytes(options.budget_bytes)}, weighed by "
-            f"{_described(self.weighing.weigh_by)}."
-        )
+            return sizing
+        self._window.open(step.trainer, total)
+        self._settle(step)
+        if options.micro_batch_size != "auto":
+            self._check(splits=options.micro_batch_size < total)
+        sizing = self._size(step)
+        partition.micro_batch_size = sizing.micro_batch_size
+        form_by_tokens(step, self._trials, partition, options.usable_bytes)
+        self._check(splits=sizing.micro_batch_size < total)
+        self.tuning = self._tuning_of(step, sizing)
         return sizing
 
     def before_later(self, step: _seam.Step) -> None:

@@ -2,15 +2,13 @@
 
 import random
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from time import perf_counter
 from typing import Any
 
 import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_debug
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -26,9 +24,9 @@ from lightning_memkit.optim.journal import journal_of
 from lightning_memkit.optim.snapshots import restore_snapshot, take_snapshot
 from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._ranks import Ranks, local_optimizer
+from lightning_memkit.plugins._tensors import tensors_of as tensors_of
+from lightning_memkit.plugins._worst_batch import worst_batch as worst_batch
 from lightning_memkit.rollback import Rollback
-
-_SCANNED_ITEMS, _SCAN_SECONDS = 256, 2.0
 
 
 class StepFailedError(Exception):
@@ -198,76 +196,9 @@ class Trials:
         return None if failed else meter.peak_bytes
 
 
-def worst_batch(trainer: Trainer, batch: Any, rows: int) -> Any:
-    """A batch of `rows` samples as large as training may meet.
-
-    A datamodule or LightningModule with a `worst_batch(rows)` answers itself (`PackedDataModule` does). For a
-    map-style data set the largest of up to 256 evenly spaced items are collated. Else the batch at hand stands in.
-    """
-    owners: tuple[Any, ...] = (getattr(trainer, "datamodule", None), trainer.lightning_module)
-    for owner in owners:
-        if callable(getattr(owner, "worst_batch", None)):
-            return _before_transfer(trainer, owner.worst_batch(rows))
-    if isinstance(batch, Tensor) or not hasattr(batch, "split"):
-        try:
-            largest = _largest_collated(trainer, rows)
-        except Exception as error:  # whatever a user's data set does with an item asked for out of turn
-            rank_zero_debug(f"MemoryBudget takes the batch at hand for the worst: {error!r}")
-            largest = None
-        if largest is not None and _elements(largest) >= _elements(batch) * rows / max(1, batch_size(batch)):
-            return largest
-    total = batch_size(batch)
-    return batch if rows >= total else split_batch(batch, [rows, total - rows])[0]
-
-
-def _largest_collated(trainer: Trainer, rows: int) -> Any:
-    loader: Any = trainer.train_dataloader
-    if not isinstance(loader, torch.utils.data.DataLoader) or loader.batch_sampler is None:
-        return None
-    dataset: Any = loader.dataset
-    if isinstance(dataset, torch.utils.data.IterableDataset) or not hasattr(dataset, "__len__"):
-        return None
-    started, items = perf_counter(), []
-    for index in range(0, len(dataset), max(1, len(dataset) // _SCANNED_ITEMS)):
-        items.append(dataset[index])
-        if perf_counter() - started > _SCAN_SECONDS:
-            break
-    if not items:
-        return None
-    items.sort(key=_elements, reverse=True)
-    chosen = [items[index % len(items)] for index in range(rows)]
-    batch = _before_transfer(trainer, loader.collate_fn(chosen))
-    total = batch_size(batch)  # a collate function may make several rows of an item
-    return batch if total <= rows else split_batch(batch, [rows, total - rows])[0]
-
-
-def _before_transfer(trainer: Trainer, batch: Any) -> Any:
-    """What Lightning does to a batch between the loader and the transfer."""
-    batch = trainer.precision_plugin.convert_input(batch)
-    return trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
-
-
-def _elements(item: Any) -> int:
-    return sum(tensor.numel() for tensor in tensors_of(item))
-
-
 def states_on(device: torch.device, optimizer: Optimizer) -> list[Tensor]:
     """The states of an optimizer that are in a device's memory; others may be kept in the host's."""
     return [state for state in tensors_of(dict(optimizer.state)) if state.device.type == device.type]
-
-
-def tensors_of(item: Any) -> Iterator[Tensor]:
-    """Every tensor in nested dicts, lists, tuples and dataclasses."""
-    if isinstance(item, Tensor):
-        yield item
-    elif isinstance(item, Mapping):
-        for value in item.values():
-            yield from tensors_of(value)
-    elif isinstance(item, (list, tuple)):
-        for value in item:
-            yield from tensors_of(value)
-    elif hasattr(item, "__dataclass_fields__"):
-        yield from tensors_of(list(vars(item).values()))
 
 
 @contextmanager
