@@ -6,6 +6,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+_IMMUTABLE = (int, float, str, type(None))
+
 
 def group_scalars(optimizer: Optimizer) -> list[dict[str, Any]]:
     """A copy of every group's entries but its parameters."""
@@ -30,7 +32,9 @@ def restore_group_scalars(optimizer: Optimizer, scalars: list[dict[str, Any]]) -
 
 def copied(value: Any) -> Any:
     """A deep copy, without its price where there is nothing to copy; it is taken once a bucket."""
-    if isinstance(value, (int, float, str, type(None))):
+    if isinstance(value, _IMMUTABLE):
+        return value
+    if type(value) is tuple and all(isinstance(item, _IMMUTABLE) for item in value):  # betas
         return value
     return value.detach().clone() if isinstance(value, Tensor) else deepcopy(value)
 

@@ -20,7 +20,7 @@ from lightning_memkit.optim.blocks import local_part
 from lightning_memkit.optim.compensation import compensation_of
 from lightning_memkit.optim.eight_bit import is_bitsandbytes
 from lightning_memkit.optim.gradient_release import release_of
-from lightning_memkit.optim.journaled_step import BundledStep, step_whole
+from lightning_memkit.optim.journaled_step import SMALLEST_BUNDLE_BYTES, BundledStep, step_whole
 from lightning_memkit.optim.methods import (
     combines_over_the_model,
     give_step_back,
@@ -32,12 +32,12 @@ from lightning_memkit.optim.methods import (
 )
 from lightning_memkit.optim.pieces import slots
 from lightning_memkit.optim.shadow import ShadowEngine
+from lightning_memkit.optim.slices import is_elementwise
 from lightning_memkit.optim.state_home import home_of
 
 BUNDLE_BYTES = 64 << 20
 BUNDLES = 32  # on an accelerator, at most: each costs launches, which the device would wait for
 BUNDLE_BYTES_CPU = 8 << 20  # what stays in its cache is copied for little
-SMALLEST_BUNDLE_BYTES = 1 << 20
 _MARK = "_memkit_journal"
 # Optimizers of these step each parameter by itself, but for those that `combines_over_the_model` knows.
 _BY_PARAMETER = (
@@ -76,6 +76,7 @@ class Journal:
         self._compensation = compensation_of(optimizer)
         self._home = home_of(optimizer)
         self._plain = ShadowEngine.plain()
+        self._may_slice = _may_slice(optimizer)
         self._counts: dict[Parameter, int] = {}  # states of each parameter after its last cold step
         self._measures = False
         self._active = True
@@ -195,7 +196,7 @@ class Journal:
     def _step_in_bundles(self, optimizer: Optimizer) -> None:
         _note_overrides(optimizer)
         engine, stock_step = self._engine_and_step()
-        step = BundledStep(optimizer, engine, stock_step, self._bundle_bytes)
+        step = BundledStep(optimizer, engine, stock_step, self._bundle_bytes, may_slice=self._may_slice)
         step.run()
         self.recovered += step.failures
         if step.failures:
@@ -222,7 +223,8 @@ def journal_steps(
         ready: called in every step after its closure, before anything is changed; what it raises leaves nothing
             changed. Ranks may agree here whether to step.
         bundle_bytes: weights, gradients and states that are copied at a time. By default 8 MiB on a CPU; elsewhere
-            64 MiB, or 1/32 of weights and moments if that is more. A parameter with more is a bundle of its own.
+            64 MiB, or 1/32 of weights and moments if that is more. A parameter with more is stepped in slices if the
+            optimizer is known to treat each element by itself, and is a bundle of its own if not.
 
     Returns:
         The handle; `Journal.undo` gives the optimizer its step back.
@@ -268,6 +270,13 @@ def _steps_by_parameter(optimizer: Optimizer) -> bool:
         return True  # so they are anyway
     known = f"{type(optimizer).step.__module__}.".startswith(_BY_PARAMETER)
     return known and not has_own_step(optimizer)
+
+
+def _may_slice(optimizer: Optimizer) -> bool:
+    """Whether a parameter may be stepped in slices: its states are at hand, and its class's step is what steps it."""
+    compensation = compensation_of(optimizer)
+    own_step = has_own_step(optimizer) if compensation is None else not compensation.engine.may_fuse
+    return is_elementwise(optimizer) and not own_step and home_of(optimizer) is None
 
 
 def _communicates(optimizer: Optimizer) -> bool:

@@ -1,11 +1,12 @@
 """One optimizer step that survives running out of memory: bundle by bundle, or whole with all it changes on the host.
 
+A parameter that is larger than a bundle goes slice by slice where its optimizer treats each element by itself.
 What a failed attempt changed is put back, its tensors are let go and caches are emptied before the next one.
 """
 
 import gc
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -13,7 +14,11 @@ from torch.optim import Optimizer
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.optim.pieces import Slot, slots
 from lightning_memkit.optim.shadow import OpenStep, ShadowEngine
+from lightning_memkit.optim.slices import SlicedParameter, is_sliceable
 from lightning_memkit.optim.step_copies import Room, StepCopies, WholeStepCopies, bytes_to_copy
+
+SMALLEST_BUNDLE_BYTES = 1 << 20
+T = TypeVar("T")
 
 
 class StepOutOfMemoryError(torch.OutOfMemoryError):
@@ -36,7 +41,9 @@ class BundledStep:
         optimizer: one that steps each parameter by itself.
         engine: what steps its parameters.
         stock_step: the optimizer's own step.
-        bundle_bytes: copies at a time; a parameter with more is a bundle of its own.
+        bundle_bytes: copies at a time. A parameter with more is stepped in slices; where it can't be, it is a bundle
+            of its own.
+        may_slice: whether the stock step treats each element of a parameter by itself.
 
     Attributes:
         failures: how many attempts have run out of memory.
@@ -48,12 +55,16 @@ class BundledStep:
         engine: ShadowEngine,
         stock_step: Callable[..., Any],
         bundle_bytes: int,
+        *,
+        may_slice: bool,
     ) -> None:
         self.failures = 0
         self._optimizer = optimizer
         self._engine = engine
         self._stock_step = stock_step
         self._bundle_bytes = bundle_bytes
+        self._may_slice = may_slice
+        self._sliced: SlicedParameter | None = None  # the one that is stepped in slices at the moment
         self._left = [slot for slot in slots(optimizer) if slot.parameter.grad is not None]
         self._count = len(self._left)
         self._room = Room()
@@ -62,7 +73,7 @@ class BundledStep:
         """Make the step.
 
         Raises:
-            StepOutOfMemoryError: a single parameter can't be stepped.
+            StepOutOfMemoryError: a single parameter, or the smallest slice of one, can't be stepped.
         """
         rounding = self._engine.rounding
         noise = rounding.state_dict()
@@ -79,34 +90,67 @@ class BundledStep:
             rounding.end_step()
 
     def _opened(self) -> OpenStep:
-        opened: list[OpenStep] = []
+        return self._made(
+            lambda: self._engine.begin(self._optimizer, self._stock_step), "before its first parameter"
+        )
 
-        def begin() -> None:
-            opened.append(self._engine.begin(self._optimizer, self._stock_step))
-
-        failure = self._tried(begin)
+    def _made(self, make: Callable[[], T], where: str) -> T:
+        """What changes nothing, and is tried twice."""
+        made: list[T] = []
+        failure = self._tried(lambda: made.append(make()))
         if failure is not None:
-            failure = self._tried(begin)
+            failure = self._tried(lambda: made.append(make()))
         if failure is not None:
-            raise self._error(failure, "before its first parameter")
-        return opened[0]
+            raise self._error(failure, where)
+        return made[0]
 
     def _advance_next(self, step: OpenStep) -> None:
-        """Step the next bundle, or make bundles smaller; a single parameter is tried again as it is."""
-        bundle, size = self._next_bundle()
-        failure = self._attempt(step, bundle, on_host=False)
-        if failure is not None and len(bundle) > 1:
-            self._bundle_bytes = size // 2
+        """Step the next bundle or slice, or make those to come smaller."""
+        if self._sliced is not None:
+            self._advance_slice(step, self._sliced)
             return
+        bundle, size = self._next_bundle()
+        in_slices = len(bundle) == 1 and size > min(self._bundle_bytes, SMALLEST_BUNDLE_BYTES)
+        in_slices = in_slices and self._can_slice(bundle[0])
+        if in_slices and size > self._bundle_bytes:
+            self._sliced = SlicedParameter(self._optimizer, bundle[0], self._engine)
+        elif self._advanced(step, bundle, divisible=len(bundle) > 1 or in_slices):
+            del self._left[: len(bundle)]
+
+    def _advance_slice(self, step: OpenStep, sliced: SlicedParameter) -> None:
+        try:
+            part = self._made(lambda: sliced.show(self._bundle_bytes), "before a slice")
+            divisible = bytes_to_copy(self._optimizer, part.parameter) > SMALLEST_BUNDLE_BYTES
+            self._advanced(step, [part], divisible=divisible, then=sliced.keep)
+        finally:
+            sliced.hide()
+        if sliced.done:
+            self._sliced = None
+            del self._left[0]
+
+    def _can_slice(self, slot: Slot) -> bool:
+        return self._may_slice and is_sliceable(self._optimizer, slot, self._engine)
+
+    def _advanced(
+        self,
+        step: OpenStep,
+        bundle: list[Slot],
+        *,
+        divisible: bool,
+        then: Callable[[], object] = lambda: None,
+    ) -> bool:
+        """Step a bundle. If that fails, make bundles smaller, and the answer is False; or try again as it is."""
+        failure = self._attempt(step, bundle, then, on_host=False)
+        if failure is not None and divisible:
+            size = sum(bytes_to_copy(self._optimizer, slot.parameter) for slot in bundle)
+            self._bundle_bytes = size // 2
+            return False
         for _ in range(2):  # its copies no longer take the device's memory
             if failure is not None:
-                failure = self._attempt(step, bundle, on_host=True)
+                failure = self._attempt(step, bundle, then, on_host=True)
         if failure is not None:
-            slot = bundle[0]
-            raise self._error(
-                failure, f"for parameter {slot.index} of shape {tuple(slot.parameter.shape)} alone"
-            )
-        del self._left[: len(bundle)]
+            raise self._error(failure, self._name_of(bundle[0]))
+        return True
 
     def _next_bundle(self) -> tuple[list[Slot], int]:
         bundle: list[Slot] = []
@@ -119,7 +163,9 @@ class BundledStep:
             size += slot_bytes
         return bundle, size
 
-    def _attempt(self, step: OpenStep, bundle: list[Slot], *, on_host: bool) -> str | None:
+    def _attempt(
+        self, step: OpenStep, bundle: list[Slot], then: Callable[[], object], *, on_host: bool
+    ) -> str | None:
         """Step a bundle; where that fails, everything is as before, and the answer is why."""
         kept: list[StepCopies] = []
         failure = self._tried(
@@ -136,11 +182,15 @@ class BundledStep:
         if failure is not None:
             return failure
 
+        def act() -> None:
+            step.advance(bundle)
+            then()
+
         def put_back() -> None:
             step.take_back(bundle)
             kept[0].restore()
 
-        return self._tried(lambda: step.advance(bundle), put_back)
+        return self._tried(act, put_back)
 
     def _reads_gradient(self, slot: Slot) -> bool:
         """Whether a step is known to leave the gradient as it is; some use it up, or unscale it."""
@@ -168,15 +218,23 @@ class BundledStep:
             self._room = Room()
         return failure
 
+    def _name_of(self, slot: Slot) -> str:
+        sliced, part = self._sliced, slot.parameter
+        if sliced is None:
+            return f"for parameter {slot.index} of shape {tuple(part.shape)} alone"
+        elements = f"{part.numel()} elements from element {sliced.start}"
+        return f"for {elements} of parameter {slot.index} of shape {tuple(sliced.slot.parameter.shape)} alone"
+
     def _error(self, failure: str, where: str) -> StepOutOfMemoryError:
         stepped = self._count - len(self._left)
+        half_way = self._sliced is not None and self._sliced.start > 0
         state = "Weights, states and gradients are as before the step."
-        if stepped:
+        if stepped or half_way:
             state = (
-                f"{stepped} of {self._count} parameters have been stepped and the others not: the weights are of "
-                "half a step; go on from a checkpoint."
+                f"{stepped} of {self._count} parameters have been stepped{', one in part,' * half_way} and the others "
+                "not: the weights are of half a step; go on from a checkpoint."
             )
-        return _step_error(self._optimizer, failure, where, state, half_stepped=stepped > 0)
+        return _step_error(self._optimizer, failure, where, state, half_stepped=stepped > 0 or half_way)
 
 
 def step_whole(
