@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from math import isfinite
 from typing import Any
 
@@ -58,11 +59,17 @@ class PartsChoice:
         self._resumed = resumed
         self._tuned_sizes: TunedSizes | None = None
         self._warned = ""
+        self._keeps_rows = False  # as the resumed run did, where parts formed by tokens had run out of memory
 
-    @property
-    def size(self) -> int:
-        """What a resumed run is to repeat."""
-        return self.tuning.size if self.tuning is not None else self._runner.partition.micro_batch_size
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run repeats: the size in use, or the sizes of which the clock has still to choose one."""
+        partition, tuning = self._runner.partition, self.tuning
+        under_way = tuning is not None and tuning.fastest.settled is None
+        return {
+            "micro_batch_size": tuning.size if tuning is not None else partition.micro_batch_size,
+            "open_sizes": list(tuning.sizes) if tuning is not None and under_way else [],
+            "by_tokens": partition.row_tokens is not None,
+        }
 
     @property
     def faster_than_larger_ones(self) -> int | None:
@@ -105,7 +112,8 @@ class PartsChoice:
             self._check(splits=options.micro_batch_size < total)
         sizing = self._size(step)
         partition.micro_batch_size = sizing.micro_batch_size
-        form_by_tokens(step, self._trials, partition, options.usable_bytes)
+        if not self._keeps_rows:
+            form_by_tokens(step, self._trials, partition, options.usable_bytes)
         self._check(splits=sizing.micro_batch_size < total)
         self.tuning = self._tuning_of(step, sizing)
         return sizing
@@ -149,21 +157,33 @@ class PartsChoice:
                 return choose_size(step, self._trials, **self._known, given=batch_size(step.batch))
             except BudgetError as error:
                 raise BudgetError(f"{self._mismatch} Whole it does not fit: {error}") from None
-        resumed = self._resumed.get("micro_batch_size")
-        if self._options.micro_batch_size == "auto" and resumed is not None:
-            try:
-                return choose_size(step, self._trials, **self._known, given=int(resumed))
-            except BudgetError:
-                warnings.warn(
-                    f"The resumed run's micro-batch of {resumed} does not fit this budget; another one is measured, "
-                    "and the runs differ by rounding.",
-                    stacklevel=2,
-                )
         self._tuned_sizes = self._cache_of(step)
+        if self._options.micro_batch_size == "auto" and self._resumed.get("micro_batch_size") is not None:
+            sizing = self._resumed_size(step)
+            if sizing is not None:
+                return sizing
         tuned = self._tuned_sizes.recall() if self._tuned_sizes is not None else None
         remembered = tuned.micro_batch_size if tuned is not None else None
         given = self._options.micro_batch_size
         return choose_size(step, self._trials, **self._known, given=given, remembered=remembered)
+
+    def _resumed_size(self, step: _seam.Step) -> Sizing | None:
+        """The size of the run that is resumed; those that it was still timing, where it had not settled on one."""
+        ran_out = min(self._resumed.get("larger", ()), default=float("inf"))
+        still_open = tuple(int(size) for size in self._resumed.get("open_sizes", ()) if size < ran_out)
+        given = max(still_open, default=int(self._resumed["micro_batch_size"]))
+        try:
+            sizing = choose_size(step, self._trials, **self._known, given=given)
+        except BudgetError:
+            warnings.warn(
+                f"The resumed run's micro-batch of {given} does not fit this budget; another one is measured, "
+                "and the runs differ by rounding.",
+                stacklevel=2,
+            )
+            return None
+        self._keeps_rows = not still_open and not self._resumed.get("by_tokens", True)
+        smaller = tuple(size for size in still_open if size < sizing.micro_batch_size)
+        return replace(sizing, candidates=(sizing.micro_batch_size, *smaller))
 
     def _cache_of(self, step: _seam.Step) -> TunedSizes | None:
         """Where an earlier run may have left the fastest size, if it is to be chosen at all."""

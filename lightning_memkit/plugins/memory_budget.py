@@ -173,11 +173,11 @@ class MemoryBudget(Callback):
             self._undo.pop()()
 
     def state_dict(self) -> dict[str, Any]:
-        """The sizes in use: a resumed run repeats them."""
+        """The sizes in use, which a resumed run repeats; while tuning is under way, those it goes on to time."""
         if self._choice is None or not self._prepared:
             return dict(self._resumed)
         return {
-            "micro_batch_size": self._choice.size,
+            **self._choice.state_dict(),
             "retries": self.retries,
             **(self._recovery.state_dict() if self._recovery is not None else {}),
         }
