@@ -74,7 +74,9 @@ def probe_contamination(
     rows = probed_rows(batch)
     if not agree(rows is not None):
         return False
-    probe = _Probe(model, run or _own_step(model), _some_rows(batch, 0) if rows is None else rows, agree)
+    # A rank without a row of two documents keeps the others company.
+    rows = batch.split([1, batch.rows - 1][: batch.rows])[0] if rows is None else rows
+    probe = _Probe(model, run or _own_step(model), rows, agree)
     with torch.no_grad():
         try:
             leak = probe.find(evaluating=True)
@@ -104,18 +106,14 @@ def probe_contamination(
     return True
 
 
-def probed_rows(batch: PackedBatch) -> PackedBatch | None:
-    """The two rows, one after the other, that hold the most documents; None where no row has two."""
+def probed_rows(batch: PackedBatch, count: int = PROBED_ROWS) -> PackedBatch | None:
+    """The rows, one after the other, that hold the most documents; None where no row has two."""
     ends = batch["cu_seqlens"][1:].cpu().long()
     counts = torch.bincount((ends - 1) // batch.length, minlength=batch.rows)
     if int(counts.max()) < 2:
         return None
-    taken = min(PROBED_ROWS, batch.rows)
-    return _some_rows(batch, int(counts.unfold(0, taken, 1).sum(1).argmax()))
-
-
-def _some_rows(batch: PackedBatch, first: int) -> PackedBatch:
-    taken = min(PROBED_ROWS, batch.rows)
+    taken = min(count, batch.rows)
+    first = int(counts.unfold(0, taken, 1).sum(1).argmax())
     sizes = [first, taken, batch.rows - taken - first]
     return batch.split([size for size in sizes if size])[1 if first else 0]
 
