@@ -67,6 +67,16 @@ def test_the_rows_are_those_of_a_search_document_by_document(lengths, context, w
     assert packed.lengths.tolist() == [lengths[document] for document in packed.documents]
 
 
+def test_the_rows_are_those_of_a_search_under_random_limits():
+    for seed in range(120):
+        rng = np.random.default_rng(seed)
+        context = int(rng.integers(20, 60))
+        limit = WorkLimit(most=int(rng.integers(30, 400)), linear=int(rng.integers(0, 6)))
+        longest = longest_that_fits([], context, limit)
+        lengths = rng.integers(1, longest + 1, int(rng.integers(20, 120))).tolist()
+        assert rows_of(pack(lengths, context, work_limit=limit)) == naive(lengths, context, limit), seed
+
+
 def test_a_work_limit_that_never_binds_changes_nothing():
     lengths = np.random.default_rng(0).integers(1, 100, 2000)
     plain, limited = pack(lengths, 128), pack(lengths, 128, work_limit=WorkLimit(most=128 * 128))

@@ -97,6 +97,12 @@ def test_steps_of_many_rows_hold_equal_work():
     assert deal_rows(work, options).balance(work).steps < 1.03 < random.steps
 
 
+def test_what_one_group_leaves_uneven_the_next_evens_out():
+    work = work_of(100_000, 8192)
+    one, many = (deal_rows(work, DealOptions(batch_size=size, ranks=8)).balance(work) for size in (1, 16))
+    assert many.waiting - 1 < 0.4 * (one.waiting - 1)
+
+
 def test_parts_of_a_batch_are_of_equal_work_on_all_ranks():
     work = work_of(40_000)
     rows = deal_rows(work, DealOptions(batch_size=8, ranks=4)).rows[:-2]

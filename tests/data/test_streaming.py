@@ -111,6 +111,13 @@ def test_lengths_that_admit_no_full_row_still_give_full_windows(length):
     assert sum(window.packing.rows for window in windows) == pack([length] * 1000, 64).rows
 
 
+def test_only_what_is_kept_of_a_long_document_counts():
+    windows = windows_of([200] * 25, 64, window_rows=10, long_documents="truncate")
+    assert [window.packing.rows for window in windows] == [10, 10, 5]
+    packer = StreamPacker(64, window_rows=10, long_documents="truncate")
+    assert [len(packer.add(200)) for _ in range(25)] == [*[0] * 10, 1, *[0] * 9, 1, *[0] * 4]
+
+
 def test_long_documents_do_not_come_first():
     windows = windows_of(lognormal(40_000, 512), 512)[:-1]
     pieces = np.array([np.diff(window.packing.offsets) for window in windows])
