@@ -56,6 +56,15 @@ def describe_blocks(blocks: Sequence[tuple[str, nn.Module]]) -> str:
     return ", ".join(f"{count} {name} ({first[name]}, ...)" for name, count in counts.items())
 
 
+def has_router(block: nn.Module) -> bool:
+    """Whether a block chooses among experts, by the names of its classes."""
+    return any(
+        part in type(module).__name__
+        for module in block.modules()
+        for part in ("Router", "Moe", "MoE", "Experts")
+    )
+
+
 def _outermost(module: nn.Module, is_block) -> list[tuple[str, nn.Module]]:
     found: list[tuple[str, nn.Module]] = []
     for name, child in module.named_modules():

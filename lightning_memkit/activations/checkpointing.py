@@ -4,16 +4,29 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from types import MethodType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from lightning_memkit.activations.blocks import BlockPattern, describe_blocks, find_blocks
+from lightning_memkit.activations.blocks import BlockPattern, describe_blocks, find_blocks, has_router
 from lightning_memkit.activations.buffers import Snapshot, StatefulBuffers, buffers_replaced
-from lightning_memkit.activations.policies import parse_policy
+from lightning_memkit.activations.compiled import CompiledForward
+from lightning_memkit.activations.operators import kind_of
+from lightning_memkit.activations.planned import BudgetPlan, run_recorded, run_selective
+from lightning_memkit.activations.policies import (
+    CompiledBlocks,
+    EveryKthBlock,
+    Policy,
+    SavedBytes,
+    SavedOperators,
+    parse_policy,
+)
 from lightning_memkit.errors import NoEffectWarning
 
 _MARK = "_memkit_checkpointed"
@@ -25,11 +38,21 @@ class _Switch:
 
     on: bool = True
     said: set[str] = field(default_factory=set)
+    written: WeakKeyDictionary[nn.Module, StatefulBuffers] = field(default_factory=WeakKeyDictionary)
+
+    def buffers(self, block: nn.Module) -> StatefulBuffers:
+        """What is known of the buffers that a block writes."""
+        if block not in self.written:
+            self.written[block] = StatefulBuffers(block)
+        return self.written[block]
 
     def say_once(self, message: str, category: type[Warning] = UserWarning) -> None:
         if message not in self.said:
             self.said.add(message)
             warnings.warn(message, category, stacklevel=4)
+
+
+_Runner = Callable[[nn.Module, Callable[..., Any], tuple, dict[str, Any], _Switch], Any]
 
 
 def checkpoint_modules(
@@ -45,7 +68,11 @@ def checkpoint_modules(
 
     Args:
         module: the model; its blocks are found by `find_blocks`.
-        policy: `"full"` (every block) or `"every:k"` (blocks 0, k, 2k, ...).
+        policy: `"full"` (every block); `"every:k"` (blocks 0, k, 2k, ...); `"selective"` (of every block attention and
+            every second matmul are saved, the rest is made again) or `"selective:attention,matmul/2,silu"` (the
+            operators to save; `/k` is every k-th of them); `"budget:x"` (the least recomputation that keeps the saved
+            activations within a fraction of what they are without, or within `"2GiB"`, measured in the first
+            forward); `"compile:x"` (each block compiled with torch's own memory budget).
         blocks: classes, or globs over module and class names, in place of the blocks found by themselves.
 
     Returns:
@@ -57,23 +84,34 @@ def checkpoint_modules(
 
     Source: Chen et al. 2016, arXiv:1604.06174; torch.utils.checkpoint, `use_reentrant=False`.
     """
-    chosen = parse_policy(policy).select(find_blocks(module, blocks))
+    parsed = parse_policy(policy)
+    found = find_blocks(module, blocks)
+    chosen = parsed.select(found) if isinstance(parsed, EveryKthBlock) else found
     if not chosen:
         _report_nothing(module, blocks)
         return lambda: None
     _refuse_second_checkpointing(module)
     switch = _Switch()
-    previous = [(block, _patch(block, switch)) for _, block in chosen]
+    runners, root = _runners(parsed, [block for _, block in chosen])
+    previous = [
+        (block, *_patch(block, "forward", run, switch))
+        for (_, block), run in zip(chosen, runners, strict=True)
+    ]
+    if root is not None:
+        # Lightning calls a LightningModule's training_step and not its forward.
+        name = "training_step" if hasattr(module, "training_step") else "forward"
+        previous.append((module, *_patch(module, name, root, switch)))
 
     def undo() -> None:
         switch.on = False  # where another patch lies on top of ours, ours only passes through from now on
-        for block, (ours, before) in previous:
-            if block.__dict__.get("forward") is not ours:
+        for patched, ours, before in previous:
+            name = ours.__name__
+            if patched.__dict__.get(name) is not ours:
                 continue
             if before is None:
-                del block.forward
+                delattr(patched, name)
             else:
-                block.forward = before
+                setattr(patched, name, before)
 
     return undo
 
@@ -106,40 +144,122 @@ def _refuse_second_checkpointing(module: nn.Module) -> None:
             )
 
 
-def _patch(block: nn.Module, switch: _Switch) -> tuple[MethodType, Any]:
-    """Replace the forward on the instance; returns the new one and what the instance had before."""
-    before = block.__dict__.get("forward")
-    buffers = StatefulBuffers(block)
+def _runners(policy: Policy, blocks: list[nn.Module]) -> tuple[list[_Runner], _Runner | None]:
+    """What runs the forward of each block, and that of the whole module where the policy needs to see it."""
+    if isinstance(policy, CompiledBlocks):
+        compiled = CompiledForward(policy.budget)
+        return [lambda _, plain, args, kwargs, switch: compiled(plain, args, kwargs)] * len(blocks), None
+    if isinstance(policy, SavedBytes):
+        plan = BudgetPlan(policy, len(blocks))
+        return [_planned(plan, index) for index in range(len(blocks))], (
+            lambda _, plain, args, kwargs, switch: plan.run_root(plain, args, kwargs)
+        )
+    if isinstance(policy, SavedOperators):
+        return [_selective(policy)] * len(blocks), None
+    return [_whole(block) for block in blocks], None
 
-    # A method named `forward`, so that copy.deepcopy binds it to the copy and pickle finds the class's own.
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        plain = type(self).forward.__get__(self) if before is None else before
+
+def _planned(plan: BudgetPlan, index: int) -> _Runner:
+    def run(block: nn.Module, plain: Callable, args: tuple, kwargs: dict[str, Any], switch: _Switch) -> Any:
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                'policy="budget:x" measures operators and can\'t be compiled around; write "compile:x" in place of '
+                'compiling the model yourself, or "selective".'
+            )
+        if _has_wrappers(block, args):
+            return _run_checkpointed(block, plain, args, kwargs, switch)
+        return plan.run_block(index, plain, args, kwargs)
+
+    return run
+
+
+def _selective(policy: SavedOperators) -> _Runner:
+    def run(block: nn.Module, plain: Callable, args: tuple, kwargs: dict[str, Any], switch: _Switch) -> Any:
+        if torch.compiler.is_compiling():  # the compiler has its own way to save by operator
+            contexts = partial(create_selective_checkpoint_contexts, _for_compiler(policy))
+            return checkpoint(plain, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        if _has_wrappers(block, args):
+            return _run_checkpointed(block, plain, args, kwargs, switch)
+        return run_selective(plain, args, kwargs, policy)
+
+    return run
+
+
+def _whole(block: nn.Module) -> _Runner:
+    if has_router(block):
+        # Experts are chosen once: a router that runs again could choose others, and the recomputation would fail.
+        def run(
+            block: nn.Module, plain: Callable, args: tuple, kwargs: dict[str, Any], switch: _Switch
+        ) -> Any:
+            if torch.compiler.is_compiling() or _has_wrappers(block, args):
+                return _run_checkpointed(block, plain, args, kwargs, switch)
+            return run_recorded(plain, args, kwargs, lambda operator: False)
+
+        return run
+    return _run_checkpointed
+
+
+def _for_compiler(policy: SavedOperators) -> Callable[..., CheckpointPolicy]:
+    chosen = policy.chooser()
+
+    def decide(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        name = kind_of(func).name
+        return CheckpointPolicy.MUST_SAVE if chosen(name) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return decide
+
+
+def _has_wrappers(block: nn.Module, args: tuple) -> bool:
+    """Whether tensors are there that stand for several (DTensor): a tape can't see what those hold."""
+    return any(
+        is_traceable_wrapper_subclass(tensor)
+        for tensor in (*block.parameters(), *args)
+        if isinstance(tensor, Tensor)
+    )
+
+
+def _patch(module: nn.Module, name: str, run: _Runner, switch: _Switch) -> tuple[MethodType, Any]:
+    """Replace a method on the instance; returns the new one and what the instance had before."""
+    before = module.__dict__.get(name)
+
+    # A method of the same name, so that copy.deepcopy binds it to the copy and pickle finds the class's own.
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        plain = getattr(type(self), name).__get__(self) if before is None else before
         if not (switch.on and self.training and torch.is_grad_enabled()):
             return plain(*args, **kwargs)
-        cache = _cache_in(args, kwargs)
-        if cache is not None and cache.get_seq_length() > 0:
-            switch.say_once(
-                f"{type(self).__name__} gets a filled KV cache and runs without activation checkpointing: a "
-                "second forward would append to the cache again. Train without a cache.",
-                NoEffectWarning,
-            )
-            return plain(*args, **kwargs)
-        if cache is not None:
-            switch.say_once(
-                f"The KV cache stays empty in checkpointed blocks ({type(self).__name__}) while training; "
-                "set `use_cache=False` in the model's config to say so."
-            )
-            args = tuple(None if value is cache else value for value in args)
-            kwargs = {name: None if value is cache else value for name, value in kwargs.items()}
-        return _run_checkpointed(self, plain, buffers, args, kwargs)
+        return run(self, plain, args, kwargs, switch)
 
-    setattr(forward, _MARK, True)
-    ours = MethodType(forward, block)
-    block.forward = ours
+    method.__name__ = name
+    if name == "forward":
+        setattr(method, _MARK, True)
+    ours = MethodType(method, module)
+    setattr(module, name, ours)
     return ours, before
 
 
 def _run_checkpointed(
+    block: nn.Module, plain: Callable[..., Any], args: tuple, kwargs: dict[str, Any], switch: _Switch
+) -> Any:
+    """A forward that keeps its inputs only and runs as a whole again."""
+    cache = _cache_in(args, kwargs)
+    if cache is not None and cache.get_seq_length() > 0:
+        switch.say_once(
+            f"{type(block).__name__} gets a filled KV cache and runs without activation checkpointing: a "
+            "second forward would append to the cache again. Train without a cache.",
+            NoEffectWarning,
+        )
+        return plain(*args, **kwargs)
+    if cache is not None:
+        switch.say_once(
+            f"The KV cache stays empty in checkpointed blocks ({type(block).__name__}) while training; "
+            "set `use_cache=False` in the model's config to say so."
+        )
+        args = tuple(None if value is cache else value for value in args)
+        kwargs = {name: None if value is cache else value for name, value in kwargs.items()}
+    return _rerun(block, plain, switch.buffers(block), args, kwargs)
+
+
+def _rerun(
     block: nn.Module, plain: Callable[..., Any], buffers: StatefulBuffers, args: tuple, kwargs: dict[str, Any]
 ) -> Any:
     # All by position: torch looks for the devices whose random state it must keep among those only.

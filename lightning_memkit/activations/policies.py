@@ -1,12 +1,24 @@
-"""Which blocks are checkpointed: one frozen class a policy, one parser for their short names."""
+"""What is kept of a forward: one frozen class a policy, one parser for their short names."""
 
 import re
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import TypeVar
+
+from lightning_memkit.activations.operators import is_attention, is_matmul
+from lightning_memkit.memory.units import parse_bytes
 
 _T = TypeVar("_T")
 
-POLICIES = '"full" (every block), "every:k" (every k-th block, such as "every:2")'
+POLICIES = (
+    '"full" (every block), "every:k" (every k-th block, such as "every:2"), "selective" (attention and every second '
+    'matmul are saved) or "selective:..." (the operators to save, such as "selective:attention,matmul/2,silu"), '
+    '"budget:x" (a fraction or bytes of the saved activations, such as "budget:0.5" or "budget:2GiB"), '
+    '"compile:x" (each block compiled, with torch\'s own budget of x in [0, 1])'
+)
+_GROUPS: dict[str, Callable[[str], bool]] = {"attention": is_attention, "matmul": is_matmul}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,15 +38,129 @@ class EveryKthBlock:
         return blocks[:: self.k]
 
 
-def parse_policy(policy: str) -> EveryKthBlock:
+@dataclass(frozen=True, kw_only=True)
+class SavedOperators:
+    """Save the outputs of these operators and make all others again.
+
+    Args:
+        save: (pattern, k): every k-th operator of a block that the pattern matches. A pattern is `attention`, `matmul`
+            or a glob over operators' names (`silu`, `_softmax*`).
+    """
+
+    save: tuple[tuple[str, int], ...] = (("attention", 1), ("matmul", 2))
+
+    def __post_init__(self) -> None:
+        for pattern, every in self.save:
+            if not pattern or every < 1:
+                raise ValueError(
+                    f'policy="selective:{pattern}/{every}" names no operator to save: write name or name/k with k of '
+                    'at least 1, such as "selective:attention,matmul/2".'
+                )
+
+    def chooser(self) -> Callable[[str], bool]:
+        """For one forward of one block: asked operator by operator, whether its output is saved."""
+        seen: Counter[str] = Counter()
+
+        def chosen(name: str) -> bool:
+            saved = False
+            for pattern, every in self.save:
+                if matches(name, pattern):
+                    saved |= seen[pattern] % every == 0
+                    seen[pattern] += 1
+            return saved
+
+        return chosen
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedBytes:
+    """Save at most this much, at the least recomputation that measuring finds.
+
+    Args:
+        fraction: of what the model saves without checkpointing, in (0, 1]; or
+        size_bytes: the bytes themselves.
+    """
+
+    fraction: float | None = None
+    size_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.fraction is not None and not 0 < self.fraction <= 1:
+            hint = (
+                f"; for {self.fraction:g} % write {self.fraction / 100:g}" if 1 < self.fraction <= 100 else ""
+            )
+            raise ValueError(
+                f'policy="budget:{self.fraction:g}" is outside (0, 1]: it is the fraction of the saved activations '
+                f'to keep, or a size such as "budget:2GiB"{hint}; for the least of all write "full".'
+            )
+
+    def bytes_of(self, total_bytes: int) -> int:
+        """The budget where `total_bytes` would be saved without it."""
+        return self.size_bytes if self.size_bytes is not None else int((self.fraction or 0) * total_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledBlocks:
+    """Compile each block; torch's partitioner saves at most this fraction of what it would save by itself."""
+
+    budget: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.budget <= 1:
+            raise ValueError(
+                f'policy="compile:{self.budget:g}" is outside [0, 1]: 1 saves what torch.compile saves by itself, '
+                "0 the blocks' inputs only; write for example compile:0.5."
+            )
+
+
+Policy = EveryKthBlock | SavedOperators | SavedBytes | CompiledBlocks
+
+
+def parse_policy(policy: str) -> Policy:
     """The policy behind a short name.
 
     Raises:
         ValueError: the name is none of `POLICIES`, or its number is out of range.
     """
+    name, colon, rest = policy.partition(":") if isinstance(policy, str) else ("", "", "")
     if policy == "full":
         return EveryKthBlock()
-    match = re.fullmatch(r"every:(-?\d+)", policy) if isinstance(policy, str) else None
+    if policy == "selective":
+        return SavedOperators()
+    if name == "every" and re.fullmatch(r"-?\d+", rest):
+        return EveryKthBlock(k=int(rest))
+    if name == "selective" and rest:
+        return SavedOperators(save=tuple(_operator(part, policy) for part in rest.split(",")))
+    if name == "budget" and rest:
+        number = _number(rest)
+        if number is not None and (number <= 1 or number != int(number) or number <= 100):
+            return SavedBytes(fraction=number)
+        try:
+            return SavedBytes(size_bytes=parse_bytes(rest))
+        except ValueError as error:
+            raise ValueError(f"policy={policy!r} is no budget: {error}") from None
+    if name == "compile" and (number := _number(rest)) is not None:
+        return CompiledBlocks(budget=number)
+    raise ValueError(f"policy={policy!r} is unknown; the policies are {POLICIES}.")
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a pattern of `SavedOperators` matches an operator's name."""
+    return _GROUPS[pattern](name) if pattern in _GROUPS else fnmatchcase(name, pattern.removeprefix("aten."))
+
+
+def _operator(part: str, policy: str) -> tuple[str, int]:
+    match = re.fullmatch(r"\s*([\w.*?\[\]]+)\s*(?:/\s*(\d+))?\s*", part)
     if match is None:
-        raise ValueError(f"policy={policy!r} is unknown; the policies are {POLICIES}.")
-    return EveryKthBlock(k=int(match[1]))
+        raise ValueError(
+            f"policy={policy!r}: {part!r} names no operator to save; write names with commas between, each with /k "
+            'for every k-th of them, such as "selective:attention,matmul/2,silu".'
+        )
+    return match[1], int(match[2] or 1)
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None

@@ -1,0 +1,137 @@
+"""Choose what to keep: the least time of recomputation for a number of bytes, by operator and over all blocks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_memkit.activations.profiling import OperatorCost
+
+_BINS = 4000
+_TAPE_SECONDS = 5e-6  # of recording one operator; it only keeps ties on the side of leaving a block alone
+_EXACT_UP_TO = 160  # operators of a block; above it, candidates are ranked once instead of after every choice
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """One way to run a block.
+
+    Args:
+        keep: indices of the operators whose outputs stay in memory; None leaves the block without checkpointing.
+        size_bytes: what stays in memory, the block's inputs left out.
+        seconds: the time of the operators that run again.
+    """
+
+    keep: frozenset[int] | None
+    size_bytes: int
+    seconds: float
+
+
+def choices(operators: Sequence[OperatorCost]) -> list[Choice]:
+    """Ways to run a block of which none is both larger and slower than another; the smallest first."""
+    everything = Choice(keep=None, size_bytes=sum(op.size_bytes for op in operators if op.saved), seconds=0.0)
+    found = [everything]
+    pinned = frozenset(index for index, op in enumerate(operators) if op.pinned)
+    found += _growing(operators, pinned)
+    found += _shrinking(operators, frozenset(i for i, op in enumerate(operators) if op.saved) | pinned)
+    found.sort(key=lambda choice: (choice.size_bytes, choice.seconds))
+    front: list[Choice] = []
+    for choice in found:
+        if not front or choice.seconds < front[-1].seconds:
+            front.append(choice)
+    return front
+
+
+def choose(fronts: Sequence[Sequence[Choice]], budget_bytes: int) -> list[Choice]:
+    """One choice a block, of the least time that fits; the smallest of each where nothing fits."""
+    least = [front[0] for front in fronts]
+    spare = budget_bytes - sum(choice.size_bytes for choice in least)
+    if spare <= 0:
+        return least
+    unit = max(1, -(-spare // _BINS))
+    best = np.zeros(_BINS + 1)
+    taken: list[np.ndarray] = []
+    for front in fronts:
+        times = np.full((len(front), _BINS + 1), np.inf)
+        for row, choice in enumerate(front):
+            # Rounded down per block and made up for below: rounded up, many blocks would waste much.
+            width = -(-(choice.size_bytes - front[0].size_bytes) // unit)
+            if width <= _BINS:
+                times[row, width:] = best[: _BINS + 1 - width] + choice.seconds
+        taken.append(times.argmin(axis=0))
+        best = times.min(axis=0)
+    chosen: list[Choice] = []
+    left = _BINS
+    for front, rows in zip(reversed(fronts), reversed(taken), strict=True):
+        choice = front[int(rows[left])]
+        left -= -(-(choice.size_bytes - front[0].size_bytes) // unit)
+        chosen.append(choice)
+    return chosen[::-1]
+
+
+def _growing(operators: Sequence[OperatorCost], keep: frozenset[int]) -> list[Choice]:
+    """From keeping nothing: each time the operator that saves the most time a byte."""
+    steps = [_choice(operators, keep)]
+    candidates = {i for i, op in enumerate(operators) if i not in keep}
+    exact = len(operators) <= _EXACT_UP_TO
+    ranked = sorted(candidates, key=lambda i: -operators[i].seconds / (operators[i].size_bytes + 1))
+    while candidates:
+        if exact:
+            tried = [(_choice(operators, keep | {index}), index) for index in candidates]
+            now = steps[-1]
+            tried = [(c, i) for c, i in tried if c.seconds < now.seconds]
+            if not tried:
+                break
+            choice, index = max(
+                tried,
+                key=lambda pair: (
+                    (now.seconds - pair[0].seconds) / max(1, pair[0].size_bytes - now.size_bytes)
+                ),
+            )
+        else:
+            index = ranked.pop(0)
+            choice = _choice(operators, keep | {index})
+        candidates.discard(index)
+        keep |= {index}
+        steps.append(choice)
+    return steps
+
+
+def _shrinking(operators: Sequence[OperatorCost], keep: frozenset[int]) -> list[Choice]:
+    """From keeping what autograd keeps: each time the operator that costs the least time a byte."""
+    steps = [_choice(operators, keep)]
+    if len(operators) > _EXACT_UP_TO:
+        return steps
+    while candidates := [index for index in keep if not operators[index].pinned]:
+        now = steps[-1]
+        tried = [(_choice(operators, keep - {index}), index) for index in candidates]
+        choice, index = min(
+            tried,
+            key=lambda pair: (pair[0].seconds - now.seconds) / max(1, now.size_bytes - pair[0].size_bytes),
+        )
+        keep -= {index}
+        steps.append(choice)
+    return steps
+
+
+def _choice(operators: Sequence[OperatorCost], keep: frozenset[int]) -> Choice:
+    needed = _needed(operators, keep)
+    held = {index for index in keep if operators[index].saved}
+    held.update(i for index in needed for i in operators[index].inputs if i in keep)
+    return Choice(
+        keep=keep,
+        size_bytes=sum(operators[index].size_bytes for index in held),
+        seconds=sum(operators[index].seconds for index in needed) + len(operators) * _TAPE_SECONDS,
+    )
+
+
+def _needed(operators: Sequence[OperatorCost], keep: frozenset[int]) -> set[int]:
+    """The operators that run again: what autograd saves and is not kept, and what leads there."""
+    needed: set[int] = set()
+    waiting = [index for index, op in enumerate(operators) if op.saved and index not in keep]
+    while waiting:
+        index = waiting.pop()
+        if index not in needed:
+            needed.add(index)
+            waiting.extend(i for i in operators[index].inputs if i not in keep)
+    return needed

@@ -1,0 +1,197 @@
+"""Blocks run from tapes: with operators named beforehand, or chosen from what the first step measured."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+from lightning_memkit.activations.choosing import Choice, choices, choose
+from lightning_memkit.activations.policies import SavedBytes, SavedOperators
+from lightning_memkit.activations.profiling import BlockProfile, Profiler
+from lightning_memkit.activations.recorded import Operator
+from lightning_memkit.activations.tape import Tape
+from lightning_memkit.errors import NoEffectWarning
+from lightning_memkit.memory.units import format_bytes
+
+Plain = Callable[..., Any]
+
+
+def run_recorded(plain: Plain, args: tuple, kwargs: dict[str, Any], keep: Callable[[Operator], bool]) -> Any:
+    """One forward of a block, of which `keep` says what stays in memory."""
+    tape = Tape(keep)
+    out = tape.record(lambda: plain(*args, **kwargs), _tensors((args, kwargs)))
+    tape.finish(_tensors(out))
+    return out
+
+
+def run_selective(plain: Plain, args: tuple, kwargs: dict[str, Any], policy: SavedOperators) -> Any:
+    """One forward of a block that saves the operators of a policy."""
+    chosen = policy.chooser()
+    return run_recorded(plain, args, kwargs, lambda operator: chosen(operator.kind.name))
+
+
+class BudgetPlan:
+    """Measures every block in the first forward, then keeps what the budget allows at the least recomputation.
+
+    The first forward keeps the blocks' inputs only, one block at a time with everything while it is measured; it
+    takes several times as long. A block's choice is by the place of an operator in the forward: where a later
+    forward runs other operators, the rest of that block is made again from what was kept.
+
+    Args:
+        policy: the budget.
+        blocks: how many blocks there are.
+    """
+
+    def __init__(self, policy: SavedBytes, blocks: int) -> None:
+        self._policy = policy
+        self._profiles: dict[int, list[BlockProfile]] = {}
+        self._chosen: dict[float, dict[int, Choice]] = {}
+        self._fronts: dict[int, list[Choice]] = {}
+        self._profiler = Profiler()
+        self._blocks = blocks
+        self._outside_bytes = 0
+        self._forward = 0  # the number of root forwards begun; blocks called without one count as of one
+        self._measured_in: int | None = None
+        self._counted: dict[int, StorageWeakRef] = {}
+        self._warned = False
+
+    # --- the whole model -------------------------------------------------------------------------------------
+
+    def run_root(self, plain: Plain, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The forward of the whole model: the first one also counts what is saved outside of the blocks."""
+        self._forward += 1
+        if self._measured_in is not None or not torch.is_grad_enabled():
+            return plain(*args, **kwargs)
+        inputs = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
+        saved: dict[int, tuple[StorageWeakRef, int]] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in inputs and not isinstance(tensor, nn.Parameter):
+                saved[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+            return tensor
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            out = plain(*args, **kwargs)
+        weights = {reference.cdata for reference in self._counted.values()}
+        self._outside_bytes = sum(
+            size for key, (alive, size) in saved.items() if not alive.expired() and key not in weights
+        )
+        return out
+
+    # --- a block ---------------------------------------------------------------------------------------------
+
+    def run_block(self, index: int, plain: Plain, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The forward of one block."""
+        if self._measured_in is None or (self._measured_in == self._forward and self._forward):
+            return self._measured(index, plain, args, kwargs)
+        if not self._forward and len(self._profiles) < self._blocks and index not in self._profiles:
+            return self._measured(index, plain, args, kwargs)
+        choice = self._plan(_scale(self._profiles.get(index), args, kwargs)).get(index)
+        if choice is None:
+            return run_recorded(plain, args, kwargs, lambda operator: False)
+        if choice.keep is None:
+            return plain(*args, **kwargs)
+        return run_recorded(plain, args, kwargs, _Follow(choice, self._profiles[index][0]))
+
+    def _measured(self, index: int, plain: Plain, args: tuple, kwargs: dict[str, Any]) -> Any:
+        self._measured_in = self._forward
+        tape = Tape(lambda operator: True)
+        inputs = _tensors((args, kwargs))
+        out = tape.record(lambda: plain(*args, **kwargs), inputs)
+        shapes = tuple(tuple(tensor.shape) for tensor in inputs)
+        profile = self._profiler.profile(tape, _tensors(out), self._new_bytes(inputs), shapes)
+        self._profiles.setdefault(index, []).append(profile)
+        tape.release(lambda operator: False)
+        tape.finish(_tensors(out))
+        return out
+
+    def _new_bytes(self, inputs: list[Tensor]) -> int:
+        total = 0
+        for tensor in inputs:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._counted and not isinstance(tensor, nn.Parameter):
+                self._counted[storage._cdata] = StorageWeakRef(storage)
+                total += storage.nbytes()
+        return total
+
+    # --- the choice ------------------------------------------------------------------------------------------
+
+    def _plan(self, scale: float) -> dict[int, Choice]:
+        scale = scale if self._policy.size_bytes is not None else 1.0
+        if scale not in self._chosen:
+            if not self._fronts:
+                self._counted.clear()
+                known: dict[Any, list[Choice]] = {}
+                for index, calls in self._profiles.items():
+                    key = calls[0].operators
+                    self._fronts[index] = known[key] = known.get(key) or choices(key)
+            self._chosen[scale] = self._choose(scale)
+        return self._chosen[scale]
+
+    def _choose(self, scale: float) -> dict[int, Choice]:
+        profiles = self._profiles.values()
+        fixed = self._outside_bytes + sum(call.input_bytes for calls in profiles for call in calls)
+        saved = sum(call.saved_bytes for calls in profiles for call in calls)
+        budget = int(self._policy.bytes_of(fixed + saved) / scale)
+        # A block that is called several times in a forward takes one choice, once for every call.
+        indices = [index for index, calls in self._profiles.items() for _ in calls]
+        chosen = choose([self._fronts[index] for index in indices], budget - fixed)
+        least = fixed + sum(self._fronts[index][0].size_bytes for index in indices)
+        if least > budget and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"The budget of {format_bytes(budget)} for saved activations can't be met: with every block made "
+                f"again, {format_bytes(least)} of {format_bytes(fixed + saved)} stay (the blocks' inputs, and "
+                f"{format_bytes(self._outside_bytes)} outside of the blocks). Everything is made again; a smaller "
+                "micro-batch, or a loss without logits, saves more.",
+                UserWarning,
+                stacklevel=2,
+            )
+        if saved == 0 and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "No block saves an activation; the budget changes nothing.", NoEffectWarning, stacklevel=2
+            )
+        smallest: dict[int, Choice] = {}
+        for index, choice in zip(indices, chosen, strict=True):
+            if index not in smallest or choice.size_bytes < smallest[index].size_bytes:
+                smallest[index] = choice
+        return smallest
+
+
+class _Follow:
+    """Keeps what a choice names, as long as the forward runs the operators that it was made for."""
+
+    def __init__(self, choice: Choice, profile: BlockProfile) -> None:
+        self._keep = choice.keep or frozenset()
+        self._operators = profile.operators
+        self._follows = True
+
+    def __call__(self, operator: Operator) -> bool:
+        index = operator.index
+        if self._follows:
+            self._follows = index < len(self._operators) and self._operators[index].func is operator.func
+        return self._follows and index in self._keep
+
+
+def _scale(profiles: list[BlockProfile] | None, args: tuple, kwargs: dict[str, Any]) -> float:
+    """How much larger the inputs are than when they were measured."""
+    if not profiles:
+        return 1.0
+    before = sum(_count(shape) for shape in profiles[0].shapes)
+    now = sum(tensor.numel() for tensor in _tensors((args, kwargs)))
+    return now / before if before else 1.0
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    return int(torch.Size(shape).numel())
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.layout is torch.strided]

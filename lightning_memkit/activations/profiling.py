@@ -1,0 +1,149 @@
+"""What the operators of a recorded block cost and hold: measured by running them again, and checked."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_memkit.activations.recorded import Operator, Place, Value
+from lightning_memkit.activations.tape import Tape
+
+_REPEATS = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OperatorCost:
+    """One operator of a block.
+
+    Args:
+        func: which operator.
+        seconds: the time of running it again.
+        size_bytes: what keeping its outputs holds.
+        inputs: indices of the operators whose outputs it reads.
+        saved: autograd saves an output of it.
+        pinned: it must not run again; its outputs are always kept.
+    """
+
+    func: Any
+    seconds: float
+    size_bytes: int
+    inputs: tuple[int, ...]
+    saved: bool
+    pinned: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockProfile:
+    """A block's forward: its operators, and the bytes of its inputs that stay in memory whatever is chosen."""
+
+    operators: tuple[OperatorCost, ...]
+    input_bytes: int
+    shapes: tuple[Any, ...]
+
+    @property
+    def saved_bytes(self) -> int:
+        """What autograd saves of the block without checkpointing, its inputs left out."""
+        return sum(operator.size_bytes for operator in self.operators if operator.saved)
+
+
+class Profiler:
+    """Measures recorded blocks; equal operators on equal shapes are measured once."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[Any, float] = {}
+
+    def profile(self, tape: Tape, outputs: list[Tensor], input_bytes: int, shapes: tuple) -> BlockProfile:
+        """Run every operator again on its own inputs, time it, and pin those that give other bits.
+
+        Args:
+            tape: of a forward of which everything was kept, before `finish`.
+            outputs: what the block returned: it stays in memory anyway.
+            input_bytes: of the block's inputs that no other block counts.
+            shapes: of the block's inputs.
+        """
+        outside = {tensor.untyped_storage()._cdata for tensor in outputs}
+        costs = []
+        with tape.below_autograd():
+            for operator in tape.operators:
+                seconds = self._measure(tape, operator)
+                costs.append(
+                    OperatorCost(
+                        func=operator.func,
+                        seconds=seconds,
+                        size_bytes=sum(_size(value, outside) for value in operator.made()),
+                        inputs=tuple(
+                            {value.operator.index for value in operator.inputs if value.operator is not None}
+                        ),
+                        saved=any(value.notes for value in operator.made()),
+                        pinned=operator.pinned,
+                    )
+                )
+        return BlockProfile(operators=tuple(costs), input_bytes=input_bytes, shapes=shapes)
+
+    def _measure(self, tape: Tape, operator: Operator) -> float:
+        contents = _contents(tape, operator)
+        made = operator.outputs_of(dict(contents))  # also warms up
+        for value, storage in zip(operator.outputs, made, strict=True):
+            now = None if value is None else value.find()
+            if now is not None and not operator.kind.unfilled and not _same(now, storage):
+                operator.pinned = True
+        key = _key(operator)
+        if key not in self._seconds:
+            self._seconds[key] = min(
+                _seconds(lambda: operator.outputs_of(dict(contents)), made) for _ in range(_REPEATS)
+            )
+        return self._seconds[key]
+
+
+def _contents(tape: Tape, operator: Operator) -> dict[Value, torch.UntypedStorage]:
+    """What an operator's inputs held when it ran; what was overwritten since is made again."""
+    contents: dict[Value, torch.UntypedStorage] = {}
+    for earlier in tape.closure(operator.inputs):
+        known = {value: contents.get(value) or value.find() for value in earlier.inputs}
+        for value, storage in zip(earlier.outputs, earlier.outputs_of(known), strict=True):  # pyright: ignore[reportArgumentType]
+            if value is not None:
+                contents[value] = storage
+    for value in operator.inputs:
+        storage = contents.get(value) or value.find()
+        assert storage is not None
+        contents[value] = storage
+    return contents
+
+
+def _same(one: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:
+    if one.nbytes() != other.nbytes():
+        return False
+    left, right = (
+        torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # pyright: ignore[reportArgumentType, reportCallIssue]
+        for storage in (one, other)
+    )
+    return torch.equal(left, right)
+
+
+def _size(value: Value, outside: set[int]) -> int:
+    storage = value.find()
+    return 0 if storage is None or storage._cdata in outside else value.size_bytes
+
+
+def _seconds(run: Callable[[], object], made: list[torch.UntypedStorage]) -> float:
+    device = made[0].device if made else torch.device("cpu")
+    synchronize = getattr(torch.get_device_module(device), "synchronize", lambda: None)
+    synchronize()
+    start = time.perf_counter()
+    run()
+    synchronize()
+    return time.perf_counter() - start
+
+
+def _key(operator: Operator) -> Any:
+    def of(value: Any) -> Any:
+        if isinstance(value, Place):
+            return (tuple(value.size), value.stride, value.dtype)
+        if isinstance(value, (list, tuple)):
+            return tuple(of(item) for item in value)
+        return str(value)
+
+    return operator.func, of(operator.args), of(list(operator.kwargs.values()))

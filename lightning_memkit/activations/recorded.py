@@ -1,0 +1,166 @@
+"""What a tape holds of a forward: operators, the values they wrote, and where tensors lie in them."""
+
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_memkit.activations.operators import Kind
+from lightning_memkit.activations.randomness import RandomState
+
+
+class Value:
+    """What one operator wrote into one storage; a leaf (an input, a weight) where `operator` is None."""
+
+    __slots__ = ("guard", "notes", "operator", "size_bytes", "storage")
+
+    def __init__(self, operator: "Operator | None", storage: torch.UntypedStorage) -> None:
+        self.operator = operator
+        self.storage: torch.UntypedStorage | None = storage
+        self.size_bytes = storage.nbytes()
+        self.notes: list[weakref.ref[Note]] = []
+        self.guard: tuple[Tensor, int] | None = None
+
+    @property
+    def pinned(self) -> bool:
+        """Whether it can't be made again: a leaf, or the output of an operator that must not run twice."""
+        return self.operator is None or self.operator.pinned
+
+    def watch(self, tensor: Tensor) -> None:
+        """From here on, notice when somebody writes to the storage of this tensor, which holds the value."""
+        if not tensor.is_inference():
+            alias = tensor.detach()  # it shares the counter of writes, and holds no graph
+            self.guard = (alias, alias._version)
+
+    def find(self) -> torch.UntypedStorage | None:
+        """The storage where it is in memory: here, or in a note that autograd still has."""
+        if self.guard is not None and self.guard[0]._version != self.guard[1]:
+            self.forget()
+        if self.storage is not None:
+            return self.storage
+        return next((note.storage for note in alive(self.notes) if note.storage is not None), None)
+
+    def forget(self) -> None:
+        """Let go everywhere: the storage is dropped, or holds something else by now."""
+        self.storage = self.guard = None
+        for note in alive(self.notes):
+            note.storage = None
+
+    def let_autograd_hold(self) -> None:
+        """No operator waits for it any more: hold it only as long as a saved tensor still waits for it."""
+        if self.pinned or self.storage is None:
+            return
+        notes = list(alive(self.notes))
+        if any(note.storage is not None for note in notes) or not any(note.pending for note in notes):
+            self.storage = self.guard = None
+
+
+class Place:
+    """Where a tensor lies within a value."""
+
+    __slots__ = ("device", "dtype", "offset", "size", "stride", "value")
+
+    def __init__(self, value: Value, tensor: Tensor) -> None:
+        self.value = value
+        self.dtype, self.device = tensor.dtype, tensor.device
+        self.size, self.stride, self.offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def over(self, storage: torch.UntypedStorage) -> Tensor:
+        """The tensor, with a storage of the same layout under it."""
+        empty: Any = torch.empty(0, dtype=self.dtype, device=self.device)
+        return empty.set_(storage, self.offset, self.size, self.stride)
+
+
+class Note:
+    """What autograd holds in place of a saved tensor."""
+
+    __slots__ = ("__weakref__", "pending", "place", "storage", "tape")
+
+    def __init__(self, tape: Any, place: Place) -> None:
+        self.tape = tape  # held by notes alone: a tape ends with its graph
+        self.place = place
+        self.storage = place.value.storage
+        self.pending = True
+
+
+class Operator:
+    """One recorded call."""
+
+    __slots__ = ("args", "func", "index", "inputs", "kind", "kwargs", "outputs", "pinned", "random")
+
+    def __init__(self, func: Any, kind: Kind) -> None:
+        self.index = -1
+        self.func = func
+        self.kind = kind
+        self.args: list[Any] = []
+        self.kwargs: dict[str, Any] = {}
+        self.inputs: list[Value] = []
+        self.outputs: list[Value | None] = []  # None where an output lies in an input's storage
+        self.pinned = kind.once
+        self.random: RandomState | None = None
+
+    def made(self) -> list[Value]:
+        """The values that it made."""
+        return [value for value in self.outputs if value is not None]
+
+    def rewritten(self) -> set[Value]:
+        """The inputs that it writes to."""
+        places = [self.args[index] for index in self.kind.written if index < len(self.args)]
+        places += [value for name, value in self.kwargs.items() if name in self.kind.written_names]
+        return {place.value for place in _places(places)}
+
+    def outputs_of(self, storages: dict[Value, torch.UntypedStorage]) -> list[torch.UntypedStorage]:
+        """Run it on these contents of its inputs (those that it writes to are copied first)."""
+        for value in self.rewritten():
+            storages[value] = storages[value].clone()
+        args, kwargs = _filled(self.args, storages), _filled(self.kwargs, storages)
+        if self.random is None:
+            out = self.func(*args, **kwargs)
+        else:
+            with self.random.restored():
+                out = self.func(*args, **kwargs)
+        return [tensor.untyped_storage() for tensor in tensors_in(out)]
+
+    def run(self) -> None:
+        """Run it again on its inputs, which are in memory, and store what it makes."""
+        storages = {value: storage for value in self.inputs if (storage := value.find()) is not None}
+        for value, storage in zip(self.outputs, self.outputs_of(storages), strict=True):
+            if value is not None:
+                value.storage = storage
+
+
+def alive(references: Iterable[weakref.ref[Note]]) -> Iterator[Note]:
+    """The notes that autograd still has."""
+    for reference in references:
+        note = reference()
+        if note is not None:
+            yield note
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors of a value that an operator takes or returns."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def _places(value: Any) -> Iterator[Place]:
+    if isinstance(value, Place):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _places(item)
+
+
+def _filled(value: Any, storages: dict[Value, torch.UntypedStorage]) -> Any:
+    if isinstance(value, Place):
+        return value.over(storages[value.value])
+    if isinstance(value, list):
+        return [_filled(item, storages) for item in value]
+    if isinstance(value, dict):
+        return {name: _filled(item, storages) for name, item in value.items()}
+    return value
