@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from lightning_memkit.loss import linear_cross_entropy
 from lightning_memkit.loss_backends import Backend
+from lightning_memkit.memory.meter import unmetered
 
 _SAME_ROWS = frozenset({"view", "reshape", "flatten", "squeeze", "unsqueeze", "contiguous", "view_as"})
 _CASTS = frozenset({"float", "to", "double"})
@@ -80,7 +81,12 @@ class LazyLogits(Tensor):
         differentiable = torch.is_grad_enabled() and (recipe.hidden.requires_grad or weight.requires_grad)
         differentiable = differentiable and not recipe.detached
         made: Any = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=dtype, device=recipe.hidden.device, requires_grad=differentiable
+            cls,
+            shape,
+            dtype=dtype,
+            device=recipe.hidden.device,
+            requires_grad=differentiable,
+            storage_size=0,  # or every count of bytes would take it for the logits
         )
         made._recipe, made._value = recipe, None
         if differentiable:
@@ -148,7 +154,8 @@ def lazy_linear(
                 "The hidden states were changed in place after the head saw them, and its logits were not computed "
                 "yet; change a copy, or use the model without ChunkedLoss."
             )
-        with torch.set_grad_enabled(gradients), torch.autocast(kind, dtype=cast_dtype, enabled=cast):
+        enabled = gradients and torch.is_grad_enabled()
+        with torch.set_grad_enabled(enabled), torch.autocast(kind, dtype=cast_dtype, enabled=cast):
             return plain(hidden)
 
     recipe = Recipe(head=head, hidden=hidden, compute=compute, backend=backend, report=report)
@@ -195,7 +202,8 @@ def _noted(
     elif name in _SAME_ROWS or name in _CASTS or name in _TRANSPOSITIONS:
         if any(isinstance(value, Tensor) for value in (*others, *kwargs.values())):
             return None
-        like = func(torch.empty(shape, dtype=dtype, device="meta"), *others, **kwargs)
+        with unmetered():  # a meter counts what "meta" would take
+            like = func(torch.empty(shape, dtype=dtype, device="meta"), *others, **kwargs)
         if name in _TRANSPOSITIONS:
             if logits.ndim != 3 or like.shape != (shape[0], shape[2], shape[1]):
                 return None
@@ -263,6 +271,9 @@ def _dimensions(item: Any) -> int:
 def _computed(item: Any, name: str) -> Any:
     """The same arguments with real logits."""
     if isinstance(item, LazyLogits):
+        only_read = item.requires_grad and not torch.is_grad_enabled() and not name.endswith("_")
+        if item._value is None and only_read:
+            return item._recipe.compute()  # without a graph, and not kept
         if item._value is None:
             item._value = item._recipe.compute()
             item._recipe.report(name, item._value)
