@@ -17,12 +17,12 @@ class WorkLimit:
     """Limits what a row costs to compute, so that rows take equal time where equal tokens don't.
 
     A document's work is length * (length + ``linear``). Attention alone grows with the square of the length:
-    ``linear=0``. A transformer block of width d also spends, a token, what causal attention spends on about 12 d
-    tokens before it (24 d² floating-point operations in its matrices, 2 d a token attended to): ``linear=12 * d``.
+    ``linear=0``. A transformer block of width d takes about 2 * d * length² floating-point operations for causal
+    attention and 24 * d² * length for its matrices: ``linear=12 * d``.
 
     Args:
         most: Work a row can hold. 2048 * (2048 + linear) is that of one document of 2048 tokens.
-        linear: Work of a token besides attention, in attended tokens.
+        linear: Work of a token besides attention, as so many tokens of a document's length.
 
     Raises:
         ValueError: ``linear`` is negative, or not even one token fits.
