@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from lightning_memkit.memory.findings import Finding
 from lightning_memkit.memory.meter import Allocation, ByteMeter, Phase
 
 CATEGORIES = {
@@ -33,6 +34,7 @@ class Anatomy:
         fixed_bytes: what lies outside the tensors, and outside the budget: on CUDA what the driver counts
             besides the allocator; on CPU the process before training (interpreter and libraries).
         operators: operators the step dispatched.
+        findings: what was wasteful in the step, or stayed after it.
     """
 
     peak_bytes: int
@@ -42,6 +44,7 @@ class Anatomy:
     largest: dict[str, int] = field(default_factory=dict)
     fixed_bytes: int = 0
     operators: int = 0
+    findings: tuple[Finding, ...] = ()
 
     def to_json(self, path: Path) -> None:
         """Write the anatomy as JSON; a reader never sees half a file."""

@@ -2,22 +2,27 @@
 
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_memkit.memory.anatomy import CATEGORIES, Anatomy, AnatomyMeter
+from lightning_memkit.memory.anatomy import Anatomy
+from lightning_memkit.memory.findings import Finding, fragmentation
 from lightning_memkit.memory.measure import fixed_bytes, process_bytes
-from lightning_memkit.memory.units import format_bytes
-from lightning_memkit.micro_batching import SplitError, batch_size
+from lightning_memkit.memory.origins import Place, places
+from lightning_memkit.memory.temporaries import TemporariesMeter
+from lightning_memkit.memory.units import format_bytes, parse_bytes
 from lightning_memkit.plugins import _seam
+from lightning_memkit.plugins._report_rates import Rates
+from lightning_memkit.plugins._report_table import anatomy_table
+from lightning_memkit.plugins._report_watch import StepsWatch
 from lightning_memkit.plugins._trials import states_on, tensors_of
 from lightning_memkit.plugins.memory_budget import MemoryBudget
 
@@ -27,7 +32,9 @@ class MemoryReport(Callback):
 
     The live line has loss, tokens (or samples) a second, memory and budget, the share of real tokens, and the share
     of time spent waiting for the loader; the same values go to the loggers. One step is metered operator by
-    operator (tens of microseconds each); its anatomy is printed when training ends and written as JSON.
+    operator (tens of microseconds each); its anatomy is printed when training ends and written as JSON. With it come
+    findings, a line each: what is wasteful, its bytes, the line that makes it, and the remedy. Tensors that every step
+    leaves behind are looked for in the first steps.
 
     Args:
         measured_step: the training batch that is metered, counted from 0; the second one by default, when the
@@ -35,6 +42,10 @@ class MemoryReport(Callback):
         live: print the line every `trainer.log_every_n_steps` batches.
         path: the JSON file; by default `memory_report.json` in the logger's folder, or the trainer's.
         loss_name: the logged value that the line shows; by default what `training_step` returns.
+        watched_steps: training batches in which every tensor is followed, to find those that are never let go (tens
+            of microseconds an operator); the first ones, or under MemoryBudget the first after it has settled. 0
+            looks for none.
+        least_bytes: waste within a step that is smaller is not named, as a size ("1MiB") or a count of bytes.
     """
 
     def __init__(
@@ -43,18 +54,27 @@ class MemoryReport(Callback):
         live: bool = True,
         path: str | None = None,
         loss_name: str | None = None,
+        watched_steps: int = 5,
+        least_bytes: int | str = "1MiB",
     ) -> None:
         if measured_step < 0:
             raise ValueError(f"measured_step={measured_step} is negative; batches are counted from 0.")
+        StepsWatch.check(watched_steps)
+        parse_bytes(least_bytes)
         self.measured_step = measured_step
         self.live = live
         self.path = path
         self.loss_name = loss_name
+        self.watched_steps = watched_steps
+        self.least_bytes = least_bytes
         self.anatomy: Anatomy | None = None
-        self._meter: AnatomyMeter | None = None
+        self.findings: tuple[Finding, ...] = ()
+        self._meter: TemporariesMeter | None = None
+        self._watch = StepsWatch(0)
+        self._outer: set[Place] = set()
         self._batches = 0
         self._process_bytes = 0
-        self._rates = _Rates()
+        self._rates = Rates()
         self._waited = lambda: 0.0
         self._undo: list[_seam.Undo] = []
         # A log file has no width of its own; 80 columns would break the table.
@@ -64,26 +84,29 @@ class MemoryReport(Callback):
     def __repr__(self) -> str:
         return (
             f"MemoryReport(measured_step={self.measured_step!r}, live={self.live!r}, path={self.path!r}, "
-            f"loss_name={self.loss_name!r})"
+            f"loss_name={self.loss_name!r}, watched_steps={self.watched_steps!r}, least_bytes={self.least_bytes!r})"
         )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note what the process holds besides tensors, and time the waits for data."""
         self._give_back()
-        self.anatomy, self._batches = None, 0
+        self.anatomy, self.findings, self._batches = None, (), 0
+        self._outer = places()
+        self._watch = StepsWatch(self.watched_steps, self._outer)
         held = sum(t.untyped_storage().nbytes() for t in [*pl_module.parameters(), *pl_module.buffers()])
         self._process_bytes = max(0, process_bytes() - held)
         self._waited, undo = _seam.time_data_waits(trainer)
         self._undo.append(undo)
-        self._rates = _Rates()
+        self._rates = Rates()
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Enter the meter for the measured step."""
+        """Enter the meter for the measured step, and the watch for leaks in the first ones."""
+        self._watch.enter(_budget(trainer), self._batches)
         if self.anatomy is not None or self._batches != self.measured_step or self._meter is not None:
             return
-        self._meter = AnatomyMeter()
+        self._meter = TemporariesMeter(least_bytes=parse_bytes(self.least_bytes), outer=self._outer)
         self._meter.track([*pl_module.parameters(), *pl_module.buffers()], "weights")
         for optimizer in trainer.optimizers:
             states = states_on(trainer.strategy.root_device, optimizer)
@@ -114,8 +137,11 @@ class MemoryReport(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Leave the meter; log and print the live line."""
+        """Leave the meter and the watch; log and print the live line."""
         self._leave_meter(trainer, pl_module)
+        self._watch.leave()
+        if self._watch.is_complete:
+            self._judge(trainer, pl_module)
         self._batches += 1
         self._rates.count(batch)
         every: int = vars(trainer)["log_every_n_steps"]
@@ -145,14 +171,21 @@ class MemoryReport(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """A batch whose start ended the epoch was not stepped."""
         self._drop_meter()
+        self._watch.drop()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the table and write the JSON."""
+        """Print the table and the findings, and write the JSON."""
         self._drop_meter()
+        self._judge(trainer, pl_module)
+        device = trainer.strategy.root_device
+        torn = fragmentation(torch.cuda.memory_stats(device)) if device.type == "cuda" else None
+        self.findings += (torn,) if torn is not None else ()
         # Asked on every rank: a logger's folder is broadcast from the first.
         folder = Path(trainer.log_dir or trainer.default_root_dir)
         if self.anatomy is not None:
+            self.anatomy = replace(self.anatomy, findings=self.findings)
             self._print_table(trainer, self.anatomy, Path(self.path or folder / "memory_report.json"))
+        self._print_findings(self.findings)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Lightning calls no teardown after an error."""
@@ -164,6 +197,7 @@ class MemoryReport(Callback):
 
     def _give_back(self) -> None:
         self._drop_meter()
+        self._watch.drop()
         while self._undo:
             self._undo.pop()()
 
@@ -185,7 +219,20 @@ class MemoryReport(Callback):
             optimizer_states=states,
             fixed_bytes=fixed_bytes(device) if device.type == "cuda" else self._process_bytes,
         )
+        self.findings += tuple(meter.findings())
         meter.forget()
+
+    def _judge(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Name what the watched steps have left behind; said at once, since it grows."""
+        found = self._watch.findings(trainer, pl_module)
+        self.findings += found
+        if self.live:
+            self._print_findings(found)
+
+    @rank_zero_only
+    def _print_findings(self, findings: tuple[Finding, ...]) -> None:
+        for finding in findings:
+            self._console.print(f"memory report: {finding}", markup=False)
 
     def _loss(self, trainer: Trainer, outputs: Any) -> float | None:
         value = outputs.get("loss") if isinstance(outputs, dict) else outputs
@@ -229,76 +276,6 @@ class MemoryReport(Callback):
             warnings.warn(
                 f"The metered step's peak is {over} over the budget {budget.budget!r}.", stacklevel=2
             )
-
-
-class _Rates:
-    """Tokens or samples a second, real tokens and loader stall since the last line."""
-
-    def __init__(self) -> None:
-        self._since, self._waited_before = perf_counter(), 0.0
-        self._tokens = self._real = self._samples = 0
-
-    def count(self, batch: Any) -> None:
-        real = getattr(batch, "real_tokens", None)
-        if real is not None:
-            self._real += int(real)
-            self._tokens += batch["input_ids"].numel()
-            return
-        try:
-            self._samples += batch_size(batch)
-        except SplitError:
-            self._samples += 1
-
-    def take(self, waited: float) -> dict[str, float]:
-        now = perf_counter()
-        seconds = max(now - self._since, 1e-9)
-        values = {"loader_stall": min(1.0, (waited - self._waited_before) / seconds)}
-        if self._tokens:
-            values["tokens_per_second"] = self._real / seconds
-            values["real_tokens"] = self._real / self._tokens
-        if self._samples:
-            values["samples_per_second"] = self._samples / seconds
-        self.restart(waited, now)
-        return values
-
-    def restart(self, waited: float, now: float | None = None) -> None:
-        """Count anew from here; what came in between is not training."""
-        self._since, self._waited_before = perf_counter() if now is None else now, waited
-        self._tokens = self._real = self._samples = 0
-
-
-def anatomy_table(anatomy: Anatomy, budget: MemoryBudget | None = None) -> Table:
-    """The anatomy as a table: each category at the peak, and at its own largest."""
-    title = f"Peak {format_bytes(anatomy.peak_bytes)} in the {anatomy.peak_phase}"
-    if budget is not None:
-        title += f", budget {format_bytes(budget.budget_bytes)}"
-        if budget.sizing is not None:
-            title += f", micro-batch {budget.sizing.micro_batch_size}"
-    table = Table(title=title, title_justify="left", caption=_caption(anatomy), caption_justify="left")
-    table.add_column("category")
-    table.add_column("at the peak", justify="right")
-    table.add_column("share", justify="right")
-    table.add_column("at its largest", justify="right")
-    table.add_column("what it is")
-    for category, meaning in CATEGORIES.items():
-        if not anatomy.largest.get(category):
-            continue
-        table.add_row(
-            category.replace("_", " "),
-            format_bytes(anatomy.at_peak[category]),
-            f"{anatomy.at_peak[category] / max(1, anatomy.peak_bytes):.1%}",
-            format_bytes(anatomy.largest[category]),
-            meaning,
-        )
-    fixed = "context, other processes and the process itself: outside the budget"
-    table.add_row(
-        "fixed cost", format_bytes(anatomy.fixed_bytes), "", format_bytes(anatomy.fixed_bytes), fixed
-    )
-    return table
-
-
-def _caption(anatomy: Anatomy) -> str:
-    return f"peak at {anatomy.peak_operator}; one step of {anatomy.operators:,} operators was metered"
 
 
 def _budget(trainer: Trainer) -> MemoryBudget | None:
