@@ -32,7 +32,7 @@ def best_fit_packing(lengths: NDArray[np.integer], limits: RowLimits) -> Packing
 
 def best_fit_decreasing(lengths: NDArray[np.integer], limits: RowLimits) -> ByRow:
     """Pieces in the order of their rows, their lengths, and the rows' offsets."""
-    placements, rows = _place(np.bincount(lengths, minlength=limits.longest + 1), limits)
+    placements, rows = _place(np.bincount(lengths), limits)
     longest_first = _stable_order((limits.longest - lengths).astype(np.uint32))
     runs_are_long = len(lengths) > _PIECES_A_RUN * len(placements)
     by_row = _by_row_run_by_run if runs_are_long else _by_row_sorted
