@@ -1,6 +1,6 @@
 """A batch of packed rows: a dictionary of tensors that knows where its documents end."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -81,6 +81,33 @@ class PackedBatch(dict[str, Any]):
             values["max_seqlen"] = int(cu_seqlens.diff().max())
             parts.append(PackedBatch(values))
         return parts
+
+    @staticmethod
+    def joined(parts: Iterable["PackedBatch"], rows: int, *, pin_memory: bool = False) -> "PackedBatch":
+        """One batch of parts of one length, each let go once it is copied.
+
+        Args:
+            parts: What ``split`` would give.
+            rows: Of all of them.
+            pin_memory: Puts the batch into page-locked host memory; needs an accelerator.
+        """
+        whole: dict[str, Any] = {}
+        ends, longest, begin = [torch.zeros(1, dtype=torch.int32)], 0, 0
+        for part in parts:
+            for key, value in part.items():
+                if not isinstance(value, Tensor) or key == "cu_seqlens":
+                    continue
+                if key not in whole:
+                    shape = (rows, *value.shape[1:])
+                    whole[key] = torch.empty(shape, dtype=value.dtype, pin_memory=pin_memory)
+                whole[key][begin : begin + part.rows] = value
+            ends.append(part["cu_seqlens"][1:] + begin * part.length)
+            longest = max(longest, part["max_seqlen"])
+            begin += part.rows
+        batch = PackedBatch({**whole, "cu_seqlens": torch.cat(ends), "max_seqlen": longest})
+        if pin_memory:
+            batch["cu_seqlens"] = batch["cu_seqlens"].pin_memory()
+        return batch
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> "PackedBatch":
         """The batch with its tensors on ``device``."""

@@ -1,17 +1,22 @@
-"""Token stores kept in the user's cache folder: written whole or not at all, checked when read."""
+"""Token stores kept in the user's cache folder: written whole or not at all, checked when read, then mapped."""
 
+import contextlib
+import hashlib
+import json
 import os
 import sys
-import tempfile
 import warnings
-import zipfile
-import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
-import numpy as np
+from lightning_memkit.data.store import TokenStore, joined
+from lightning_memkit.data.token_file import FORMAT, UnwritableError, read_store, write_store
 
-from lightning_memkit.data.store import TokenStore
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl: Any = None
 
 
 def cache_folder() -> Path:
@@ -27,47 +32,67 @@ def cache_folder() -> Path:
     return base / "lightning_memkit"
 
 
-def cached(name: str, build: Callable[[], TokenStore]) -> TokenStore:
-    """The store kept under ``name``, which must name all that it depends on; built if absent or broken.
+def cache_key(**depends_on: Any) -> str:
+    """Sixteen digits that follow from all that a store depends on, and from the format of its file."""
+    text = json.dumps({"format": FORMAT, **depends_on}, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    A file that can't be read is reported and rebuilt. A folder that can't be written to is reported, and the
-    store is returned without being kept.
+
+def cached(name: str, build: Callable[[], Iterable[TokenStore]], *, verify: bool = True) -> TokenStore:
+    """The store kept under ``name``, mapped from its file; built if absent or broken.
+
+    One process builds while the others wait. A file that is broken is reported and rebuilt. A folder that can't be
+    written to is reported, and the store is kept in memory alone.
+
+    Args:
+        name: names all that the store depends on.
+        build: gives the documents part by part, so that they need not fit in memory.
+        verify: compares the file with its checksums, about a second a gigabyte; else only with its length.
     """
-    path = cache_folder() / f"{name}.npz"
-    if path.exists():
-        try:
-            return _load(path)
-        except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile, zlib.error) as error:
-            warnings.warn(f"The cache {path} is broken ({error}); it is built again.", stacklevel=2)
-    store = build()
+    path = cache_folder() / f"{name}.tokens"
+    if (store := _read(path, verify)) is not None:
+        return store
     try:
-        _save(store, path)
-    except OSError as error:
+        with _alone(path):
+            # Another process may have built it in the meantime; its file is no less checked.
+            if (store := _read(path, verify, quiet=True)) is None:
+                write_store(build(), path)
+                store = read_store(path)
+            return store
+    except UnwritableError as error:
         warnings.warn(
-            f"{path} can't be written ({error}), so it is built again next time; "
+            f"{error}, so its documents are kept in memory and built again next time; "
             "set XDG_CACHE_HOME to a folder that can.",
             stacklevel=2,
         )
-    return store
+        return joined(build())
 
 
-def _load(path: Path) -> TokenStore:
-    # numpy reads through zipfile, which checks every array's CRC-32.
-    # The file is opened here because numpy leaves it open where it is broken.
-    with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-        store = TokenStore(tokens=arrays["tokens"], offsets=arrays["offsets"])
-    if store.offsets.ndim != 1 or store.tokens.ndim != 1 or int(store.offsets[-1]) != len(store.tokens):
-        raise ValueError("its offsets don't fit its tokens")
-    return store
-
-
-def _save(store: TokenStore, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
+def _read(path: Path, verify: bool, quiet: bool = False) -> TokenStore | None:
+    if not path.exists():
+        return None
     try:
-        with os.fdopen(handle, "wb") as file:
-            np.savez(file, tokens=store.tokens, offsets=store.offsets)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+        return read_store(path, verify=verify)
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        if not quiet:
+            warnings.warn(f"The cache {path} is broken ({error}); it is built again.", stacklevel=3)
+        return None
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Waits until no other process of this machine builds the same file; where locks are unknown, builds beside it."""
+    if fcntl is None:
+        yield
+        return
+    lock = path.with_suffix(".lock")
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        file = lock.open("w")
+    except OSError as error:
+        raise UnwritableError(f"{path} can't be written ({error})") from error
+    with file:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    # The file stays: who waits on a lock of a name that was removed would hold another than the next to come.

@@ -18,11 +18,12 @@ def collate(
     *,
     pad_id: int = 0,
     multiple_of: int = 1,
+    length: int | None = None,
 ) -> PackedBatch:
     """The rows as a ``PackedBatch``, padded to the longest of them; takes microseconds a row.
 
-    Labels are the tokens themselves (the model shifts them), -100 at the first token of every document and
-    on padding.
+    Labels are the tokens themselves (the model shifts them), -100 at the first token of every document, on
+    tokens that the store says are not learned, and on padding.
 
     Args:
         store: The documents' tokens.
@@ -30,6 +31,7 @@ def collate(
         rows: Which rows, by number.
         pad_id: The token that fills a row's end.
         multiple_of: Rounds the length up, but never beyond the context (64 suits tensor cores).
+        length: Tokens in a row; None: what the longest needs. For the parts of a batch.
     """
     chosen = np.asarray(rows, dtype=np.int64)
     if chosen.size == 0:
@@ -39,7 +41,7 @@ def collate(
     sizes = packing.lengths[pieces].astype(np.int64)
     row_of_piece = np.repeat(np.arange(len(chosen)), counts)
     fill = np.bincount(row_of_piece, weights=sizes, minlength=len(chosen)).astype(np.int64)
-    length = rounded_length(int(fill.max()), packing.context, multiple_of)
+    length = length or rounded_length(int(fill.max()), packing.context, multiple_of)
 
     # Pieces stand one behind the other: where the batch's real tokens go, and where they come from.
     row_starts = np.arange(len(chosen)) * length
@@ -48,11 +50,11 @@ def collate(
     places = np.repeat(targets, sizes) + positions
     sources = np.repeat(store.offsets[packing.documents[pieces]] + packing.starts[pieces], sizes) + positions
 
-    tokens = store.tokens[sources]
+    tokens, learned = store.gather(sources)
     input_ids = np.full(len(chosen) * length, pad_id, np.int64)
     input_ids[places] = tokens
     labels = np.full(len(chosen) * length, IGNORED_LABEL, np.int64)
-    labels[places] = tokens
+    labels[places] = tokens if learned is None else np.where(learned, tokens, IGNORED_LABEL)
     labels[targets] = IGNORED_LABEL
     position_ids = (np.arange(length) - fill[:, None] + 1).ravel()  # right in the padding, which begins at 1
     position_ids[places] = positions

@@ -1,12 +1,14 @@
-"""Batches of packed rows that resume where they stopped: the state is five integers, the same on every rank.
+"""Batches of packed rows that resume where they stopped: the state is a few integers, the same on every rank.
 
-The order of an epoch follows from (seed, epoch, number of rows) alone, so every rank works it out for itself
+The order of an epoch follows from (seed, epoch, rows) alone, so every rank works it out for itself
 and none talks to another. Nothing draws from torch's global random numbers: a resumed run draws what the
 uninterrupted run would have drawn.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,9 +18,12 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_memkit.data.batch import PackedBatch
+from lightning_memkit.data.batch_plan import BatchPlan, Epoch, Ordered, PlanOptions
 from lightning_memkit.data.collate import collate, rounded_length
-from lightning_memkit.data.packing import Packing
-from lightning_memkit.data.store import TokenStore
+from lightning_memkit.data.host_memory import HostMemory, loader_memory, tokens_a_part
+from lightning_memkit.data.layout import Packing
+from lightning_memkit.data.progress import Progress
+from lightning_memkit.data.store import TokenStore, offsets_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +45,25 @@ class PackedRows(Dataset[PackedBatch]):
     def __len__(self) -> int:
         return self.packing.rows
 
-    def __getitem__(self, rows: Sequence[int] | NDArray[np.integer]) -> PackedBatch:
-        return collate(self.store, self.packing, rows, pad_id=self.pad_id, multiple_of=self.multiple_of)
+    def __getitem__(self, rows: "Sequence[int] | NDArray[np.integer] | RowsOfLength") -> PackedBatch:
+        length = None
+        if isinstance(rows, RowsOfLength):
+            rows, length = rows.rows, rows.length
+        return collate(
+            self.store, self.packing, rows, pad_id=self.pad_id, multiple_of=self.multiple_of, length=length
+        )
+
+    def length_of(self, rows: NDArray[np.integer]) -> int:
+        """Tokens in a row of the batch of these rows."""
+        return rounded_length(
+            int(self.packing.row_tokens[rows].max()), self.packing.context, self.multiple_of
+        )
+
+    @cached_property
+    def row_documents(self) -> NDArray[np.int64]:
+        """Documents that begin in each row, [rows]."""
+        running = offsets_of(self.packing.starts == 0)
+        return running[self.packing.offsets[1:]] - running[self.packing.offsets[:-1]]
 
     @property
     def longest_batch(self) -> int:
@@ -51,37 +73,46 @@ class PackedRows(Dataset[PackedBatch]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoaderOptions:
-    """How a loader deals its rows.
+class RowsOfLength:
+    """Rows that are padded to a length: a part of a batch."""
+
+    rows: NDArray[np.integer]
+    length: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderOptions(PlanOptions):
+    """How a loader deals its rows and builds its batches.
 
     Attributes:
-        batch_size: Rows a batch, on each rank.
-        shuffle: Deals the rows in a new order every epoch.
-        seed: Of the orders.
-        drop_last: Leaves out the rows of the last, smaller batch (counted as ``dropped_rows``).
         num_workers: Processes that build batches ahead; 0 builds them in this one.
+        prefetch: Batches that each of them builds ahead.
         pin_memory: Batches in page-locked memory, for faster copies to an accelerator; needs one.
+        room: What batches under way may take of host memory; above it workers hand over parts of a batch, and
+            this process puts them together. None: anything.
     """
 
-    batch_size: int
-    shuffle: bool = True
-    seed: int = 0
-    drop_last: bool = False
     num_workers: int = 0
+    prefetch: int = 2
     pin_memory: bool = False
+    room: HostMemory | None = None
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size={self.batch_size} is below 1; a batch has at least one row.")
+        super().__post_init__()
         if self.num_workers < 0:
             raise ValueError(f"num_workers={self.num_workers} is below 0; 0 builds batches in this process.")
+        if self.prefetch < 1:
+            raise ValueError(
+                f"prefetch={self.prefetch} is below 1; a worker builds one batch ahead at the least."
+            )
 
 
 class PackedLoader:
     """A sized, stateful iterable of ``PackedBatch``; an ``iter`` is an epoch, or the rest of a resumed one.
 
-    Each rank gets other rows and the same number of batches. The rows left for the last step are dealt too,
-    in smaller batches. If they are fewer than the ranks, the step before gives up as many as are needed.
+    Each rank gets other rows and the same number of batches. What is left for the last step is dealt too, in
+    smaller batches. If it is fewer rows than the ranks, the step before gives up as many as are needed, or rows of
+    several documents are cut in two.
 
     Args:
         rows: What to deal.
@@ -90,7 +121,8 @@ class PackedLoader:
         world_size: Number of processes that share the rows.
 
     Raises:
-        ValueError: there are fewer rows than ranks, or than a whole step with ``drop_last``.
+        ValueError: there are fewer rows than ranks, or than a whole step with ``drop_last``, or a row is longer than
+            ``batch_tokens``.
     """
 
     def __init__(
@@ -102,35 +134,49 @@ class PackedLoader:
         self.options = options
         self.rank = rank
         self.world_size = world_size
-        self._steps = _deal(len(rows), options.batch_size, world_size, options.drop_last)
-        if not self._steps:
+        self.plan = BatchPlan(rows.packing, options, ranks=world_size, multiple_of=rows.multiple_of)
+        packing = rows.packing
+        if self.plan.dropped_rows and not options.drop_last and packing.rows + world_size <= packing.pieces:
+            # Some rows are cut in two, so that every rank gets equally many and none is left over.
+            self.rows = rows = replace(rows, packing=packing.divisible(world_size))
+            self.plan = BatchPlan(rows.packing, options, ranks=world_size, multiple_of=rows.multiple_of)
+        if not self.plan.steps:
+            limit = (
+                f"batch_size={options.batch_size}"
+                if options.batch_size
+                else f"batch_tokens={options.batch_tokens}"
+            )
             raise ValueError(
-                f"{len(rows)} rows are too few for batch_size={options.batch_size} on {world_size} rank(s) "
+                f"{len(rows)} rows are too few for {limit} on {world_size} rank(s) "
                 f"with drop_last={options.drop_last}; add documents, or lower the batch size or the context."
             )
         self._epoch = 0
         self._batches_done = 0
         self._has_begun = False  # a batch of this epoch was drawn since it began or was resumed
         self._iteration = 0
+        self._planned: Epoch = Ordered.nothing()
+        self._progress, self._counted_steps = Progress(), 0
         # Lightning announces epochs to `loader.batch_sampler.sampler`.
         self.batch_sampler = SimpleNamespace(sampler=self)
 
     def __len__(self) -> int:
-        return len(self._steps)
+        return self.plan.steps
 
     @property
     def dropped_rows(self) -> int:
         """Rows of every epoch that no rank gets."""
-        return len(self.rows) - self._steps[-1][1]
+        return self.plan.dropped_rows
 
     def set_epoch(self, epoch: int) -> None:
         """Begins this epoch at its first batch, unless it is the present one."""
         if epoch != self._epoch:
-            self._epoch, self._batches_done, self._has_begun = epoch, 0, False
+            _ = self.progress  # of the epoch that is left
+            self._epoch, self._batches_done, self._has_begun, self._counted_steps = epoch, 0, False, 0
 
-    def state_dict(self) -> dict[str, int]:
-        """Where the loader stands: the same on every rank."""
-        return {**self._identity(), "epoch": self._epoch, "batches_done": self._batches_done}
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader stands, and what it has dealt: the same on every rank."""
+        where = {"epoch": self._epoch, "batches_done": self._batches_done}
+        return {**self._identity(), **where, "dealt": vars(self.progress).copy()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where the state was taken.
@@ -148,6 +194,46 @@ class PackedLoader:
                 "nothing here; resume with the same data options and ranks, or load the weights alone."
             )
         self._epoch, self._batches_done, self._has_begun = state["epoch"], state["batches_done"], False
+        self._progress = Progress(**state["dealt"])
+        self._counted_steps = self._batches_done
+
+    @property
+    def progress(self) -> Progress:
+        """What all ranks were dealt so far, in this epoch and those before; microseconds a batch since last asked."""
+        steps = range(self._counted_steps, self._batches_done)
+        self._counted_steps = self._batches_done
+        self._progress = self._progress.plus(self._dealt(self._planned, steps))
+        return self._progress
+
+    def go_on_after(self, progress: Progress) -> None:
+        """Counts on from what another loader has dealt."""
+        self._progress = progress
+
+    @property
+    def memory(self) -> HostMemory:
+        """What batches under way take of host memory, at the most."""
+        return loader_memory(
+            self.plan.most_tokens,
+            num_workers=self.options.num_workers,
+            prefetch=self.options.prefetch,
+            tokens_a_part=self._part,
+            pinned=self.options.pin_memory,
+        )
+
+    def _dealt(self, epoch: Epoch, steps: range) -> Progress:
+        packing = self.rows.packing
+        dealt = Progress()
+        for step in steps:
+            for rank in range(self.world_size):
+                rows = epoch.batch(step, rank)
+                dealt = dealt.plus(
+                    Progress(
+                        documents=int(self.rows.row_documents[rows].sum()),
+                        tokens=int(packing.row_tokens[rows].sum()),
+                        room=len(rows) * self.rows.length_of(rows),
+                    )
+                )
+        return dealt
 
     def __iter__(self) -> Iterator[PackedBatch]:
         # Lightning may ask for an iterator twice before it draws from one: that is still the same epoch.
@@ -161,8 +247,8 @@ class PackedLoader:
         if self._batches_done >= len(self):
             self.set_epoch(self._epoch + 1)
         self._has_begun = True
-        done = self._batches_done
-        for batch in self._built(_EpochBatches(self, self._epoch, done)):
+        done, self._planned = self._batches_done, self.plan.epoch(self._epoch)
+        for batch in self._built(_EpochBatches(self, self._planned, done)):
             done += 1
             if iteration == self._iteration:  # an iterator that a newer one replaced has no say
                 self._batches_done = done
@@ -175,57 +261,75 @@ class PackedLoader:
                 batch = self.rows[rows]
                 yield batch.pin_memory() if options.pin_memory else batch
             return
+        parts = _Parts(batches, self.rows, self._part) if self._part < self.plan.most_tokens else None
         loader: DataLoader[PackedBatch] = DataLoader(
             self.rows,
             batch_size=None,
-            sampler=batches,
+            sampler=batches if parts is None else parts,
             num_workers=options.num_workers,
+            prefetch_factor=options.prefetch,
             collate_fn=_unchanged,  # pyright: ignore[reportArgumentType] # one batch, not a list of samples
-            pin_memory=options.pin_memory,
+            pin_memory=options.pin_memory and parts is None,
             generator=torch.Generator().manual_seed(options.seed),  # else it draws from the global one
         )
-        yield from loader
+        if parts is None:
+            yield from loader
+            return
+        built = iter(loader)
+        for rows in batches:
+            of_batch = islice(built, len(parts.of(rows)))
+            yield PackedBatch.joined(of_batch, len(rows), pin_memory=options.pin_memory)
+
+    @property
+    def _part(self) -> int:
+        """Tokens that a worker hands over at once."""
+        options, most = self.options, self.plan.most_tokens
+        if options.room is None:
+            return most
+        return tokens_a_part(
+            most,
+            self.rows.longest_batch,
+            options.room,
+            num_workers=options.num_workers,
+            prefetch=options.prefetch,
+            pinned=options.pin_memory,
+        )
 
     def _identity(self) -> dict[str, int]:
-        return {
-            "seed": self.options.seed,
-            "rows": len(self.rows),
-            "rows_per_step": self.options.batch_size * self.world_size,
-        }
+        return {"seed": self.options.seed, **self.plan.identity()}
 
 
 class _EpochBatches:
     """The row numbers of this rank's batches, from ``first`` to the epoch's end."""
 
-    def __init__(self, loader: PackedLoader, epoch: int, first: int) -> None:
-        self._loader, self._first = loader, first
-        if loader.options.shuffle:
-            self._order = np.random.default_rng((loader.options.seed, epoch)).permutation(len(loader.rows))
-        else:
-            self._order = np.arange(len(loader.rows))
+    def __init__(self, loader: PackedLoader, epoch: Epoch, first: int) -> None:
+        self._loader, self._epoch, self._first = loader, epoch, first
 
     def __len__(self) -> int:
         return len(self._loader) - self._first
 
-    def __iter__(self) -> Iterator[NDArray[np.int64]]:
-        rank, world_size = self._loader.rank, self._loader.world_size
-        for begin, end in self._loader._steps[self._first :]:
-            mine = (begin + (end - begin) * part // world_size for part in (rank, rank + 1))
-            yield self._order[slice(*mine)]
+    def __iter__(self) -> Iterator[NDArray[np.integer]]:
+        for step in range(self._first, len(self._loader)):
+            yield self._epoch.batch(step, self._loader.rank)
 
 
-def _deal(rows: int, batch_size: int, world_size: int, drop_last: bool) -> list[tuple[int, int]]:
-    """The rows of each step over all ranks, as ranges: at least one for every rank."""
-    whole, rest = divmod(rows, batch_size * world_size)
-    ends = [(step + 1) * batch_size * world_size for step in range(whole)]
-    if rest and not drop_last:
-        if rest >= world_size:
-            ends.append(rows)
-        elif whole and batch_size > 1:
-            ends[-1] = rows - world_size
-            ends.append(rows)
-        # One row a rank and step: the rest can't be shared out, and is dropped.
-    return list(zip([0, *ends], ends, strict=False))
+class _Parts:
+    """The same in parts of so many tokens, each padded as the whole batch is."""
+
+    def __init__(self, batches: _EpochBatches, rows: PackedRows, tokens: int) -> None:
+        self._batches, self._rows, self._tokens = batches, rows, tokens
+
+    def __len__(self) -> int:
+        return sum(len(self.of(rows)) for rows in self._batches)
+
+    def __iter__(self) -> Iterator[RowsOfLength]:
+        for rows in self._batches:
+            yield from self.of(rows)
+
+    def of(self, rows: NDArray[np.integer]) -> list[RowsOfLength]:
+        length = self._rows.length_of(rows)
+        each = max(1, self._tokens // length)
+        return [RowsOfLength(rows=rows[cut : cut + each], length=length) for cut in range(0, len(rows), each)]
 
 
 def _unchanged(batch: PackedBatch) -> PackedBatch:

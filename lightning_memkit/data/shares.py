@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_memkit.data.records import RecordKind, RecordOptions
 from lightning_memkit.errors import NoEffectWarning
 
 
@@ -14,18 +15,26 @@ class DocumentOptions:
     """Which documents are read, and for what.
 
     Args:
-        text_field: The field of a JSONL record that holds the text.
+        text_field: The field of a record that holds the text.
+        kind: Which fields of a record make the document: "text", "messages", "prompt" (with "completion") or
+            "input_ids"; "auto" finds out.
+        mask_prompt: Of conversations only the answers have labels, of a prompt with its completion only the
+            completion; false gives labels to all tokens.
         limit: Takes so many documents, drawn at random, for tiny runs; null takes all.
         validation: Share of the documents kept for validation, 0 to 1.
         test: Share of the documents kept for testing; 0 tests on the validation documents.
         seed: Of every random choice: limits, shares, shuffling.
+        processes: Processes that tokenise, at the most; null: one for every core. A second's work is done by one.
     """
 
     text_field: str = "text"
+    kind: RecordKind = "auto"
+    mask_prompt: bool = True
     limit: int | None = None
     validation: float = 0.05
     test: float = 0.0
     seed: int = 0
+    processes: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("validation", "test"):
@@ -41,6 +50,14 @@ class DocumentOptions:
             raise ValueError(f"seed={self.seed} is below 0; choose 0 or more.")
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"limit={self.limit} is below 1; null takes all documents.")
+        if self.processes is not None and self.processes < 1:
+            raise ValueError(f"processes={self.processes} is below 1; null takes one for every core.")
+        _ = self.records
+
+    @property
+    def records(self) -> RecordOptions:
+        """What of a record is read."""
+        return RecordOptions(text_field=self.text_field, kind=self.kind, mask_prompt=self.mask_prompt)
 
 
 def deal_documents(count: int, options: DocumentOptions) -> dict[str, NDArray[np.int64]]:
@@ -48,24 +65,31 @@ def deal_documents(count: int, options: DocumentOptions) -> dict[str, NDArray[np
 
     A document's share follows from the seed and its number: it stays when others are added behind it.
     """
-    numbers = np.arange(count)
-    if options.limit is not None and options.limit < count:
-        drawn = np.random.default_rng(options.seed).choice(count, options.limit, replace=False)
-        numbers = np.sort(drawn)
-    place = _uniform(numbers, options.seed)
-    test, validation = options.test, options.test + options.validation
-    shares = {
-        "train": numbers[place >= validation],
-        "validation": numbers[(place >= test) & (place < validation)],
-        "test": numbers[place < test],
-    }
-    for name, wanted in (("train", True), ("validation", options.validation), ("test", test)):
+    numbers = drawn_documents(count, options)
+    shares = {name: numbers[is_of_share(numbers, name, options)] for name in ("train", "validation", "test")}
+    for name, wanted in (("train", True), ("validation", options.validation), ("test", options.test)):
         if wanted and not len(shares[name]):
             message = f"Of {len(numbers)} documents none falls to {name}; give more, or change the fractions."
             if name == "train":
                 raise ValueError(message)
             warnings.warn(message, NoEffectWarning, stacklevel=2)
     return shares
+
+
+def drawn_documents(count: int, options: DocumentOptions) -> NDArray[np.int64]:
+    """The numbers of all documents, or of as many as the limit says."""
+    if options.limit is None or options.limit >= count:
+        return np.arange(count)
+    return np.sort(np.random.default_rng(options.seed).choice(count, options.limit, replace=False))
+
+
+def is_of_share(numbers: NDArray[np.int64], share: str, options: DocumentOptions) -> NDArray[np.bool_]:
+    """Which of these documents fall to "train", "validation" or "test"."""
+    place = _uniform(numbers, options.seed)
+    test, validation = options.test, options.test + options.validation
+    bounds = {"test": (0.0, test), "validation": (test, validation), "train": (validation, 1.0)}
+    first, last = bounds[share]
+    return (place >= first) & (place < last)
 
 
 def _uniform(numbers: NDArray[np.int64], seed: int) -> NDArray[np.float64]:

@@ -6,18 +6,15 @@ import os
 import platform
 import sysconfig
 import textwrap
-import time
 import tokenize
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
+
+from lightning_memkit.data.progress import with_progress
 
 _EXTRACTOR = 1  # part of the cache's name: raise it when the documents change
 _SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
-_PROGRESS_AFTER_SECONDS = 2.0
-
-Item = TypeVar("Item")
 
 
 def corpus_name() -> str:
@@ -38,7 +35,8 @@ def standard_library_documents() -> list[str]:
         ValueError: this Python has neither.
     """
     files = sorted(_source_files(Path(sysconfig.get_path("stdlib"))))
-    documents = [text for path in _with_progress(files) for text in _functions_of(path)]
+    reading = with_progress([(file, 1) for file in files], "Reading Python's standard library", len(files))
+    documents = [text for path in reading for text in _functions_of(path)]
     return documents or _help_topics()
 
 
@@ -86,20 +84,3 @@ def _help_topics() -> list[str]:
         stacklevel=2,
     )
     return list(topics.values())
-
-
-def _with_progress(items: Sequence[Item]) -> Iterable[Item]:
-    """The items, with a progress bar once they have taken some seconds."""
-    begin = time.perf_counter()
-    for number, item in enumerate(items):
-        if time.perf_counter() - begin > _PROGRESS_AFTER_SECONDS:
-            from rich.progress import track
-
-            yield from track(
-                items[number:],
-                description="Reading Python's standard library",
-                total=len(items),
-                completed=number,
-            )
-            return
-        yield item

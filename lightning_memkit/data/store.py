@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,10 +15,12 @@ class TokenStore:
     Attributes:
         tokens: uint8, uint16 or int32 [tokens].
         offsets: int64 [documents + 1]; document ``d`` is ``tokens[offsets[d]:offsets[d + 1]]``.
+        learned: bool [tokens], which tokens are labels (a prompt's are not); None: all. One byte a token more.
     """
 
     tokens: NDArray[np.integer]
     offsets: NDArray[np.int64]
+    learned: NDArray[np.bool_] | None = None
 
     @property
     def documents(self) -> int:
@@ -30,25 +32,52 @@ class TokenStore:
         """Tokens of each document, [documents]."""
         return np.diff(self.offsets)
 
+    @cached_property
+    def vocabulary(self) -> int:
+        """Token ids are below this; 0 where there is no token."""
+        return int(self.tokens.max()) + 1 if len(self.tokens) else 0
+
     def __getitem__(self, document: int) -> NDArray[np.integer]:
         if not 0 <= document < self.documents:
             raise IndexError(f"document {document} is outside 0 to {self.documents - 1}.")
         return self.tokens[self.offsets[document] : self.offsets[document + 1]]
 
+    def gather(self, places: NDArray[np.int64]) -> tuple[NDArray[np.integer], NDArray[np.bool_] | None]:
+        """The tokens at these places of the flat array, and which of them are labels (None: all)."""
+        return self.tokens[places], None if self.learned is None else self.learned[places]
+
     @staticmethod
-    def of(documents: Iterable[Any]) -> "TokenStore":
+    def of(documents: Iterable[object]) -> "TokenStore":
         """A store of sequences of token ids, or of mappings that hold one under ``"input_ids"``.
+
+        See :mod:`lightning_memkit.data.token_records` for what a mapping may hold beside it.
 
         Raises:
             ValueError: a token id is negative or not an integer, or a record has no ``input_ids``.
         """
-        arrays = [_token_ids(document, number) for number, document in enumerate(documents)]
-        lengths = np.array([len(array) for array in arrays], dtype=np.int64)
-        flat = np.concatenate(arrays) if arrays else np.zeros(0, np.uint16)
-        if flat.size and int(flat.min()) < 0:
-            raise ValueError(f"A token id is {int(flat.min())}; token ids are 0 or more.")
-        largest = int(flat.max()) if flat.size else 0
-        return TokenStore(tokens=flat.astype(token_type(largest + 1)), offsets=offsets_of(lengths))
+        from lightning_memkit.data.token_records import token_store
+
+        return token_store(documents)
+
+
+def joined(stores: Iterable[TokenStore]) -> TokenStore:
+    """All documents of several stores in one, in memory."""
+    parts = [store for store in stores if store.documents]
+    if not parts:
+        return TokenStore(tokens=np.zeros(0, np.uint16), offsets=np.zeros(1, np.int64))
+    learned = None
+    if any(part.learned is not None for part in parts):
+        learned = np.concatenate([learned_of(part) for part in parts])
+    return TokenStore(
+        tokens=np.concatenate([part.tokens for part in parts]),
+        offsets=offsets_of(np.concatenate([part.lengths for part in parts])),
+        learned=learned,
+    )
+
+
+def learned_of(store: TokenStore) -> NDArray[np.bool_]:
+    """Which tokens of a store are labels, [tokens]."""
+    return np.ones(len(store.tokens), np.bool_) if store.learned is None else store.learned
 
 
 def token_type(vocabulary: int) -> type[np.integer]:
@@ -59,19 +88,3 @@ def token_type(vocabulary: int) -> type[np.integer]:
 def offsets_of(lengths: NDArray) -> NDArray[np.int64]:
     """Where each of so many things begins, and their end: ``[0, 3, 2]`` → ``[0, 0, 3, 5]``."""
     return np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)))
-
-
-def _token_ids(document: Any, number: int) -> NDArray[np.integer]:
-    if hasattr(document, "keys"):
-        if "input_ids" not in document:
-            raise ValueError(
-                f"Record {number} has the fields {sorted(document)} and no 'input_ids'; tokenise it, or give "
-                "the path of a .jsonl or .txt file."
-            )
-        document = document["input_ids"]
-    ids = np.asarray(document)
-    if ids.ndim != 1 or not (np.issubdtype(ids.dtype, np.integer) or ids.size == 0):
-        raise ValueError(
-            f"Document {number} is {ids.dtype} of shape {ids.shape}; a document is one row of integers."
-        )
-    return ids.astype(np.int64, copy=False)

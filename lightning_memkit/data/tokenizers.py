@@ -1,16 +1,20 @@
 """Texts to token ids: bytes with no vocabulary file, or a Hugging Face tokenizer by name."""
 
 import hashlib
+import re
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from lightning_memkit.data.chat import Conversation, Span, learned_tokens, rendered
 from lightning_memkit.data.corpora import text_of
 from lightning_memkit.data.store import TokenStore, offsets_of, token_type
 from lightning_memkit.errors import MissingPackageError
 
 _TEXTS_AT_ONCE = 1000
+_MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class Tokenizer(Protocol):
@@ -28,6 +32,10 @@ class Tokenizer(Protocol):
 
     def tokenize(self, texts: TokenStore) -> TokenStore:
         """Token ids of every text."""
+        ...
+
+    def tokenize_conversations(self, conversations: Sequence[Conversation]) -> TokenStore:
+        """Token ids of every conversation, and which of them are learned."""
         ...
 
     def decode(self, ids: ArrayLike) -> str:
@@ -54,6 +62,27 @@ class ByteTokenizer:
         tokens[offsets[:-1]], tokens[offsets[1:] - 1] = self.bos_id, self.eos_id
         tokens[is_byte] = texts.tokens
         return TokenStore(tokens=tokens, offsets=offsets)
+
+    def tokenize_conversations(self, conversations: Sequence[Conversation]) -> TokenStore:
+        """Token ids of every prompt with its completion; the completion and the end are learned.
+
+        Raises:
+            ValueError: there are messages, which need a chat template.
+        """
+        texts, learned = [], []
+        for conversation in conversations:
+            if conversation.texts is None:
+                raise ValueError(
+                    'tokenizer="bytes" has no chat template, which messages need; give the name or the folder of a '
+                    "Hugging Face tokenizer that has one."
+                )
+            prompt, completion = (text.encode("utf-8", errors="replace") for text in conversation.texts)
+            texts.append(prompt + completion)
+            learned.append(np.arange(len(texts[-1]) + 2) > (len(prompt) if conversation.mask_prompt else -1))
+        lengths = np.array([len(text) for text in texts], np.int64)
+        flat = np.frombuffer(b"".join(texts), np.uint8)
+        store = self.tokenize(TokenStore(tokens=flat, offsets=offsets_of(lengths)))
+        return TokenStore(tokens=store.tokens, offsets=store.offsets, learned=_flat(learned))
 
     def decode(self, ids: ArrayLike) -> str:
         """The text of token ids; begin, end and padding have none."""
@@ -88,7 +117,8 @@ class HuggingFaceTokenizer:
         vocabulary = sorted(self._tokenizer.get_vocab().items(), key=lambda item: item[1])
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         described = backend.to_str() if backend is not None else repr(vocabulary)
-        self.key = f"hf-{hashlib.sha256(f'{described}{self.eos_id}'.encode()).hexdigest()[:16]}"
+        template = getattr(self._tokenizer, "chat_template", None)
+        self.key = f"hf-{hashlib.sha256(f'{described}{self.eos_id}{template}'.encode()).hexdigest()[:16]}"
 
     def tokenize(self, texts: TokenStore) -> TokenStore:
         """Token ids of every text."""
@@ -104,6 +134,75 @@ class HuggingFaceTokenizer:
         tokens = np.concatenate(pieces) if pieces else np.zeros(0, kind)
         return TokenStore(tokens=tokens, offsets=offsets_of(np.array(lengths, np.int64)))
 
+    def tokenize_conversations(self, conversations: Sequence[Conversation]) -> TokenStore:
+        """Token ids of every conversation by the chat template, and which of them are learned.
+
+        Raises:
+            ValueError: the tokenizer has no chat template, or can't tell which characters a token stands for.
+        """
+        documents = [self._conversation(conversation) for conversation in conversations]
+        kind = token_type(self.vocabulary_size)
+        lengths = np.array([len(ids) for ids, _ in documents], np.int64)
+        tokens = (
+            np.concatenate([np.asarray(ids, kind) for ids, _ in documents])
+            if documents
+            else np.zeros(0, kind)
+        )
+        learned = _flat([np.asarray(learned, np.bool_) for _, learned in documents])
+        return TokenStore(tokens=tokens, offsets=offsets_of(lengths), learned=learned)
+
+    def _conversation(self, conversation: Conversation) -> tuple[list[int], list[bool]]:
+        if conversation.texts is not None:
+            prompt, completion = conversation.texts
+            first = len(prompt) if conversation.mask_prompt else 0
+            return self._with_spans(
+                prompt + completion, [(first, len(prompt + completion))], is_templated=False
+            )
+        template = self._template()
+        if conversation.mask_prompt and conversation.asked is None and _MARKS_ANSWERS.search(template):
+            encoded = self._tokenizer.apply_chat_template(
+                list(conversation.messages),
+                tools=conversation.tools,
+                return_dict=True,
+                return_assistant_tokens_mask=True,
+            )
+            return encoded["input_ids"], [bool(mask) for mask in encoded["assistant_masks"]]
+        text, spans = rendered(
+            conversation,
+            lambda messages, header: self._tokenizer.apply_chat_template(
+                messages, tools=conversation.tools, tokenize=False, add_generation_prompt=header
+            ) if messages else "",
+        )  # fmt: skip
+        return self._with_spans(text, spans, is_templated=True)
+
+    def _with_spans(
+        self, text: str, spans: list[Span], *, is_templated: bool
+    ) -> tuple[list[int], list[bool]]:
+        if not self._tokenizer.is_fast:
+            raise ValueError(
+                "This tokenizer is written in Python and can't tell which characters a token stands for, so what is a "
+                "prompt is not known; take a fast one (a folder with tokenizer.json)."
+            )
+        encoded = self._tokenizer(
+            text, add_special_tokens=not is_templated, return_offsets_mapping=True, verbose=False
+        )
+        ids, learned = list(encoded["input_ids"]), learned_tokens(encoded["offset_mapping"], spans)
+        if not is_templated and self.eos_id is not None:
+            if not ids or ids[-1] != self.eos_id:
+                ids.append(self.eos_id)
+                learned.append(True)
+            learned[-1] = True
+        return ids, learned
+
+    def _template(self) -> str:
+        try:
+            return self._tokenizer.get_chat_template()
+        except ValueError as error:
+            raise ValueError(
+                f"The tokenizer has no chat template, which messages need; give one that has. transformers says: "
+                f"{error}"
+            ) from None
+
     def decode(self, ids: ArrayLike) -> str:
         """The text of token ids."""
         return self._tokenizer.decode(np.asarray(ids).tolist())
@@ -112,3 +211,7 @@ class HuggingFaceTokenizer:
 def load_tokenizer(name: str) -> Tokenizer:
     """``"bytes"``, or the name or path of a Hugging Face tokenizer."""
     return ByteTokenizer() if name == "bytes" else HuggingFaceTokenizer(name)
+
+
+def _flat(learned: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate(learned) if learned else np.zeros(0, np.bool_)

@@ -1,8 +1,7 @@
 """Documents to packed batches for Lightning: any source, every rank its share, resumable anywhere."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from inspect import signature
 from typing import Any
 
@@ -13,15 +12,30 @@ from lightning.pytorch.utilities import rank_zero_info
 from numpy.typing import NDArray
 
 from lightning_memkit.data.batch import PackedBatch
-from lightning_memkit.data.cache import cached
+from lightning_memkit.data.batch_plan import Padding
 from lightning_memkit.data.collate import full_batch, rounded_length
-from lightning_memkit.data.corpora import python_stdlib, read_texts
+from lightning_memkit.data.corpus import Corpus, shares_of
+from lightning_memkit.data.host_memory import HostMemory, host_room, parse_room
 from lightning_memkit.data.loader import LoaderOptions, PackedLoader, PackedRows
 from lightning_memkit.data.packing import LongDocuments, Packing, PackingMode, pack
-from lightning_memkit.data.shares import DocumentOptions, deal_documents
-from lightning_memkit.data.standard_library import corpus_name
+from lightning_memkit.data.shares import DocumentOptions, deal_documents, drawn_documents
 from lightning_memkit.data.store import TokenStore
-from lightning_memkit.data.tokenizers import Tokenizer, load_tokenizer
+from lightning_memkit.data.stream_loader import Stream, StreamLoader
+from lightning_memkit.data.stream_source import StreamDocuments, check_stream, is_stream
+from lightning_memkit.data.tokenizers import load_tokenizer
+from lightning_memkit.plugins._own_datasets import own_datasets
+from lightning_memkit.plugins._packing_log import PackingLog
+
+_ROWS = 16  # a batch, where nothing else limits it
+Loader = PackedLoader | StreamLoader
+Source = (
+    str
+    | pl.LightningDataModule
+    | dict[str, Any]
+    | Sequence[Any]
+    | Iterable[Any]
+    | Callable[[], Iterable[Any]]
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +44,16 @@ class BatchOptions:
 
     Args:
         num_workers: Processes that build batches ahead. Packing from memory takes microseconds: 0 often does.
+        prefetch: Batches that each of them builds ahead.
+        host_memory: What batches under way may take of RAM and of shared memory, such as "4GiB"; "auto" takes half
+            of what is free. Above it workers hand over parts of a batch.
         drop_last: Leaves out an epoch's last training step if it has fewer rows than the others.
         multiple_of: Rounds a batch's length up to a multiple, never beyond the context.
     """
 
     num_workers: int = 0
+    prefetch: int = 2
+    host_memory: str | int = "auto"
     drop_last: bool = False
     multiple_of: int = 1
 
@@ -43,97 +62,136 @@ _ALL_DOCUMENTS, _PLAIN_BATCHES = DocumentOptions(), BatchOptions()
 
 
 class PackedDataModule(pl.LightningDataModule):
-    """Documents as packed rows, 99.9 % full where their lengths allow it; 2 bytes of memory a token.
+    """Documents as packed rows, 99.9 % full where their lengths allow it; 2 bytes a token, on disk, mapped.
 
     The batch is the *effective* one of a step and rank; ``MemoryBudget`` cuts it to what fits. Training rows
-    come in a new order every epoch, and resume exactly where they stopped.
+    come in a new order every epoch, and resume exactly where they stopped. How full they are, documents, tokens and
+    truncations go to the trainer's loggers as ``packing/...``.
 
     Args:
-        source: ``python-stdlib`` (the functions of Python's own standard library), the path of a ``.jsonl`` or
-            ``.txt`` file (documents between blank lines), a folder of ``.txt`` files (each a document), or an
-            object of tokenised documents: a Hugging Face dataset with ``input_ids``, a list of such records, or
-            of sequences of token ids.
+        source: ``python-stdlib`` (the functions of Python's own standard library); the path of a ``.jsonl``,
+            ``.parquet``, ``.arrow`` or ``.txt`` file (documents between blank lines), or a folder of them (each
+            ``.txt`` file a document); a table of the ``datasets`` package; texts, records or sequences of token ids;
+            an iterable without a length, or a function that returns one (``packing="stream"``); another
+            LightningDataModule, whose data sets are packed; or a mapping that gives one of these for ``train``,
+            ``validation``, ``test`` and ``predict``.
         tokenizer: ``bytes`` (vocabulary 259), or the name or path of a Hugging Face tokenizer. Token ids are
             taken as they are.
         context: Tokens a row can hold.
-        batch_size: Rows a step and rank.
-        packing: ``bfd`` fills rows by best-fit decreasing; ``none`` gives each document its own row.
+        batch_size: Rows a step and rank, at the most; null: 16, or as many as ``batch_tokens`` allow.
+        packing: ``bfd`` fills rows by best-fit decreasing; ``stream`` window by window, as documents come; ``none``
+            gives each document its own row.
         long_documents: What becomes of a document longer than the context: ``error`` refuses it, ``split`` cuts
             it into pieces, ``truncate`` drops its end. The summary at setup counts them.
         documents: Which documents are read, and for what.
         batches: How rows become batches.
+        padding: ``longest`` batches any rows, ``bucket`` rows of about one length; either is padded to its longest.
+        batch_tokens: Tokens a step and rank, padding included, at the most: batches of shorter rows have more.
 
     Raises:
         ValueError: an option is out of range; at setup: the corpus is empty, a document is too long, or the
             tokenizer can't be loaded.
-        MissingPackageError: at setup: the tokenizer needs ``transformers``.
+        MissingPackageError: at setup: the source needs ``datasets``, or the tokenizer ``transformers``.
     """
 
     def __init__(
         self,
-        source: str | Sequence[Any] = "python-stdlib",
+        source: Source = "python-stdlib",
         tokenizer: str = "bytes",
         context: int = 2048,
-        batch_size: int = 16,
+        batch_size: int | None = None,
         packing: PackingMode = "bfd",
         long_documents: LongDocuments = "error",
         documents: DocumentOptions = _ALL_DOCUMENTS,
         batches: BatchOptions = _PLAIN_BATCHES,
+        padding: Padding = "longest",
+        batch_tokens: int | None = None,
     ) -> None:
         super().__init__()
         pack(
             [], context, packing=packing, long_documents=long_documents
         )  # checks the options now, not at setup
         rounded_length(context, context, batches.multiple_of)
-        LoaderOptions(batch_size=batch_size, num_workers=batches.num_workers)
+        parse_room(batches.host_memory)
         self.source = source
         self.tokenizer = tokenizer
         self.context = context
-        self.batch_size = batch_size
+        self.batch_size = _ROWS if batch_size is None and batch_tokens is None else batch_size
         self.packing: PackingMode = packing
         self.long_documents: LongDocuments = long_documents
         self.documents = documents
         self.batches = batches
-        self._splits: dict[str, PackedRows] = {}
-        self._train_loader: PackedLoader | None = None
+        self.padding: Padding = padding
+        self.batch_tokens = batch_tokens
+        self._corpus = Corpus(tokenizer_name=tokenizer, options=documents)
+        self._splits: dict[str, PackedRows | Stream] = {}
+        self._train_loader: Loader | None = None
         self._state_to_load: dict[str, Any] | None = None
+        self._log = PackingLog()
+        self._loader_options(shuffle=True)
 
-    @cached_property
+    @property
     def vocabulary_size(self) -> int:
-        """Token ids are below this."""
-        return self._tokenizer.vocabulary_size if self._tokenizer else int(self._store.tokens.max()) + 1
+        """Token ids are below this.
+
+        Raises:
+            ValueError: the source is a stream of token ids, which doesn't tell.
+        """
+        if not self._splits and isinstance(self.source, str):
+            return load_tokenizer(self.tokenizer).vocabulary_size
+        if not self._splits:
+            self.setup()
+        if self._corpus.tokenizer is not None:
+            return self._corpus.tokenizer.vocabulary_size
+        stores = [rows.store for rows in self._splits.values() if isinstance(rows, PackedRows)]
+        if not stores:
+            raise ValueError(
+                "source is a stream of token ids, which doesn't tell its vocabulary; take the tokenizer's."
+            )
+        return max(store.vocabulary for store in stores)
 
     @property
     def pad_id(self) -> int:
         """The token that fills a row's end."""
-        return self._tokenizer.pad_id if self._tokenizer else 0
+        return self._corpus.tokenizer.pad_id if self._corpus.tokenizer else 0
 
     def prepare_data(self) -> None:
         """Fills the caches in one process before the others read them."""
-        if isinstance(self.source, str):
-            _ = self._store
+        if isinstance(self.source, pl.LightningDataModule):
+            self.source.prepare_data()
+            return
+        for source in (shares_of(self.source) or {"all": self.source}).values():
+            if not is_stream(source):
+                self._corpus.read(source)
 
     def setup(self, stage: str | None = None) -> None:
         """Reads, tokenises and packs, once; says what came of it."""
-        if self._splits:
+        self._add_log()
+        if self._splits and not isinstance(self.source, pl.LightningDataModule):
             return
-        store = self._store
-        shares = deal_documents(store.documents, self.documents)
-        for name, numbers in shares.items():
-            if len(numbers) or name == "train":
-                try:
-                    self._splits[name] = self._rows(store, numbers)
-                except ValueError as error:
-                    self._splits.clear()  # so that another setup tries again
-                    raise ValueError(f"In the share {name!r}: {error}") from None
-        rank_zero_info(self.summary())
+        before = dict(self._splits)
+        try:
+            self._read_shares(stage)
+        except BaseException:
+            self._splits = before  # so that another setup tries again
+            raise
+        if self._splits.keys() != before.keys():
+            rank_zero_info(self.summary())
+
+    def teardown(self, stage: str | None = None) -> None:
+        """Takes out of the trainer what setup put in."""
+        if self.trainer is not None and self._log in _callbacks(self.trainer):
+            _callbacks(self.trainer).remove(self._log)
 
     def summary(self) -> str:
         """The size of the vocabulary; what was read and packed, a line a share of the documents."""
-        shares = (_line(name, rows.packing) for name, rows in self._splits.items())
-        return "\n".join((f"vocabulary: {self.vocabulary_size:,} token ids", *shares))
+        try:
+            vocabulary = f"vocabulary: {self.vocabulary_size:,} token ids"
+        except ValueError:
+            vocabulary = "vocabulary: that of the stream's token ids"
+        return "\n".join((vocabulary, *(_line(name, rows) for name, rows in self._splits.items())))
 
-    def train_dataloader(self) -> PackedLoader:
+    def train_dataloader(self) -> Loader:
         """Rows in a new order every epoch; where a checkpoint stopped, if one was loaded."""
         # The same batches over and over is what overfit_batches asks for.
         overfit = bool(self.trainer and getattr(self.trainer, "overfit_batches", 0))
@@ -142,25 +200,34 @@ class PackedDataModule(pl.LightningDataModule):
             # Lightning itself never hands a loader its state where estimated_stepping_batches was asked for.
             loader.load_state_dict(self._state_to_load)
             self._state_to_load = None
-        self._train_loader = loader
+        elif (
+            self._train_loader is not None
+        ):  # made anew in the midst of training: what was dealt still counts
+            loader.go_on_after(self._train_loader.progress)
+        self._train_loader = self._log.loader = loader
         return loader
 
-    def val_dataloader(self) -> PackedLoader | list[Any]:
+    def val_dataloader(self) -> Loader | list[Any]:
         """The validation documents, in the same order every time."""
         return self._loader("validation") if "validation" in self._splits else []
 
-    def test_dataloader(self) -> PackedLoader | list[Any]:
+    def test_dataloader(self) -> Loader | list[Any]:
         """The test documents, in the same order every time; without a test share the validation documents."""
         return self._loader("test") if "test" in self._splits else self.val_dataloader()
 
-    def predict_dataloader(self) -> PackedLoader | list[Any]:
-        """What is tested on."""
-        return self.test_dataloader()
+    def predict_dataloader(self) -> Loader | list[Any]:
+        """The documents to predict on, in the same order every time; without such a share what is tested on."""
+        return self._loader("predict") if "predict" in self._splits else self.test_dataloader()
 
     def worst_batch(self, rows: int) -> PackedBatch:
         """Random tokens in the longest rows there are, each one document: what costs the most memory."""
-        length = max((share.longest_batch for share in self._splits.values()), default=self.context)
-        return full_batch(rows, length, vocabulary=self.vocabulary_size, seed=self.documents.seed)
+        lengths = [rows.longest_batch for rows in self._splits.values() if isinstance(rows, PackedRows)]
+        length = self.context if len(lengths) < len(self._splits) else max(lengths, default=self.context)
+        try:
+            vocabulary = self.vocabulary_size
+        except ValueError:
+            vocabulary = 1
+        return full_batch(rows, length, vocabulary=vocabulary, seed=self.documents.seed)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the training loader stands; part of every checkpoint."""
@@ -175,35 +242,60 @@ class PackedDataModule(pl.LightningDataModule):
         arguments = ", ".join(f"{name}={getattr(self, name)!r}" for name in signature(type(self)).parameters)
         return f"{type(self).__name__}({arguments})"
 
-    @cached_property
-    def _tokenizer(self) -> Tokenizer | None:
-        return load_tokenizer(self.tokenizer) if isinstance(self.source, str) else None
+    def _add_log(self) -> None:
+        if self.trainer is not None and self._log not in _callbacks(self.trainer):
+            # Before ModelCheckpoint, which saves what the log knows of a stream.
+            _callbacks(self.trainer).insert(0, self._log)
 
-    @cached_property
-    def _store(self) -> TokenStore:
-        store = self._read()
-        if len(store.tokens) == 0:
-            raise ValueError(f"The source holds {store.documents} documents and no token; give at least one.")
-        return store
+    def _read_shares(self, stage: str | None) -> None:
+        if isinstance(self.source, pl.LightningDataModule):
+            sources: dict[str, Any] | None = own_datasets(self.source, self.trainer, stage)
+        else:
+            sources = shares_of(self.source)
+        if sources is None:
+            self._deal_shares()
+            return
+        for share, source in sources.items():
+            if share in self._splits:
+                continue
+            if is_stream(source):
+                self._splits[share] = self._stream(source, None)
+            else:
+                store = self._store(source)
+                self._splits[share] = self._rows(
+                    share, store, drawn_documents(store.documents, self.documents)
+                )
 
-    def _read(self) -> TokenStore:
-        tokenizer = self._tokenizer
-        if tokenizer is None or not isinstance(self.source, str):
-            return TokenStore.of(self.source)
-        if self.source != "python-stdlib":
-            return tokenizer.tokenize(read_texts(self.source, text_field=self.documents.text_field))
-        if tokenizer.key == "bytes":  # quicker made than read
-            return tokenizer.tokenize(python_stdlib())
-        return cached(f"{corpus_name()}-{tokenizer.key}", lambda: tokenizer.tokenize(python_stdlib()))
+    def _deal_shares(self) -> None:
+        """One source to all shares."""
+        if is_stream(self.source):
+            self._splits["train"] = self._stream(self.source, "train")
+            if self.documents.validation:
+                self._splits["validation"] = self._stream(self.source, "validation")
+            if self.documents.test:
+                self._splits["test"] = self._stream(self.source, "test")
+            return
+        store = self._store(self.source)
+        for share, numbers in deal_documents(store.documents, self.documents).items():
+            if len(numbers) or share == "train":
+                self._splits[share] = self._rows(share, store, numbers)
 
-    def _rows(self, store: TokenStore, numbers: NDArray[np.int64]) -> PackedRows:
-        packing = pack(
-            store.lengths[numbers],
-            self.context,
-            packing=self.packing,
-            long_documents=self.long_documents,
-            seed=self.documents.seed,
-        )
+    def _store(self, source: Any) -> TokenStore:
+        # One process of a machine has compared the cache with its checksums in prepare_data.
+        is_first = self.trainer is None or getattr(self.trainer, "local_rank", 0) == 0
+        return self._corpus.read(source, verify=is_first)
+
+    def _rows(self, share: str, store: TokenStore, numbers: NDArray[np.int64]) -> PackedRows:
+        try:
+            packing = pack(
+                store.lengths[numbers],
+                self.context,
+                packing=self.packing,
+                long_documents=self.long_documents,
+                seed=self.documents.seed,
+            )
+        except ValueError as error:
+            raise ValueError(f"In the share {share!r}: {error}") from None
         return PackedRows(
             store=store,
             packing=replace(packing, documents=numbers.astype(packing.documents.dtype)[packing.documents]),
@@ -211,24 +303,70 @@ class PackedDataModule(pl.LightningDataModule):
             multiple_of=self.batches.multiple_of,
         )
 
-    def _loader(self, share: str, *, shuffle: bool = False, drop_last: bool = False) -> PackedLoader:
+    def _stream(self, source: Any, share: str | None) -> Stream:
+        check_stream(source)
+        if self.packing != "stream":
+            raise ValueError(
+                f"source has no length, and packing={self.packing!r} needs all documents at once; take "
+                'packing="stream", which packs them as they come, or give a list of them.'
+            )
+        if self.documents.limit is not None:
+            raise ValueError(
+                f"limit={self.documents.limit} draws among all documents, whose number a stream does not tell; end "
+                "the stream earlier, or set the trainer's limit_train_batches."
+            )
+        tokenizer = self._corpus.tokenizer_for_stream(source)
+        return Stream(
+            read=StreamDocuments(source=source, tokenizer=tokenizer, options=self.documents, share=share),
+            context=self.context,
+            long_documents=self.long_documents,
+            seed=self.documents.seed,
+            pad_id=self.pad_id,
+            multiple_of=self.batches.multiple_of,
+        )
+
+    def _loader(self, share: str, *, shuffle: bool = False, drop_last: bool = False) -> Loader:
         trainer = self.trainer
         ranks = (getattr(trainer, "distributed_sampler_kwargs", None) if trainer else None) or {}
-        options = LoaderOptions(
+        options = self._loader_options(shuffle=shuffle, drop_last=drop_last)
+        where = {"rank": ranks.get("rank", 0), "world_size": ranks.get("num_replicas", 1)}
+        rows = self._splits[share]
+        if isinstance(rows, Stream):
+            return StreamLoader(rows, options, **where)
+        loader = PackedLoader(rows, options, **where)
+        if options.num_workers and share == "train":
+            rank_zero_info(f"{options.num_workers} workers: {loader.memory}")
+        return loader
+
+    def _loader_options(self, *, shuffle: bool, drop_last: bool = False) -> LoaderOptions:
+        trainer, batches = self.trainer, self.batches
+        room: HostMemory | None = None
+        if batches.num_workers > 0:
+            processes = getattr(trainer, "num_devices", 1) if trainer is not None else 1
+            room = parse_room(batches.host_memory) or host_room(processes)
+        return LoaderOptions(
             batch_size=self.batch_size,
+            batch_tokens=self.batch_tokens,
+            padding=self.padding,
             shuffle=shuffle,
             seed=self.documents.seed,
             drop_last=drop_last,
-            num_workers=self.batches.num_workers,
+            num_workers=batches.num_workers,
+            prefetch=batches.prefetch,
             pin_memory=trainer is not None and trainer.strategy.root_device.type == "cuda",
-        )
-        return PackedLoader(
-            self._splits[share], options, rank=ranks.get("rank", 0), world_size=ranks.get("num_replicas", 1)
+            room=room,
         )
 
 
-def _line(share: str, packing: Packing) -> str:
-    bound = packing.tokens / (packing.lower_bound_rows * packing.context)
+def _callbacks(trainer: pl.Trainer) -> list[Any]:
+    return trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _line(share: str, rows: PackedRows | Stream) -> str:
+    if isinstance(rows, Stream):
+        return f"{share}: a stream, packed window by window into rows of {rows.context:,}"
+    packing: Packing = rows.packing
+    bound = packing.tokens / (packing.lower_bound_rows * packing.context) if packing.rows else 1.0
     documents = int(np.count_nonzero(packing.starts == 0))
     notes = [
         f"{packing.split_documents:,} split",

@@ -1,9 +1,13 @@
 import os
+import pickle
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
-from lightning_memkit.data.cache import cache_folder, cached
+from lightning_memkit.data import token_file
+from lightning_memkit.data.cache import cache_folder, cache_key, cached
 from lightning_memkit.data.store import TokenStore
 
 STORE = TokenStore.of([[1, 2, 3], [], [4] * 500])
@@ -15,12 +19,12 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "lightning_memkit"
 
 
-def never() -> TokenStore:
+def never() -> list[TokenStore]:
     pytest.fail("the cache was not used")
 
 
 def test_a_store_is_built_once(folder):
-    assert cached("a", lambda: STORE) is STORE
+    assert np.array_equal(cached("a", lambda: [STORE]).tokens, STORE.tokens)
     again = cached("a", never)
     assert np.array_equal(again.tokens, STORE.tokens)
     assert np.array_equal(again.offsets, STORE.offsets)
@@ -34,7 +38,7 @@ def half(path):
 
 def flip_one_bit(path):
     content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
+    content[4096 + 20] ^= 1  # of the tokens
     path.write_bytes(bytes(content))
 
 
@@ -42,20 +46,26 @@ def empty(path):
     path.write_bytes(b"")
 
 
-def other_arrays(path):
-    np.savez(path, something=np.zeros(3))
+def another_file(path):
+    with path.open("wb") as file:
+        np.savez(file, something=np.zeros(3))
 
 
-def offsets_of_another(path):
-    np.savez(path, tokens=STORE.tokens, offsets=np.array([0, 3]))
+def one_byte_more(path):
+    path.write_bytes(path.read_bytes() + b"x")
 
 
-@pytest.mark.parametrize("damage", [half, flip_one_bit, empty, other_arrays, offsets_of_another])
+def another_header(path):
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b'"count": 503', b'"count": 502', 1))
+
+
+@pytest.mark.parametrize("damage", [half, flip_one_bit, empty, another_file, one_byte_more, another_header])
 def test_a_broken_file_is_reported_and_built_again(folder, damage):
-    cached("a", lambda: STORE)
-    damage(folder / "a.npz")
+    cached("a", lambda: [STORE])
+    damage(folder / "a.tokens")
     with pytest.warns(UserWarning, match="is broken .* built again"):
-        assert np.array_equal(cached("a", lambda: STORE).tokens, STORE.tokens)
+        assert np.array_equal(cached("a", lambda: [STORE]).tokens, STORE.tokens)
     assert np.array_equal(cached("a", never).tokens, STORE.tokens)
 
 
@@ -65,8 +75,8 @@ def test_a_write_that_fails_leaves_nothing_behind(folder, monkeypatch):
 
     monkeypatch.setattr(os, "replace", full_disk)
     with pytest.warns(UserWarning, match="can't be written .*no space left.* XDG_CACHE_HOME"):
-        assert cached("a", lambda: STORE) is STORE
-    assert list(folder.iterdir()) == []
+        assert np.array_equal(cached("a", lambda: [STORE]).tokens, STORE.tokens)
+    assert [path.name for path in folder.iterdir()] == ["a.lock"]
 
 
 def test_a_build_that_fails_keeps_nothing(folder):
@@ -75,7 +85,7 @@ def test_a_build_that_fails_keeps_nothing(folder):
 
     with pytest.raises(RuntimeError, match="broken source"):
         cached("a", fails)
-    assert not folder.exists()
+    assert [path.name for path in folder.iterdir()] == ["a.lock"]
 
 
 @pytest.mark.parametrize(("platform", "expected"), [("linux", ".cache"), ("darwin", "Library/Caches")])
@@ -84,3 +94,79 @@ def test_the_folder_is_the_platforms_own(monkeypatch, tmp_path, platform, expect
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr("sys.platform", platform)
     assert cache_folder() == tmp_path / expected / "lightning_memkit"
+
+
+def test_without_verification_only_the_length_is_compared(folder):
+    cached("a", lambda: [STORE])
+    flip_one_bit(folder / "a.tokens")
+    assert cached("a", never, verify=False).documents == 3
+    half(folder / "a.tokens")
+    with pytest.warns(UserWarning, match="instead of"):
+        cached("a", lambda: [STORE], verify=False)
+
+
+def test_parts_of_wider_tokens_and_masks_end_in_one_file(folder):
+    parts = [
+        TokenStore.of([[1, 2]]),
+        TokenStore.of([{"input_ids": [70_000, 5], "labels": [-100, 5]}, [7]][:1]),
+        TokenStore.of([[3]]),
+    ]
+    store = cached("a", lambda: parts)
+    assert store.tokens.tolist() == [1, 2, 70_000, 5, 3]
+    assert store.learned is not None
+    assert store.learned.tolist() == [True, True, False, True, True]
+    assert (store.vocabulary, store.tokens.dtype) == (70_001, np.int32)
+    assert np.array_equal(cached("a", never).tokens, store.tokens)
+
+
+def test_a_mapped_store_is_pickled_as_its_path(folder):
+    large = TokenStore(tokens=np.arange(50_000, dtype=np.uint16), offsets=np.array([0, 50_000]))
+    store = cached("a", lambda: [large])
+    pickled = pickle.dumps(store)
+    assert len(pickled) < 1000
+    assert np.array_equal(pickle.loads(pickled).tokens, large.tokens)
+
+
+def test_what_was_touched_is_given_back_and_read_again(folder, monkeypatch):
+    store = cached("a", lambda: [STORE])
+    given_back = []
+    monkeypatch.setattr(token_file, "_HELD", 1)
+    monkeypatch.setattr(token_file.MappedStore, "give_back", lambda self: given_back.append(1))
+    assert store.gather(np.array([0, 2]))[0].tolist() == [1, 3]
+    assert given_back == [1]
+    monkeypatch.undo()
+    assert isinstance(store, token_file.MappedStore)
+    store.give_back()
+    assert store.gather(np.array([0, 2]))[0].tolist() == [1, 3]
+
+
+BUILDER = """
+import sys, time
+import numpy as np
+from lightning_memkit.data.cache import cached
+from lightning_memkit.data.store import TokenStore
+
+def build():
+    print("built", flush=True)
+    time.sleep(0.3)
+    return [TokenStore.of([[1, 2, 3]])]
+
+assert cached("a", build).tokens.tolist() == [1, 2, 3]
+"""
+
+
+def test_of_several_processes_one_builds(folder):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen([sys.executable, "-c", BUILDER], env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    printed = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0]
+    assert sum(text.count("built") for text in printed) == 1
+
+
+def test_a_key_follows_from_everything_it_is_given():
+    keys = {cache_key(source="a", tokenizer="b"), cache_key(source="a", tokenizer="c"), cache_key(source="b")}
+    assert len(keys) == 3
+    assert cache_key(source="a") == cache_key(source="a")

@@ -5,7 +5,7 @@ from types import ModuleType
 
 import pytest
 
-from lightning_memkit.data import standard_library
+from lightning_memkit.data import progress
 from lightning_memkit.data.standard_library import standard_library_documents
 
 SOURCE = '''
@@ -76,15 +76,25 @@ def test_with_neither_it_says_what_to_do(library, monkeypatch):
 def test_a_slow_reading_shows_its_progress_and_loses_no_file(library, monkeypatch):
     for number in range(5):
         (library / f"m{number}.py").write_text(f"def f{number}(): pass")
-    monkeypatch.setattr(standard_library, "_PROGRESS_AFTER_SECONDS", -1.0)
+    monkeypatch.setattr(progress, "_AFTER_SECONDS", -1.0)
     shown = []
 
-    def track(items, **options):
-        shown.append(options["description"])
-        yield from items
+    class Bar:
+        task_ids = (0,)
 
-    progress = ModuleType("rich.progress")
-    monkeypatch.setattr(progress, "track", track, raising=False)
-    monkeypatch.setitem(sys.modules, "rich.progress", progress)
+        def start(self) -> None: ...
+
+        def stop(self) -> None:
+            shown.append("stopped")
+
+        def add_task(self, description, total) -> None:
+            shown.append((description, total))
+
+        def update(self, task, completed) -> None:
+            shown.append(completed)
+
+    bars = ModuleType("rich.progress")
+    monkeypatch.setattr(bars, "Progress", Bar, raising=False)
+    monkeypatch.setitem(sys.modules, "rich.progress", bars)
     assert len(standard_library_documents()) == 5
-    assert shown == ["Reading Python's standard library"]
+    assert shown == [("Reading Python's standard library", 5), 1, 2, 3, 4, 5, "stopped"]

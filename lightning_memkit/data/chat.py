@@ -1,0 +1,107 @@
+"""Conversations as one text, with the characters that the model is to learn: the answers, not what it is asked.
+
+Where each answer stands in the text follows from the tokenizer's chat template alone: the text up to and with the
+header of an answer, and the text up to the answer's end, are both beginnings of the whole. A template that rewrites
+earlier turns has no such beginnings, and is refused: its ``{% generation %}`` marks must say it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Span = tuple[int, int]
+Render = Callable[[list[Any], bool], str]  # messages, whether the header of an answer follows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """What is asked and answered.
+
+    Attributes:
+        messages: The turns; empty where prompt and completion are plain text.
+        asked: How many of the messages are the prompt; None: every answer among them is learned.
+        texts: Prompt and completion as plain text, where there are no messages.
+        tools: What the template is told of tools.
+        mask_prompt: Whether only answers are learned.
+    """
+
+    messages: tuple[Any, ...] = ()
+    asked: int | None = None
+    texts: tuple[str, str] | None = None
+    tools: Any = None
+    mask_prompt: bool = True
+
+
+def conversation_of(record: Mapping[str, Any], kind: str, *, mask_prompt: bool = True) -> Conversation:
+    """A record with ``messages``, or with ``prompt`` and ``completion`` (texts, or lists of messages).
+
+    Raises:
+        ValueError: prompt and completion are of different kinds, or there is no message or no answer.
+    """
+    tools = record.get("tools")
+    if kind == "messages":
+        messages = tuple(record["messages"])
+        if mask_prompt and not any(message.get("role") == "assistant" for message in messages):
+            roles = sorted({str(message.get("role")) for message in messages})
+            raise ValueError(
+                f"no message is of the role 'assistant' (roles: {roles}), so nothing is learned of it; leave it out, "
+                "or learn all of it with documents.mask_prompt=false."
+            )
+        return Conversation(messages=messages, tools=tools, mask_prompt=mask_prompt)
+    prompt, completion = record["prompt"], record["completion"]
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return Conversation(texts=(prompt, completion), mask_prompt=mask_prompt)
+    if not isinstance(prompt, list) or not isinstance(completion, list):
+        raise ValueError(
+            f"'prompt' is {type(prompt).__name__} and 'completion' {type(completion).__name__}; both are texts, or "
+            "both are lists of messages."
+        )
+    messages = (*prompt, *completion)
+    return Conversation(messages=messages, asked=len(prompt), tools=tools, mask_prompt=mask_prompt)
+
+
+def rendered(conversation: Conversation, render: Render) -> tuple[str, list[Span]]:
+    """The text of a conversation's messages, and which of its characters are learned.
+
+    Raises:
+        ValueError: the template's text of the first turns is no beginning of its text of all.
+    """
+    messages = list(conversation.messages)
+    whole = render(messages, False)
+    if not conversation.mask_prompt:
+        return whole, [(0, len(whole))]
+    if conversation.asked is not None:
+        return whole, [(_end_of(messages[: conversation.asked], True, whole, render), len(whole))]
+    spans = []
+    for number, message in enumerate(messages):
+        if message.get("role") == "assistant":
+            begin = _end_of(messages[:number], True, whole, render)
+            is_last = number == len(messages) - 1
+            end = len(whole) if is_last else _end_of(messages[: number + 1], False, whole, render)
+            spans.append((begin, end))
+    return whole, spans
+
+
+def learned_tokens(places: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
+    """Which tokens hold a character of a span; a token across its begin does.
+
+    Args:
+        places: The characters that each token stands for; empty ones are the tokenizer's own marks, or white space
+            that it leaves out, which belong to the span that they stand in.
+        spans: The characters that are learned.
+    """
+    return [
+        any(begin < last and (end > first or begin == end >= first) for first, last in spans)
+        for begin, end in places
+    ]
+
+
+def _end_of(turns: list[Any], header: bool, whole: str, render: Render) -> int:
+    beginning = render(turns, header)
+    if not whole.startswith(beginning):
+        raise ValueError(
+            f"the chat template writes the first {len(turns)} messages otherwise where more follow, so where an "
+            "answer stands is not known; give a tokenizer whose template marks answers with {% generation %}, split "
+            "the record into a prompt and its completion, or learn all of it with documents.mask_prompt=false."
+        )
+    return len(beginning)

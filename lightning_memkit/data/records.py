@@ -1,0 +1,144 @@
+"""Records of any kind to token ids: texts, conversations, prompts with completions, ids that are there already."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from lightning_memkit.data.chat import Conversation, conversation_of
+from lightning_memkit.data.corpora import text_store
+from lightning_memkit.data.sources import Numbered, Part, Source
+from lightning_memkit.data.store import TokenStore, joined
+from lightning_memkit.data.token_records import Column, store_of_columns, store_of_records
+from lightning_memkit.data.tokenizers import Tokenizer
+
+RecordKind = Literal["auto", "text", "messages", "prompt", "input_ids"]
+_ID_COLUMNS = ("input_ids", "attention_mask", "labels", "completion_mask", "assistant_masks")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordOptions:
+    """What of a record is read.
+
+    Attributes:
+        text_field: The field that holds a text.
+        kind: Which fields make the document; ``auto`` finds out.
+        mask_prompt: Leaves what the model is asked without labels.
+    """
+
+    text_field: str = "text"
+    kind: RecordKind = "auto"
+    mask_prompt: bool = True
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(RecordKind):
+            raise ValueError(f"kind={self.kind!r} is unknown; choose one of {get_args(RecordKind)}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoder:
+    """Parts of a source to token stores.
+
+    Attributes:
+        source: What is read.
+        tokenizer: None where all records are token ids.
+        options: What of a record is read.
+    """
+
+    source: Source
+    tokenizer: Tokenizer | None
+    options: RecordOptions
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What the tokens follow from."""
+        tokenizer = self.tokenizer.key if self.tokenizer else None
+        return {"source": self.source.identity, "tokenizer": tokenizer, **asdict(self.options)}
+
+    def __call__(self, part: Part) -> TokenStore:
+        """The documents of a part, blank ones left out.
+
+        Raises:
+            ValueError: a record is none of the kinds, or of more than one.
+        """
+        if self.options.kind in ("auto", "input_ids") and (table := self.source.columns(part)) is not None:
+            return _of_columns(table, part.first)
+        groups = groupby(self.source.records(part), key=lambda numbered: self._kind(*numbered))
+        return joined(self._encoded(kind, list(group)) for kind, group in groups)
+
+    def _encoded(self, kind: str, group: list[Numbered]) -> TokenStore:
+        records = [record for _, record in group]
+        if kind == "input_ids":
+            return store_of_records(records, group[0][0])
+        if self.tokenizer is None:
+            raise ValueError(f"{self._where(group[0][0])} is no token ids, as the first document is.")
+        if kind == "text":
+            texts = (
+                record if isinstance(record, str) else record[self.options.text_field] for record in records
+            )
+            return self.tokenizer.tokenize(text_store(text for text in texts if text.strip()))
+        return self.tokenizer.tokenize_conversations(list(self._conversations(kind, group)))
+
+    def _conversations(self, kind: str, group: list[Numbered]) -> Iterator[Conversation]:
+        for number, record in group:
+            try:
+                yield conversation_of(record, kind, mask_prompt=self.options.mask_prompt)
+            except ValueError as error:
+                raise ValueError(f"{self._where(number)}: {error}") from None
+
+    def _kind(self, number: int, record: Any) -> str:
+        kinds = kinds_of(record, self.options.text_field)
+        wanted = self.options.kind
+        if wanted != "auto":
+            if wanted in kinds:
+                return wanted
+        elif len(kinds) == 1:
+            return kinds[0]
+        field = self.options.text_field
+        if len(kinds) > 1 and wanted == "auto":
+            raise ValueError(
+                f"{self._where(number)} could be read as any of {kinds}; say which with documents.kind, in Python "
+                f"with DocumentOptions(kind={kinds[0]!r})."
+            )
+        found = sorted(record) if isinstance(record, Mapping) else type(record).__name__
+        rule = (
+            f"no text under {field!r}" if wanted in ("auto", "text") else f"nothing to be read as {wanted!r}"
+        )
+        raise ValueError(
+            f"{self._where(number)} has {rule} (found: {found}); a document is a text, 'messages', a 'prompt' with "
+            "its 'completion', or 'input_ids'. Name another field of texts with documents.text_field, in Python with "
+            "DocumentOptions(text_field=...)."
+        )
+
+    def _where(self, number: int) -> str:
+        return f"{self.source.name}, {self.source.unit} {number}"
+
+
+def kinds_of(record: Any, text_field: str = "text") -> list[str]:
+    """What a record can be read as."""
+    if isinstance(record, str):
+        return ["text"]
+    if not hasattr(record, "keys"):
+        return ["input_ids"] if isinstance(record, Sequence) or hasattr(record, "__array__") else []
+    if "input_ids" in record:
+        return ["input_ids"]
+    holds = {
+        "text": isinstance(record.get(text_field), str),
+        "messages": isinstance(record.get("messages"), list),
+        "prompt": "prompt" in record and "completion" in record,
+    }
+    return [kind for kind, is_there in holds.items() if is_there]
+
+
+def _of_columns(table: Any, first: int) -> TokenStore:
+    columns = {name: _flat(table.column(name)) for name in _ID_COLUMNS if name in table.column_names}
+    return store_of_columns(columns, first)
+
+
+def _flat(column: Any) -> Column:
+    lists = column.combine_chunks()
+    lists = lists.chunk(0) if hasattr(lists, "chunk") else lists
+    counts = lists.value_lengths().fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+    return lists.flatten().to_numpy(zero_copy_only=False), counts

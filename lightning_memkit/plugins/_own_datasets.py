@@ -1,0 +1,54 @@
+"""The data sets of any LightningDataModule: what its own loaders would have read."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+
+_LOADERS = {
+    "train": "train_dataloader",
+    "validation": "val_dataloader",
+    "test": "test_dataloader",
+    "predict": "predict_dataloader",
+}
+_SHARES = {
+    "fit": ("train", "validation"),
+    "validate": ("validation",),
+    "test": ("test",),
+    "predict": ("predict",),
+}
+
+
+def own_datasets(
+    module: pl.LightningDataModule, trainer: pl.Trainer | None, stage: str | None
+) -> dict[str, Any]:
+    """Sets the module up and takes the data sets of its loaders, by share; samplers and collating are left behind.
+
+    Args:
+        module: Whose.
+        trainer: What the module may ask for; None outside training.
+        stage: As in ``setup``; None stands for all stages.
+
+    Raises:
+        ValueError: a loader is several, or has no data set.
+    """
+    if trainer is not None:
+        module.trainer = trainer
+    found = {}
+    for each in _SHARES if stage is None else (stage,):
+        module.setup(each)
+        for share in _SHARES[each]:
+            name = _LOADERS[share]
+            if getattr(type(module), name) is not getattr(pl.LightningDataModule, name):
+                loader = getattr(module, name)()
+                if loader is not None and not (isinstance(loader, list) and not loader):
+                    found[share] = _dataset(loader, f"{type(module).__name__}.{name}()")
+    return found
+
+
+def _dataset(loader: Any, name: str) -> Any:
+    if not hasattr(loader, "dataset"):
+        raise ValueError(
+            f"{name} gives {type(loader).__name__}, which has no one data set to pack; let it return one DataLoader, "
+            "or give the data sets themselves: source={'train': ..., 'validation': ...}."
+        )
+    return loader.dataset

@@ -1,0 +1,219 @@
+import json
+import os
+import sys
+
+import numpy as np
+import pytest
+
+from lightning_memkit.data import tokenising
+from lightning_memkit.data.corpus import Corpus, shares_of
+from lightning_memkit.data.shares import DocumentOptions
+from lightning_memkit.data.store import TokenStore
+from lightning_memkit.data.tokenizers import ByteTokenizer
+from lightning_memkit.errors import MissingPackageError
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+def read(source, **options) -> TokenStore:
+    return Corpus(tokenizer_name="bytes", options=DocumentOptions(**options)).read(source)
+
+
+def texts(source, **options) -> list[str]:
+    store = read(source, **options)
+    return [ByteTokenizer().decode(store[number]) for number in range(store.documents)]
+
+
+def test_text_files_end_a_document_at_blank_lines(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("one\nstill one\n\n \t\n\ntwo ö\n\n", encoding="utf-8")
+    assert texts(path) == ["one\nstill one", "two ö"]
+
+
+def test_a_folder_holds_a_document_a_file(tmp_path):
+    for name, text in (("b.txt", "second\n\nof two"), ("a.txt", "first"), ("c.md", "no text file")):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    assert texts(tmp_path) == ["first", "second\n\nof two"]
+
+
+def test_jsonl_holds_a_document_a_line(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(
+        '{"text": "one\\n\\nstill"}\n\n{"text": " "}\n{"text": "two", "id": 3}\n', encoding="utf-8"
+    )
+    assert texts(path) == ["one\n\nstill", "two"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{not json", "line 2 is not JSON"),
+        (
+            '{"body": "x"}',
+            r"line 2 has no text under 'text' \(found: \['body'\]\).*documents\.text_field.*text_field=",
+        ),
+        ('{"text": 3}', "line 2 has no text"),
+        ("[1]", "found: list"),
+        (
+            '{"text": "x", "messages": []}',
+            r"line 2 could be read as any of \['text', 'messages'\]; say which with documents.kind",
+        ),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, line, message):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "fine"}\n' + line, encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("a.txt", " \n\n"), ("a.jsonl", ""), ("a.jsonl", '{"text": ""}')]
+)
+def test_an_empty_corpus_is_refused(tmp_path, name, content):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match="0 documents and no token; give at least one"):
+        read(tmp_path / name)
+
+
+def test_a_folder_without_text_files_says_so(tmp_path):
+    (tmp_path / "a.md").write_text("x")
+    with pytest.raises(ValueError, match=r"holds no \.txt file; each \.txt file right in it is one document"):
+        read(tmp_path)
+
+
+def test_an_unknown_ending_and_an_absent_file_are_refused(tmp_path):
+    (tmp_path / "a.csv").write_text("x")
+    with pytest.raises(
+        ValueError, match=r"ends in '\.csv'; a source ends in \.jsonl or \.txt, or in \.parquet"
+    ):
+        read(tmp_path / "a.csv")
+    with pytest.raises(FileNotFoundError, match="a source is 'python-stdlib'"):
+        read(tmp_path / "absent.txt")
+
+
+def test_texts_and_records_in_memory_are_tokenised():
+    assert texts(["one", "", "two"]) == ["one", "two"]
+    assert texts([{"body": "one"}, {"body": "two"}], text_field="body") == ["one", "two"]
+
+
+def test_arrays_of_tokens_are_taken_as_they_are():
+    assert read(np.arange(6).reshape(2, 3)).offsets.tolist() == [0, 3, 6]
+    assert read([np.array([5]), [70_000, 1]]).tokens.tolist() == [5, 70_000, 1]
+    store = TokenStore.of([[1, 2]])
+    assert read(store) is store
+
+
+@pytest.mark.parametrize("ending", ["parquet", "arrow"])
+def test_tables_give_texts_or_tokens(tmp_path, ending):
+    datasets = pytest.importorskip("datasets")
+    tokens = [[1, 2, 3], [4], [5, 6]]
+    table = datasets.Dataset.from_dict({"text": ["one", "two", "drei"], "number": [1, 2, 3]})
+    of_tokens = datasets.Dataset.from_dict({"input_ids": tokens, "labels": [[-100, 2, 3], [-100], [5, 6]]})
+    paths = {}
+    for name, made in (("texts", table), ("tokens", of_tokens)):
+        paths[name] = tmp_path / f"{name}.{ending}"
+        if ending == "parquet":
+            made.to_parquet(str(paths[name]))
+        else:
+            made.save_to_disk(str(tmp_path / name))
+            (tmp_path / name / "data-00000-of-00001.arrow").rename(paths[name])
+    assert texts(paths["texts"]) == ["one", "two", "drei"]
+    store = read(paths["tokens"])
+    assert [store[number].tolist() for number in range(3)] == tokens
+    assert store.learned is not None
+    assert store.learned.tolist() == [False, True, True, False, True, True]
+
+
+def test_a_table_that_was_shuffled_and_cut_is_read_in_its_order():
+    datasets = pytest.importorskip("datasets")
+    table = datasets.Dataset.from_dict({"input_ids": [[number] * 3 for number in range(2500)]})
+    chosen = table.shuffle(seed=1).select(range(2100))
+    store = read(chosen)
+    assert [store[number].tolist() for number in range(2100)] == chosen["input_ids"][:]
+
+
+def test_padding_of_tokens_that_are_padded_already_is_dropped():
+    padded = [
+        {"input_ids": [1, 2, 0, 0], "attention_mask": [1, 1, 0, 0], "labels": [-100, 2, -100, -100]},
+        {"input_ids": [0, 3, 4, 5], "attention_mask": [0, 1, 1, 1], "labels": [-100, 3, -100, 5]},
+    ]
+    store = read(padded)
+    assert (store.tokens.tolist(), store.offsets.tolist()) == ([1, 2, 3, 4, 5], [0, 2, 5])
+    assert store.learned is not None
+    assert store.learned.tolist() == [False, True, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("records", "message"),
+    [
+        ([{"input_ids": [1, 2], "labels": [2, 3]}], "Record 0 has the label 2 at the token 1; labels stand"),
+        ([{"input_ids": [1, 2], "labels": [1]}], "Record 0 has 2 'input_ids' and 1 of 'labels'"),
+        ([{"input_ids": [1], "labels": [1]}, {"input_ids": [1]}], "1 of 2 records have 'labels'"),
+    ],
+)
+def test_columns_that_do_not_fit_are_refused(records, message):
+    with pytest.raises(ValueError, match=message):
+        read(records)
+
+
+def test_an_absent_datasets_is_named(monkeypatch, tmp_path):
+    (tmp_path / "a.parquet").write_bytes(b"")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(MissingPackageError, match=r"source='a.parquet' needs .*`pip install datasets`"):
+        read(tmp_path / "a.parquet")
+
+
+def test_the_cache_follows_the_file_the_tokenizer_and_the_options(tmp_path, monkeypatch):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one", "body": "1"}\n')
+    assert texts(path) == ["one"]
+    with monkeypatch.context() as patched:
+        patched.setattr(tokenising, "encoded", lambda *_: pytest.fail("tokenised again"))
+        assert texts(path) == ["one"]
+    assert texts(path, text_field="body") == ["1"]
+    path.write_text('{"text": "two", "body": "1"}\n')
+    os.utime(path, ns=(1, 1))
+    assert texts(path) == ["two"]
+
+
+def test_texts_in_memory_are_kept_by_their_contents(monkeypatch):
+    assert texts(["one", "two"]) == ["one", "two"]
+    with monkeypatch.context() as patched:
+        patched.setattr(tokenising, "encoded", lambda *_: pytest.fail("tokenised again"))
+        assert texts(["one", "two"]) == ["one", "two"]
+    assert texts(["one", "deux"]) == ["one", "deux"]
+
+
+def test_processes_change_nothing(tmp_path, monkeypatch):
+    path = tmp_path / "a.jsonl"
+    words = [f"document {number} " + "x" * (number % 50) for number in range(20_000)]
+    path.write_text("".join(json.dumps({"text": word}) + "\n" for word in words))
+    alone = read(path, processes=1)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
+    monkeypatch.setattr(tokenising, "_ALONE_SECONDS", -1.0)
+    pids = []
+    pool = tokenising.ProcessPoolExecutor
+    monkeypatch.setattr(tokenising, "ProcessPoolExecutor", lambda *a, **k: pids.append(1) or pool(*a, **k))
+    together = read(path, processes=2)
+    assert pids == [1]
+    assert np.array_equal(together.tokens, alone.tokens)
+    assert np.array_equal(together.offsets, alone.offsets)
+
+
+def test_an_error_of_a_process_reaches_the_user(tmp_path, monkeypatch):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one"}\nbroken\n')
+    monkeypatch.setattr(tokenising, "_ALONE_SECONDS", -1.0)
+    with pytest.raises(ValueError, match="line 2 is not JSON"):
+        read(path, processes=2)
+
+
+def test_a_mapping_names_its_shares():
+    assert shares_of(["no mapping"]) is None
+    assert shares_of({"train": 1, "predict": 2}) == {"train": 1, "predict": 2}
+    with pytest.raises(ValueError, match=r"source has the keys \['train_sft'\]; a mapping gives"):
+        shares_of({"train_sft": 1})
