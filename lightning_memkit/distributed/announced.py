@@ -21,15 +21,25 @@ _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 _NOT_OF_ALL_RANKS = ("send", "recv_", "recv_any_source_", "wait_tensor")
 
 
-class CollectivesSeen(TorchDispatchMode):
-    """Counts the collectives that are issued within it; costs microseconds an operator.
+class Announcing(TorchDispatchMode):
+    """Meets the peers before each collective; one message on the host each, and microseconds an operator.
 
-    Those between two ranks (send, receive) are none. What another thread issues is not seen.
+    Sends between two ranks are no collectives, and what another thread issues is not seen. Compiled functions run
+    eagerly within it.
+
+    Args:
+        agreement: of all ranks.
+
+    Attributes:
+        failed: the peers that ran out of memory, as was heard within it.
+        within: a collective was begun and not ended.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, agreement: Agreement) -> None:
         super().__init__()
-        self.issued = 0
+        self.failed: tuple[int, ...] = ()
+        self.within = False
+        self._agreement = agreement
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -39,32 +49,11 @@ class CollectivesSeen(TorchDispatchMode):
         return self._collective(func, args, kwargs or {})
 
     def _collective(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        self.issued += 1
-        return func(*args, **kwargs)
-
-
-class Announcing(CollectivesSeen):
-    """Meets the peers before each collective; one message on the host each.
-
-    Args:
-        agreement: of all ranks.
-
-    Attributes:
-        failed: the peers that ran out of memory, as was heard within it.
-    """
-
-    def __init__(self, agreement: Agreement) -> None:
-        super().__init__()
-        self.failed: tuple[int, ...] = ()
-        self.within = False
-        self._agreement = agreement
-
-    def _collective(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         self.failed = self.failed or self._agreement.meet().failed
         if self.failed:
             raise torch.OutOfMemoryError("Another rank ran out of memory.")
         self.within = True
-        result = super()._collective(func, args, kwargs)
+        result = func(*args, **kwargs)
         self.within = False
         return result
 
@@ -83,7 +72,8 @@ def together(agreement: Agreement, run: Callable[[], T]) -> T:
     """
     announcing, failure, results = Announcing(agreement), "", []
     try:
-        with announcing:
+        # A compiled function that is called within a dispatch mode would run eagerly for ever after.
+        with torch.compiler.set_stance("force_eager"), announcing:
             results.append(run())
     except PeerEndedError:
         raise

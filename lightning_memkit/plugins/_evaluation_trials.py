@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_debug
 from torch import Tensor
 
-from lightning_memkit.distributed.announced import CollectivesSeen
+from lightning_memkit.distributed.collectives import collectives_issued
 from lightning_memkit.memory.measure import PeakMeter, peak_meter
 from lightning_memkit.memory.meter import unmetered
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
@@ -80,13 +80,13 @@ class EvaluationTrials:
 
     def communicates(self, step: EvaluationStep) -> bool:
         """Whether the user's step issues collectives, by a forward of one row."""
-        seen = CollectivesSeen()
+        before = collectives_issued()
         try:
-            with self.no_trace(), seen:
+            with self.no_trace():
                 self._smallest(step)
         except Exception as error:  # it may count on hooks that run later, or on more rows
             rank_zero_debug(f"MemoryBudget can't try a row in {step.hook}: {error!r}")
-        return seen.issued > 0
+        return collectives_issued() != before
 
     def repeat(self, step: EvaluationStep, batch: Any) -> None:
         """A forward that counts for nothing, for peers whose batches have more parts."""

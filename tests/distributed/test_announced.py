@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memkit.distributed.agreement import Meeting, Outcome, PeerEndedError
-from lightning_memkit.distributed.announced import CollectivesSeen, together
+from lightning_memkit.distributed.announced import together
 from lightning_memkit.distributed.catch_up import CannotCatchUpError
+from lightning_memkit.distributed.collectives import collectives_issued
 
 
 class Peers:
@@ -53,12 +55,32 @@ def issues(value: torch.Tensor) -> list[torch.Tensor]:
     return gathered
 
 
-def test_collectives_are_counted_and_nothing_else() -> None:
-    with CollectivesSeen() as seen:
-        issues(torch.ones(3))
-        distributed.barrier()
-        torch.ones(2).sum().item()
-    assert seen.issued == 3
+def test_other_operators_are_not_announced_and_barriers_are() -> None:
+    peers = Peers()
+    run_together(peers, lambda: (torch.ones(2).sum().item(), distributed.barrier()))
+    assert peers.told == [Outcome.DONE] * 2
+
+
+def test_a_compiled_function_runs_compiled_again_afterwards() -> None:
+    ran: list[str] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        def run(*arguments: Any) -> Any:
+            ran.append("compiled")
+            return graph(*arguments)
+
+        return run
+
+    def doubled(value: torch.Tensor) -> torch.Tensor:
+        return value * 2
+
+    compiled = torch.compile(doubled, backend=backend)
+    run_together(Peers(), lambda: compiled(torch.ones(3)))
+    assert ran == []
+    compiled(torch.ones(3))
+    run_together(Peers(), lambda: compiled(torch.ones(3)))
+    compiled(torch.ones(3))
+    assert ran == ["compiled"] * 2
 
 
 def test_ranks_meet_before_each_collective_and_at_the_end() -> None:
@@ -69,13 +91,11 @@ def test_ranks_meet_before_each_collective_and_at_the_end() -> None:
 
 @pytest.mark.parametrize("fails_at", [0, 1, 2])
 def test_a_peer_s_failure_is_heard_before_the_collective_it_does_not_join(fails_at: int) -> None:
-    peers = Peers(fails_at)
-    with (
-        CollectivesSeen() as seen,
-        pytest.raises(torch.OutOfMemoryError, match="Rank 1 ran out of memory; all"),
-    ):
+    peers, before = Peers(fails_at), collectives_issued()
+    with pytest.raises(torch.OutOfMemoryError, match="Rank 1 ran out of memory; all"):
         run_together(peers, lambda: issues(torch.ones(3)))
-    assert seen.issued == fails_at
+    assert before is not None
+    assert collectives_issued() == before + fails_at
     assert peers.told == [Outcome.DONE] * (fails_at + 1)
 
 
@@ -104,12 +124,17 @@ def test_this_rank_s_failure_is_told_once_and_raised_in_its_own_words() -> None:
     assert peers.told == [Outcome.DONE, Outcome.DONE, Outcome.OUT_OF_MEMORY]
 
 
-def test_memory_that_runs_out_within_a_collective_ends_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: Any, func: Any, args: Any, kwargs: Any) -> None:
-        raise torch.OutOfMemoryError("the device is full")
+class Full(TorchDispatchMode):
+    """Collectives find no memory."""
 
-    monkeypatch.setattr(CollectivesSeen, "_collective", full)
-    with pytest.raises(CannotCatchUpError, match="within a collective"):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            raise torch.OutOfMemoryError("the device is full")
+        return func(*args, **(kwargs or {}))
+
+
+def test_memory_that_runs_out_within_a_collective_ends_the_rank() -> None:
+    with Full(), pytest.raises(CannotCatchUpError, match="within a collective"):
         run_together(Peers(), lambda: issues(torch.ones(3)))
 
 
