@@ -29,11 +29,11 @@ class Choice:
 
 def choices(operators: Sequence[OperatorCost]) -> list[Choice]:
     """Ways to run a block of which none is both larger and slower than another; the smallest first."""
-    everything = Choice(keep=None, size_bytes=sum(op.size_bytes for op in operators if op.saved), seconds=0.0)
+    everything = Choice(keep=None, size_bytes=sum(op.saved_bytes for op in operators), seconds=0.0)
     found = [everything]
     pinned = frozenset(index for index, op in enumerate(operators) if op.pinned)
     found += _growing(operators, pinned)
-    found += _shrinking(operators, frozenset(i for i, op in enumerate(operators) if op.saved) | pinned)
+    found += _shrinking(operators, frozenset(i for i, op in enumerate(operators) if any(op.saves)) | pinned)
     found.sort(key=lambda choice: (choice.size_bytes, choice.seconds))
     front: list[Choice] = []
     for choice in found:
@@ -74,7 +74,7 @@ def _growing(operators: Sequence[OperatorCost], keep: frozenset[int]) -> list[Ch
     steps = [_choice(operators, keep)]
     candidates = {i for i, op in enumerate(operators) if i not in keep}
     exact = len(operators) <= _EXACT_UP_TO
-    ranked = sorted(candidates, key=lambda i: -operators[i].seconds / (operators[i].size_bytes + 1))
+    ranked = sorted(candidates, key=lambda i: -operators[i].seconds / (sum(operators[i].sizes) + 1))
     while candidates:
         if exact:
             tried = [(_choice(operators, keep | {index}), index) for index in candidates]
@@ -116,11 +116,13 @@ def _shrinking(operators: Sequence[OperatorCost], keep: frozenset[int]) -> list[
 
 def _choice(operators: Sequence[OperatorCost], keep: frozenset[int]) -> Choice:
     needed = _needed(operators, keep)
-    held = {index for index in keep if operators[index].saved}
-    held.update(i for index in needed for i in operators[index].inputs if i in keep)
+    held = {
+        (index, position) for index in keep for position, saved in enumerate(operators[index].saves) if saved
+    }
+    held.update(place for index in needed for place in operators[index].inputs if place[0] in keep)
     return Choice(
         keep=keep,
-        size_bytes=sum(operators[index].size_bytes for index in held),
+        size_bytes=sum(operators[index].sizes[position] for index, position in held),
         seconds=sum(operators[index].seconds for index in needed) + len(operators) * _TAPE_SECONDS,
     )
 
@@ -128,10 +130,10 @@ def _choice(operators: Sequence[OperatorCost], keep: frozenset[int]) -> Choice:
 def _needed(operators: Sequence[OperatorCost], keep: frozenset[int]) -> set[int]:
     """The operators that run again: what autograd saves and is not kept, and what leads there."""
     needed: set[int] = set()
-    waiting = [index for index, op in enumerate(operators) if op.saved and index not in keep]
+    waiting = [index for index, op in enumerate(operators) if any(op.saves) and index not in keep]
     while waiting:
         index = waiting.pop()
         if index not in needed:
             needed.add(index)
-            waiting.extend(i for i in operators[index].inputs if i not in keep)
+            waiting.extend(earlier for earlier, _ in operators[index].inputs if earlier not in keep)
     return needed

@@ -21,18 +21,23 @@ class OperatorCost:
     Args:
         func: which operator.
         seconds: the time of running it again.
-        size_bytes: what keeping its outputs holds.
-        inputs: indices of the operators whose outputs it reads.
-        saved: autograd saves an output of it.
+        sizes: bytes of its outputs, one by one.
+        saves: which of its outputs autograd saves.
+        inputs: what it reads, as (index of an operator, index of its output).
         pinned: it must not run again; its outputs are always kept.
     """
 
     func: Any
     seconds: float
-    size_bytes: int
-    inputs: tuple[int, ...]
-    saved: bool
+    sizes: tuple[int, ...]
+    saves: tuple[bool, ...]
+    inputs: tuple[tuple[int, int], ...]
     pinned: bool
+
+    @property
+    def saved_bytes(self) -> int:
+        """What autograd saves of its outputs."""
+        return sum(size for size, saved in zip(self.sizes, self.saves, strict=True) if saved)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +51,7 @@ class BlockProfile:
     @property
     def saved_bytes(self) -> int:
         """What autograd saves of the block without checkpointing, its inputs left out."""
-        return sum(operator.size_bytes for operator in self.operators if operator.saved)
+        return sum(operator.saved_bytes for operator in self.operators)
 
 
 class Profiler:
@@ -66,18 +71,19 @@ class Profiler:
         """
         outside = {tensor.untyped_storage()._cdata for tensor in outputs}
         costs = []
+        places: dict[Value, tuple[int, int]] = {}
         with tape.below_autograd():
             for operator in tape.operators:
                 seconds = self._measure(tape, operator)
+                made = operator.made()
+                places.update({value: (operator.index, position) for position, value in enumerate(made)})
                 costs.append(
                     OperatorCost(
                         func=operator.func,
                         seconds=seconds,
-                        size_bytes=sum(_size(value, outside) for value in operator.made()),
-                        inputs=tuple(
-                            {value.operator.index for value in operator.inputs if value.operator is not None}
-                        ),
-                        saved=any(value.notes for value in operator.made()),
+                        sizes=tuple(_size(value, outside) for value in made),
+                        saves=tuple(bool(value.notes) for value in made),
+                        inputs=tuple({places[value] for value in operator.inputs if value in places}),
                         pinned=operator.pinned,
                     )
                 )

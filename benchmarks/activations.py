@@ -1,0 +1,236 @@
+"""Activation checkpointing by policy: saved bytes, peak, time and FLOPs against none, with the same gradients.
+
+A Llama of 34M weights (2 x 512 tokens, float32), a ViT and a CNN. A step is zero_grad, forward and backward; an
+optimizer's step would bring every ratio nearer to 1. Saved bytes are those alive when the forward ends, the loss
+apart; the peak is above the weights. Compiled blocks are compared with compiled blocks that nothing bounds.
+"""
+
+import gc
+import os
+from dataclasses import dataclass
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from torch import Tensor
+from torch._C._profiler import _EventType
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.__main__ import main_of
+from benchmarks._activation_models import CASES, HAND_MADE, Case
+from benchmarks.harness import MINIMUM_PAIRS, Options, Ratio, Report, paired_ratio, self_ratio_is_void
+from lightning_memkit import checkpoint_modules
+from lightning_memkit.memory.meter import ByteMeter
+
+COMPILED_NONE, COMPILED = "compile:1", ("compile:0.5", "compile:0.2", "compile:0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One policy on one model; bytes are above the weights, flops those of a whole step."""
+
+    saved_bytes: int
+    peak_bytes: int
+    flops: int
+    same_bits: bool
+    ratio: Ratio
+
+
+class Subject:
+    """A model under one policy, with its step."""
+
+    def __init__(self, case: Case, policy: str) -> None:
+        self.model, self._case = case.build(), case
+        if policy != "none":
+            checkpoint_modules(self.model, policy)
+        for _ in range(3):  # measure, plan, run as planned
+            self.step()
+
+    def step(self) -> Tensor:
+        """One forward and backward."""
+        self.model.zero_grad(set_to_none=True)
+        loss = self._case.loss(self.model)
+        loss.backward()
+        return loss
+
+    def result(self, seed: int) -> list[Tensor]:
+        """Loss and gradients from one state of the generator."""
+        torch.manual_seed(seed)
+        loss = self.step()
+        return [loss.detach(), *(p.grad.clone() for p in self.model.parameters() if p.grad is not None)]
+
+    def bytes(self) -> tuple[int, int]:
+        """Saved bytes and peak, counted operator by operator."""
+        self.model.zero_grad(set_to_none=True)
+        gc.collect()
+        with ByteMeter() as meter:
+            loss = self._case.loss(self.model)
+            saved = meter.live_bytes - loss.nbytes
+            loss.backward()
+        return saved, meter.peak_bytes
+
+    def flops(self) -> int:
+        """FLOPs of a step."""
+        with FlopCounterMode(display=False) as counter:
+            self.step()
+        return counter.get_total_flops()
+
+
+class CompiledSubject(Subject):
+    """The same where kernels allocate without the dispatcher: the profiler's account of the allocator."""
+
+    def bytes(self) -> tuple[int, int]:
+        """Saved bytes and peak, from the allocator's own events."""
+        self.model.zero_grad(set_to_none=True)
+        gc.collect()
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        ) as profile:
+            loss = self._case.loss(self.model)
+        saved = sum(size for size, _ in _allocations(profile)) - loss.nbytes
+        del loss
+        gc.collect()
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        ) as profile:
+            self.step()
+        live = peak = 0
+        for size, _ in _allocations(profile):
+            live += size
+            peak = max(peak, live)
+        return saved, peak
+
+
+def _allocations(profile: Any) -> list[tuple[int, int]]:
+    """Sizes (negative where freed) with their times, in order."""
+    found: list[tuple[int, int]] = []
+    waiting = list(profile.profiler.kineto_results.experimental_event_tree())
+    while waiting:
+        event = waiting.pop()
+        waiting.extend(event.children)
+        if event.tag == _EventType.Allocation:
+            found.append((event.extra_fields.alloc_size, event.start_time_ns))
+    return sorted(found, key=lambda allocation: allocation[1])
+
+
+def run(options: Options) -> Report:
+    """All policies on all models, in about half an hour; `--quick`: the Llama's most telling ones, fewer pairs."""
+    torch.set_num_threads(1)
+    rows: list[dict[str, object]] = []
+    figures: dict[str, float | int | bool] = {"bitwise": True}
+    void = False
+    for name, make in CASES.items():
+        case = make(options.seed)
+        pairs = (4 if options.quick else 15) if case.steps_take_seconds else MINIMUM_PAIRS
+        found, itself = measure(case, options, pairs)
+        rows += [row(name, policy, measured, found["none"]) for policy, measured in found.items()]
+        rows.append({"model": name, "policy": "none, again", "time": round(itself.median, 3)})
+        void |= self_ratio_is_void(itself)
+        figures["bitwise"] = bool(figures["bitwise"]) and all(m.same_bits for m in found.values())
+        if name == "llama":
+            figures.update(frontier(found))
+            slowdown, lines = against_hand_made(case, found, options, pairs)
+            rows += lines
+            figures["budget_worst_slowdown_pct"] = slowdown
+            if not options.quick:
+                rows += compiled(case, options, pairs)
+    return Report("activations", figures, rows, void=void)
+
+
+def measure(case: Case, options: Options, pairs: int) -> tuple[dict[str, Measured], Ratio]:
+    """Every policy against none, and none against itself."""
+    none = Subject(case, "none")
+    expected = none.result(options.seed)
+    found: dict[str, Measured] = {}
+    itself = paired_ratio(none.step, none.step, pairs=pairs, seed=options.seed, warm_up=1)
+    for policy in ("none", *case.policies):
+        ours = none if policy == "none" else Subject(case, policy)
+        same = all(map(torch.equal, ours.result(options.seed), expected))
+        ratio = itself
+        if policy != "none":
+            ratio = paired_ratio(ours.step, none.step, pairs=pairs, seed=options.seed, warm_up=1)
+        saved, peak = ours.bytes()
+        found[policy] = Measured(
+            saved_bytes=saved, peak_bytes=peak, flops=ours.flops(), same_bits=same, ratio=ratio
+        )
+    return found, itself
+
+
+def row(model: str, policy: str, ours: Measured, none: Measured) -> dict[str, object]:
+    """The table's line of a policy."""
+    return {
+        "model": model,
+        "policy": policy,
+        "saved_MiB": round(ours.saved_bytes / 2**20, 1),
+        "saved": round(ours.saved_bytes / none.saved_bytes, 3),
+        "peak_MiB": round(ours.peak_bytes / 2**20, 1),
+        "time": round(ours.ratio.median, 3),
+        "low_95": round(ours.ratio.low, 3),
+        "high_95": round(ours.ratio.high, 3),
+        "recomputed_GFLOP": round((ours.flops - none.flops) / 1e9, 3),
+        "same_bits": ours.same_bits,
+    }
+
+
+def frontier(found: dict[str, Measured]) -> dict[str, float]:
+    """The least that any policy saves at two prices, and how the budgets are met."""
+    total = found["none"].saved_bytes
+    fractions = {policy: measured.saved_bytes / total for policy, measured in found.items()}
+    budgets = {policy: float(policy.partition(":")[2]) for policy in found if policy.startswith("budget:")}
+    return {
+        f"saved_at_1_{percent:02}": min(
+            fractions[policy] for policy, m in found.items() if m.ratio.median <= 1 + percent / 100
+        )
+        for percent in (4, 15)
+    } | {
+        "budget_worst_overshoot_pct": max(100 * (fractions[p] / x - 1) for p, x in budgets.items()),
+        "budget_worst_undershoot_pct": max(100 * (1 - fractions[p] / x) for p, x in budgets.items()),
+    }
+
+
+def against_hand_made(
+    case: Case, found: dict[str, Measured], options: Options, pairs: int
+) -> tuple[float, list[dict[str, object]]]:
+    """A budget of the bytes of each hand-made policy against that policy: percent of time, the worst of all."""
+    worst, rows = -100.0, []
+    for policy in HAND_MADE:
+        theirs = Subject(case, policy)
+        ours = Subject(case, f"budget:{found[policy].saved_bytes}B")
+        ratio = paired_ratio(ours.step, theirs.step, pairs=pairs, seed=options.seed, warm_up=1)
+        worst = max(worst, 100 * (ratio.median - 1))
+        rows.append(
+            {
+                "model": "llama",
+                "policy": f"budget of the bytes of {policy} : {policy}",
+                "saved_MiB": round(ours.bytes()[0] / 2**20, 1),
+                "time": round(ratio.median, 3),
+                "low_95": round(ratio.low, 3),
+                "high_95": round(ratio.high, 3),
+            }
+        )
+    return worst, rows
+
+
+def compiled(case: Case, options: Options, pairs: int) -> list[dict[str, object]]:
+    """Compiled blocks under torch's budget, against compiled blocks without one."""
+    none = CompiledSubject(case, COMPILED_NONE)
+    saved, peak = none.bytes()
+    rows: list[dict[str, object]] = [
+        {"model": "llama", "policy": "compiled, none", "saved_MiB": round(saved / 2**20, 1), "saved": 1.0,
+         "peak_MiB": round(peak / 2**20, 1), "time": 1.0}
+    ]  # fmt: skip
+    for policy in COMPILED:
+        ours = CompiledSubject(case, policy)
+        ratio = paired_ratio(ours.step, none.step, pairs=pairs, seed=options.seed, warm_up=1)
+        ours_saved, ours_peak = ours.bytes()
+        rows.append(
+            {"model": "llama", "policy": f"compiled, {policy}", "saved_MiB": round(ours_saved / 2**20, 1),
+             "saved": round(ours_saved / saved, 3), "peak_MiB": round(ours_peak / 2**20, 1),
+             "time": round(ratio.median, 3), "low_95": round(ratio.low, 3), "high_95": round(ratio.high, 3)}
+        )  # fmt: skip
+    return rows
+
+
+if __name__ == "__main__":
+    raise SystemExit(main_of(__file__))
