@@ -279,8 +279,8 @@ def _remedy(model: nn.Module) -> str:
         remedy = "Hand the transformers model the whole batch, model(**batch): it is not told cu_seqlens"
     else:
         remedy = (
-            "Call lightning_memkit.use_packed_attention(model) once the model is built, and hand it the whole batch, "
-            "model(**batch)"
+            "Call lightning_memkit.attention.use_packed_attention(model) once the model is built, and hand it the "
+            "whole batch, model(**batch)"
         )
     return f'{remedy}; or give each document its own row: packing="none".'
 

@@ -48,7 +48,8 @@ class ContaminationProbe(Callback):
         if reason is not None:
             self._batches_left = 0
             warnings.warn(
-                f"ContaminationProbe has no effect: {reason}. Call lightning_memkit.probe_contamination by yourself.",
+                f"ContaminationProbe has no effect: {reason}. Call "
+                "lightning_memkit.contamination.probe_contamination by yourself.",
                 NoEffectWarning,
                 stacklevel=2,
             )
