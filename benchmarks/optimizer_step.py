@@ -1,7 +1,7 @@
 """Time and bytes of a compensated bfloat16 AdamW step beside torch's float32 fused AdamW and other optimizers.
 
-Every row is a ratio to torch's fused AdamW on float32 weights. The gradients stay the same from step to step,
-and zero_grad is not timed. One CPU thread.
+Every row is a ratio to torch's fused AdamW on float32 weights; those of journaled steps are to the same step without
+a journal. The gradients stay the same from step to step, and zero_grad is not timed. One CPU thread.
 """
 
 import time
@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from benchmarks.__main__ import main_of
+from benchmarks.budget import _keep_freed_memory
 from benchmarks.harness import (
     LONG_STEP_SECONDS,
     MINIMUM_PAIRS,
@@ -24,11 +25,17 @@ from benchmarks.harness import (
 )
 from lightning_memkit.optim.compensation import compensate
 from lightning_memkit.optim.fused import gpu
+from lightning_memkit.optim.journal import journal_steps
 
 LEARNING_RATE = 1e-3
 FULL_SHAPES = [(1024, 3072)] * 16 + [(3072,)] * 16  # 50.4 million parameters
 QUICK_SHAPES = [(1024, 2048)] * 4 + [(2048,)] * 4  # 8.4 million
 PAIRS_OF_LONG_STEPS = 15
+JOURNALED_SHAPES = {  # 12.6 million each, some times what caches hold
+    "layers": [(1024, 3072)] * 4,
+    "embedding": [(4096, 3072)],
+    "small": [(256, 256)] * 192,
+}
 
 FIGURES = {
     "memkit kahan, compact": "kahan",
@@ -68,8 +75,31 @@ def run(options: Options) -> Report:
                     f"cpu_ratio_{FIGURES[label]}_high": ratio.high,
                     f"bytes_per_param_{FIGURES[label]}": _bytes_per_parameter(optimizer),
                 }
+        figures |= _journaled_steps(options, rows)
     figures["parameters"] = _count(shapes)
     return Report("optimizer_step", figures, rows, void=self_ratio_is_void(same), notes=tuple(notes))
+
+
+def _journaled_steps(options: Options, rows: list[dict[str, object]]) -> dict[str, float | int | bool]:
+    """Time warm journaled steps against the optimizer's own, for parameters of several sizes."""
+    _keep_freed_memory()  # a plain step's temporaries would be page faults or not, by what else is on the heap
+    figures: dict[str, float | int | bool] = {}
+    for size, shapes in JOURNALED_SHAPES.items():
+        for how in ("for-loop", "foreach"):
+            plain, journaled = (
+                torch.optim.AdamW(
+                    _parameters(shapes, torch.float32, torch.device("cpu"), options.seed),
+                    lr=LEARNING_RATE,
+                    foreach=how == "foreach",
+                )
+                for _ in range(2)
+            )
+            journal_steps(journaled)
+            ratio = paired_ratio(journaled.step, plain.step, seed=options.seed)
+            rows.append(ratio.row(f"torch AdamW {how}, journaled, {size}") | _bytes(journaled))
+            figures[f"journal_ratio_{how.replace('-', '_')}_{size}"] = ratio.median
+            figures[f"journal_ratio_{how.replace('-', '_')}_{size}_high"] = ratio.high
+    return figures
 
 
 def run_gpu(options: Options) -> Report:

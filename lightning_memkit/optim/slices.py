@@ -32,6 +32,9 @@ _ELEMENTWISE_ELSEWHERE = {
     "schedulefree.sgd_schedulefree": ("SGDScheduleFree",),
 }
 _PLAIN_TENSORS = (Tensor, Parameter)
+_SLICE_BYTES_CPU = (
+    4 << 20
+)  # with its copies and temporaries it stays in the cache; smaller ones cost more calls
 # ATen's loops on a CPU take vectors of elements, and what is left at the end one by one, which in 16 bits may round
 # otherwise (vectorized_loop in aten/src/ATen/native/cpu/Loops.h, GRAIN_SIZE in ATen/TensorIterator.h).
 _VECTOR_ELEMENTS = 64  # two vectors of 512 bits, of the smallest dtype
@@ -111,12 +114,14 @@ class SlicedParameter:
         self._element_bytes = sum(
             tensor.element_size() for tensor in (self._weight, self._gradient, *self._moments.values())
         )
+        on_cpu = parameter.device.type == "cpu"
+        self._most_bytes = _SLICE_BYTES_CPU if on_cpu else None
         self._runs = _Runs(
             parameter.numel(),
             # The engine has pieces of its own.
             at_once=pieces._piece_elements(parameter.device) if engine.shadows(parameter) else None,
             # Fused kernels share out whole vectors; off the CPU each thread has its elements, wherever they lie.
-            by_threads=parameter.device.type == "cpu" and not optimizer.param_groups[slot.group].get("fused"),
+            by_threads=on_cpu and not optimizer.param_groups[slot.group].get("fused"),
         )
 
     @property
@@ -130,7 +135,8 @@ class SlicedParameter:
         Args:
             most_bytes: what they have together, at most.
         """
-        slot, stop = self.slot, self._runs.stop_of_slice(self.start, most_bytes // self._element_bytes)
+        slot, most = self.slot, min(most_bytes, self._most_bytes or most_bytes) // self._element_bytes
+        stop = self._runs.stop_of_slice(self.start, most)
         part = self._shown = Parameter(self._weight[self.start : stop], slot.parameter.requires_grad)
         if self._gradient.dtype != part.dtype:
             part.grad_dtype = self._gradient.dtype

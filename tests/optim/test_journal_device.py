@@ -96,3 +96,28 @@ def test_a_step_fits_a_budget_that_its_temporaries_exceed() -> None:
             del optimizer, shown
         assert journal.recovered > 0
         assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("foreach", [False, True], ids=["for-loop", "foreach"])
+def test_a_step_of_one_large_parameter_takes_a_bundle_and_its_temporaries(foreach: bool) -> None:
+    weight, bundle_bytes = torch.randn(256, 1024), 128 << 10
+    results = []
+    for device_type in ("cpu", "fake"):
+        with fake_device() as device:
+            parameter = torch.nn.Parameter(weight.to(device_type, copy=True))
+            optimizer = torch.optim.AdamW([parameter], lr=1e-2, foreach=foreach)
+            journal = journal_steps(optimizer, bundle_bytes=bundle_bytes) if device_type == "fake" else None
+            for seed in range(3):
+                set_gradients([parameter], seed)
+                if journal is not None:
+                    # Of a slice's 16 bytes an element, 12 are copied and 8 are temporaries; of 8 in the first step
+                    # 4 are copied and 16 are states and temporaries.
+                    beside = bundle_bytes * 20 // (16 if seed else 8) + (8 << 10)
+                    made = 0 if seed else 2 * parameter.nbytes
+                    device.set_limits(budget_bytes=device.live_bytes + made + beside)
+                optimizer.step()
+                device.set_limits()
+            results.append(on_cpu(optimizer))
+            assert journal is None or journal.recovered == 0
+            del optimizer, parameter
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
