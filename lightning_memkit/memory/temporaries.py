@@ -44,7 +44,7 @@ class TemporariesMeter(AnatomyMeter):
         name = func._schema.name
         if self.phase == "forward":
             self._see_forward(name, args, kwargs or {}, out)
-        elif self.phase == "optimizer" and name.startswith("aten::_foreach_") and not name.endswith("_"):
+        elif self.phase == "optimizer" and name.startswith("aten::_foreach_"):
             self._foreach += self._records(out)
         if name in ("aten::zero_", "aten::_foreach_zero_"):
             self._see_zeroed(args[0])
@@ -89,9 +89,11 @@ class TemporariesMeter(AnatomyMeter):
                 self._note_mask(mask)
 
     def _note_mask(self, mask: Tensor) -> None:
+        if 0 in mask.stride()[-2:]:  # expanded: a value a key, as for padding, or a value a query
+            return
         for storage in storages_of(mask):
             size = storage.nbytes()
-            if size >= max(self._least_bytes, mask.nbytes):  # an expanded mask is no larger than its storage
+            if size >= self._least_bytes:
                 record = self._record_of(storage)
                 made_at = None if record is None else self._places.get(id(record))
                 self._masks[storage._cdata] = (size, made_at or place(self._outer), tuple(mask.shape))

@@ -184,6 +184,12 @@ def test_what_is_replaced_cached_or_prefetched_is_no_leak(step):
     assert watched(step, steps=6) == []
 
 
+def test_data_that_was_there_before_is_no_leak():
+    rows = [torch.randn(ROWS * WIDTH) for _ in range(5)]
+    given = iter(rows)
+    assert watched(lambda model, x: model(next(given).view(ROWS, WIDTH)).square().mean()) == []
+
+
 def test_metrics_states_are_no_leak_even_where_they_are_lists():
     class Measured(Model):
         def __init__(self):
