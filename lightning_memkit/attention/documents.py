@@ -47,11 +47,11 @@ class Documents:
 
     def visible(self, query_places: Tensor, key_places: Tensor) -> Tensor:
         """Which keys of the same document a query sees, by the places of both; broadcasts."""
-        seen = torch.ones_like(query_places + key_places, dtype=torch.bool)
-        if self.causal:
-            seen = key_places <= query_places
+        ahead = key_places - query_places
+        # A comparison, not ones_like: FlexAttention compiles this, and makes no tensors within.
+        seen = ahead <= 0 if self.causal else ahead == ahead
         if self.window is not None:
-            seen = seen & ((query_places - key_places).abs() < self.window)
+            seen = seen & (ahead.abs() < self.window)
         return seen
 
 
