@@ -104,6 +104,16 @@ def test_buffers_are_rank_zero_s_once_a_batch_however_many_its_parts(found: tupl
         assert [results["buffers"][1]["sizes"].count(3) > 0 for results in ranks] == [True, False]
 
 
+def test_a_fault_in_a_fit_s_validation_leaves_training_alone(found: tuple[str, list[Found]]) -> None:
+    strategy, ranks = found
+    for rank, results in enumerate(ranks):
+        sound, faulty = results["fit"]
+        assert all(torch.equal(a, b) for a, b in zip(sound["weights"], faulty["weights"], strict=True))
+        assert sound["retries"] == 0
+        assert faulty["retries"] == (1 if strategy == "fsdp2" else rank)
+        assert faulty["history"] == sound["history"] == [(0, 8)]
+
+
 def tensors(item: Any) -> list[Tensor]:
     if isinstance(item, Tensor):
         return [item]

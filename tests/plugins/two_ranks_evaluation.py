@@ -15,10 +15,12 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_memkit import MemoryBudget
 from lightning_memkit.distributed.agreement import PeerEndedError
 from lightning_memkit.memory.meter import ByteMeter
 from lightning_memkit.plugins._evaluation import Observer, keep_budget_in_evaluation
@@ -172,6 +174,24 @@ def whole(case: Case, strategy: str) -> dict[str, Any]:
     return evaluated(case, strategy, split=False)
 
 
+def fitted(case: Case, strategy: str) -> dict[str, Any]:
+    """A fit with MemoryBudget that validates before, amidst and after; what it trained, and what it validated."""
+    budget = MemoryBudget("1GiB", micro_batch_size=8, weigh_by="labels")
+    kinds: dict[str, Any] = {"ddp": "ddp", "fsdp2": ModelParallelStrategy(2, 1)}
+    quiet: Trainer = trainer(budget, devices=2, strategy=kinds[strategy], max_steps=6, val_check_interval=3,
+                             num_sanity_val_steps=1, use_distributed_sampler=False)  # fmt: skip
+    torch.manual_seed(0)
+    module: Any = (ShardedTagger if strategy == "fsdp2" else Replicated)()
+    module.build(case)
+    rows = tagged_rows(96)[quiet.global_rank :: 2]
+    data: Any = DataLoader(rows, batch_size=8)  # pyright: ignore[reportArgumentType]
+    held: Any = DataLoader(rows[:20], batch_size=8)  # pyright: ignore[reportArgumentType]
+    quiet.fit(module.double(), data, held)
+    weights = [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in module.parameters()]
+    metrics = {name: float(value) for name, value in quiet.callback_metrics.items()}
+    return {"weights": weights, "metrics": metrics, "retries": budget.retries, "history": [*budget.history]}
+
+
 def fitted_with_buffers(*, split: bool) -> dict[str, Any]:
     """Validation within a fit under DDP, which broadcasts buffers in each forward; the ranks' parts are unequal."""
 
@@ -216,6 +236,8 @@ def main(path: str, strategy: str, stride: str) -> None:
         signal.alarm(LIMIT_SECONDS)
         plain = replace(case, place="", allocation=None, at=0, rank=0, size="auto", budget=2**30)
         found[name] = [whole(plain, strategy), evaluated(case, strategy, split=True)]
+    signal.alarm(LIMIT_SECONDS)
+    found["fit"] = [fitted(Case(place=place, at=1), strategy) for place in ("", "middle")]
     if strategy == "ddp":
         signal.alarm(LIMIT_SECONDS)
         found["buffers"] = [fitted_with_buffers(split=split) for split in (False, True)]
