@@ -22,7 +22,7 @@ _FACTS = frozenset(
     {
         "size", "dim", "ndimension", "numel", "nelement", "is_floating_point", "is_complex", "element_size",
         "get_device", "stride", "storage_offset", "is_contiguous", "__len__", "__hash__",
-        "register_hook", "is_inference",
+        "register_hook", "is_inference", "untyped_storage",
     }
 )  # fmt: skip
 _VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})  # properties that hold numbers

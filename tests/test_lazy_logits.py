@@ -141,6 +141,7 @@ def test_facts_are_known_without_computing():
             (z.shape, z.size(-1), z.ndim, z.dtype, z.device, z.numel(), len(z), z.is_floating_point())
         )
         seen.append(repr(z))
+        assert z.untyped_storage().nbytes() == 0
         assert isinstance(z, LazyLogits)
         return F.cross_entropy(z.flatten(0, 1), y.flatten())
 
