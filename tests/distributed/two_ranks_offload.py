@@ -1,4 +1,4 @@
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 """Run by torchrun in test_offload.py: steps of DDP and FSDP2 with activations offloaded, the host as the device."""
 
 import sys
