@@ -20,7 +20,7 @@ from lightning_memkit.optim.blocks import local_part
 from lightning_memkit.optim.compensation import compensation_of
 from lightning_memkit.optim.eight_bit import is_bitsandbytes
 from lightning_memkit.optim.gradient_release import release_of
-from lightning_memkit.optim.journaled_step import SMALLEST_BUNDLE_BYTES, BundledStep, step_whole
+from lightning_memkit.optim.journaled_step import SMALLEST_BUNDLE_BYTES, BundledStep
 from lightning_memkit.optim.methods import (
     combines_over_the_model,
     give_step_back,
@@ -34,6 +34,7 @@ from lightning_memkit.optim.pieces import slots
 from lightning_memkit.optim.shadow import ShadowEngine
 from lightning_memkit.optim.slices import is_elementwise
 from lightning_memkit.optim.state_home import home_of
+from lightning_memkit.optim.whole_step import step_whole
 
 BUNDLE_BYTES = 64 << 20
 BUNDLES = 32  # on an accelerator, at most: each costs launches, which the device would wait for

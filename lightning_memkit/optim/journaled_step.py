@@ -1,37 +1,22 @@
-"""One optimizer step that survives running out of memory: bundle by bundle, or whole with all it changes on the host.
+"""One optimizer step that survives running out of memory, bundle by bundle.
 
 A parameter that is larger than a bundle goes slice by slice where its optimizer treats each element by itself.
-What a failed attempt changed is put back, its tensors are let go and caches are emptied before the next one.
 """
 
-import gc
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch.optim import Optimizer
 
-from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.optim.pieces import Slot, slots
 from lightning_memkit.optim.shadow import OpenStep, ShadowEngine
 from lightning_memkit.optim.slices import SlicedParameter, is_sliceable
-from lightning_memkit.optim.step_copies import Room, StepCopies, WholeStepCopies, bytes_to_copy
+from lightning_memkit.optim.step_copies import Room, StepCopies, bytes_to_copy
+from lightning_memkit.optim.whole_step import StepOutOfMemoryError, step_error, tried
 
 SMALLEST_BUNDLE_BYTES = 1 << 20
 T = TypeVar("T")
-
-
-class StepOutOfMemoryError(torch.OutOfMemoryError):
-    """An optimizer's step ran out of memory, also in its smallest parts.
-
-    Attributes:
-        half_stepped: whether some parameters have been stepped and others not. If False, weights, states and
-            gradients are bit for bit as before the step.
-    """
-
-    def __init__(self, message: str, *, half_stepped: bool) -> None:
-        super().__init__(message)
-        self.half_stepped = half_stepped
 
 
 class BundledStep:
@@ -234,73 +219,4 @@ class BundledStep:
                 f"{stepped} of {self._count} parameters have been stepped{', one in part,' * half_way} and the others "
                 "not: the weights are of half a step; go on from a checkpoint."
             )
-        return _step_error(self._optimizer, failure, where, state, half_stepped=stepped > 0 or half_way)
-
-
-def step_whole(
-    optimizer: Optimizer, engine: ShadowEngine, act: Callable[[], object], *, tries: int = 2
-) -> int:
-    """A step of all parameters at once; copies of weights, gradients and states lie in host memory meanwhile.
-
-    Args:
-        optimizer: any.
-        engine: what steps its parameters.
-        act: makes the step.
-        tries: how often it is tried; once where a step communicates, since other ranks can't repeat theirs.
-
-    Returns:
-        How many attempts have run out of memory.
-
-    Raises:
-        StepOutOfMemoryError: all have.
-    """
-    failure = ""
-    for failures in range(tries):
-        failure = _attempt_whole(optimizer, engine, act)
-        if failure is None:
-            return failures
-    state = "Weights, states and gradients are as before the step."
-    raise _step_error(optimizer, failure or "", "as a whole", state, half_stepped=False)
-
-
-def _attempt_whole(optimizer: Optimizer, engine: ShadowEngine, act: Callable[[], object]) -> str | None:
-    noise = engine.rounding.state_dict()
-    kept: list[WholeStepCopies] = []
-    failure = tried(lambda: kept.append(WholeStepCopies(optimizer)))
-    if failure is not None:
-        return failure
-
-    def put_back() -> None:
-        engine.rounding.load_state_dict(noise)
-        kept[0].restore()
-
-    return tried(act, put_back)
-
-
-def tried(action: Callable[[], object], put_back: Callable[[], object] | None = None) -> str | None:
-    """Run an action; where it runs out of memory put back what it changed, free what it held, and say why."""
-    try:
-        action()
-        return None
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        failure = str(error)
-    # Only here, since within the handler the traceback holds the step's tensors.
-    if put_back is not None:
-        put_back()
-    gc.collect()
-    if torch.accelerator.is_available():
-        empty = getattr(torch.accelerator, "empty_cache", None) or torch.cuda.empty_cache
-        empty()
-    return failure
-
-
-def _step_error(
-    optimizer: Optimizer, failure: str, where: str, state: str, *, half_stepped: bool
-) -> StepOutOfMemoryError:
-    return StepOutOfMemoryError(
-        f"The step of {type(optimizer).__name__} runs out of memory {where}, and again when it is repeated "
-        f"({failure}). {state} Let states take less memory: 8-bit optimizers, or offload_states(optimizer).",
-        half_stepped=half_stepped,
-    )
+        return step_error(self._optimizer, failure, where, state, half_stepped=stepped > 0 or half_way)
