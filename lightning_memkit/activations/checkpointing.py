@@ -58,13 +58,14 @@ _Runner = Callable[[nn.Module, Callable[..., Any], tuple, dict[str, Any], _Switc
 def checkpoint_modules(
     module: nn.Module, policy: str = "full", *, blocks: Sequence[BlockPattern] | None = None
 ) -> Callable[[], None]:
-    """Keep only the inputs of a module's blocks and recompute the rest in backward; costs one more forward.
+    """Keep less of a module's forward and make it again in backward; costs up to one more forward of its blocks.
 
-    Loss and gradients stay bitwise the same: random numbers, autocast and default dtype are those of the
-    first forward, and buffers that a forward writes (BatchNorm statistics) are written once. Forwards are
-    replaced in place: parameter names, state dict and classes don't change, and keyword arguments pass
-    through. In `eval()` and under `no_grad()` nothing changes. An empty KV cache is not filled while
-    training; a block that gets a filled one runs without checkpointing.
+    Loss and gradients stay bitwise the same: random numbers, autocast and default dtype are those of the first
+    forward, and buffers that a forward writes (BatchNorm statistics) are written once. Under `compile:x` they are
+    those of the compiled blocks. Forwards are replaced in place: parameter names, state dict and classes don't
+    change, and keyword arguments pass through. In `eval()` and under `no_grad()` nothing changes. Blocks that choose
+    among experts choose once. With `full` and `every:k` an empty KV cache is not filled while training, and a block
+    that gets a filled one runs without checkpointing.
 
     Args:
         module: the model; its blocks are found by `find_blocks`.
@@ -72,7 +73,8 @@ def checkpoint_modules(
             every second matmul are saved, the rest is made again) or `"selective:attention,matmul/2,silu"` (the
             operators to save; `/k` is every k-th of them); `"budget:x"` (the least recomputation that keeps the saved
             activations within a fraction of what they are without, or within `"2GiB"`, measured in the first
-            forward); `"compile:x"` (each block compiled with torch's own memory budget).
+            forward); `"auto:22GiB"` (the same where the bytes are those of a whole step); `"compile:x"`
+            (each block compiled with torch's own memory budget).
         blocks: classes, or globs over module and class names, in place of the blocks found by themselves.
 
     Returns:
@@ -92,7 +94,7 @@ def checkpoint_modules(
         return lambda: None
     _refuse_second_checkpointing(module)
     switch = _Switch()
-    runners, root = _runners(parsed, [block for _, block in chosen])
+    runners, root = _runners(parsed, module, [block for _, block in chosen])
     previous = [
         (block, *_patch(block, "forward", run, switch))
         for (_, block), run in zip(chosen, runners, strict=True)
@@ -144,13 +146,15 @@ def _refuse_second_checkpointing(module: nn.Module) -> None:
             )
 
 
-def _runners(policy: Policy, blocks: list[nn.Module]) -> tuple[list[_Runner], _Runner | None]:
+def _runners(
+    policy: Policy, module: nn.Module, blocks: list[nn.Module]
+) -> tuple[list[_Runner], _Runner | None]:
     """What runs the forward of each block, and that of the whole module where the policy needs to see it."""
     if isinstance(policy, CompiledBlocks):
         compiled = CompiledForward(policy.budget)
         return [lambda _, plain, args, kwargs, switch: compiled(plain, args, kwargs)] * len(blocks), None
     if isinstance(policy, SavedBytes):
-        plan = BudgetPlan(policy, len(blocks))
+        plan = BudgetPlan(policy, module, len(blocks))
         return [_planned(plan, index) for index in range(len(blocks))], (
             lambda _, plain, args, kwargs, switch: plan.run_root(plain, args, kwargs)
         )

@@ -44,11 +44,13 @@ class BudgetPlan:
 
     Args:
         policy: the budget.
+        module: the whole model.
         blocks: how many blocks there are.
     """
 
-    def __init__(self, policy: SavedBytes, blocks: int) -> None:
+    def __init__(self, policy: SavedBytes, module: nn.Module, blocks: int) -> None:
         self._policy = policy
+        self._resident_bytes = _resident_bytes(module) if policy.whole_step else 0
         self._profiles: dict[int, list[BlockProfile]] = {}
         self._chosen: dict[float, dict[int, Choice]] = {}
         self._fronts: dict[int, list[Choice]] = {}
@@ -138,7 +140,11 @@ class BudgetPlan:
         profiles = self._profiles.values()
         fixed = self._outside_bytes + sum(call.input_bytes for calls in profiles for call in calls)
         saved = sum(call.saved_bytes for calls in profiles for call in calls)
-        budget = int(self._policy.bytes_of(fixed + saved) / scale)
+        budget = self._policy.bytes_of(fixed + saved) - self._resident_bytes
+        if self._policy.whole_step:
+            largest = max((call.saved_bytes for calls in profiles for call in calls), default=0)
+            budget -= int(scale * (self._outside_bytes + largest))
+        budget = int(budget / scale)  # as if for the sizes that were measured
         # A block that is called several times in a forward takes one choice, once for every call.
         indices = [index for index, calls in self._profiles.items() for _ in calls]
         chosen = choose([self._fronts[index] for index in indices], budget - fixed)
@@ -163,6 +169,12 @@ class BudgetPlan:
             if index not in smallest or choice.size_bytes < smallest[index].size_bytes:
                 smallest[index] = choice
         return smallest
+
+
+def _resident_bytes(module: nn.Module) -> int:
+    """Weights, gradients of their size, and AdamW's two states a trained weight."""
+    weights = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+    return weights + 3 * sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
 
 
 class _Follow:

@@ -16,6 +16,7 @@ POLICIES = (
     '"full" (every block), "every:k" (every k-th block, such as "every:2"), "selective" (attention and every second '
     'matmul are saved) or "selective:..." (the operators to save, such as "selective:attention,matmul/2,silu"), '
     '"budget:x" (a fraction or bytes of the saved activations, such as "budget:0.5" or "budget:2GiB"), '
+    '"auto:SIZE" (as little again as a step within SIZE allows, such as "auto:22GiB"), '
     '"compile:x" (each block compiled, with torch\'s own budget of x in [0, 1])'
 )
 _GROUPS: dict[str, Callable[[str], bool]] = {"attention": is_attention, "matmul": is_matmul}
@@ -79,10 +80,13 @@ class SavedBytes:
     Args:
         fraction: of what the model saves without checkpointing, in (0, 1]; or
         size_bytes: the bytes themselves.
+        whole_step: `size_bytes` is for a whole step: weights, gradients, AdamW's states and the backward's
+            temporaries (once more what is saved outside of the blocks, and the largest block) lie within it.
     """
 
     fraction: float | None = None
     size_bytes: int | None = None
+    whole_step: bool = False
 
     def __post_init__(self) -> None:
         if self.fraction is not None and not 0 < self.fraction <= 1:
@@ -133,12 +137,16 @@ def parse_policy(policy: str) -> Policy:
         return SavedOperators(save=tuple(_operator(part, policy) for part in rest.split(",")))
     if name == "budget" and rest:
         number = _number(rest)
-        if number is not None and (number <= 1 or number != int(number) or number <= 100):
+        if number is not None and number <= 100:  # larger numbers are counts of bytes
             return SavedBytes(fraction=number)
-        try:
-            return SavedBytes(size_bytes=parse_bytes(rest))
-        except ValueError as error:
-            raise ValueError(f"policy={policy!r} is no budget: {error}") from None
+        return SavedBytes(size_bytes=_size(rest, policy))
+    if policy == "auto":
+        raise ValueError(
+            'policy="auto" needs the bytes of a step: write a size, such as "auto:22GiB"; in Lightning put a '
+            "MemoryBudget beside it."
+        )
+    if name == "auto" and rest:
+        return SavedBytes(size_bytes=_size(rest, policy), whole_step=True)
     if name == "compile" and (number := _number(rest)) is not None:
         return CompiledBlocks(budget=number)
     raise ValueError(f"policy={policy!r} is unknown; the policies are {POLICIES}.")
@@ -157,6 +165,13 @@ def _operator(part: str, policy: str) -> tuple[str, int]:
             'for every k-th of them, such as "selective:attention,matmul/2,silu".'
         )
     return match[1], int(match[2] or 1)
+
+
+def _size(text: str, policy: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise ValueError(f"policy={policy!r} is no budget: {error}") from None
 
 
 def _number(text: str) -> float | None:

@@ -8,26 +8,35 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_memkit.activations.blocks import refuse_single_pattern
 from lightning_memkit.activations.checkpointing import checkpoint_modules
 from lightning_memkit.activations.policies import parse_policy
+from lightning_memkit.memory.measure import budget_bytes
 
 
 class ActivationCheckpointing(Callback):
-    """Keeps only the inputs of the model's blocks while fitting; costs one more forward of those blocks.
+    """Keeps less of the forward while fitting; costs up to one more forward of the model's blocks.
 
-    Loss and gradients stay bitwise the same. Blocks are found by themselves in transformers models and in any
+    Loss and gradients stay bitwise the same (under `compile:x` they are those of the compiled blocks).
+    Blocks are found by themselves in transformers models and in any
     model that repeats a module within a `ModuleList` or `Sequential`. Models built late, in
     `configure_model`, are covered too. The forwards are put back when fitting ends.
 
     Args:
-        policy: `full` checkpoints every block, `every:k` (such as `every:2`) the blocks 0, k, 2k, ....
+        policy: `full` checkpoints every block, `every:k` (such as `every:2`) the blocks 0, k, 2k, .... `selective`
+            saves attention and every second matmul of each block, `selective:attention,matmul/2,silu` the operators
+            it names. `budget:x` (such as `budget:0.5` or `budget:2GiB`) keeps the saved activations within a fraction
+            of what they are without, or within bytes, at the least recomputation. `auto` does so for what the
+            MemoryBudget beside it allows, `auto:22GiB` for a whole step of that size. `compile:x` compiles each block
+            with torch's own memory budget of x.
         blocks: names of the blocks in place of those found: globs over module names (`encoder.layers.*`) and
             class names (`Llama*Layer`).
 
     Raises:
-        ValueError: the policy is unknown, or `blocks` is one string and no list.
+        ValueError: the policy is unknown, `blocks` is one string and no list, or (at setup) `auto` finds no
+            MemoryBudget.
     """
 
     def __init__(self, policy: str = "full", blocks: Sequence[str] | None = None) -> None:
-        parse_policy(policy)
+        if policy != "auto":
+            parse_policy(policy)
         if blocks is not None:
             refuse_single_pattern(blocks)
         self.policy = policy
@@ -40,12 +49,12 @@ class ActivationCheckpointing(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Patch a model that exists by now, so that later hooks (a trial of the worst batch) see it so."""
         if stage == "fit" and not is_overridden("configure_model", pl_module):
-            self._patch(pl_module)
+            self._patch(trainer, pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Patch a model that `configure_model` has built."""
         if self._undo is None:
-            self._patch(pl_module)
+            self._patch(trainer, pl_module)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Lightning calls no teardown after an error."""
@@ -55,8 +64,21 @@ class ActivationCheckpointing(Callback):
         """Put the forwards back."""
         self._restore()
 
-    def _patch(self, pl_module: LightningModule) -> None:
-        self._undo = checkpoint_modules(pl_module, self.policy, blocks=self.blocks)
+    def _patch(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        policy = self._auto(trainer) if self.policy == "auto" else self.policy
+        self._undo = checkpoint_modules(pl_module, policy, blocks=self.blocks)
+
+    def _auto(self, trainer: Trainer) -> str:
+        from lightning_memkit.plugins.memory_budget import MemoryBudget  # it knows this plugin by name
+
+        for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
+            if isinstance(callback, MemoryBudget):
+                size = budget_bytes(callback.budget, trainer.strategy.root_device)
+                return f"auto:{int(size * (1 - callback.headroom))}B"
+        raise ValueError(
+            'ActivationCheckpointing(policy="auto") finds no budget: put a MemoryBudget among the callbacks, or write '
+            'the size of a step, such as policy="auto:22GiB".'
+        )
 
     def _restore(self) -> None:
         if self._undo is not None:
