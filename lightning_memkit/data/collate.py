@@ -54,7 +54,9 @@ def collate(
     input_ids = np.full(len(chosen) * length, pad_id, np.int64)
     input_ids[places] = tokens
     labels = np.full(len(chosen) * length, IGNORED_LABEL, np.int64)
-    labels[places] = tokens if learned is None else np.where(learned, tokens, IGNORED_LABEL)
+    labels[places] = tokens
+    if learned is not None:
+        labels[places[~learned]] = IGNORED_LABEL
     labels[targets] = IGNORED_LABEL
     position_ids = (np.arange(length) - fill[:, None] + 1).ravel()  # right in the padding, which begins at 1
     position_ids[places] = positions

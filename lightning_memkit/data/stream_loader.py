@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby, pairwise
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -61,6 +62,7 @@ class Position:
         before: What all ranks were dealt so far, in this epoch and those before it.
         truncated_documents: In the windows so far, over all epochs.
         truncated_tokens: In the windows so far, over all epochs.
+        is_end: No batch of the epoch is left.
     """
 
     batches: int = 0
@@ -69,6 +71,7 @@ class Position:
     before: Progress = Progress()
     truncated_documents: int = 0
     truncated_tokens: int = 0
+    is_end: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +127,8 @@ class StreamLoader:
         self._has_begun = False
         self._taken: int | None = None
         self._iteration = 0
+        # Lightning announces epochs to `loader.batch_sampler.sampler`.
+        self.batch_sampler = SimpleNamespace(sampler=self)
 
     @property
     def progress(self) -> Progress:
@@ -189,6 +194,8 @@ class StreamLoader:
         self._positions = deque([position], maxlen=_KEPT)
 
     def _batches(self, iteration: int) -> Iterator[PackedBatch]:
+        if self._begin.is_end:
+            self.set_epoch(self._epoch + 1)
         self._has_begun = True
         batches = _StreamBatches(self, self._epoch, self._begin)
         options = self.options
@@ -197,6 +204,8 @@ class StreamLoader:
             if iteration == self._iteration:
                 self._positions.append(position)
             yield batch.pin_memory() if options.pin_memory else batch
+        if iteration == self._iteration:
+            self._positions[-1] = replace(self._positions[-1], is_end=True)
 
     def _identity(self) -> dict[str, int]:
         return {
@@ -231,7 +240,8 @@ class _StreamBatches:
             if len(held) >= full + self._ranks:
                 yield [held.popleft() for _ in range(full)]
         if len(held) > full:  # behind a full step fewer rows than ranks would be left
-            yield [held.popleft() for _ in range(full if self._drop_last else len(held) - self._ranks)]
+            gives_up = not self._drop_last and self._size > 1
+            yield [held.popleft() for _ in range(len(held) - self._ranks if gives_up else full)]
         if len(held) == full or (len(held) >= self._ranks and not self._drop_last):
             yield list(held)
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from inspect import signature
-from typing import Any
+from typing import Any, TypedDict
 
 import lightning.pytorch as pl
 import numpy as np
@@ -28,14 +28,19 @@ from lightning_memkit.plugins._packing_log import PackingLog
 
 _ROWS = 16  # a batch, where nothing else limits it
 Loader = PackedLoader | StreamLoader
-Source = (
-    str
-    | pl.LightningDataModule
-    | dict[str, Any]
-    | Sequence[Any]
-    | Iterable[Any]
-    | Callable[[], Iterable[Any]]
-)
+
+
+class Shares(TypedDict, total=False):
+    """A source for each share of the documents."""
+
+    train: Any
+    validation: Any
+    test: Any
+    predict: Any
+
+
+# Shares before datamodules: LightningCLI tries them in this order.
+Source = str | Shares | pl.LightningDataModule | Sequence[Any] | Iterable[Any] | Callable[[], Iterable[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from types import ModuleType
 
 import pytest
 
-from lightning_memkit.data import progress
+from lightning_memkit.data import progress, standard_library
 from lightning_memkit.data.standard_library import standard_library_documents
 
 SOURCE = '''

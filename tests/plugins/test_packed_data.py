@@ -73,12 +73,11 @@ class Saver(pl.Callback):
 def fit(model: Recorder, data: PackedDataModule, *callbacks, resume=None, **options) -> Recorder:
     trainer = pl.Trainer(
         accelerator="cpu",
-        logger=False,
         callbacks=list(callbacks),
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **{"max_epochs": 3, **options},
+        **{"max_epochs": 3, "logger": False, **options},
     )
     trainer.fit(model, datamodule=data, ckpt_path=resume)
     return model

@@ -1,0 +1,158 @@
+import json
+
+import pytest
+
+from lightning_memkit.data.chat import conversation_of, learned_tokens, rendered
+from lightning_memkit.data.corpus import Corpus
+from lightning_memkit.data.shares import DocumentOptions
+from lightning_memkit.data.store import TokenStore
+
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{% if m['role'] == 'assistant' %}GEN{{ m['content'] }}<|end|>END"
+    "{% else %}{{ m['content'] }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+MARKED = TEMPLATE.replace("GEN", "{% generation %}").replace("END", "{% endgeneration %}")
+PLAIN = TEMPLATE.replace("GEN", "").replace("END", "")
+# Writes what was said before the last turn otherwise, as templates that drop earlier thoughts do.
+REWRITING = PLAIN.replace("{{ m['content'] }}", "{{ m['content'] if loop.last else m['content'][:2] }}", 1)
+ONE = [{"role": "user", "content": "what is it"}, {"role": "assistant", "content": "a small cat"}]
+TWO = [{"role": "system", "content": "be brief"}, *ONE, {"role": "user", "content": "sure"}]
+THREE = [*TWO, {"role": "assistant", "content": "yes it is"}]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Byte-level tokenizers trained here, with merges over spaces, that differ in their chat template."""
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=["</s>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )
+    model = tokenizers.Tokenizer(tokenizers.models.BPE())
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = tokenizers.decoders.ByteLevel()
+    model.train_from_iterator(["what is it", "a small cat", "yes it is", "be brief", "sure"] * 20, trainer)
+    made = {}
+    for name, template in (("marked", MARKED), ("plain", PLAIN), ("rewriting", REWRITING), ("none", None)):
+        made[name] = str(tmp_path_factory.mktemp(name))
+        fast = transformers.PreTrainedTokenizerFast(tokenizer_object=model, eos_token="</s>")
+        fast.chat_template = template
+        fast.save_pretrained(made[name])
+    return made
+
+
+def read(records, folder: str, **options) -> TokenStore:
+    return Corpus(tokenizer_name=folder, options=DocumentOptions(**options)).read(records)
+
+
+def learned(store: TokenStore) -> list[bool]:
+    assert store.learned is not None
+    return store.learned.tolist()
+
+
+@pytest.mark.parametrize("messages", [ONE, TWO, THREE])
+@pytest.mark.parametrize("template", ["marked", "plain"])
+def test_answers_are_learned_as_transformers_marks_them(folders, template, messages):
+    oracle = transformers.AutoTokenizer.from_pretrained(folders["marked"]).apply_chat_template(
+        messages, return_dict=True, return_assistant_tokens_mask=True
+    )
+    store = read([{"messages": messages}] * 2, folders[template])
+    assert store.tokens.tolist() == oracle["input_ids"] * 2
+    assert learned(store) == [bool(mask) for mask in oracle["assistant_masks"]] * 2
+    assert 0 < sum(learned(store)) < len(store.tokens)
+
+
+@pytest.mark.parametrize("prompt", ["what is it", "what is it "])
+def test_a_completion_is_learned_as_trl_learns_it(folders, prompt):
+    pytest.importorskip("trl")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folders["plain"])
+    completion = " a small cat"
+    ids = tokenizer(prompt + completion)["input_ids"] + [tokenizer.eos_token_id]
+    asked = len(tokenizer(prompt)["input_ids"])
+    store = read([{"prompt": prompt, "completion": completion}], folders["plain"])
+    assert store.tokens.tolist() == ids
+    expected = [number >= asked for number in range(len(ids))]
+    if prompt.endswith(" "):  # where a token begins in the prompt, TRL counts tokens, and we its characters
+        assert learned(store)[asked:] == expected[asked:]
+    else:
+        assert learned(store) == expected
+
+
+def test_a_prompt_of_messages_ends_with_the_header_of_the_answer(folders):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folders["plain"])
+    whole = tokenizer.apply_chat_template(THREE, return_dict=True)["input_ids"]
+    asked = tokenizer.apply_chat_template(TWO, return_dict=True, add_generation_prompt=True)["input_ids"]
+    store = read([{"prompt": TWO, "completion": THREE[-1:]}], folders["plain"])
+    assert store.tokens.tolist() == whole
+    assert learned(store) == [number >= len(asked) for number in range(len(whole))]
+
+
+def test_masking_can_be_left_out(folders):
+    for record in ({"messages": THREE}, {"prompt": TWO, "completion": THREE[-1:]}):
+        assert all(learned(read([record], folders["plain"], mask_prompt=False)))
+    assert all(learned(read([{"prompt": "a", "completion": "b"}], "bytes", mask_prompt=False)))
+
+
+def test_bytes_learn_a_completion_and_the_end():
+    store = read([{"prompt": "größe", "completion": "é!"}], "bytes")
+    assert store.tokens.tolist() == [256, *"größeé!".encode(), 257]
+    assert learned(store) == [False] * 8 + [True] * 4
+
+
+def test_texts_and_conversations_of_one_file_stay_in_order(folders, tmp_path):
+    path = tmp_path / "a.jsonl"
+    records = [{"text": "sure"}, {"messages": ONE}, {"text": "it is"}]
+    path.write_text("\n".join(map(json.dumps, records)))
+    store = read(path, folders["plain"])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folders["plain"])
+    assert tokenizer.decode(store[0].tolist()) == "sure</s>"
+    assert tokenizer.decode(store[1].tolist()).startswith("<|user|>what is it")
+    assert learned(store)[: len(store[0])] == [True] * len(store[0])
+
+
+@pytest.mark.parametrize(
+    ("record", "template", "message"),
+    [
+        (
+            {"messages": ONE[:1]},
+            "plain",
+            r"document 0: no message is of the role 'assistant' \(roles: \['user'\]\)",
+        ),
+        ({"messages": THREE}, "rewriting", r"the first 3 messages otherwise .*\{% generation %\}"),
+        ({"messages": ONE}, "none", "has no chat template, which messages need"),
+        ({"prompt": "a", "completion": ONE}, "plain", "'prompt' is str and 'completion' list"),
+    ],
+)
+def test_what_can_not_be_masked_is_refused(folders, record, template, message):
+    with pytest.raises(ValueError, match=message):
+        read([record], folders[template])
+
+
+def test_bytes_have_no_chat_template():
+    with pytest.raises(ValueError, match='tokenizer="bytes" has no chat template'):
+        read([{"messages": ONE}], "bytes")
+
+
+def test_spans_are_of_the_text_and_hold_the_tokens_across_their_begin():
+    def render(turns, header):
+        return "".join(f"{turn['role'][0]}:{turn['content']};" for turn in turns) + "a:" * header
+
+    text, spans = rendered(conversation_of({"messages": THREE}, "messages"), render)
+    assert text == "s:be brief;u:what is it;a:a small cat;u:sure;a:yes it is;"
+    assert [text[begin:end] for begin, end in spans] == ["a small cat;", "yes it is;"]
+    assert learned_tokens([(0, 0), (0, 3), (2, 5), (5, 9), (9, 9)], [(4, 9)]) == [
+        False,
+        False,
+        True,
+        True,
+        False,
+    ]
