@@ -189,7 +189,12 @@ def fitted(case: Case, strategy: str) -> dict[str, Any]:
     quiet.fit(module.double(), data, held)
     weights = [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in module.parameters()]
     metrics = {name: float(value) for name, value in quiet.callback_metrics.items()}
-    return {"weights": weights, "metrics": metrics, "retries": budget.retries, "history": [*budget.history]}
+    return {
+        "weights": weights,
+        "metrics": metrics,
+        "retries": budget.retries,
+        "history": [tuple(change) for change in budget.history],
+    }
 
 
 def fitted_with_buffers(*, split: bool) -> dict[str, Any]:
