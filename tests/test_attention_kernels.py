@@ -2,6 +2,7 @@
 
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from lightning_memkit.attention import choice, flex, in_torch, kernels, packed_a
 from lightning_memkit.attention.documents import Documents
 from lightning_memkit.errors import MissingPackageError
 from tests.test_attention import BOUNDS, SLOPES, document_by_document, inputs
+from tests.testing.needs import NEEDS_COMPILER
 
 ALL = {"flash_attn", "torch.nn.attention.varlen", "triton"}
 
@@ -193,6 +195,23 @@ def test_flex_masks_and_changes_scores_as_the_formula_does(monkeypatch, causal, 
     computed = flex.flex(query, key, value, documents(causal=causal, **options))
     expected = document_by_document(query, key, value, causal=causal, **options)
     torch.testing.assert_close(computed.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+@NEEDS_COMPILER
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # torch's compiler uses torch.jit itself
+@pytest.mark.parametrize("causal", [True, False])
+def test_flex_compiled_gives_the_same(causal):
+    """Forward, and in C++ where a GPU has Triton: the same masks and score changes are compiled."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, heads, 256, 64, generator=generator) for heads in (4, 2, 2))
+    bounds = torch.tensor([0, 50, 100, 150, 220, 230, 256, 512], dtype=torch.int32)
+    asked: tuple[dict[str, Any], ...] = ({}, {"window": 30}, {"softcap": 2.0}, {"alibi_slopes": SLOPES})
+    for options in asked:
+        given = Documents(cu_seqlens=bounds, causal=causal, **options)
+        torch.testing.assert_close(
+            flex.flex(query, key, value, given), in_torch.loop(query, key, value, given)
+        )
 
 
 def test_flex_makes_its_mask_once_for_all_layers():

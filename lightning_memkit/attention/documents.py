@@ -48,8 +48,7 @@ class Documents:
     def visible(self, query_places: Tensor, key_places: Tensor) -> Tensor:
         """Which keys of the same document a query sees, by the places of both; broadcasts."""
         ahead = key_places - query_places
-        # A comparison, not ones_like: FlexAttention compiles this, and makes no tensors within.
-        seen = ahead <= 0 if self.causal else ahead == ahead
+        seen = ahead <= 0 if self.causal else torch.ones_like(ahead, dtype=torch.bool)
         if self.window is not None:
             seen = seen & (ahead.abs() < self.window)
         return seen

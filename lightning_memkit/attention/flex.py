@@ -19,7 +19,7 @@ def flex(query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Ten
     one_row = (x.transpose(0, 1).flatten(1, 2)[None] for x in (query, key, value))
     out = _attention()(
         *one_row,
-        score_mod=_score_change(documents),
+        score_mod=_score_change(documents, query.device),
         block_mask=_block_mask(documents, query),
         scale=documents.scale,
         enable_gqa=query.size(1) != key.size(1),
@@ -35,10 +35,12 @@ def _attention() -> Any:
     return torch.compile(flex_attention, dynamic=True)
 
 
-def _score_change(documents: Documents) -> Any:
-    softcap, slopes = documents.softcap, documents.alibi_slopes
-    if softcap is None and slopes is None:
+def _score_change(documents: Documents, device: torch.device) -> Any:
+    slopes = documents.alibi_slopes
+    if not documents.changes_scores:
         return None
+    # As a tensor: a float would become a symbol of the compiled kernel, which can't take it.
+    softcap = None if documents.softcap is None else torch.tensor(documents.softcap, device=device)
 
     def change(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         if softcap is not None:
@@ -58,10 +60,16 @@ def _block_mask(documents: Documents, query: Tensor) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
     numbers = numbers_of(bounds.to(query.device), query.size(0), query.size(2)).flatten()
+    # Tensors, as above; and two comparisons, for the C++ of a compiled mask knows no abs of whole numbers.
+    window = None if documents.window is None else torch.tensor(documents.window, device=query.device)
 
     def seen(row: Tensor, head: Tensor, query_place: Tensor, key_place: Tensor) -> Tensor:
-        visible = documents.visible(query_place, key_place)
-        return visible & (numbers[query_place] == numbers[key_place])
+        mask = numbers[query_place] == numbers[key_place]
+        if documents.causal:
+            mask = mask & (key_place <= query_place)
+        if window is not None:
+            mask = mask & (key_place - query_place < window) & (query_place - key_place < window)
+        return mask
 
     total = numbers.numel()
     made = create_block_mask(seen, None, None, total, total, device=query.device, BLOCK_SIZE=_BLOCK)
