@@ -34,8 +34,8 @@ class LeakWatch(TorchDispatchMode):
     r"""Notes each storage that is made in a few watched steps, and judges at the end which of them stay for good.
 
     A line leaks where what it made in every watched step but the last is still alive after the last: what is
-    replaced, updated in place, prefetched or cached once is not. Costs some tens of microseconds an operator while a
-    step is watched, and nothing afterwards.
+    replaced, updated in place, prefetched or cached once is not. What a compiled module makes inside is not followed.
+    Costs some tens of microseconds an operator while a step is watched, and nothing afterwards.
 
     Args:
         least_bytes: a step must leave at least so many; tensors that keep their graph are named whatever their size.
@@ -62,6 +62,11 @@ class LeakWatch(TorchDispatchMode):
         with self:
             yield
         self.steps += 1
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled code run compiled; otherwise torch would never run that code compiled again."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

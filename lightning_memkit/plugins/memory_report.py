@@ -70,6 +70,7 @@ class MemoryReport(Callback):
         self.anatomy: Anatomy | None = None
         self.findings: tuple[Finding, ...] = ()
         self._meter: TemporariesMeter | None = None
+        self._stance: Any = None  # torch's, while the meter is entered
         self._watch = StepsWatch(0)
         self._outer: set[Place] = set()
         self._batches = 0
@@ -113,6 +114,8 @@ class MemoryReport(Callback):
             self._meter.track(states, "optimizer_states")
         self._meter.track(_gradients(pl_module), "gradients")
         self._meter.track(tensors_of(batch), "inputs")
+        # Else torch would leave compiled code that it meets under a meter uncompiled for good.
+        self._stance = torch.compiler.set_stance("force_eager")
         self._meter.__enter__()
         self._meter.phase = "forward"
 
@@ -204,14 +207,20 @@ class MemoryReport(Callback):
     def _drop_meter(self) -> None:
         """A step that failed or was skipped must not leave its meter active."""
         if self._meter is not None:
-            self._meter.__exit__(None, None, None)
+            self._exit(self._meter)
             self._meter = None
+
+    def _exit(self, meter: TemporariesMeter) -> None:
+        meter.__exit__(None, None, None)
+        if self._stance is not None:
+            self._stance.__exit__(None, None, None)
+            self._stance = None
 
     def _leave_meter(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._meter is None:
             return
         meter, self._meter = self._meter, None
-        meter.__exit__(None, None, None)
+        self._exit(meter)
         device = trainer.strategy.root_device
         states = [state for optimizer in trainer.optimizers for state in states_on(device, optimizer)]
         self.anatomy = meter.dissect(

@@ -246,3 +246,23 @@ def test_a_step_is_the_same_watched_or_not():
         return model.linear.weight.grad
 
     assert torch.equal(run(3, LeakWatch()), run(3, None))
+
+
+def test_compiled_modules_run_compiled_while_watched_and_afterwards():
+    runs = []
+
+    def backend(graph, _):
+        return lambda *inputs: runs.append(1) or graph(*inputs)
+
+    model, watch = Model(), LeakWatch()
+    compiled, kept = torch.compile(model, backend=backend), []
+    for _ in range(5):
+        with watch.step():
+            loss = compiled(torch.ones(2, WIDTH)).square().mean()
+            loss.backward()
+            kept.append(loss)
+    compiled(torch.ones(2, WIDTH))
+    assert len(runs) == 6
+    (found,) = watch.findings()
+    assert "with their graph" in found.what
+    torch._dynamo.reset()

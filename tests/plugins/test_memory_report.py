@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_memkit import MemoryBudget, MemoryReport
-from tests.plugins.toys import TokenTagger, loader, trained
+from tests.plugins.toys import ShardableTagger, TokenTagger, loader, trained
 
 
 @pytest.fixture(autouse=True)
@@ -74,3 +74,20 @@ def test_a_step_that_fails_leaves_no_meter_active() -> None:
 def test_a_negative_step_is_refused() -> None:
     with pytest.raises(ValueError, match="counted from 0"):
         MemoryReport(measured_step=-1)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own tracing
+def test_compiled_modules_run_compiled_after_the_metered_step() -> None:
+    runs: list[int] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        return lambda *inputs: runs.append(1) or graph(*inputs)
+
+    class Compiled(ShardableTagger):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix.compile(backend=backend)
+
+    trained(MemoryReport(live=False), module=Compiled, max_steps=8)
+    assert len(runs) == 7  # all but the metered one
+    torch._dynamo.reset()
