@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 BLOCK_ELEMENTS = 1 << 16
+FIRST_ELEMENT = "_memkit_first_element"  # of a slice shown as a parameter: where it begins in the whole one
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -22,7 +23,9 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def first_element(tensor: Tensor) -> int:
-    """Where a shard begins in the whole tensor, in elements; 0 for a tensor that isn't sharded by its rows."""
+    """Where a shard or a slice begins in the whole tensor, in elements; 0 for one that isn't sharded by its rows."""
+    if hasattr(tensor, FIRST_ELEMENT):
+        return getattr(tensor, FIRST_ELEMENT)
     sharded: Any = tensor
     placements = getattr(sharded, "placements", ())
     if not any(placement.is_shard() for placement in placements):

@@ -303,7 +303,7 @@ class OpenStep:
             low = local_part(piece.view(progress.low_after[name]))
         high, stream = (
             local_part(piece.view(parameter)),
-            (piece.slot.index, first_element(parameter) + piece.start),
+            (piece.slot.index, first_element(piece.slot.parameter) + piece.start),
         )
         narrow_(mode, master, high, low, self._engine.rounding, stream)
 

@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_memkit.optim import pieces
+from lightning_memkit.optim.blocks import FIRST_ELEMENT
 from lightning_memkit.optim.group_scalars import copied
 from lightning_memkit.optim.pieces import Slot
 from lightning_memkit.optim.shadow import ShadowEngine
@@ -59,8 +60,8 @@ def is_sliceable(optimizer: Optimizer, slot: Slot, engine: ShadowEngine) -> bool
     group, parameter = optimizer.param_groups[slot.group], slot.parameter
     if group.get("capturable") or group.get("differentiable"):
         return False
-    if engine.shadows(parameter) and _draws_noise(engine):
-        return False  # it goes by the element's place in the whole parameter
+    if engine.shadows(parameter) and _draws_noise(engine) and parameter.device.type != "cpu":
+        return False  # there it is drawn for a piece, and goes by its size
     state = optimizer.state[parameter] if parameter in optimizer.state else {}
     values = [value for value in state.values() if isinstance(value, Tensor)]
     nested = any(isinstance(value, (dict, list, tuple)) for value in state.values())
@@ -140,6 +141,7 @@ class SlicedParameter:
         part = self._shown = Parameter(self._weight[self.start : stop], slot.parameter.requires_grad)
         if self._gradient.dtype != part.dtype:
             part.grad_dtype = self._gradient.dtype
+        setattr(part, FIRST_ELEMENT, self.start)
         part.grad = self._gradient[self.start : stop]
         if self._before is not None:
             self._state[part] = {
