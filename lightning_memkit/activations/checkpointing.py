@@ -81,12 +81,15 @@ def checkpoint_modules(
         The undo: a function that puts the forwards back.
 
     Raises:
-        ValueError: the policy is unknown; `blocks` is one string or class and no list; or a block is
+        ValueError: the policy is unknown; a transformers model says that it does not support checkpointing and
+            `blocks` names none; `blocks` is one string or class and no list; or a block is
             checkpointed already, by this function or by the model's own gradient checkpointing.
 
     Source: Chen et al. 2016, arXiv:1604.06174; torch.utils.checkpoint, `use_reentrant=False`.
     """
     parsed = parse_policy(policy)
+    if blocks is None:
+        _refuse_unsupported(module)
     found = find_blocks(module, blocks)
     chosen = parsed.select(found) if isinstance(parsed, EveryKthBlock) else found
     if not chosen:
@@ -131,6 +134,17 @@ def _report_nothing(module: nn.Module, blocks: Sequence[BlockPattern] | None) ->
             f"{describe_blocks(find_blocks(module))}."
         )
     warnings.warn(text, NoEffectWarning, stacklevel=3)
+
+
+def _refuse_unsupported(module: nn.Module) -> None:
+    for name, inner in module.named_modules():
+        if getattr(inner, "supports_gradient_checkpointing", True) is False and hasattr(inner, "config"):
+            found = [block for block, _ in find_blocks(inner)]
+            raise ValueError(
+                f"{type(inner).__name__} says that it does not support activation checkpointing "
+                f"(supports_gradient_checkpointing=False){f', in {name}' if name else ''}; to checkpoint it all the "
+                f"same, name its blocks, such as blocks={found[:1] or ['MyBlock']}."
+            )
 
 
 def _refuse_second_checkpointing(module: nn.Module) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from lightning_memkit.activations.choosing import Choice, choices, choose
@@ -50,6 +51,7 @@ class BudgetPlan:
 
     def __init__(self, policy: SavedBytes, module: nn.Module, blocks: int) -> None:
         self._policy = policy
+        self._module = module
         self._resident_bytes = _resident_bytes(module) if policy.whole_step else 0
         self._profiles: dict[int, list[BlockProfile]] = {}
         self._chosen: dict[float, dict[int, Choice]] = {}
@@ -69,12 +71,13 @@ class BudgetPlan:
         self._forward += 1
         if self._measured_in is not None or not torch.is_grad_enabled():
             return plain(*args, **kwargs)
-        inputs = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
+        given = (*_tensors((args, kwargs)), *_plain_tensors(self._module))
+        inputs = {tensor.untyped_storage()._cdata for tensor in given}
         saved: dict[int, tuple[StorageWeakRef, int]] = {}
 
         def pack(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
-            if storage._cdata not in inputs and not isinstance(tensor, nn.Parameter):
+            if storage._cdata not in inputs:
                 saved[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
             return tensor
 
@@ -169,6 +172,11 @@ class BudgetPlan:
             if index not in smallest or choice.size_bytes < smallest[index].size_bytes:
                 smallest[index] = choice
         return smallest
+
+
+def _plain_tensors(module: nn.Module) -> list[Tensor]:
+    own = (*module.parameters(), *module.buffers())
+    return [tensor for tensor in own if not is_traceable_wrapper_subclass(tensor)]
 
 
 def _resident_bytes(module: nn.Module) -> int:
