@@ -1,8 +1,9 @@
 """Count live tensor bytes operator by operator, on any device, with an optional hard budget."""
 
+import sys
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -43,6 +44,7 @@ class ByteMeter(TorchDispatchMode):
     The meter sees what the dispatcher returns, so the peak repeats to the byte from run to run. Storages
     that exist before it is entered are counted once `track` names them. Workspaces that a kernel allocates
     and frees inside one operator are invisible to it. New Python threads don't inherit it; autograd's do.
+    Compiled functions run eagerly while it is active, operator by operator, and compiled again afterwards.
 
     Args:
         budget_bytes: live bytes above this raise `torch.OutOfMemoryError`, as an allocator would.
@@ -67,6 +69,20 @@ class ByteMeter(TorchDispatchMode):
         self.records: list[Allocation] = []
         self._record = record
         self._alive: dict[int, tuple[Any, Allocation]] = {}
+        self._stances: list[AbstractContextManager[Any]] = []
+
+    def __enter__(self) -> "ByteMeter":
+        # A compiled function that is called within a dispatch mode would run eagerly for ever after.
+        compiles = "torch._dynamo" in sys.modules
+        stance = torch.compiler.set_stance("force_eager") if compiles else nullcontext()
+        stance.__enter__()
+        self._stances.append(stance)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._stances.pop().__exit__(*exception)
 
     def track(self, tensors: Iterable[Tensor], category: Category | None = None) -> None:
         """Count storages that exist already; those known get the category."""

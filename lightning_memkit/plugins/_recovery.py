@@ -51,6 +51,7 @@ class _Past:
     step: _seam.Step
     point: SafePoint
     micro_batch_size: int
+    row_tokens: int | None
 
 
 class Recovery:
@@ -141,22 +142,21 @@ class Recovery:
         if ends_window:
             self._past = []
         else:
-            self._past.append(
-                _Past(step=step, point=point, micro_batch_size=self._runner.partition.micro_batch_size)
-            )
+            size, row_tokens = self._runner.partition.micro_batch_size, self._runner.partition.row_tokens
+            self._past.append(_Past(step=step, point=point, micro_batch_size=size, row_tokens=row_tokens))
         return result
 
     def _replay(self) -> None:
         """Run the window's earlier batches again, each as it ran before: gradients are bit for bit what they were."""
         partition = self._runner.partition
-        size = partition.micro_batch_size
+        now = partition.micro_batch_size, partition.row_tokens
         for past in self._past:
             past.point.restore()
-            partition.micro_batch_size = past.micro_batch_size
+            partition.micro_batch_size, partition.row_tokens = past.micro_batch_size, past.row_tokens
             try:
                 self._runner.run_again(past.step)
             finally:
-                partition.micro_batch_size = size
+                partition.micro_batch_size, partition.row_tokens = now
 
     def _retriable(self, trainer: Trainer, error: BaseException) -> bool:
         if not is_out_of_memory(error) or self._runner.ranks.reason:

@@ -96,3 +96,23 @@ def test_tracked_tensors_count_once_and_go_when_they_die() -> None:
     assert meter.live_bytes == 400
     del weight
     assert meter.live_bytes == 0
+
+
+def test_a_function_that_was_metered_runs_compiled_again_afterwards():
+    calls = []
+
+    def backend(graph, inputs):
+        def run(*args):
+            calls.append(len(args))
+            return graph.forward(*args)
+
+        return run
+
+    compiled = torch.compile(lambda x: x.sin() + 1, backend=backend)
+    x = torch.ones(8)
+    with ByteMeter() as meter:
+        compiled(x)
+    assert meter.operators >= 2  # each of its operators was seen
+    assert not calls
+    compiled(x)
+    assert calls
