@@ -5,7 +5,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader
 
-from lightning_memkit import ActivationCheckpointing, NoEffectWarning
+from lightning_memkit import ActivationCheckpointing, MemoryBudget, NoEffectWarning
 from tests.activations.models import VOCABULARY, Stack
 from tests.plugins.noise import NOISE
 
@@ -71,6 +71,30 @@ def test_training_is_bitwise_the_same_and_undone(late, tmp_path):
     for name, value in plain.state_dict().items():
         assert torch.equal(ours.state_dict()[name], value), name
     assert "forward" not in ours.network.blocks[0].__dict__
+
+
+@pytest.mark.parametrize("policy", ["selective", "budget:0.5"])
+def test_policies_by_operator_train_bitwise_the_same_without_a_second_forward(policy, tmp_path):
+    plain = fit(Model(), tmp_path=tmp_path)
+    ours = fit(Model(), ActivationCheckpointing(policy), tmp_path=tmp_path)
+    assert ours.calls == plain.calls
+    for name, value in plain.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], value), name
+    assert "training_step" not in ours.__dict__
+    assert "forward" not in ours.network.blocks[0].__dict__
+
+
+def test_auto_takes_the_bytes_of_the_memory_budget(tmp_path):
+    callbacks = [ActivationCheckpointing(policy="auto"), MemoryBudget("1GiB", micro_batch_size=2)]
+    plain = fit(Model(), MemoryBudget("1GiB", micro_batch_size=2), tmp_path=tmp_path)
+    ours = fit(Model(), *callbacks, tmp_path=tmp_path)
+    for name, value in plain.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], value), name
+
+
+def test_auto_without_a_budget_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="finds no budget: put a MemoryBudget among the callbacks"):
+        fit(Model(), ActivationCheckpointing(policy="auto"), tmp_path=tmp_path)
 
 
 def test_an_error_in_a_step_undoes_the_patch(tmp_path):
