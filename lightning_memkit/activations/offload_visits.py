@@ -140,8 +140,8 @@ class Traffic:
             self.visits += 1
             self._say(
                 f"{type(block).__name__} runs within other saved-tensor hooks (a checkpoint around it, save_on_cpu), "
-                "which keep its activations their own way: none is offloaded. For a model's own gradient "
-                "checkpointing write checkpoint_modules (in Lightning ActivationCheckpointing) instead.",
+                "which keep its activations their own way: none is offloaded. In place of a "
+                "checkpoint around the block write checkpoint_modules (in Lightning ActivationCheckpointing).",
             )
             yield
             return

@@ -277,3 +277,23 @@ def test_a_functional_loss_in_a_block_keeps_integers_bitwise():
             return x + F.cross_entropy(self.layer(x), labels) + F.embedding(labels, self.layer.weight)
 
     assert moved(nn.Sequential(*(Picks(nn.Linear(8, 8)) for _ in range(2))), torch.randn(6, 8)) > 0
+
+
+def test_beside_a_models_own_checkpointing_the_layers_inputs_move():
+    from tests.activations.models import transformers_model
+
+    model = transformers_model("LlamaForCausalLM").train()
+    model.activation_checkpointing_enable()
+    batch = ids(2, 16)
+
+    def step():
+        model.zero_grad()
+        torch.manual_seed(0)
+        model(batch, labels=batch, use_cache=False).loss.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    plain = step()
+    with offloaded(model) as offload:
+        assert_same(step(), plain)
+        # The layers' inputs; beside them what all layers get alike (rotary tables, positions), once.
+        assert 2 * batch.numel() * 32 * 4 <= offload.counts.moved_bytes < 3 * batch.numel() * 32 * 4
