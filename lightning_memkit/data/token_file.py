@@ -17,6 +17,7 @@ from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch.utils.data import get_worker_info
 
 from lightning_memkit.data.store import TokenStore, learned_of, offsets_of, token_type
 
@@ -33,7 +34,7 @@ class MappedStore(TokenStore):
     """A store whose arrays lie in a file: no memory of its own, one copy for all processes of a machine.
 
     Pickling it (a worker process that is not forked) passes the path. What a reader has touched is given back to
-    the kernel now and then: the pages stay in its cache, but no longer count as this process's.
+    the kernel, by a worker after every batch: the pages stay in its cache, but no longer count as the process's.
     """
 
     path: Path
@@ -51,7 +52,8 @@ class MappedStore(TokenStore):
         gathered = super().gather(places)
         jumps = int(np.count_nonzero(np.diff(places) != 1)) + 1 if len(places) else 0
         self._touched[0] += jumps * _AROUND + places.size * self.tokens.itemsize
-        if self._touched[0] > _HELD:
+        # A worker gives them back after every batch: what only one process maps counts as its own memory.
+        if self._touched[0] > (_HELD if get_worker_info() is None else 0):
             self.give_back()
         return gathered
 
