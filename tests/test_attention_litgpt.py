@@ -150,6 +150,15 @@ def test_without_documents_and_after_the_undo_it_attends_as_before(model):
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+def test_a_block_by_itself_has_no_documents():
+    model = stand_in()
+    block, x = model.transformer["h"][1], torch.randn(2, 16, 32)
+    before = block(x, None, None)
+    use_packed_attention(model)
+    model(packed()["input_ids"], cu_seqlens=torch.tensor(BOUNDS))
+    assert torch.equal(block(x, None, None), before)
+
+
 def gradients(model: Any) -> list[Tensor]:
     """Of two forwards with different documents, the backward after both."""
     tokens = packed()["input_ids"]

@@ -90,9 +90,15 @@ def padding_seen(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor) -> T
     return packed_attention(query, key, value, torch.cat((bounds[:6], bounds[7:])), causal=False)
 
 
+def neighbour_seen(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor) -> Tensor:
+    """One even document alone sees the odd one before it."""
+    return packed_attention(query, key, value, torch.cat((bounds[:2], bounds[3:])))
+
+
 @pytest.mark.parametrize(
     ("attend", "sources"),
     [
+        (neighbour_seen, "documents before it in the row"),
         (whole_rows, "documents before it in the row"),
         (backwards, "documents or padding after it in the row"),
         (off_by_one, "documents before it in the row"),
@@ -113,6 +119,28 @@ def test_the_document_is_named():
 
 def test_documents_kept_apart_pass():
     assert probe_contamination(Model(), packed())
+
+
+def test_padding_may_see_the_document_before_it():
+    def attend(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor) -> Tensor:
+        return packed_attention(query, key, value, torch.cat((bounds[:6], bounds[7:])))
+
+    assert probe_contamination(Model(attend), packed())
+
+
+class SortedTokens(Model):
+    """As with experts, tokens are moved about in between: the places of other documents' tokens change them."""
+
+    def training_step(self, batch: PackedBatch, batch_idx: int) -> Tensor:
+        order = batch["input_ids"].flatten().argsort(stable=True)
+        hidden = self.embedding(batch["input_ids"])
+        inside = torch.zeros_like(hidden.flatten(0, 1))
+        inside[order] = self.attention.out(hidden.flatten(0, 1)[order])
+        return F.cross_entropy(self.head(inside.view_as(hidden)).flatten(0, 1), batch["labels"].flatten())
+
+
+def test_tokens_that_are_sorted_and_put_back_are_no_leak():
+    assert probe_contamination(SortedTokens(), packed())
 
 
 class Functional(nn.Module):
