@@ -132,6 +132,7 @@ class PackedDataModule(pl.LightningDataModule):
         self._splits: dict[str, PackedRows | Stream] = {}
         self._train_loader: Loader | None = None
         self._state_to_load: dict[str, Any] | None = None
+        self._is_prepared = False
         self._log = PackingLog()
         self._loader_options(shuffle=True)
 
@@ -168,10 +169,13 @@ class PackedDataModule(pl.LightningDataModule):
         for source in (shares_of(self.source) or {"all": self.source}).values():
             if not is_stream(source):
                 self._corpus.read(source)
+        self._is_prepared = True
 
     def setup(self, stage: str | None = None) -> None:
         """Reads, tokenises and packs, once; says what came of it."""
         self._add_log()
+        if stage == "fit":
+            self._train_loader = None  # of an earlier fit, whose counts are not this one's
         if self._splits and not isinstance(self.source, pl.LightningDataModule):
             return
         before = dict(self._splits)
@@ -286,9 +290,9 @@ class PackedDataModule(pl.LightningDataModule):
                 self._splits[share] = self._rows(share, store, numbers)
 
     def _store(self, source: Any) -> TokenStore:
-        # One process of a machine has compared the cache with its checksums in prepare_data.
-        is_first = self.trainer is None or getattr(self.trainer, "local_rank", 0) == 0
-        return self._corpus.read(source, verify=is_first)
+        # Under a trainer one process of a machine has compared the cache with its checksums in prepare_data.
+        is_alone = self.trainer is None or getattr(self.trainer, "local_rank", 0) == 0
+        return self._corpus.read(source, verify=is_alone and not self._is_prepared)
 
     def _rows(self, share: str, store: TokenStore, numbers: NDArray[np.int64]) -> PackedRows:
         try:

@@ -365,13 +365,36 @@ def base(array: np.ndarray) -> np.ndarray:
 DDP_RUN = """
 import sys
 import lightning.pytorch as pl
-import torch.distributed as dist
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
 from tests.plugins.test_packed_data import Recorder, Saver, module
 
-path, out, resume = sys.argv[1:]
-model = Recorder()
+path, out, resume, strategy = sys.argv[1:]
+
+
+class Sharded(Recorder):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.weight
+
+    def configure_model(self) -> None:
+        self.linear = torch.nn.Linear(4, 4)
+        fully_shard(self.linear, mesh=self.device_mesh["data_parallel"])
+
+    def training_step(self, batch):
+        self.seen.append(batch["input_ids"].flatten().tolist())
+        return self.linear(torch.ones(2, 4)).sum()
+
+    def configure_optimizers(self):
+        # Lightning 2.6 can't load a full checkpoint of an optimizer without states.
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+model = Recorder() if strategy == "ddp" else Sharded()
 trainer = pl.Trainer(
-    accelerator="cpu", devices=2, strategy="ddp", max_epochs=2, logger=False, enable_checkpointing=False,
+    accelerator="cpu", devices=2, max_epochs=2, logger=False, enable_checkpointing=False,
+    strategy="ddp" if strategy == "ddp" else ModelParallelStrategy(2, 1, save_distributed_checkpoint=False),
     callbacks=[Saver(path, step=2)] if not resume else [], enable_progress_bar=False,
 )
 trainer.fit(model, datamodule=module(batch_size=2), ckpt_path=resume or None)
@@ -381,13 +404,14 @@ with open(f"{out}.{trainer.global_rank}", "w") as file:
 
 
 @pytest.mark.slow
-def test_two_processes_share_an_epoch_and_resume_alike(tmp_path):
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_two_processes_share_an_epoch_and_resume_alike(tmp_path, strategy):
     script = tmp_path / "run.py"
     script.write_text(DDP_RUN)
     root = Path(__file__).resolve().parents[2]
 
     def run(out: str, resume: str) -> list[list[list[int]]]:
-        arguments = [str(tmp_path / "saved.ckpt"), str(tmp_path / out), resume]
+        arguments = [str(tmp_path / "saved.ckpt"), str(tmp_path / out), resume, strategy]
         environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
         subprocess.run(
             [sys.executable, str(script), *arguments], env=environment, cwd=tmp_path, check=True, timeout=240

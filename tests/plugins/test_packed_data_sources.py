@@ -12,6 +12,7 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from lightning_memkit.data import token_file
 from lightning_memkit.data.shares import DocumentOptions
 from lightning_memkit.plugins.packed_data import BatchOptions, PackedDataModule
 from tests.plugins.test_packed_data import Recorder, Saver, documents, fit, real_tokens
@@ -255,6 +256,31 @@ def test_counts_go_on_after_a_resume_and_where_loaders_are_made_anew(tmp_path):
     anew = run(tmp_path / "anew", reload_dataloaders_every_n_epochs=1)
     assert resumed == {step: row for step, row in whole.items() if step >= 4}
     assert anew == whole
+
+
+def test_a_second_fit_counts_from_zero(tmp_path):
+    data = PackedDataModule(documents(60), context=CONTEXT, batch_size=4)
+    tables = []
+    for name in ("first", "second"):
+        fit(Recorder(), data, max_epochs=1, log_every_n_steps=1, logger=CSVLogger(tmp_path / name))
+        tables.append(logged(tmp_path / name))
+    assert tables[0] == tables[1]
+
+
+def test_a_cache_is_compared_with_its_checksums_once_a_run(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("\n\n".join(f"document {number}" for number in range(60)))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    data = PackedDataModule(str(tmp_path / "a.txt"), context=64, batch_size=4)
+    data.prepare_data()
+    asked = []
+    read = token_file.read_store
+    monkeypatch.setattr(
+        "lightning_memkit.data.cache.read_store",
+        lambda path, verify: asked.append(verify) or read(path, verify=verify),
+    )
+    PackedDataModule(str(tmp_path / "a.txt"), context=64, batch_size=4).setup()
+    fit(Recorder(), PackedDataModule(str(tmp_path / "a.txt"), context=64, batch_size=4), max_epochs=1)
+    assert asked == [True, True, False]
 
 
 def test_loaders_made_anew_go_on_with_the_next_epochs_order():
