@@ -14,6 +14,7 @@ import torch
 from jsonargparse import ArgumentError, ArgumentParser
 
 from lightning_memkit.data.batch import PackedBatch
+from lightning_memkit.data.loader import PackedLoader
 from lightning_memkit.data.shares import DocumentOptions
 from lightning_memkit.errors import MissingPackageError
 from lightning_memkit.plugins.packed_data import BatchOptions, PackedDataModule
@@ -95,6 +96,7 @@ def test_the_epochs_of_these_tests_are_of_the_length_they_assume():
     data = module()
     data.setup()
     loader = data.train_dataloader()
+    assert isinstance(loader, PackedLoader)
     assert len(loader) == BATCHES
     assert len(loader.rows) % 4 != 0
 
@@ -350,7 +352,9 @@ def test_ranks_see_disjoint_rows_and_equally_many_batches():
 def test_a_packed_document_costs_eight_bytes():
     data = module()
     data.setup()
-    packing = data.train_dataloader().rows.packing
+    loader = data.train_dataloader()
+    assert isinstance(loader, PackedLoader)
+    packing = loader.rows.packing
     kept = {
         id(base(array)): base(array).nbytes for array in (packing.documents, packing.starts, packing.lengths)
     }
