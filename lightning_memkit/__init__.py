@@ -10,7 +10,11 @@ __version__ = "0.1.0"
 
 _HOME = {
     "ActivationCheckpointing": "plugins.activation_checkpointing",
+    "ActivationOffload": "plugins.activation_offload",
+    "ChunkedLoss": "plugins.chunked_loss",
+    "ContaminationProbe": "plugins.contamination",
     "GradientRelease": "plugins.gradient_release",
+    "LossPerplexity": "plugins.perplexity",
     "MemkitCLI": "plugins.cli",
     "MemoryBudget": "plugins.memory_budget",
     "MemoryReport": "plugins.memory_report",
@@ -22,30 +26,42 @@ _HOME = {
     "PureBF16Precision": "plugins.precision",
     "checkpoint_modules": "activations.checkpointing",
     "compensate": "optim.compensation",
+    "linear_cross_entropy": "loss.head",
     "micro_batches": "micro_batching",
+    "offload_activations": "activations.offload",
     "pack": "data.packing",
     "packed_attention": "attention",
+    "use_chunked_loss": "loss.switch",
+    "use_packed_attention": "attention.adapters",
 }
 
 __all__ = sorted(_HOME)
 
 if TYPE_CHECKING:
     from lightning_memkit.activations.checkpointing import checkpoint_modules as checkpoint_modules
+    from lightning_memkit.activations.offload import offload_activations as offload_activations
     from lightning_memkit.attention import packed_attention as packed_attention
+    from lightning_memkit.attention.adapters import use_packed_attention as use_packed_attention
     from lightning_memkit.data.batch import PackedBatch as PackedBatch
     from lightning_memkit.data.packing import pack as pack
     from lightning_memkit.errors import NoEffectWarning as NoEffectWarning
+    from lightning_memkit.loss.head import linear_cross_entropy as linear_cross_entropy
+    from lightning_memkit.loss.switch import use_chunked_loss as use_chunked_loss
     from lightning_memkit.micro_batching import micro_batches as micro_batches
     from lightning_memkit.optim.compensation import compensate as compensate
     from lightning_memkit.plugins.activation_checkpointing import (
         ActivationCheckpointing as ActivationCheckpointing,
     )
+    from lightning_memkit.plugins.activation_offload import ActivationOffload as ActivationOffload
+    from lightning_memkit.plugins.chunked_loss import ChunkedLoss as ChunkedLoss
     from lightning_memkit.plugins.cli import MemkitCLI as MemkitCLI
+    from lightning_memkit.plugins.contamination import ContaminationProbe as ContaminationProbe
     from lightning_memkit.plugins.gradient_release import GradientRelease as GradientRelease
     from lightning_memkit.plugins.memory_budget import MemoryBudget as MemoryBudget
     from lightning_memkit.plugins.memory_report import MemoryReport as MemoryReport
     from lightning_memkit.plugins.optimizer_offload import OptimizerOffload as OptimizerOffload
     from lightning_memkit.plugins.packed_data import PackedDataModule as PackedDataModule
+    from lightning_memkit.plugins.perplexity import LossPerplexity as LossPerplexity
     from lightning_memkit.plugins.precision import PureBF16Precision as PureBF16Precision
     from lightning_memkit.plugins.strategies import OnDeviceStrategy as OnDeviceStrategy
 

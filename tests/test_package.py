@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from graphlib import TopologicalSorter
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -20,6 +21,10 @@ from lightning.pytorch.strategies import Strategy
 from torch import nn
 
 import lightning_memkit
+from lightning_memkit.data.batch import PackedBatch
+from lightning_memkit.data.collate import collate
+from lightning_memkit.data.packing import pack
+from lightning_memkit.data.store import TokenStore
 from lightning_memkit.testing import fake_device
 from tests.plugins.fake_accelerator import FakeAccelerator, on_fake_device
 
@@ -45,9 +50,18 @@ KINDS = {
 TRAINED = sorted(name for name, kind in KINDS.items() if kind is not pl.LightningDataModule)
 COMBINATIONS = [(name,) for name in TRAINED] + list(combinations(TRAINED, 2)) + [tuple(TRAINED)]
 # What a plugin can't do without; everything else is at its default.
-NEEDED = {"MemoryBudget": {"budget": "1GiB"}}
+NEEDED: dict[str, dict[str, Any]] = {
+    "ActivationOffload": {"min_bytes": 1},
+    "ChunkedLoss": {"heads": ["head"]},
+    "MemoryBudget": {"budget": "1GiB"},
+}
 # Beside what steps within backward, a step can be neither split nor repeated.
-NEEDED_BESIDE_RELEASE = {"MemoryBudget": {"budget": "1GiB", "micro_batch_size": 8, "recover": False}}
+NEEDED_BESIDE_RELEASE = {
+    **NEEDED,
+    "MemoryBudget": {"budget": "1GiB", "micro_batch_size": 8, "recover": False},
+}
+# On a CPU there is nothing to offload.
+OFFLOADING = {"ActivationOffload", "OptimizerOffload"}
 
 
 def imports_of(path: Path, *, at_import: bool = False) -> set[str]:
@@ -201,27 +215,32 @@ def test_plugin_builds_from_yaml_and_refuses_unknown_keys(name: str) -> None:
 
 
 class Blocks(pl.LightningModule):
-    """Repeated blocks over random rows: something for every plugin to act on."""
+    """Repeated blocks and a head over packed tokens: something for every plugin to act on."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.embedding, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
         self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3)))
 
-    def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
-        return self.blocks(batch).float().square().mean()
+    def training_step(self, batch: PackedBatch, _: int) -> torch.Tensor:
+        logits = self.head(self.blocks(self.embedding(batch["input_ids"])))
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
     def train_dataloader(self) -> torch.utils.data.DataLoader:
-        rows = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
-        return torch.utils.data.DataLoader(rows, batch_size=8)  # pyright: ignore[reportArgumentType]
+        generator = torch.Generator().manual_seed(1)
+        store = TokenStore.of(torch.randint(0, 16, (32, 4), generator=generator).numpy())
+        packing = pack(store.lengths, 8)
+        batches: Any = [collate(store, packing, range(first, first + 8)) for first in (0, 8)]
+        return torch.utils.data.DataLoader(batches, batch_size=None)
 
 
 def where(plugins: list) -> dict:
     """The Trainer's arguments for the device: a CPU, or one whose memory isn't the host's where that matters."""
     strategy = next((plugin for plugin in plugins if isinstance(plugin, Strategy)), "auto")
-    if not any(isinstance(plugin, lightning_memkit.OptimizerOffload) for plugin in plugins):
+    if not OFFLOADING & {type(plugin).__name__ for plugin in plugins}:
         return {"accelerator": "cpu", "strategy": strategy}
     if isinstance(strategy, Strategy):
         return {"strategy": lightning_memkit.OnDeviceStrategy("fake:0", FakeAccelerator()), "devices": 1}
@@ -253,7 +272,7 @@ def fit(names: tuple[str, ...], folder: Path, epochs: int, resume: Path | None =
 @pytest.mark.parametrize("names", COMBINATIONS, ids="+".join)
 def test_plugins_train_and_resume_bitwise(names: tuple[str, ...], tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with fake_device() if "OptimizerOffload" in names else nullcontext():
+    with fake_device() if OFFLOADING & set(names) else nullcontext():
         _, straight = fit(names, tmp_path / "straight", 2)
         half, begun = fit(names, tmp_path / "half", 1)
         _, resumed = fit(names, tmp_path / "half", 2, resume=half)

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_memkit.chunked_loss import refuse_options, use_chunked_loss
-from lightning_memkit.loss_backends import Backend
+from lightning_memkit.loss.backends import Backend
+from lightning_memkit.loss.switch import refuse_options, use_chunked_loss
 
 
 class ChunkedLoss(Callback):

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_memkit.chunked_loss import use_chunked_loss
+from lightning_memkit.loss.switch import use_chunked_loss
 from tests.plugins.ranks import leave
 
 CASES = ("DDP", "head in the root's group", "head apart, never resharded", "head apart")

@@ -9,9 +9,9 @@ from torch.utils.data import DataLoader
 from torchmetrics.text import Perplexity
 
 from lightning_memkit import MemoryBudget
-from lightning_memkit.lazy_logits import LazyLogits
-from lightning_memkit.perplexity import LossPerplexity
+from lightning_memkit.loss.lazy_logits import LazyLogits
 from lightning_memkit.plugins.chunked_loss import ChunkedLoss
+from lightning_memkit.plugins.perplexity import LossPerplexity
 from tests.plugins.noise import NOISE
 
 pytestmark = NOISE

@@ -11,8 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_memkit import loss_backends
-from lightning_memkit.loss import linear_cross_entropy
+from lightning_memkit.loss import backends, linear_cross_entropy
 from lightning_memkit.memory.meter import ByteMeter
 
 VOCABULARY, FEATURES = 301, 16
@@ -338,7 +337,7 @@ class Wrapped:
         self.error, self.calls = error, 0
 
     def __call__(self, terms):
-        plain = loss_backends._plain(terms)
+        plain = backends._plain(terms)
 
         def kernel(*given):
             self.calls += 1
@@ -353,11 +352,11 @@ def installed(monkeypatch):
 
     def install(error):
         kernel = Wrapped(error)
-        monkeypatch.setattr(loss_backends, "_importable", lambda module: module == "liger_kernel")
-        monkeypatch.setattr(loss_backends, "_liger", kernel)
+        monkeypatch.setattr(backends, "_importable", lambda module: module == "liger_kernel")
+        monkeypatch.setattr(backends, "_liger", kernel)
         return kernel
 
-    forget = (loss_backends._disproof.cache_clear, loss_backends._automatic.cache_clear)
+    forget = (backends._disproof.cache_clear, backends._automatic.cache_clear)
     for clear in forget:
         clear()
     yield install
@@ -386,13 +385,13 @@ def test_a_kernel_that_is_wrong_is_refused_with_its_error(installed):
 
 def test_auto_takes_only_a_proved_kernel(installed):
     kernel = installed(0.0)
-    device, terms = torch.device("cpu"), loss_backends.HeadTerms()
-    assert loss_backends._automatic("sum", device, torch.float32, terms) == "liger"
-    loss_backends._automatic.cache_clear()
-    loss_backends._disproof.cache_clear()
+    device, terms = torch.device("cpu"), backends.HeadTerms()
+    assert backends._automatic("sum", device, torch.float32, terms) == "liger"
+    backends._automatic.cache_clear()
+    backends._disproof.cache_clear()
     kernel.error = 0.1
     with pytest.warns(UserWarning, match="liger is installed but not used: .* loss was off by 0.1"):
-        assert loss_backends._automatic("sum", device, torch.float32, terms) is None
+        assert backends._automatic("sum", device, torch.float32, terms) is None
 
 
 def test_a_kernel_that_fails_is_not_right(installed, monkeypatch):
@@ -404,7 +403,7 @@ def test_a_kernel_that_fails_is_not_right(installed, monkeypatch):
 
         return kernel
 
-    monkeypatch.setattr(loss_backends, "_liger", broken)
+    monkeypatch.setattr(backends, "_liger", broken)
     hidden, weight, labels, _ = problem()
     with pytest.raises(ValueError, match=r"it failed on a small problem .*OSError: no compiler"):
         linear_cross_entropy(hidden, weight, labels, backend="liger")
@@ -417,7 +416,7 @@ def test_backends_refuse_options_they_lack():
 
 
 def test_a_backend_that_is_absent_is_named(monkeypatch):
-    monkeypatch.setattr(loss_backends, "_importable", lambda module: False)
+    monkeypatch.setattr(backends, "_importable", lambda module: False)
     hidden, weight, labels, _ = problem()
     for backend in ("liger", "cut_cross_entropy"):
         with pytest.raises(ImportError, match="which is not installed"):

@@ -8,9 +8,9 @@ import warnings
 import pytest
 import torch
 
-from lightning_memkit.chunked_loss import use_chunked_loss
 from lightning_memkit.errors import NoEffectWarning
-from lightning_memkit.lazy_logits import LazyLogits
+from lightning_memkit.loss.lazy_logits import LazyLogits
+from lightning_memkit.loss.switch import use_chunked_loss
 from lightning_memkit.memory.meter import ByteMeter
 
 transformers = pytest.importorskip("transformers")

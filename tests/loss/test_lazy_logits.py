@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_memkit.chunked_loss import use_chunked_loss
 from lightning_memkit.errors import NoEffectWarning
-from lightning_memkit.lazy_logits import LazyLogits
+from lightning_memkit.loss.lazy_logits import LazyLogits
+from lightning_memkit.loss.switch import use_chunked_loss
 from lightning_memkit.memory.meter import ByteMeter
 
 CLASSES = 50

@@ -1,6 +1,6 @@
 """Cross-entropy of a linear head straight from hidden states: the logits never exist as a whole.
 
-One front door; `loss_chunks` holds the arithmetic, `loss_backends` the kernels of other packages.
+One front door; `chunks` holds the arithmetic, `backends` the kernels of other packages.
 """
 
 from dataclasses import dataclass, replace
@@ -11,8 +11,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lightning_memkit.loss_backends import Backend, choose
-from lightning_memkit.loss_chunks import (
+from lightning_memkit.loss.backends import Backend, choose
+from lightning_memkit.loss.chunks import (
     HeadGradients,
     HeadProblem,
     HeadTerms,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_memkit.loss import linear_cross_entropy
-from lightning_memkit.loss_backends import Backend
+from lightning_memkit.loss.backends import Backend
+from lightning_memkit.loss.head import linear_cross_entropy
 from lightning_memkit.memory.meter import unmetered
 
 _SAME_ROWS = frozenset({"view", "reshape", "flatten", "squeeze", "unsqueeze", "contiguous", "view_as"})

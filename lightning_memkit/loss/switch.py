@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_memkit.errors import NoEffectWarning
-from lightning_memkit.lazy_logits import lazy_linear
-from lightning_memkit.loss_backends import Backend
+from lightning_memkit.loss.backends import Backend
+from lightning_memkit.loss.lazy_logits import lazy_linear
 from lightning_memkit.memory.units import format_bytes
 
 _MARK = "_memkit_chunked_loss"

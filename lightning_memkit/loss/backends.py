@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_memkit.errors import MissingPackageError
-from lightning_memkit.loss_chunks import HeadTerms
+from lightning_memkit.loss.chunks import HeadTerms
 
 Backend = Literal["auto", "memkit", "torch", "liger", "cut_cross_entropy"]
 Kernel = Callable[[Tensor, Tensor, Tensor | None, Tensor, str], Tensor]

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 from torchmetrics.text import Perplexity
 
-from lightning_memkit.perplexity import LossPerplexity
+from lightning_memkit.plugins.perplexity import LossPerplexity
 
 
 @pytest.mark.parametrize("summed", [False, True])
