@@ -238,6 +238,7 @@ def _choices(device: Device) -> list[Choice]:
         "loop": "SDPA, document by document; the packed kernels need half precision on CUDA 8.0 or higher",
         "varlen": "torch's own kernel; the flash-attn package is not installed",
         "flash_attn": "the package is installed",
+        "flex": "compiled FlexAttention; neither packed kernel can run",
     }
     return [
         Choice(purpose="training device", choice=device.device, reason=device.name),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) - {"training"}
 _CONTAINERS = (list, dict, set, deque)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 class Generators:
@@ -34,9 +35,9 @@ class Generators:
 class Rollback:
     """A module's mutable state before a step, to be put back exactly if the step fails or was a trial.
 
-    It holds the global RNG, buffers, `torchmetrics` states, and the attributes of every submodule: also what their
-    lists, dicts, sets and deques hold, at any depth, with tensors, arrays, generators and modules in them. Plain
-    objects of the user's own classes are not looked into.
+    It holds the global RNG, buffers, forward hooks, `torchmetrics` states, and the attributes of every submodule: also
+    what their lists, dicts, sets and deques hold, at any depth, with tensors, arrays, generators and modules in them.
+    Plain objects of the user's own classes are not looked into.
 
     Buffers and attributes that are tensors are cloned only where `changing` says so, or all of them without it:
     cloning every constant mask on every step would cost what it saves.
@@ -52,6 +53,7 @@ class Rollback:
         self._modules: dict[str, nn.Module] = {}
         self._attributes: dict[str, dict[str, Any]] = {}
         self._buffers: dict[str, dict[str, Tensor | None]] = {}
+        self._hooks: list[tuple[Any, Any]] = []
         self._contents: list[tuple[Any, Any]] = []
         self._tensors: dict[tuple[str, str], tuple[Tensor, int, Tensor | None]] = {}
         self._seen: set[int] = set()
@@ -85,6 +87,10 @@ class Rollback:
         for path, buffers in self._buffers.items():
             self._modules[path]._buffers.clear()
             self._modules[path]._buffers.update(buffers)
+        for hooks, before in self._hooks:
+            if list(hooks) != list(before):
+                hooks.clear()
+                hooks.update(before)
         for container, contents in reversed(self._contents):
             _refill(container, contents)
         self._random.restore()
@@ -98,6 +104,9 @@ class Rollback:
         self._buffers[path] = dict(owner._buffers)
         kept = {key: value for key, value in vars(owner).items() if key not in _OF_EVERY_MODULE}
         self._attributes[path] = kept
+        # A first forward that notes in an attribute that it has hooked its layers would hook them once more.
+        hooks = (value for name, value in vars(owner).items() if name.startswith(_HOOKS))
+        self._hooks += [(value, value.copy()) for value in hooks]
         for name, tensor in _mutable_tensors(owner):
             self._keep_tensor((path, name), tensor)
         for name, value in kept.items():

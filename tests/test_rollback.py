@@ -104,3 +104,28 @@ def test_what_lies_deeper_is_put_back_too() -> None:
     assert torch.equal(module.generator.get_state(), drawn)  # pyright: ignore
     assert module.late is None
     assert not hasattr(module, "later")
+
+
+def test_hooks_that_a_first_forward_installs_are_installed_once():
+    """As transformers does to collect hidden states: an attribute says that the layers have their hooks."""
+
+    class Collecting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+            self.seen: list[int] = []
+
+        def forward(self, x):
+            if not getattr(self, "hooked", False):
+                self.layer.register_forward_hook(lambda *_: self.seen.append(1))
+                self.hooked = True
+            return self.layer(x)
+
+    module = Collecting()
+    own = module.layer.register_forward_pre_hook(lambda *_: None)
+    before = Rollback(module)
+    module(torch.ones(1, 2))
+    before.restore()
+    module(torch.ones(1, 2))
+    assert module.seen == [1]
+    assert list(module.layer._forward_pre_hooks) == [own.id]
