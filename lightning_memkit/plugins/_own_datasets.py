@@ -1,6 +1,7 @@
-"""The data sets of any LightningDataModule: what its own loaders would have read."""
+"""What documents may come from, and the data sets of any LightningDataModule: what its own loaders would read."""
 
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypedDict
 
 import lightning.pytorch as pl
 
@@ -16,6 +17,19 @@ _SHARES = {
     "test": ("test",),
     "predict": ("predict",),
 }
+
+
+class Shares(TypedDict, total=False):
+    """A source for each share of the documents."""
+
+    train: Any
+    validation: Any
+    test: Any
+    predict: Any
+
+
+# Shares before datamodules: LightningCLI tries them in this order.
+Source = str | Shares | pl.LightningDataModule | Sequence[Any] | Iterable[Any] | Callable[[], Iterable[Any]]
 
 
 def own_datasets(

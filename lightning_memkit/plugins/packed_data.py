@@ -1,9 +1,8 @@
 """Documents to packed batches for Lightning: any source, every rank its share, resumable anywhere."""
 
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from inspect import signature
-from typing import Any, TypedDict
+from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
@@ -17,30 +16,19 @@ from lightning_memkit.data.collate import full_batch, rounded_length
 from lightning_memkit.data.corpus import Corpus, shares_of
 from lightning_memkit.data.host_memory import HostMemory, host_room, parse_room
 from lightning_memkit.data.loader import LoaderOptions, PackedLoader, PackedRows
-from lightning_memkit.data.packing import LongDocuments, Packing, PackingMode, pack
+from lightning_memkit.data.packing import LongDocuments, PackingMode, pack
 from lightning_memkit.data.shares import DocumentOptions, deal_documents, drawn_documents
 from lightning_memkit.data.store import TokenStore
-from lightning_memkit.data.stream_loader import Stream, StreamLoader
+from lightning_memkit.data.stream_batches import Stream
+from lightning_memkit.data.stream_loader import StreamLoader
 from lightning_memkit.data.stream_source import StreamDocuments, check_stream, is_stream
+from lightning_memkit.data.summary import summary_line
 from lightning_memkit.data.tokenizers import load_tokenizer
-from lightning_memkit.plugins._own_datasets import own_datasets
+from lightning_memkit.plugins._own_datasets import Source, own_datasets
 from lightning_memkit.plugins._packing_log import PackingLog
 
 _ROWS = 16  # a batch, where nothing else limits it
 Loader = PackedLoader | StreamLoader
-
-
-class Shares(TypedDict, total=False):
-    """A source for each share of the documents."""
-
-    train: Any
-    validation: Any
-    test: Any
-    predict: Any
-
-
-# Shares before datamodules: LightningCLI tries them in this order.
-Source = str | Shares | pl.LightningDataModule | Sequence[Any] | Iterable[Any] | Callable[[], Iterable[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +186,7 @@ class PackedDataModule(pl.LightningDataModule):
             vocabulary = f"vocabulary: {self.vocabulary_size:,} token ids"
         except ValueError:
             vocabulary = "vocabulary: that of the stream's token ids"
-        return "\n".join((vocabulary, *(_line(name, rows) for name, rows in self._splits.items())))
+        return "\n".join((vocabulary, *(summary_line(name, rows) for name, rows in self._splits.items())))
 
     def train_dataloader(self) -> Loader:
         """Rows in a new order every epoch; where a checkpoint stopped, if one was loaded."""
@@ -369,21 +357,3 @@ class PackedDataModule(pl.LightningDataModule):
 
 def _callbacks(trainer: pl.Trainer) -> list[Any]:
     return trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _line(share: str, rows: PackedRows | Stream) -> str:
-    if isinstance(rows, Stream):
-        return f"{share}: a stream, packed window by window into rows of {rows.context:,}"
-    packing: Packing = rows.packing
-    bound = packing.tokens / (packing.lower_bound_rows * packing.context) if packing.rows else 1.0
-    documents = int(np.count_nonzero(packing.starts == 0))
-    notes = [
-        f"{packing.split_documents:,} split",
-        f"{packing.truncated_documents:,} truncated ({packing.truncated_tokens:,} tokens dropped)",
-        f"{packing.empty_documents:,} empty",
-    ]
-    return (
-        f"{share}: {documents:,} documents, {packing.tokens:,} tokens in {packing.rows:,} rows of "
-        f"{packing.context:,}, {packing.efficiency:.2%} full (at best {bound:.2%}); documents "
-        + ", ".join(notes)
-    )

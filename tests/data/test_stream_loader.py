@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from lightning_memkit.data.loader import LoaderOptions
 from lightning_memkit.data.shares import DocumentOptions
-from lightning_memkit.data.stream_loader import Stream, StreamLoader
+from lightning_memkit.data.stream_batches import Stream
+from lightning_memkit.data.stream_loader import StreamLoader
 from lightning_memkit.data.stream_source import StreamDocuments, check_stream, is_stream
 
 CONTEXT = 8
