@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.__main__ import main_of
 from benchmarks._activation_models import CASES, HAND_MADE, Case
+from benchmarks._gpu_offload import offload_on_gpu
 from benchmarks.harness import MINIMUM_PAIRS, Options, Ratio, Report, paired_ratio, self_ratio_is_void
 from lightning_memkit import checkpoint_modules
 from lightning_memkit.memory.meter import ByteMeter
@@ -230,6 +231,11 @@ def compiled(case: Case, options: Options, pairs: int) -> list[dict[str, object]
              "time": round(ratio.median, 3), "low_95": round(ratio.low, 3), "high_95": round(ratio.high, 3)}
         )  # fmt: skip
     return rows
+
+
+def run_gpu(options: Options) -> Report:
+    """Activation offload and activation checkpointing of a billion parameters, by peak and time."""
+    return offload_on_gpu(options)
 
 
 if __name__ == "__main__":
