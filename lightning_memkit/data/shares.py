@@ -25,6 +25,8 @@ class DocumentOptions:
         test: Share of the documents kept for testing; 0 tests on the validation documents.
         seed: Of every random choice: limits, shares, shuffling.
         processes: Processes that tokenise, at the most; null: one for every core. A second's work is done by one.
+        kept_apart: The first packed batch of a training shows whether documents of a row see each other, and stops it
+            where they do; false lets them.
     """
 
     text_field: str = "text"
@@ -35,6 +37,7 @@ class DocumentOptions:
     test: float = 0.0
     seed: int = 0
     processes: int | None = None
+    kept_apart: bool = True
 
     def __post_init__(self) -> None:
         for name in ("validation", "test"):

@@ -26,6 +26,7 @@ from lightning_memkit.data.summary import summary_line
 from lightning_memkit.data.tokenizers import load_tokenizer
 from lightning_memkit.plugins._own_datasets import Source, own_datasets
 from lightning_memkit.plugins._packing_log import PackingLog
+from lightning_memkit.plugins.contamination import ContaminationProbe
 
 _ROWS = 16  # a batch, where nothing else limits it
 Loader = PackedLoader | StreamLoader
@@ -59,7 +60,8 @@ class PackedDataModule(pl.LightningDataModule):
 
     The batch is the *effective* one of a step and rank; ``MemoryBudget`` cuts it to what fits. Training rows
     come in a new order every epoch, and resume exactly where they stopped. How full they are, documents, tokens and
-    truncations go to the trainer's loggers as ``packing/...``.
+    truncations go to the trainer's loggers as ``packing/...``. A training whose model lets documents of a row see each
+    other stops at its first batch; that costs four forwards of two rows.
 
     Args:
         source: ``python-stdlib`` (the functions of Python's own standard library); the path of a ``.jsonl``,
@@ -121,7 +123,7 @@ class PackedDataModule(pl.LightningDataModule):
         self._train_loader: Loader | None = None
         self._state_to_load: dict[str, Any] | None = None
         self._is_prepared = False
-        self._log = PackingLog()
+        self._log, self._probe = PackingLog(), ContaminationProbe()
         self._loader_options(shuffle=True)
 
     @property
@@ -161,7 +163,7 @@ class PackedDataModule(pl.LightningDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         """Reads, tokenises and packs, once; says what came of it."""
-        self._add_log()
+        self._add_callbacks(stage)
         if stage == "fit":
             self._train_loader = None  # of an earlier fit, whose counts are not this one's
         if self._splits and not isinstance(self.source, pl.LightningDataModule):
@@ -177,8 +179,9 @@ class PackedDataModule(pl.LightningDataModule):
 
     def teardown(self, stage: str | None = None) -> None:
         """Takes out of the trainer what setup put in."""
-        if self.trainer is not None and self._log in _callbacks(self.trainer):
-            _callbacks(self.trainer).remove(self._log)
+        if self.trainer is not None:
+            callbacks = _callbacks(self.trainer)
+            callbacks[:] = [callback for callback in callbacks if callback not in (self._log, self._probe)]
 
     def summary(self) -> str:
         """The size of the vocabulary; what was read and packed, a line a share of the documents."""
@@ -239,10 +242,16 @@ class PackedDataModule(pl.LightningDataModule):
         arguments = ", ".join(f"{name}={getattr(self, name)!r}" for name in signature(type(self)).parameters)
         return f"{type(self).__name__}({arguments})"
 
-    def _add_log(self) -> None:
-        if self.trainer is not None and self._log not in _callbacks(self.trainer):
+    def _add_callbacks(self, stage: str | None) -> None:
+        if self.trainer is None:
+            return
+        callbacks = _callbacks(self.trainer)
+        if self._log not in callbacks:
             # Before ModelCheckpoint, which saves what the log knows of a stream.
-            _callbacks(self.trainer).insert(0, self._log)
+            callbacks.insert(0, self._log)
+        probes = any(isinstance(callback, ContaminationProbe) for callback in callbacks)
+        if stage == "fit" and self.documents.kept_apart and not probes:
+            callbacks.append(self._probe)
 
     def _read_shares(self, stage: str | None) -> None:
         if isinstance(self.source, pl.LightningDataModule):

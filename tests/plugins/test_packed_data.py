@@ -13,6 +13,7 @@ import pytest
 import torch
 from jsonargparse import ArgumentError, ArgumentParser
 
+from lightning_memkit.contamination import ContaminationError
 from lightning_memkit.data.batch import PackedBatch
 from lightning_memkit.data.loader import PackedLoader
 from lightning_memkit.data.shares import DocumentOptions
@@ -438,3 +439,42 @@ def test_the_standard_library_trains_with_the_defaults():
     assert batch.length <= 256
     assert batch.efficiency > 0.9
     assert "50 documents" not in data.summary()  # they are dealt to two shares
+
+
+@pytest.mark.parametrize("kept_apart", [True, False])
+def test_a_model_that_mixes_documents_is_stopped_unless_it_may(kept_apart, tmp_path):
+    class Mixing(pl.LightningModule):
+        """A recurrent net reads a row from its first document to its last."""
+
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.mix = torch.nn.Embedding(64, 8), torch.nn.GRU(8, 8, batch_first=True)
+            self.head = torch.nn.Linear(8, 64)
+
+        def training_step(self, batch, batch_idx):
+            logits = self.head(self.mix(self.embedding(batch["input_ids"]))[0])
+            return torch.nn.functional.cross_entropy(
+                logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
+            )
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+        def validation_step(self, batch, batch_idx):
+            pass
+
+    tokens = [[index % 64] * 5 for index in range(64)]
+    options = DocumentOptions(validation=0.2, kept_apart=kept_apart)
+    data = PackedDataModule(tokens, context=16, batch_size=4, documents=options)
+    module = Mixing()
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, max_steps=2, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    if kept_apart:
+        with pytest.raises(ContaminationError, match="mix"):
+            trainer.fit(module, data)
+        assert trainer.global_step == 0
+    else:
+        trainer.fit(module, data)
+        assert trainer.global_step == 2
