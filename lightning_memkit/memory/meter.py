@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import (
     _disable_current_modes,
     is_traceable_wrapper_subclass,
 )
+from typing_extensions import Self
 
 from lightning_memkit.memory.units import format_bytes
 
@@ -71,7 +72,7 @@ class ByteMeter(TorchDispatchMode):
         self._alive: dict[int, tuple[Any, Allocation]] = {}
         self._stances: list[AbstractContextManager[Any]] = []
 
-    def __enter__(self) -> "ByteMeter":
+    def __enter__(self) -> Self:
         # A compiled function that is called within a dispatch mode would run eagerly for ever after.
         compiles = "torch._dynamo" in sys.modules
         stance = torch.compiler.set_stance("force_eager") if compiles else nullcontext()

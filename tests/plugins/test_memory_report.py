@@ -76,7 +76,8 @@ def test_a_negative_step_is_refused() -> None:
         MemoryReport(measured_step=-1)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own tracing
+# Torch's own tracing warns.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_compiled_modules_run_compiled_after_the_metered_step() -> None:
     runs: list[int] = []
 
