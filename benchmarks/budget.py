@@ -8,10 +8,8 @@ datamodule, its stock settings and the same budget: its steps are metered, and a
 CUDA would. Its answer then trains the same samples, accumulated to the same effective batch.
 """
 
-import ctypes
 import multiprocessing
 import os
-import platform
 import tempfile
 import time
 import warnings
@@ -29,13 +27,19 @@ from torch.utils.data import DataLoader
 
 from benchmarks.__main__ import main_of
 from benchmarks._budget_models import Case, Model, cases
-from benchmarks.harness import Options, Ratio, Report, paired_ratio, self_ratio_is_void
+from benchmarks.harness import (
+    Options,
+    Ratio,
+    Report,
+    keep_freed_memory,
+    paired_ratio,
+    self_ratio_is_void,
+)
 from benchmarks.micro_batching import SteppedTrainer, _Batches, quiet_trainer
 from lightning_memkit import MemoryBudget
 from lightning_memkit.memory.meter import ByteMeter
 from lightning_memkit.memory.units import format_bytes
 
-_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # of mallopt, in malloc.h
 STEPS, HELD_STEPS, ROUNDS, PAIRS, HEADROOM = 48, 20, 10, 100, 0.05
 PROCESSES, RIVALS, NEAR = 5, 2, 1.05  # near: slower than the chosen size by no more, in the grid
 SPREAD = 1.2  # slowest over fastest: from here on the size matters
@@ -66,7 +70,7 @@ def run(options: Options) -> Report:
     """Five models, or three of them in a quick run."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    _keep_freed_memory()
+    keep_freed_memory()
     chosen_cases = cases()[2:] if options.quick else cases()
     with _without_cache():
         measured = [_measure(case, options) for case in chosen_cases]
@@ -158,7 +162,7 @@ def _pairs_of(name: str, ours: int, peer: int, seed: int) -> float:
     """Time of a step of `ours` over one of `peer` samples, of two trainers in a process of their own."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    _keep_freed_memory()
+    keep_freed_memory()
     case = next(case for case in cases() if case.name == name)
     stepped: dict[int, SizedTrainer] = {}
     for size in (ours, peer) if seed % 2 else (peer, ours):  # who comes first has the better of the heap
@@ -178,18 +182,6 @@ def _interval(ratio: Ratio) -> dict[str, object]:
         "high_95": round(1 / ratio.low, 4),
         "pairs": ratio.pairs,
     }
-
-
-def _keep_freed_memory() -> None:
-    """Let glibc keep what is freed, as an accelerator's caching allocator does.
-
-    By default it gives the top of its heap back after each step, and page faults take it again in the next: up to
-    half of a step's time, for sizes that depend on what else lies on the heap (two trainers, when timed as pairs).
-    """
-    if platform.libc_ver()[0] == "glibc":
-        library = ctypes.CDLL(None)
-        library.mallopt(_TRIM_THRESHOLD, 2**31 - 1)
-        library.mallopt(_MMAP_MAX, 0)
 
 
 def _all_sizes(rows: int) -> list[int]:

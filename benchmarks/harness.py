@@ -6,10 +6,13 @@ survives on a busy machine where two separate timings would not. Each timed benc
 against itself: where that ratio is off by more than 1 %, the machine was too noisy and the run is void.
 """
 
+import ctypes
 import gc
 import math
+import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +21,7 @@ import torch
 MINIMUM_PAIRS = 100
 LONG_STEP_SECONDS = 1.0
 SELF_RATIO_TOLERANCE = 0.01
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # of mallopt, in malloc.h
 BOOTSTRAP_RESAMPLES = 4000
 
 Step = Callable[[], object]
@@ -145,6 +149,29 @@ def paired_ratio(
 def self_ratio_is_void(ratio: Ratio) -> bool:
     """Say whether a step timed against itself is off by more than 1 %: then the run is void."""
     return abs(ratio.median - 1) > SELF_RATIO_TOLERANCE
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch use one thread within it: two on a machine of two cores meet every other process."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep what is freed, as an accelerator's caching allocator does.
+
+    By default it gives the top of its heap back after each step, and page faults take it again in the next: up to
+    half of a step's time, for sizes that depend on what else lies on the heap (two trainers, when timed as pairs).
+    """
+    if platform.libc_ver()[0] == "glibc":
+        library = ctypes.CDLL(None)
+        library.mallopt(_TRIM_THRESHOLD, 2**31 - 1)
+        library.mallopt(_MMAP_MAX, 0)
 
 
 def _seconds(step: Step, setup: Step | None) -> float:

@@ -10,7 +10,6 @@ import gc
 import importlib.util
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -23,7 +22,15 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.__main__ import main_of
-from benchmarks.harness import LONG_STEP_SECONDS, Options, Ratio, Report, paired_ratio, self_ratio_is_void
+from benchmarks.harness import (
+    LONG_STEP_SECONDS,
+    Options,
+    Ratio,
+    Report,
+    one_thread,
+    paired_ratio,
+    self_ratio_is_void,
+)
 from lightning_memkit.loss import linear_cross_entropy
 from lightning_memkit.memory.limits import host_limits
 from lightning_memkit.memory.meter import ByteMeter
@@ -74,7 +81,7 @@ def run(options: Options) -> Report:
     figures: dict[str, float | int | bool] = {}
     rows: list[dict[str, object]] = []
     notes: list[str] = []
-    with _one_thread():
+    with one_thread():
         for tokens in TOKENS:
             fractions = (_peaks(case, rows, notes) for case in cases if case.tokens == tokens)
             figures[f"peak_fraction_{tokens}"] = max(chain.from_iterable(fractions))
@@ -301,16 +308,6 @@ def _pairs(step: Callable[[], object]) -> int:
     step()
     seconds = time.perf_counter() - start
     return 100 if seconds < 1.3 * LONG_STEP_SECONDS else 15 if seconds < 10 else 5
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ a journal. The gradients stay the same from step to step, and zero_grad is not t
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,12 +13,13 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from benchmarks.__main__ import main_of
-from benchmarks.budget import _keep_freed_memory
 from benchmarks.harness import (
     LONG_STEP_SECONDS,
     MINIMUM_PAIRS,
     Options,
     Report,
+    keep_freed_memory,
+    one_thread,
     paired_ratio,
     self_ratio_is_void,
 )
@@ -60,7 +60,7 @@ def run(options: Options) -> Report:
         f"{_count(shapes) / 1e6:.1f} million parameters, one thread; states of all rows exist before timing"
     ]
     rows: list[dict[str, object]] = []
-    with _one_thread():
+    with one_thread():
         base = _fused_fp32(_parameters(shapes, torch.float32, torch.device("cpu"), options.seed))
         same = paired_ratio(base.step, base.step, seed=options.seed)
         rows.append(same.row("torch AdamW fused, fp32, against itself") | _bytes(base))
@@ -82,7 +82,7 @@ def run(options: Options) -> Report:
 
 def _journaled_steps(options: Options, rows: list[dict[str, object]]) -> dict[str, float | int | bool]:
     """Time warm journaled steps against the optimizer's own, for parameters of several sizes."""
-    _keep_freed_memory()  # a plain step's temporaries would be page faults or not, by what else is on the heap
+    keep_freed_memory()  # a plain step's temporaries would be page faults or not, by what else is on the heap
     figures: dict[str, float | int | bool] = {}
     for size, shapes in JOURNALED_SHAPES.items():
         for how in ("for-loop", "foreach"):
@@ -313,16 +313,6 @@ def _host_seconds(step: Callable[[], object], steps: int = 20) -> float:
         seconds.append(time.perf_counter() - start)
     torch.cuda.synchronize()
     return sorted(seconds)[steps // 2]
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 if __name__ == "__main__":
