@@ -22,7 +22,7 @@ from lightning_memkit.data.batch_plan import BatchPlan, Epoch, Ordered, PlanOpti
 from lightning_memkit.data.collate import collate, rounded_length
 from lightning_memkit.data.host_memory import HostMemory, loader_memory, tokens_a_part
 from lightning_memkit.data.layout import Packing
-from lightning_memkit.data.progress import Progress
+from lightning_memkit.data.progress import Progress, refuse_other_data
 from lightning_memkit.data.store import TokenStore, offsets_of
 
 
@@ -184,15 +184,7 @@ class PackedLoader:
         Raises:
             ValueError: rows, batch size, number of ranks or seed differ from then.
         """
-        now = self._identity()
-        differing = [
-            f"{name}: {state.get(name)} then, {now[name]} now" for name in now if state.get(name) != now[name]
-        ]
-        if differing:
-            raise ValueError(
-                f"The loader's state is of other data ({'; '.join(differing)}), so its position means "
-                "nothing here; resume with the same data options and ranks, or load the weights alone."
-            )
+        refuse_other_data(state, self._identity())
         self._epoch, self._batches_done, self._has_begun = state["epoch"], state["batches_done"], False
         self._progress = Progress(**state["dealt"])
         self._counted_steps = self._batches_done

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from lightning_memkit.data.batch import PackedBatch
 from lightning_memkit.data.loader import LoaderOptions
-from lightning_memkit.data.progress import Progress
+from lightning_memkit.data.progress import Progress, refuse_other_data
 from lightning_memkit.data.stream_batches import Position, Stream, StreamBatches, Turn
 
 _Item = TypeVar("_Item")
@@ -93,15 +93,7 @@ class StreamLoader:
         Raises:
             ValueError: context, batch size, number of ranks or seed differ from then.
         """
-        now = self._identity()
-        differing = [
-            f"{name}: {state.get(name)} then, {now[name]} now" for name in now if state.get(name) != now[name]
-        ]
-        if differing:
-            raise ValueError(
-                f"The loader's state is of another stream ({'; '.join(differing)}), so its position means "
-                "nothing here; resume with the same data options and ranks, or load the weights alone."
-            )
+        refuse_other_data(state, self._identity())
         position = state["position"]
         self._restart(state["epoch"], Position(**{**position, "before": Progress(**position["before"])}))
 

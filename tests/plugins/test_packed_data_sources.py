@@ -360,7 +360,9 @@ MODES = {
 }
 
 
-def once(mode: str, ranks: int, workers: tuple[int, int], kill_after: int, count: int = 230) -> None:
+def check_every_token_once(
+    mode: str, ranks: int, workers: tuple[int, int], kill_after: int, count: int = 230
+) -> None:
     """An epoch in which every rank dies after so many batches and goes on with another number of workers."""
 
     def loader(rank: int, num_workers: int):
@@ -404,13 +406,13 @@ def once(mode: str, ranks: int, workers: tuple[int, int], kill_after: int, count
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_every_token_once_whoever_dies(mode, ranks):
     for kill_after in np.random.default_rng(ranks).integers(0, 30, 4):
-        once(mode, ranks, (0, 0), int(kill_after))
+        check_every_token_once(mode, ranks, (0, 0), int(kill_after))
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize("workers", [(0, 2), (2, 0)])
 def test_every_token_once_with_another_number_of_workers(workers):
-    once("bucket", 2, workers, 3)
+    check_every_token_once("bucket", 2, workers, 3)
 
 
 @pytest.mark.slow
@@ -420,4 +422,4 @@ def test_every_token_once_with_another_number_of_workers(workers):
 @pytest.mark.parametrize("workers", [(0, 0), (0, 2), (2, 0), (2, 2)])
 def test_every_token_once_at_twenty_random_kills(mode, ranks, workers):
     for kill_after in np.random.default_rng((ranks, *workers)).integers(0, 40, 20):
-        once(mode, ranks, workers, int(kill_after))
+        check_every_token_once(mode, ranks, workers, int(kill_after))
