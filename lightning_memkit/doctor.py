@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lightning_memkit import attention
+from lightning_memkit.attention.choice import choose
 from lightning_memkit.memory.measure import capacity
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.optim import native
@@ -233,7 +233,7 @@ def _version(package: str) -> str | None:
 def _choices(device: Device) -> list[Choice]:
     where = torch.device(device.device)
     cuda = where.type == "cuda"
-    backend = attention._choose(torch.empty(1, 1, 1, 64, dtype=torch.bfloat16, device=where))
+    backend = choose(torch.empty(1, 1, 1, 64, dtype=torch.bfloat16, device=where))
     reasons = {
         "loop": "SDPA, document by document; the packed kernels need half precision on CUDA 8.0 or higher",
         "varlen": "torch's own kernel; the flash-attn package is not installed",

@@ -32,7 +32,7 @@ def ampere(monkeypatch):
     monkeypatch.setattr(doctor, "capacity", lambda device: Capacity(total_bytes=80 * 2**30, free_bytes=2**30))
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, device, dtype: empty(*size, device="meta", dtype=dtype))
-    monkeypatch.setattr(doctor.attention, "_choose", lambda query: "varlen")
+    monkeypatch.setattr(doctor, "choose", lambda query: "varlen")
 
 
 linux = pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="reads Linux's scheduler")

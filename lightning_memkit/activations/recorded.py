@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_memkit.activations.operators import Kind
 from lightning_memkit.activations.randomness import RandomState
+from lightning_memkit.memory.meter import tensors_in
 
 
 class Value:
@@ -137,15 +138,6 @@ def alive(references: Iterable[weakref.ref[Note]]) -> Iterator[Note]:
         note = reference()
         if note is not None:
             yield note
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors of a value that an operator takes or returns."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
 
 
 def _places(value: Any) -> Iterator[Place]:

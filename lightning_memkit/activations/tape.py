@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memkit.activations.operators import Kind, kind_of
 from lightning_memkit.activations.randomness import RandomState
-from lightning_memkit.activations.recorded import Note, Operator, Place, Value, alive, tensors_in
+from lightning_memkit.activations.recorded import Note, Operator, Place, Value, alive
+from lightning_memkit.memory.meter import tensors_in
 
 _LOST = (
     "An input of a checkpointed block was changed in place between forward and backward, so that the block can't be "

@@ -1,7 +1,6 @@
 """Attention that stays within each document of a packed batch: one front door, a backend a file, adapters."""
 
 from lightning_memkit.attention.adapters import use_packed_attention
-from lightning_memkit.attention.choice import choose as _choose
 from lightning_memkit.attention.door import Backend, packed_attention
 
-__all__ = ["Backend", "packed_attention", "use_packed_attention", "_choose"]
+__all__ = ["Backend", "packed_attention", "use_packed_attention"]

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memkit.memory.findings import Finding
-from lightning_memkit.memory.meter import _storages as storages_of
-from lightning_memkit.memory.meter import _tensors as tensors_in
+from lightning_memkit.memory.meter import storages_of, tensors_in
 from lightning_memkit.memory.origins import Place, describe, place
 
 _LEVELS = 3  # of containers within containers that are looked through for a name

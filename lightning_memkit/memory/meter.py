@@ -88,7 +88,7 @@ class ByteMeter(TorchDispatchMode):
     def track(self, tensors: Iterable[Tensor], category: Category | None = None) -> None:
         """Count storages that exist already; those known get the category."""
         for tensor in tensors:
-            for storage in _storages(tensor):
+            for storage in storages_of(tensor):
                 known = self._alive.get(storage._cdata)
                 if known is not None:
                     known[1].category = category or known[1].category
@@ -111,8 +111,8 @@ class ByteMeter(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self.operators += 1
         before = self.live_bytes
-        for tensor in _tensors(out):
-            for storage in _storages(tensor):
+        for tensor in tensors_in(out):
+            for storage in storages_of(tensor):
                 known = self._alive.get(storage._cdata)
                 if known is None:
                     if _is_among(storage, args, kwargs):
@@ -167,26 +167,27 @@ def unmetered() -> AbstractContextManager[Any]:
     return _disable_current_modes()
 
 
-def _tensors(out: Any) -> Iterator[Tensor]:
+def tensors_in(out: Any) -> Iterator[Tensor]:
+    """The tensors of a value that an operator takes or returns: alone, or in lists and tuples."""
     if isinstance(out, Tensor):
         yield out
     elif isinstance(out, (tuple, list)):
         for item in out:
-            yield from _tensors(item)
+            yield from tensors_in(item)
 
 
 def _is_among(storage: torch.UntypedStorage, args: Any, kwargs: Any) -> bool:
-    inputs = _tensors([*args, *(kwargs or {}).values()])
-    return any(storage._cdata == own._cdata for tensor in inputs for own in _storages(tensor))
+    inputs = tensors_in([*args, *(kwargs or {}).values()])
+    return any(storage._cdata == own._cdata for tensor in inputs for own in storages_of(tensor))
 
 
-def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
+def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     """The storages behind a tensor; a wrapper subclass (DTensor) answers with its parts'."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]
         for part in (getattr(tensor, name) for name in names):
             if isinstance(part, Tensor):  # a DTensor names its mesh too
-                yield from _storages(part)
+                yield from storages_of(part)
         return
     if tensor.layout is not torch.strided:
         return

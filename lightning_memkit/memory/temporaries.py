@@ -8,9 +8,7 @@ from torch import Tensor
 
 from lightning_memkit.memory.anatomy import AnatomyMeter
 from lightning_memkit.memory.findings import Finding
-from lightning_memkit.memory.meter import Allocation
-from lightning_memkit.memory.meter import _storages as storages_of
-from lightning_memkit.memory.meter import _tensors as tensors_in
+from lightning_memkit.memory.meter import Allocation, storages_of, tensors_in
 from lightning_memkit.memory.origins import Place, describe, place
 
 _LOW = (torch.bfloat16, torch.float16)

@@ -84,5 +84,4 @@ class StepsWatch:
 def _is_settling(budget: MemoryBudget | None, batches: int) -> bool:
     if budget is None:
         return False
-    tuning = None if budget._choice is None else budget._choice.tuning
-    return batches == 0 or (tuning is not None and tuning.fastest.settled is None)
+    return batches == 0 or budget.is_tuning

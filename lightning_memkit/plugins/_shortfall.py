@@ -10,6 +10,7 @@ from lightning_memkit.memory.sizing import Trial
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._trials import states_on
+from lightning_memkit.plugins.activation_checkpointing import ActivationCheckpointing
 from lightning_memkit.plugins.optimizer_offload import OptimizerOffload
 
 
@@ -44,9 +45,6 @@ class Needs:
         cls, step: _seam.Step, *, part_peak: int | None, step_peak: int, states: list[Tensor]
     ) -> "Needs":
         """The needs of a step whose peaks have been measured."""
-        # Here, since its policy "auto" knows the budget's callback, which knows this file.
-        from lightning_memkit.plugins.activation_checkpointing import ActivationCheckpointing
-
         parameters = list(step.trainer.lightning_module.parameters())
         trained = [p for p in parameters if p.requires_grad]
         callbacks: Iterable[object] = vars(step.trainer)["callbacks"]

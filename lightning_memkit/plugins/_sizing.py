@@ -12,7 +12,8 @@ from lightning_memkit.micro_batching import batch_size
 from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._ranks import largest_of_ranks
 from lightning_memkit.plugins._shortfall import Needs, shortfall
-from lightning_memkit.plugins._trials import Trials, tensors_of
+from lightning_memkit.plugins._tensors import tensors_of
+from lightning_memkit.plugins._trials import Trials
 from lightning_memkit.plugins._worst_batch import worst_batch
 
 _MOST_TRIALS = 8

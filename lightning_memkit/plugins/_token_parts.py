@@ -10,7 +10,8 @@ from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._parts import Partition
 from lightning_memkit.plugins._probe import deterministic
 from lightning_memkit.plugins._ranks import any_rank, largest_of_ranks
-from lightning_memkit.plugins._trials import StepFailedError, Trials, tensors_of
+from lightning_memkit.plugins._tensors import tensors_of
+from lightning_memkit.plugins._trials import StepFailedError, Trials
 from lightning_memkit.plugins._worst_batch import worst_batch
 from lightning_memkit.token_parts import TokenPart, extent_of, take_part
 

@@ -24,8 +24,7 @@ from lightning_memkit.optim.journal import journal_of
 from lightning_memkit.optim.snapshots import restore_snapshot, take_snapshot
 from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._ranks import Ranks, local_optimizer
-from lightning_memkit.plugins._tensors import tensors_of as tensors_of
-from lightning_memkit.plugins._worst_batch import worst_batch as worst_batch
+from lightning_memkit.plugins._tensors import tensors_of
 from lightning_memkit.rollback import Rollback
 
 

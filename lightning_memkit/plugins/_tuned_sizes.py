@@ -25,7 +25,7 @@ from lightning_memkit.data.cache import cache_folder
 from lightning_memkit.memory.measure import capacity
 from lightning_memkit.micro_batching import batch_size
 from lightning_memkit.plugins import _seam
-from lightning_memkit.plugins._trials import worst_batch
+from lightning_memkit.plugins._worst_batch import worst_batch
 
 SWITCH = "MEMKIT_TUNING_CACHE"
 _FORMAT = 1

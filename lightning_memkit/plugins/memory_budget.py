@@ -26,7 +26,8 @@ from lightning_memkit.plugins._parts import Partition, PartsRunner, Splitter
 from lightning_memkit.plugins._ranks import local_optimizer, ranks_of
 from lightning_memkit.plugins._recovery import Recovery
 from lightning_memkit.plugins._sizing import AccumulationWindow, set_gradient_parts
-from lightning_memkit.plugins._trials import Trials, tensors_of
+from lightning_memkit.plugins._tensors import tensors_of
+from lightning_memkit.plugins._trials import Trials
 from lightning_memkit.rollback import Generators
 
 _COPIED = 0.01  # of the budget, for copies beside an optimizer's step that may be left half-done
@@ -113,6 +114,12 @@ class MemoryBudget(Callback):
     def averages_after_backward(self) -> bool:
         """Whether DDP's gradients are averaged here, once all ranks agree that none ran out of memory."""
         return self.recover
+
+    @property
+    def is_tuning(self) -> bool:
+        """Whether sizes are still being timed, on training steps."""
+        tuning = None if self._choice is None else self._choice.tuning
+        return tuning is not None and tuning.fastest.settled is None
 
     # Lightning's hooks
 

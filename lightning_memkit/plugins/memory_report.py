@@ -23,7 +23,8 @@ from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._report_rates import Rates
 from lightning_memkit.plugins._report_table import anatomy_table
 from lightning_memkit.plugins._report_watch import StepsWatch
-from lightning_memkit.plugins._trials import states_on, tensors_of
+from lightning_memkit.plugins._tensors import tensors_of
+from lightning_memkit.plugins._trials import states_on
 from lightning_memkit.plugins.memory_budget import MemoryBudget
 
 
