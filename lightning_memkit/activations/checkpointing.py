@@ -165,7 +165,7 @@ def _runners(
 ) -> tuple[list[_Runner], _Runner | None]:
     """What runs the forward of each block, and that of the whole module where the policy needs to see it."""
     if isinstance(policy, CompiledBlocks):
-        compiled = CompiledForward(policy.budget)
+        compiled = CompiledForward(policy.budget, blocks)
         return [lambda _, plain, args, kwargs, switch: compiled(plain, args, kwargs)] * len(blocks), None
     if isinstance(policy, SavedBytes):
         plan = BudgetPlan(policy, module, len(blocks))
