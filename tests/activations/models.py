@@ -1,5 +1,7 @@
 """Small models for the tests: a plain transformer, a CNN with BatchNorm, transformers models from configs."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -32,13 +34,25 @@ CAUSAL = {
 }
 
 
-def transformers_model(name: str) -> nn.Module:
+def transformers_model(name: str, **options: Any) -> nn.Module:
     import transformers
 
     cls = getattr(transformers, name)
-    config = cls.config_class(**{**SMALL, **CAUSAL[name]})
+    config = cls.config_class(**{**SMALL, **CAUSAL[name], **options})
     config.use_cache = False
     return cls(config)
+
+
+def lora_model(**options: Any) -> nn.Module:
+    """A Llama of which only LoRA's matrices are trained."""
+    import peft
+    import transformers
+
+    config = transformers.LlamaConfig(
+        **{**SMALL, "num_key_value_heads": 2, "attention_dropout": 0.1, "use_cache": False, **options}
+    )
+    adapters = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    return peft.get_peft_model(transformers.LlamaForCausalLM(config), adapters)
 
 
 class Block(nn.Module):
