@@ -1,5 +1,6 @@
 """Blocks run from tapes: with operators named beforehand, or chosen from what the first step measured."""
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,8 @@ from lightning_memkit.errors import NoEffectWarning
 from lightning_memkit.memory.units import format_bytes
 
 Plain = Callable[..., Any]
+
+_SCALES = 16  # choices for each doubling of the inputs: at most 4.4 % of a budget in bytes stays unused
 
 
 def run_recorded(plain: Plain, args: tuple, kwargs: dict[str, Any], keep: Callable[[Operator], bool]) -> Any:
@@ -201,12 +204,12 @@ class _Follow:
 
 
 def _scale(profiles: list[BlockProfile] | None, args: tuple, kwargs: dict[str, Any]) -> float:
-    """How much larger the inputs are than when they were measured."""
+    """How much larger the inputs are than when they were measured, rounded up to one of few steps."""
     if not profiles:
         return 1.0
     before = sum(_count(shape) for shape in profiles[0].shapes)
     now = sum(tensor.numel() for tensor in _tensors((args, kwargs)))
-    return now / before if before else 1.0
+    return 2 ** (math.ceil(_SCALES * math.log2(now / before)) / _SCALES) if before and now else 1.0
 
 
 def _count(shape: tuple[int, ...]) -> int:

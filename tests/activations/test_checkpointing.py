@@ -12,6 +12,8 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_memkit import NoEffectWarning, checkpoint_modules
+from lightning_memkit.activations import planned
+from lightning_memkit.activations.choosing import choose
 from lightning_memkit.memory.meter import ByteMeter
 from tests.activations.models import CAUSAL, VOCABULARY, Block, ConvNet, Stack, transformers_model
 
@@ -151,6 +153,18 @@ def test_a_budget_in_bytes_holds_for_larger_batches():
         model(ids(2, 32)).sum().backward()
     assert alive_bytes(model, ids(2, 32)) <= plain
     assert alive_bytes(model, ids(4, 32)) <= plain
+
+
+def test_batches_of_many_lengths_share_few_choices(monkeypatch):
+    asked = []
+    monkeypatch.setattr(planned, "choose", lambda *given: asked.append(given) or choose(*given))
+    model = Stack(width=64, depth=2)
+    plain = alive_bytes(model, ids(2, 32))
+    checkpoint_modules(model, f"budget:{plain}B")
+    for length in (32, *range(8, 64)):
+        model(ids(2, length)).sum().backward()
+    assert alive_bytes(model, ids(2, 63)) <= plain
+    assert len(asked) <= 3 * 16 + 1  # three doublings from 8 to 64
 
 
 def test_selective_saves_what_it_names():
