@@ -5,79 +5,25 @@ and none talks to another. Nothing draws from torch's global random numbers: a r
 uninterrupted run would have drawn.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import partial
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader, Dataset
 
 from lightning_memkit.data.batch import PackedBatch
 from lightning_memkit.data.batch_plan import BatchPlan, Epoch, Ordered, PlanOptions
-from lightning_memkit.data.collate import collate, rounded_length
 from lightning_memkit.data.host_memory import HostMemory, loader_memory, tokens_a_part
-from lightning_memkit.data.layout import Packing
+from lightning_memkit.data.load_times import LoadTimes
+from lightning_memkit.data.packed_rows import PackedRows, RowsOfLength
 from lightning_memkit.data.progress import Progress, refuse_other_data
-from lightning_memkit.data.store import TokenStore, offsets_of
+from lightning_memkit.data.worker_batches import Built, WorkerBatches, WorkerOptions
 
-
-@dataclass(frozen=True, kw_only=True)
-class PackedRows(Dataset[PackedBatch]):
-    """Rows that can be asked for by their numbers: ``rows[[3, 17]]`` is a batch of two.
-
-    Attributes:
-        store: The documents' tokens.
-        packing: What stands in each row.
-        pad_id: The token that fills a row's end.
-        multiple_of: Rounds a batch's length up, but never beyond the context.
-    """
-
-    store: TokenStore
-    packing: Packing
-    pad_id: int = 0
-    multiple_of: int = 1
-
-    def __len__(self) -> int:
-        return self.packing.rows
-
-    def __getitem__(self, rows: "Sequence[int] | NDArray[np.integer] | RowsOfLength") -> PackedBatch:
-        length = None
-        if isinstance(rows, RowsOfLength):
-            rows, length = rows.rows, rows.length
-        return collate(
-            self.store, self.packing, rows, pad_id=self.pad_id, multiple_of=self.multiple_of, length=length
-        )
-
-    def length_of(self, rows: NDArray[np.integer]) -> int:
-        """Tokens in a row of the batch of these rows."""
-        return rounded_length(
-            int(self.packing.row_tokens[rows].max()), self.packing.context, self.multiple_of
-        )
-
-    @cached_property
-    def row_documents(self) -> NDArray[np.int64]:
-        """Documents that begin in each row, [rows]."""
-        running = offsets_of(self.packing.starts == 0)
-        return running[self.packing.offsets[1:]] - running[self.packing.offsets[:-1]]
-
-    @property
-    def longest_batch(self) -> int:
-        """Tokens in a row of the longest batch there can be."""
-        longest = int(self.packing.row_tokens.max()) if len(self) else self.packing.context
-        return rounded_length(longest, self.packing.context, self.multiple_of)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RowsOfLength:
-    """Rows that are padded to a length: a part of a batch."""
-
-    rows: NDArray[np.integer]
-    length: int
+__all__ = ["LoaderOptions", "PackedLoader", "PackedRows"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +66,10 @@ class PackedLoader:
         rank: Of this process.
         world_size: Number of processes that share the rows.
 
+    Attributes:
+        times: Learns how long workers take, where it is set.
+        on_the_way: What batches pass on their way out of the loader: a copy to the device, one batch ahead.
+
     Raises:
         ValueError: there are fewer rows than ranks, or than a whole step with ``drop_last``, or a row is longer than
             ``batch_tokens``.
@@ -154,6 +104,8 @@ class PackedLoader:
         self._batches_done = 0
         self._has_begun = False  # a batch of this epoch was drawn since it began or was resumed
         self._iteration = 0
+        self.times: LoadTimes | None = None
+        self.on_the_way: Callable[[Iterator[PackedBatch]], Iterator[PackedBatch]] = iter
         self._planned: Epoch = Ordered.nothing()
         self._progress, self._counted_steps = Progress(), 0
         # Lightning announces epochs to `loader.batch_sampler.sampler`.
@@ -172,6 +124,18 @@ class PackedLoader:
         if epoch != self._epoch:
             _ = self.progress  # of the epoch that is left
             self._epoch, self._batches_done, self._has_begun, self._counted_steps = epoch, 0, False, 0
+
+    def set_workers(self, num_workers: int, prefetch: int, room: HostMemory | None = None) -> None:
+        """From the next batch on so many workers build; batches and their order stay the same.
+
+        Args:
+            num_workers: Processes; 0 builds in this one.
+            prefetch: Batches that each of them builds ahead.
+            room: What batches under way may take, unless the options say so.
+        """
+        if (num_workers, prefetch) != (self.options.num_workers, self.options.prefetch):
+            room = self.options.room or room
+            self.options = replace(self.options, num_workers=num_workers, prefetch=prefetch, room=room)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands, and what it has dealt: the same on every rank."""
@@ -240,37 +204,46 @@ class PackedLoader:
             self.set_epoch(self._epoch + 1)
         self._has_begun = True
         done, self._planned = self._batches_done, self.plan.epoch(self._epoch)
-        for batch in self._built(_EpochBatches(self, self._planned, done)):
-            done += 1
-            if iteration == self._iteration:  # an iterator that a newer one replaced has no say
-                self._batches_done = done
-            yield batch
+        while done < len(self):
+            options = self.options
+            for batch in self.on_the_way(self._built(_EpochBatches(self, self._planned, done))):
+                done += 1
+                if iteration == self._iteration:  # an iterator that a newer one replaced has no say
+                    self._batches_done = done
+                yield batch
+                if self.options is not options:  # others build the rest
+                    break
 
     def _built(self, batches: "_EpochBatches") -> Iterator[PackedBatch]:
         options = self.options
         if options.num_workers == 0:
-            for rows in batches:
+            for _, rows in batches:
                 batch = self.rows[rows]
                 yield batch.pin_memory() if options.pin_memory else batch
             return
         parts = _Parts(batches, self.rows, self._part) if self._part < self.plan.most_tokens else None
-        loader: DataLoader[PackedBatch] = DataLoader(
-            self.rows,
-            batch_size=None,
-            sampler=batches if parts is None else parts,
-            num_workers=options.num_workers,
-            prefetch_factor=options.prefetch,
-            collate_fn=_unchanged,  # pyright: ignore[reportArgumentType] # one batch, not a list of samples
-            pin_memory=options.pin_memory and parts is None,
-            generator=torch.Generator().manual_seed(options.seed),  # else it draws from the global one
+        workers = WorkerBatches(
+            partial(_build, self.rows),
+            WorkerOptions(
+                num_workers=options.num_workers,
+                prefetch=options.prefetch,
+                pin_memory=options.pin_memory and parts is None,
+                seed=options.seed,
+            ),
         )
         if parts is None:
-            yield from loader
+            for built in workers.batches(batches):
+                yield self._noted([built])[0]
             return
-        built = iter(loader)
-        for rows in batches:
-            of_batch = islice(built, len(parts.of(rows)))
+        built = workers.batches(parts)
+        for _, rows in batches:
+            of_batch = self._noted(list(islice(built, len(parts.of(rows)))))
             yield PackedBatch.joined(of_batch, len(rows), pin_memory=options.pin_memory)
+
+    def _noted(self, parts: list[Built]) -> list[PackedBatch]:
+        if self.times is not None:
+            self.times.built(sum(part.seconds for part in parts), sum(part.cpu_seconds for part in parts))
+        return [part.batch for part in parts]
 
     @property
     def _part(self) -> int:
@@ -292,7 +265,7 @@ class PackedLoader:
 
 
 class _EpochBatches:
-    """The row numbers of this rank's batches, from ``first`` to the epoch's end."""
+    """The steps from ``first`` to the epoch's end, each with the row numbers of this rank's batch."""
 
     def __init__(self, loader: PackedLoader, epoch: Epoch, first: int) -> None:
         self._loader, self._epoch, self._first = loader, epoch, first
@@ -300,9 +273,9 @@ class _EpochBatches:
     def __len__(self) -> int:
         return len(self._loader) - self._first
 
-    def __iter__(self) -> Iterator[NDArray[np.integer]]:
+    def __iter__(self) -> Iterator[tuple[int, NDArray[np.integer]]]:
         for step in range(self._first, len(self._loader)):
-            yield self._epoch.batch(step, self._loader.rank)
+            yield step, self._epoch.batch(step, self._loader.rank)
 
 
 class _Parts:
@@ -312,11 +285,11 @@ class _Parts:
         self._batches, self._rows, self._tokens = batches, rows, tokens
 
     def __len__(self) -> int:
-        return sum(len(self.of(rows)) for rows in self._batches)
+        return sum(len(self.of(rows)) for _, rows in self._batches)
 
-    def __iter__(self) -> Iterator[RowsOfLength]:
-        for rows in self._batches:
-            yield from self.of(rows)
+    def __iter__(self) -> Iterator[tuple[int, RowsOfLength]]:
+        for step, rows in self._batches:
+            yield from ((step, part) for part in self.of(rows))
 
     def of(self, rows: NDArray[np.integer]) -> list[RowsOfLength]:
         length = self._rows.length_of(rows)
@@ -324,5 +297,5 @@ class _Parts:
         return [RowsOfLength(rows=rows[cut : cut + each], length=length) for cut in range(0, len(rows), each)]
 
 
-def _unchanged(batch: PackedBatch) -> PackedBatch:
-    return batch
+def _build(rows: PackedRows, job: tuple[int, NDArray[np.integer] | RowsOfLength]) -> PackedBatch:
+    return rows[job[1]]

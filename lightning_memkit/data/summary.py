@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from lightning_memkit.data.loader import PackedRows
+from lightning_memkit.data.packed_rows import PackedRows
 from lightning_memkit.data.stream_batches import Stream
 
 

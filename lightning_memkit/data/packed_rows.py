@@ -1,0 +1,68 @@
+"""Rows of a packing that can be asked for by their numbers, whole batches or parts of one."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+from lightning_memkit.data.batch import PackedBatch
+from lightning_memkit.data.collate import collate, rounded_length
+from lightning_memkit.data.layout import Packing
+from lightning_memkit.data.store import TokenStore, offsets_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedRows(Dataset[PackedBatch]):
+    """Rows that can be asked for by their numbers: ``rows[[3, 17]]`` is a batch of two.
+
+    Attributes:
+        store: The documents' tokens.
+        packing: What stands in each row.
+        pad_id: The token that fills a row's end.
+        multiple_of: Rounds a batch's length up, but never beyond the context.
+    """
+
+    store: TokenStore
+    packing: Packing
+    pad_id: int = 0
+    multiple_of: int = 1
+
+    def __len__(self) -> int:
+        return self.packing.rows
+
+    def __getitem__(self, rows: "Sequence[int] | NDArray[np.integer] | RowsOfLength") -> PackedBatch:
+        length = None
+        if isinstance(rows, RowsOfLength):
+            rows, length = rows.rows, rows.length
+        return collate(
+            self.store, self.packing, rows, pad_id=self.pad_id, multiple_of=self.multiple_of, length=length
+        )
+
+    def length_of(self, rows: NDArray[np.integer]) -> int:
+        """Tokens in a row of the batch of these rows."""
+        return rounded_length(
+            int(self.packing.row_tokens[rows].max()), self.packing.context, self.multiple_of
+        )
+
+    @cached_property
+    def row_documents(self) -> NDArray[np.int64]:
+        """Documents that begin in each row, [rows]."""
+        running = offsets_of(self.packing.starts == 0)
+        return running[self.packing.offsets[1:]] - running[self.packing.offsets[:-1]]
+
+    @property
+    def longest_batch(self) -> int:
+        """Tokens in a row of the longest batch there can be."""
+        longest = int(self.packing.row_tokens.max()) if len(self) else self.packing.context
+        return rounded_length(longest, self.packing.context, self.multiple_of)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowsOfLength:
+    """Rows that are padded to a length: a part of a batch."""
+
+    rows: NDArray[np.integer]
+    length: int
