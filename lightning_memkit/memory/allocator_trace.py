@@ -10,10 +10,10 @@ _MARK = "lightning_memkit: mark"
 class AllocatorTrace:
     """Bytes of a device's allocator while entered, from torch's profiler; costs microseconds an allocation.
 
-    All counts are above what was alive at entry: `peak_bytes` is the most, `marked_bytes` what was alive at each
-    `mark()`, `live_bytes` what is alive at the end (negative where more was freed than made). The allocator's own
-    statistics stay as they are, unlike with `AllocatorMeter`. torch runs one profiler at a time: ask `available`.
-    Not yet verified on a GPU.
+    `peak_bytes` is the most above what was alive at entry, `marked_bytes` what was alive of it at each `mark()`,
+    `live_bytes` what is alive of it at the end. What was there at entry and is freed within does not count on CPU,
+    whose allocator doesn't know its size. The allocator's own statistics stay as they are, unlike with
+    `AllocatorMeter`. torch runs one profiler at a time: ask `available`. Not yet verified on a GPU.
 
     Args:
         device: whose allocations are counted.
