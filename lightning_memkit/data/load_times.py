@@ -52,6 +52,7 @@ class _Pair:
     wait_cpu: float
     step: float = 0.0
     step_cpu: float = 0.0
+    counts: bool = True
 
 
 class LoadTimes:
@@ -82,7 +83,8 @@ class LoadTimes:
         now, cpu = self._clock(), self._cpu_clock()
         if self._present is not None:
             self._present.step, self._present.step_cpu = now - self._since[0], cpu - self._since[1]
-            self._pairs.append(self._present)
+            if self._present.counts:
+                self._pairs.append(self._present)
             self._waited += self._present.wait
             self._stepped += self._present.step
             self._present = None
@@ -106,6 +108,8 @@ class LoadTimes:
         """Forgets what was measured so far; the stall fraction to be logged is not touched."""
         self._pairs.clear()
         self._loads.clear()
+        if self._present is not None:
+            self._present.counts = False
 
     def taken_stall_fraction(self) -> float | None:
         """Share of the time in which the loop waited since this was asked last; None without a batch since."""
