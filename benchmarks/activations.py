@@ -8,13 +8,11 @@ apart; the peak is above the weights. Compiled blocks are compared with compiled
 import gc
 import os
 from dataclasses import dataclass
-from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 from torch import Tensor
-from torch._C._profiler import _EventType
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.__main__ import main_of
@@ -22,6 +20,7 @@ from benchmarks._activation_models import CASES, HAND_MADE, Case
 from benchmarks._gpu_offload import offload_on_gpu
 from benchmarks.harness import MINIMUM_PAIRS, Options, Ratio, Report, paired_ratio, self_ratio_is_void
 from lightning_memkit import checkpoint_modules
+from lightning_memkit.memory.allocator_trace import AllocatorTrace
 from lightning_memkit.memory.meter import ByteMeter
 
 COMPILED_NONE, COMPILED = "compile:1", ("compile:0.5", "compile:0.2", "compile:0")
@@ -85,34 +84,11 @@ class CompiledSubject(Subject):
         """Saved bytes and peak, from the allocator's own events."""
         self.model.zero_grad(set_to_none=True)
         gc.collect()
-        with torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-        ) as profile:
+        with AllocatorTrace() as trace:
             loss = self._case.loss(self.model)
-        saved = sum(size for size, _ in _allocations(profile)) - loss.nbytes
-        del loss
-        gc.collect()
-        with torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-        ) as profile:
-            self.step()
-        live = peak = 0
-        for size, _ in _allocations(profile):
-            live += size
-            peak = max(peak, live)
-        return saved, peak
-
-
-def _allocations(profile: Any) -> list[tuple[int, int]]:
-    """Sizes (negative where freed) with their times, in order."""
-    found: list[tuple[int, int]] = []
-    waiting = list(profile.profiler.kineto_results.experimental_event_tree())
-    while waiting:
-        event = waiting.pop()
-        waiting.extend(event.children)
-        if event.tag == _EventType.Allocation:
-            found.append((event.extra_fields.alloc_size, event.start_time_ns))
-    return sorted(found, key=lambda allocation: allocation[1])
+            trace.mark()
+            loss.backward()
+        return trace.marked_bytes[0] - loss.nbytes, trace.peak_bytes
 
 
 def run(options: Options) -> Report:
