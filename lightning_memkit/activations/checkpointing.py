@@ -74,7 +74,7 @@ def checkpoint_modules(
             operators to save; `/k` is every k-th of them); `"budget:x"` (the least recomputation that keeps the saved
             activations within a fraction of what they are without, or within `"2GiB"`, measured in the first
             forward); `"auto:22GiB"` (the same where the bytes are those of a whole step); `"compile:x"`
-            (each block compiled with torch's own bound on saved bytes; the first forward also measures the peak with it
+            (each block compiled with torch's own bound on saved bytes; the first forward measures the peak with it
             and without, for one to four more compilations of a block, and uses another bound or none, with a warning,
             where it lowers nothing).
         blocks: classes, or globs over module and class names, in place of the blocks found by themselves.
