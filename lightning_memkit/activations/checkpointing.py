@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_memkit.activations.blocks import BlockPattern, describe_blocks, find_blocks, has_router
@@ -30,6 +31,14 @@ from lightning_memkit.activations.policies import (
 from lightning_memkit.errors import NoEffectWarning
 
 _MARK = "_memkit_checkpointed"
+_BUDGET_COMPILED = (
+    'policy="budget:x" measures operators and can\'t be compiled around; write "compile:x" in place of compiling the '
+    'model yourself, or "selective".'
+)
+_COMPILED_TWICE = (
+    'policy="compile:x" compiles each block by itself; compiled around, all would become one graph without the bound. '
+    'Leave the model uncompiled, or write "full" or "selective".'
+)
 
 
 @dataclass(slots=True)
@@ -64,8 +73,8 @@ def checkpoint_modules(
     forward, and buffers that a forward writes (BatchNorm statistics) are written once. Under `compile:x` they are
     those of the compiled blocks. Forwards are replaced in place: parameter names, state dict and classes don't
     change, and keyword arguments pass through. In `eval()` and under `no_grad()` nothing changes. Blocks that choose
-    among experts choose once. With `full` and `every:k` an empty KV cache is not filled while training, and a block
-    that gets a filled one runs without checkpointing.
+    among experts choose once. With `full`, `every:k` and `compile:x` an empty KV cache is not filled while training;
+    with the first two a block that gets a filled one runs without checkpointing.
 
     Args:
         module: the model; its blocks are found by `find_blocks`.
@@ -168,38 +177,71 @@ def _runners(
     """What runs the forward of each block, and that of the whole module where the policy needs to see it."""
     if isinstance(policy, CompiledBlocks):
         compiled = CompiledForward(policy.budget, blocks)
-        return [lambda _, plain, args, kwargs, switch: compiled(plain, args, kwargs)] * len(blocks), None
+        return [_compiled(compiled)] * len(blocks), None
     if isinstance(policy, SavedBytes):
         plan = BudgetPlan(policy, module, len(blocks))
-        return [_planned(plan, index) for index in range(len(blocks))], (
-            lambda _, plain, args, kwargs, switch: plan.run_root(plain, args, kwargs)
-        )
+        refuse = _refuse_compiler(_BUDGET_COMPILED)
+        return [_planned(plan, index, refuse) for index in range(len(blocks))], _root(plan, refuse)
     if isinstance(policy, SavedOperators):
         return [_selective(policy)] * len(blocks), None
     return [_whole(block) for block in blocks], None
 
 
-def _planned(plan: BudgetPlan, index: int) -> _Runner:
+def _compiled(compiled: CompiledForward) -> _Runner:
+    refuse = _refuse_compiler(_COMPILED_TWICE)
+
     def run(block: nn.Module, plain: Callable, args: tuple, kwargs: dict[str, Any], switch: _Switch) -> Any:
-        if torch.compiler.is_compiling():
-            raise RuntimeError(
-                'policy="budget:x" measures operators and can\'t be compiled around; write "compile:x" in place of '
-                'compiling the model yourself, or "selective".'
-            )
-        if _has_wrappers(block, args):
-            return _run_checkpointed(block, plain, args, kwargs, switch)
+        refuse()
+        # A cache is asked by the number of the layer: with one, every block would be compiled for itself.
+        return compiled(plain, *_without_empty_cache(block, args, kwargs, switch))
+
+    return run
+
+
+def _root(plan: BudgetPlan, refuse: Callable[[], None]) -> _Runner:
+    def run(module: nn.Module, plain: Callable, args: tuple, kwargs: dict[str, Any], switch: _Switch) -> Any:
+        refuse()
+        return plan.run_root(plain, args, kwargs)
+
+    return run
+
+
+def _planned(plan: BudgetPlan, index: int, refuse: Callable[[], None]) -> _Runner:
+    def run(block: nn.Module, plain: Callable, args: tuple, kwargs: dict[str, Any], switch: _Switch) -> Any:
+        refuse()
+        if _has_wrappers(block, args, kwargs):
+            return _run_opaque(block, plain, args, kwargs, switch)
         return plan.run_block(index, plain, args, kwargs)
 
     return run
 
 
+def _refuse_compiler(message: str) -> Callable[[], None]:
+    traced: list[bool] = []
+
+    @torch.compiler.assume_constant_result
+    def note() -> bool:
+        traced.append(True)
+        return True
+
+    def refuse() -> None:
+        if torch.compiler.is_compiling():
+            note()  # an error here would only end the graph, and all would run uncompiled
+        if traced:
+            traced.clear()
+            raise RuntimeError(message)
+
+    return refuse
+
+
 def _selective(policy: SavedOperators) -> _Runner:
+    contexts = partial(_for_compiler, policy)  # made here: the compiler takes it as a constant
+
     def run(block: nn.Module, plain: Callable, args: tuple, kwargs: dict[str, Any], switch: _Switch) -> Any:
         if torch.compiler.is_compiling():  # the compiler has its own way to save by operator
-            contexts = partial(create_selective_checkpoint_contexts, _for_compiler(policy))
             return checkpoint(plain, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-        if _has_wrappers(block, args):
-            return _run_checkpointed(block, plain, args, kwargs, switch)
+        if _has_wrappers(block, args, kwargs):
+            return _run_opaque(block, plain, args, kwargs, switch)
         return run_selective(plain, args, kwargs, policy)
 
     return run
@@ -211,7 +253,7 @@ def _whole(block: nn.Module) -> _Runner:
         def run(
             block: nn.Module, plain: Callable, args: tuple, kwargs: dict[str, Any], switch: _Switch
         ) -> Any:
-            if torch.compiler.is_compiling() or _has_wrappers(block, args):
+            if torch.compiler.is_compiling() or _has_wrappers(block, args, kwargs):
                 return _run_checkpointed(block, plain, args, kwargs, switch)
             return run_recorded(plain, args, kwargs, lambda operator: False)
 
@@ -219,23 +261,35 @@ def _whole(block: nn.Module) -> _Runner:
     return _run_checkpointed
 
 
-def _for_compiler(policy: SavedOperators) -> Callable[..., CheckpointPolicy]:
+def _for_compiler(policy: SavedOperators) -> Any:
+    """Called once for each block while a graph is made of it, so that operators are counted block by block."""
     chosen = policy.chooser()
 
     def decide(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         name = kind_of(func).name
         return CheckpointPolicy.MUST_SAVE if chosen(name) else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return decide
+    return create_selective_checkpoint_contexts(decide)
 
 
-def _has_wrappers(block: nn.Module, args: tuple) -> bool:
+def _has_wrappers(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether tensors are there that stand for several (DTensor): a tape can't see what those hold."""
     return any(
         is_traceable_wrapper_subclass(tensor)
-        for tensor in (*block.parameters(), *args)
+        for tensor in (*block.parameters(), *tree_leaves((args, kwargs)))
         if isinstance(tensor, Tensor)
     )
+
+
+def _run_opaque(
+    block: nn.Module, plain: Callable[..., Any], args: tuple, kwargs: dict[str, Any], switch: _Switch
+) -> Any:
+    switch.say_once(
+        f"{type(block).__name__} computes with tensors that stand for several (DTensor, quantized weights), of which "
+        'no single operator can be saved: it is made again as a whole. Write policy="full" to say so, or shard whole '
+        "blocks in place of what lies within them."
+    )
+    return _run_checkpointed(block, plain, args, kwargs, switch)
 
 
 def _patch(module: nn.Module, name: str, run: _Runner, switch: _Switch) -> tuple[MethodType, Any]:
@@ -269,14 +323,22 @@ def _run_checkpointed(
             NoEffectWarning,
         )
         return plain(*args, **kwargs)
-    if cache is not None:
+    args, kwargs = _without_empty_cache(block, args, kwargs, switch)
+    return _rerun(block, plain, switch.buffers(block), args, kwargs)
+
+
+def _without_empty_cache(
+    block: nn.Module, args: tuple, kwargs: dict[str, Any], switch: _Switch
+) -> tuple[tuple, dict[str, Any]]:
+    cache = _cache_in(args, kwargs)
+    if cache is not None and cache.get_seq_length() == 0:
         switch.say_once(
             f"The KV cache stays empty in checkpointed blocks ({type(block).__name__}) while training; "
             "set `use_cache=False` in the model's config to say so."
         )
         args = tuple(None if value is cache else value for value in args)
         kwargs = {name: None if value is cache else value for name, value in kwargs.items()}
-    return _rerun(block, plain, switch.buffers(block), args, kwargs)
+    return args, kwargs
 
 
 def _rerun(

@@ -43,16 +43,24 @@ def transformers_model(name: str, **options: Any) -> nn.Module:
     return cls(config)
 
 
-def lora_model(**options: Any) -> nn.Module:
+def lora_model(
+    *, dropout: float = 0.0, layers: list[int] | None = None, attention_dropout: float = 0.1
+) -> nn.Module:
     """A Llama of which only LoRA's matrices are trained."""
     import peft
     import transformers
 
-    config = transformers.LlamaConfig(
-        **{**SMALL, "num_key_value_heads": 2, "attention_dropout": 0.1, "use_cache": False, **options}
+    options = {"num_key_value_heads": 2, "attention_dropout": attention_dropout, "use_cache": False}
+    adapters = peft.LoraConfig(
+        r=4,
+        lora_dropout=dropout,
+        target_modules=["q_proj", "v_proj", "down_proj"],
+        layers_to_transform=layers,
+        init_lora_weights=False,
     )
-    adapters = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
-    return peft.get_peft_model(transformers.LlamaForCausalLM(config), adapters)
+    return peft.get_peft_model(
+        transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, **options)), adapters
+    )
 
 
 class Block(nn.Module):

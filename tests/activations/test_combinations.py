@@ -1,0 +1,211 @@
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+"""Every policy beside what models are trained with: the gradients are those of the same model without it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_memkit import checkpoint_modules, use_packed_attention
+from lightning_memkit.memory.meter import ByteMeter
+from tests.activations.models import SMALL, VOCABULARY, Block, ConvNet, Stack, lora_model, transformers_model
+
+# peft asks transformers by the old name.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+SAMPLE = ["selective", "budget:0.5"]
+SWEEP = ["full", "every:2", "selective:mm,silu", "budget:64KiB", "auto:512KiB"]
+
+
+def ids():
+    return torch.randint(3, VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(1))
+
+
+def labelled(**more):
+    return {"input_ids": ids(), "labels": ids(), **more}
+
+
+def images():
+    return torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+def packed():
+    return labelled(cu_seqlens=torch.tensor([0, 5, 16, 19, 32], dtype=torch.int32), max_seqlen=13)
+
+
+def positions():
+    rows = torch.cat([torch.arange(5), torch.arange(11)]).expand(2, -1)
+    return labelled(position_ids=rows.contiguous())
+
+
+def llama(**options):
+    import transformers
+
+    config = {**SMALL, "num_key_value_heads": 2, "attention_dropout": 0.1, "use_cache": False, **options}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**config))
+
+
+def cached(name):
+    model = transformers_model(name)
+    model.config.use_cache = True
+    return model
+
+
+class Tied(nn.Module):
+    """Weights shared with the head and between blocks, and one block that is called three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 32)
+        shared = Block(32, 0.1)
+        self.blocks = nn.ModuleList([shared, Block(32, 0.1), shared, Block(32, 0.1), shared])
+        self.blocks[3].mix[0].weight = self.blocks[1].mix[0].weight
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return x @ self.embedding.weight.t()
+
+
+def frozen_norms():
+    """As in fine-tuning: statistics and weights of BatchNorm stay, the convolutions are trained."""
+    model = ConvNet().train()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.eval()
+            module.requires_grad_(False)
+    return model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What a model is trained with."""
+
+    build: Callable[[], nn.Module]
+    batch: Callable[[], Any] = labelled
+    packed: bool = False
+    autocast: bool = False
+    backward_inside: bool = False
+    training: bool = True
+
+
+no_dropout = partial(llama, attention_dropout=0.0)
+CASES = {
+    "cu_seqlens": Case(build=no_dropout, batch=packed, packed=True),
+    "cu_seqlens, dropout": Case(build=llama, batch=packed, packed=True),
+    "cu_seqlens, GPT-2": Case(
+        build=partial(transformers_model, "GPT2LMHeadModel"), batch=packed, packed=True
+    ),
+    "cu_seqlens, both directions": Case(
+        build=partial(transformers_model, "BertForMaskedLM"), batch=packed, packed=True
+    ),
+    "positions that begin anew": Case(build=no_dropout, batch=positions, packed=True),
+    "positions, the model's own mask": Case(build=llama, batch=positions),
+    "LoRA": Case(build=partial(lora_model, dropout=0.1)),
+    "LoRA in the last layer": Case(build=partial(lora_model, layers=[1])),
+    "LoRA, packed": Case(build=partial(lora_model, attention_dropout=0.0), batch=packed, packed=True),
+    "LoRA, packed, bfloat16 by autocast": Case(
+        build=partial(lora_model, attention_dropout=0.0), batch=packed, packed=True, autocast=True
+    ),
+    "frozen BatchNorm": Case(build=frozen_norms, batch=images, training=False),
+    "tied head": Case(build=partial(llama, tie_word_embeddings=True)),
+    "tied blocks": Case(build=Tied, batch=ids),
+    "autocast": Case(build=Stack, batch=ids, autocast=True),
+    "autocast, backward inside": Case(build=Stack, batch=ids, autocast=True, backward_inside=True),
+    "autocast, BatchNorm": Case(build=ConvNet, batch=images, autocast=True),
+    "autocast, Llama": Case(build=llama, autocast=True),
+    "autocast, experts": Case(build=partial(transformers_model, "MixtralForCausalLM"), autocast=True),
+    "a cache by config, Llama": Case(build=partial(llama, use_cache=True)),
+    "a cache by config, GPT-2": Case(build=partial(cached, "GPT2LMHeadModel")),
+    "experts' own loss": Case(
+        build=partial(transformers_model, "Qwen3MoeForCausalLM"),
+        batch=partial(labelled, output_router_logits=True),
+    ),
+    "hidden states": Case(build=llama, batch=partial(labelled, output_hidden_states=True)),
+    "padding": Case(
+        build=llama, batch=partial(labelled, attention_mask=(torch.arange(16) > 2).long().expand(2, -1))
+    ),
+}
+
+
+def built(case):
+    """The same weights at every call: what `use_packed_attention` adds is not copied with a model."""
+    torch.manual_seed(0)
+    model = case.build()
+    if case.training:
+        model.train()
+    if case.packed:
+        use_packed_attention(model)
+    return model
+
+
+def step(model, case):
+    model.zero_grad()
+    batch = case.batch()
+    torch.manual_seed(3)
+    with torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
+        out = model(**batch) if isinstance(batch, dict) else model(batch)
+        loss = out.loss if isinstance(batch, dict) else out.float().square().mean()
+        if case.backward_inside:
+            loss.backward()
+    if not case.backward_inside:
+        loss.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    found |= {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
+    return {"loss": loss.detach(), **found, "rng": torch.get_rng_state()}
+
+
+def alive_bytes(model, case):
+    """Bytes of what a forward has made and is alive at its end."""
+    batch = case.batch()
+    with (
+        ByteMeter() as meter,
+        torch.autocast("cpu", torch.bfloat16, enabled=case.autocast, cache_enabled=False),
+    ):
+        out = model(**batch) if isinstance(batch, dict) else model(batch)
+        found = meter.live_bytes
+    del out
+    return found
+
+
+def assert_same(ours, plain, close=None):
+    assert ours.keys() == plain.keys()
+    for name, value in plain.items():
+        if close is None:
+            assert torch.equal(ours[name], value), name
+        else:
+            torch.testing.assert_close(
+                ours[name], value, **close, msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+
+POLICIES = [*SAMPLE, *(pytest.param(policy, marks=pytest.mark.slow) for policy in SWEEP)]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.filterwarnings("ignore:The budget of .* can't be met", "ignore:The KV cache stays empty")
+def test_gradients_buffers_and_random_numbers_are_bitwise_those_of_the_plain_model(name, policy):
+    case = CASES[name]
+    model, ours = built(case), built(case)
+    checkpoint_modules(ours, policy)
+    if "cache" in name and (policy == "full" or policy.startswith("every")):
+        model.config.use_cache = False  # as those policies train
+    for _ in range(3):  # budgets measure, then plan
+        assert_same(step(ours, case), step(model, case))
+
+
+@pytest.mark.parametrize("policy", ["full", *SAMPLE])
+@pytest.mark.parametrize("name", ["cu_seqlens", "LoRA", "tied blocks", "autocast", "autocast, experts"])
+@pytest.mark.filterwarnings("ignore:The budget of .* can't be met")
+def test_less_is_kept(name, policy):
+    case = CASES[name]
+    model = built(case)
+    plain = alive_bytes(model, case)
+    checkpoint_modules(model, policy)
+    step(model, case)
+    assert alive_bytes(model, case) < 0.9 * plain
