@@ -1,0 +1,176 @@
+"""The order of an epoch's batches as a sampler gives it: the same for any number of workers, and again after a resume.
+
+What a sampler draws comes from the global random numbers, or from a generator of the loader's. Workers ask for batches
+ahead of time, so that what is drawn, and when, depends on their number. Here the first batch is drawn when torch's
+loader would have drawn it. Numbers for the others come from a stream of the sampler's own, where it draws any.
+"""
+
+import random
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+State = dict[str, Any]
+# They draw from the global numbers for an epoch's first batch only.
+_DRAW_ONCE = (
+    SequentialSampler,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    DistributedSampler,
+)
+
+
+class GlobalNumbers:
+    """The states of Python's, NumPy's and torch's global random numbers on the host, as tensors and plain numbers."""
+
+    @staticmethod
+    def captured() -> State:
+        """As they are now."""
+        version, words, gauss = random.getstate()
+        numpy = np.random.get_state()
+        state: State = {
+            "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
+            "torch": torch.get_rng_state(),
+        }
+        if isinstance(numpy, tuple):  # else somebody has put in another generator, which is left alone
+            name, key, *rest = numpy
+            state["numpy"] = [name, torch.from_numpy(np.asarray(key, dtype=np.int64)), *rest]
+        return state
+
+    @staticmethod
+    def restore(state: State) -> None:
+        """Puts them back."""
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(words.tolist()), gauss))
+        if "numpy" in state:
+            name, key, *rest = state["numpy"]
+            np.random.set_state((name, key.cpu().numpy().astype(np.uint32), *rest))
+        torch.set_rng_state(_bytes(state["torch"]))
+
+    @staticmethod
+    def seed(seed: int) -> None:
+        """Seeds them all; a device's numbers stay as they are."""
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.default_generator.manual_seed(seed)
+
+
+class Order:
+    """An epoch's batches by number, and what each is built from: as the sampler gives them.
+
+    Args:
+        sampler: Gives what a batch is built from.
+        generator: Of the loader; None: the global random numbers.
+        draws_at_once: As a loader with workers does: the first batch is drawn now.
+
+    Attributes:
+        seed: What torch's loader would have seeded its workers by.
+    """
+
+    def __init__(
+        self, sampler: Iterable[Any], generator: torch.Generator | None, *, draws_at_once: bool = False
+    ) -> None:
+        self._sampler, self._generator = sampler, generator
+        self._drawn = 0
+        self._waiting: deque[tuple[int, Any]] = deque()  # drawn, and not yet handed over
+        self._own: State | None = None  # of the sampler's own stream
+        self._begin = self._captured()
+        self._items = iter(sampler)
+        self.seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+        self._first: State | None = None
+        if draws_at_once:
+            self._draw()
+
+    @classmethod
+    def resumed(
+        cls, sampler: Iterable[Any], generator: torch.Generator | None, state: State, done: int
+    ) -> "Order":
+        """The order whose state it is, behind its first `done` batches; the global numbers stay as they are."""
+        kept = GlobalNumbers.captured()
+        try:
+            _restore(state["begin"], generator)
+            order = cls(sampler, generator)
+            _restore(state["first"], generator)
+            for number in range(done):
+                order._draw()
+                order.hand_over(number)
+        finally:
+            GlobalNumbers.restore(kept)
+        return order
+
+    def state_dict(self) -> State | None:
+        """What draws it again; None before its first batch was drawn."""
+        return None if self._first is None else {"begin": self._begin, "first": self._first}
+
+    def jobs(self) -> Iterator[tuple[int, Any]]:
+        """From the first batch that was not handed over; may be asked for anew at any time."""
+        number = self._drawn - len(self._waiting)
+        while True:
+            while self._drawn <= number:
+                if not self._draw():
+                    return
+            first = self._drawn - len(self._waiting)
+            yield self._waiting[number - first]
+            number += 1
+
+    def hand_over(self, number: int) -> None:
+        """The batch of this number was used, and those before it."""
+        while self._waiting and self._waiting[0][0] <= number:
+            self._waiting.popleft()
+
+    def _draw(self) -> bool:
+        if self._first is None:
+            self._first = self._captured()
+            return self._drawn_one()
+        if self._draws_once():
+            return self._drawn_one()
+        outside = GlobalNumbers.captured()
+        if self._own is None:
+            GlobalNumbers.seed(self.seed)
+        else:
+            GlobalNumbers.restore(self._own)
+        try:
+            return self._drawn_one()
+        finally:
+            self._own = GlobalNumbers.captured()
+            GlobalNumbers.restore(outside)
+
+    def _drawn_one(self) -> bool:
+        try:
+            item = next(self._items)
+        except StopIteration:
+            return False
+        self._waiting.append((self._drawn, item))
+        self._drawn += 1
+        return True
+
+    def _draws_once(self) -> bool:
+        within = self._sampler.sampler if type(self._sampler) is BatchSampler else self._sampler
+        return type(within) in _DRAW_ONCE
+
+    def _captured(self) -> State:
+        own = {} if self._generator is None else {"generator": self._generator.get_state()}
+        return {**GlobalNumbers.captured(), **own}
+
+
+def _restore(state: State, generator: torch.Generator | None) -> None:
+    GlobalNumbers.restore(state)
+    if generator is not None and "generator" in state:
+        generator.set_state(_bytes(state["generator"]))
+
+
+def _bytes(state: Tensor) -> Tensor:
+    return state.cpu().to(torch.uint8)  # a map_location may have moved it

@@ -1,0 +1,339 @@
+"""A plain DataLoader with changing workers: against torch's own, batch for batch and number for number."""
+
+import os
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+from lightning_memkit.data.load_times import LoadTimes
+from lightning_memkit.data.resumable_loader import ResumableLoader, why_not_resumable
+from lightning_memkit.data.worker_batches import BatchError
+
+SAMPLES = 23
+NUMBERS: Any = list(range(SAMPLES))
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+class DrawsAlways:
+    """A batch sampler that draws from all global numbers for every batch."""
+
+    def __iter__(self):
+        for _ in range(len(self)):
+            yield [
+                random.randrange(SAMPLES),
+                int(np.random.randint(SAMPLES)),
+                int(torch.randint(SAMPLES, ())),
+            ]
+
+    def __len__(self):
+        return 6
+
+
+class Augmented(Dataset):
+    def __getitem__(self, index):
+        return [index + random.random(), index + np.random.rand(), index + float(torch.rand(()))]
+
+    def __len__(self):
+        return SAMPLES
+
+
+def generator():
+    return torch.Generator().manual_seed(3)
+
+
+LOADERS = {
+    "sequential": lambda **options: DataLoader(NUMBERS, batch_size=4, **options),
+    "shuffled": lambda **options: DataLoader(NUMBERS, batch_size=4, shuffle=True, **options),
+    "generator": lambda **options: DataLoader(
+        NUMBERS, batch_size=4, shuffle=True, generator=generator(), **options
+    ),
+    "drop_last": lambda **options: DataLoader(NUMBERS, batch_size=4, shuffle=True, drop_last=True, **options),
+    "replaced": lambda **options: DataLoader(
+        NUMBERS, batch_size=4, sampler=RandomSampler(NUMBERS, replacement=True, num_samples=70), **options
+    ),
+    "weighted": lambda **options: DataLoader(
+        NUMBERS, batch_size=4, sampler=WeightedRandomSampler(range(1, SAMPLES + 1), 21), **options
+    ),
+    "batch_sampler": lambda **options: DataLoader(
+        NUMBERS, batch_sampler=BatchSampler(RandomSampler(NUMBERS), 5, False), **options
+    ),
+    "no_batches": lambda **options: DataLoader(NUMBERS, batch_size=None, shuffle=True, **options),
+    "distributed": lambda **options: DataLoader(
+        NUMBERS, batch_size=4, sampler=DistributedSampler(NUMBERS, 2, 1), **options
+    ),
+}
+
+
+SWEPT = [
+    pytest.param(name, marks=[] if name in ("shuffled", "generator", "distributed") else pytest.mark.slow)
+    for name in LOADERS
+]
+
+
+def plain(batches):
+    return [np.asarray(batch).tolist() for batch in batches]
+
+
+def epochs(loader, number=3, between=lambda: None):
+    """The batches of some epochs, and the global numbers behind them."""
+    found = []
+    for _ in range(number):
+        found.append(plain(loader))
+        between()
+    return found, [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+
+def seed():
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+
+
+@pytest.mark.parametrize("name", SWEPT)
+@pytest.mark.parametrize("as_made", [0, 2])
+def test_batches_and_global_numbers_are_those_of_torchs_loader_whatever_the_workers(name, as_made):
+    draws = lambda: torch.rand(3)  # noqa: E731 # as a training step with dropout would
+    seed()
+    expected = epochs(LOADERS[name](num_workers=as_made), between=draws)
+    for num_workers in (0, 3):
+        seed()
+        loader = ResumableLoader(LOADERS[name](num_workers=as_made))
+        loader.set_workers(num_workers, 2)
+        assert epochs(loader, between=draws) == expected
+
+
+@pytest.mark.parametrize("name", SWEPT)
+def test_workers_may_change_between_any_two_batches(name):
+    seed()
+    expected = epochs(LOADERS[name]())
+    seed()
+    loader = ResumableLoader(LOADERS[name]())
+    found = []
+    for epoch in range(3):
+        batches = []
+        for number, batch in enumerate(loader):
+            batches.append(np.asarray(batch).tolist())
+            if number % 2 == 0:
+                loader.set_workers((number + epoch) % 3, 1 + number % 3)
+        found.append(batches)
+    assert found == expected[0]
+
+
+@pytest.mark.parametrize("name", SWEPT)
+@pytest.mark.parametrize("done", [1, 2])
+@pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0)])
+def test_a_resumed_epoch_goes_on_with_the_batch_that_came_next(name, done, before, after):
+    seed()
+    first = ResumableLoader(LOADERS[name]())
+    first.set_workers(before, 2)
+    plain(first)
+    iterator = iter(first)
+    for _ in range(done):
+        next(iterator)
+    state = first.state_dict()
+    rest = plain(iterator) + (plain(first) if name == "generator" else [])
+
+    torch.manual_seed(99)
+    second = ResumableLoader(LOADERS[name]())
+    second.set_workers(after, 2)
+    second.load_state_dict(state)
+    assert plain(second) + (plain(second) if name == "generator" else []) == rest
+
+
+def test_a_resume_draws_nothing_from_the_global_numbers():
+    first = ResumableLoader(LOADERS["shuffled"]())
+    next(iter(first))
+    second = ResumableLoader(LOADERS["shuffled"]())
+    second.load_state_dict(first.state_dict())
+    seed()
+    plain(second)
+    found = [random.random(), float(np.random.rand()), float(torch.rand(()))]
+    seed()
+    assert found == [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+
+def test_a_state_at_the_epochs_end_begins_the_next_and_keeps_the_generator():
+    first = ResumableLoader(LOADERS["generator"]())
+    plain(first)
+    second = ResumableLoader(LOADERS["generator"]())
+    second.load_state_dict(first.state_dict())
+    assert plain(second) == plain(first)
+    assert second.state_dict()["batches_done"] == 0
+
+
+def test_a_state_that_is_not_yet_used_is_given_on():
+    first = ResumableLoader(LOADERS["shuffled"]())
+    next(iter(first))
+    state = first.state_dict()
+    second = ResumableLoader(LOADERS["shuffled"]())
+    second.load_state_dict(state)
+    for _ in range(2):
+        iter(second)
+    assert second.state_dict() == state
+    assert len(plain(second)) == len(second) - 1
+
+
+def test_a_state_of_other_data_is_refused_and_one_is_a_checkpoint_for_weights_only(tmp_path):
+    loader = ResumableLoader(LOADERS["shuffled"]())
+    next(iter(loader))
+    torch.save(loader.state_dict(), tmp_path / "state")
+    state = torch.load(tmp_path / "state", weights_only=True)
+    again = ResumableLoader(LOADERS["shuffled"]())
+    again.load_state_dict(state)
+    assert len(plain(again)) == len(again) - 1
+    with pytest.raises(ValueError, match="an epoch of 6 batches, and this one has 5"):
+        ResumableLoader(LOADERS["drop_last"]()).load_state_dict(state)
+
+
+@pytest.mark.parametrize("done", [None, 2])
+def test_a_sampler_that_draws_for_every_batch_has_numbers_of_its_own(done):
+    def batches(num_workers, between):
+        seed()
+        loader = ResumableLoader(DataLoader(NUMBERS, batch_sampler=DrawsAlways()))  # pyright: ignore[reportArgumentType]
+        loader.set_workers(num_workers, 2)
+        found = []
+        for number, batch in enumerate(loader):
+            found.append(batch.tolist())
+            between()
+            if number + 1 == done:
+                state = loader.state_dict()
+                loader = ResumableLoader(DataLoader(NUMBERS, batch_sampler=DrawsAlways()))  # pyright: ignore[reportArgumentType]
+                loader.load_state_dict(state)
+                return found + plain(loader)
+        return found
+
+    expected = batches(0, lambda: None)
+    assert len({tuple(batch) for batch in expected}) == 6
+    for num_workers in (0, 2):
+        assert batches(num_workers, lambda: (random.random(), np.random.rand(), torch.rand(2))) == expected
+
+
+def test_augmentation_depends_on_epoch_batch_and_rank_and_not_on_workers():
+    def batches(num_workers, rank=0):
+        seed()
+        loader = ResumableLoader(DataLoader(Augmented(), batch_size=4), rank=rank)
+        loader.set_workers(num_workers, 2)
+        return epochs(loader, 2)
+
+    (first, second), _ = expected = batches(0)
+    assert batches(2) == expected
+    assert first != second
+    assert batches(0, rank=1)[0] != expected[0]
+    assert len({value % 1 for batch in first for value in np.ravel(batch)}) == 3 * SAMPLES
+
+
+def test_workers_start_as_the_users_loader_says():
+    def told(index):
+        info = get_worker_info()
+        return 0 if info is None else started[0] * 10 + len(info.dataset)  # pyright: ignore[reportArgumentType]
+
+    class Tells(Dataset):
+        def __getitem__(self, index):
+            return told(index)
+
+        def __len__(self):
+            return 3
+
+    started = [0]
+
+    def on_start(_):
+        started[0] += 7
+
+    loader = ResumableLoader(DataLoader(Tells(), worker_init_fn=on_start))
+    loader.set_workers(1, 2)
+    assert plain(loader) == [[73]] * 3
+    assert started == [0]
+
+
+def test_workers_persist_only_where_the_users_do():
+    class Process(Dataset):
+        def __getitem__(self, _):
+            return os.getpid()
+
+        def __len__(self):
+            return 3
+
+    for persistent in (True, False):
+        loader = ResumableLoader(DataLoader(Process(), num_workers=1, persistent_workers=persistent))
+        one, two = (set(np.ravel(plain(loader))) for _ in range(2))
+        assert (one == two) is persistent
+        assert os.getpid() not in one
+
+
+def test_a_data_set_may_give_a_batch_at_once_and_tell_what_it_took():
+    class Together(Dataset):
+        def __getitems__(self, indices):
+            return [index * 10 for index in indices]
+
+        def __len__(self):
+            return 4
+
+    loader = ResumableLoader(DataLoader(Together(), batch_size=2))
+    loader.times = times = LoadTimes()
+    loader.set_workers(1, 2)
+    assert plain(loader) == [[0, 10], [20, 30]]
+    assert len(times._loads) == 2
+
+
+def test_a_failed_batch_is_named():
+    samples: Any = [1, 2, None, 4]
+    loader = ResumableLoader(DataLoader(samples, batch_size=1))
+    loader.set_workers(1, 2)
+    with pytest.raises(BatchError, match="Batch 2 of the epoch was not built"):
+        plain(loader)
+
+
+def test_what_is_copied_on_the_way_is_not_counted_before_it_is_used():
+    def one_ahead(batches):
+        waiting = next(batches)
+        for batch in batches:
+            yield waiting
+            waiting = batch
+        yield waiting
+
+    loader = ResumableLoader(LOADERS["sequential"]())
+    loader.on_the_way = one_ahead
+    iterator = iter(loader)
+    assert next(iterator).tolist() == NUMBERS[:4]
+    assert loader.state_dict()["batches_done"] == 1
+    loader.set_workers(1, 2)
+    assert plain(iterator) == plain(LOADERS["sequential"]())[1:]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(NUMBERS)
+
+
+class OwnLoader(DataLoader):
+    def __iter__(self):
+        return super().__iter__()
+
+
+@pytest.mark.parametrize(
+    ("loader", "why"),
+    [
+        (NUMBERS, "list is no torch DataLoader"),
+        (DataLoader(Stream()), "Stream is an IterableDataset"),
+        (OwnLoader(NUMBERS), "OwnLoader iterates in a way of its own"),
+        (DataLoader(NUMBERS, in_order=False), "in_order=False"),
+        (DataLoader(NUMBERS, sampler=iter(NUMBERS), batch_size=None), "has no length"),
+        (DataLoader(NUMBERS), None),
+    ],
+)
+def test_what_can_not_be_wrapped_says_why(loader, why):
+    found = why_not_resumable(loader)
+    assert (found is None) if why is None else (why in (found or ""))
