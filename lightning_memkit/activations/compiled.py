@@ -99,7 +99,7 @@ class BoundedBackend:
                 candidates[budget] = _compile(copy.deepcopy(graph), inputs, budget)
             return peak_of_row(candidates[budget], inputs, self._blocks)
 
-        with RandomState.of(tuple(inputs)).restored():  # a compilation may draw, too
+        with RandomState.of(tuple(inputs)).restored():  # runs draw, and so may compilations
             verdict = choose_budget(self.budget, peak_of)
         if verdict is None:
             return compiled

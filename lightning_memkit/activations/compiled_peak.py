@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_memkit.activations.randomness import RandomState
 from lightning_memkit.memory.allocator_trace import AllocatorTrace
 from lightning_memkit.memory.meter import tensors_in
 
@@ -104,16 +103,14 @@ def can_measure(inputs: Sequence[Any]) -> bool:
 def measure_block(compiled: Compiled, inputs: Sequence[Any]) -> BlockBytes | None:
     """Run a compiled graph forward and backward on copies of its inputs; None where it has no backward.
 
-    It runs twice, because the first run may compile. Inputs, gradients, buffers and the random state stay as they
-    are; hooks on weights don't run. Memory: copies of the inputs, weights and buffers of one block among them.
+    It runs twice, as the first run may compile. Inputs, weights, gradients and buffers stay as they are, and hooks
+    on them don't run; random numbers are drawn. Memory: the copies, weights and buffers of one block among them.
     """
     device = next(value.device for value in inputs if isinstance(value, Tensor) and value.requires_grad)
-    state = RandomState.of(tuple(inputs))
-    with state.restored():
-        if not _forward_and_backward(compiled, _copies(inputs), lambda: None):
-            return None
+    if not _forward_and_backward(compiled, _copies(inputs), lambda: None):
+        return None
     copies = _copies(inputs)
-    with state.restored(), AllocatorTrace(device) as trace:
+    with AllocatorTrace(device) as trace:
         _forward_and_backward(compiled, copies, trace.mark)
     return BlockBytes(saved_bytes=trace.marked_bytes[0], peak_bytes=trace.peak_bytes)
 
@@ -125,7 +122,6 @@ def _forward_and_backward(compiled: Compiled, inputs: Sequence[Any], between: Ca
     if not outputs:
         return False
     wanted = [value for value in inputs if isinstance(value, Tensor) and value.requires_grad]
-    # Not backward(): weights' .grad and whatever hangs on its accumulation (DDP's reducer) must not notice.
     torch.autograd.grad(outputs, wanted, [torch.ones_like(value) for value in outputs], allow_unused=True)
     return True
 

@@ -255,6 +255,40 @@ def test_what_is_chosen_is_said_once_and_runs_from_the_first_forward_on(
     assert compiled == [0.1, 1.0, 0.25, 0.5, 0.75, used]
 
 
+class Broken(nn.Module):
+    """A forward of two graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).exp()
+        torch._dynamo.graph_break()
+        return self.second(x).exp()
+
+
+def test_every_graph_of_a_forward_is_measured_and_one_warning_is_enough(
+    compiled: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module_under_test, "peak_of_row", lambda *_: 100)
+    model = nn.Sequential(nn.Linear(4, 16), Broken(), Broken()).train()
+    checkpoint_modules(model, "compile:0.6", blocks=["Broken"])
+    with pytest.warns(NoEffectWarning, match="of 2 x Broken") as said:
+        model(torch.randn(3, 4)).sum().backward()
+    assert compiled == [0.6, 1.0, 0.75] * 2
+    assert len([one for one in said if one.category is NoEffectWarning]) == 1
+
+
+def test_shapes_that_are_dynamic_from_the_start_are_not_measured(compiled: list[float]) -> None:
+    model = Stack(width=64, depth=2).train()
+    checkpoint_modules(model, "compile:0.3")
+    with torch._dynamo.config.patch(assume_static_by_default=False):
+        for rows in (4, 6):
+            model(ids(rows)).sum().backward()
+    assert set(compiled) == {0.3}
+
+
 def test_a_step_under_a_profiler_is_measured_later(compiled: list[float]) -> None:
     model = Stack(width=64, depth=2).train()
     checkpoint_modules(model, "compile:0.3")
