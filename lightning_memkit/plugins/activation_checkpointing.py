@@ -25,7 +25,7 @@ class ActivationCheckpointing(Callback):
             it names. `budget:x` (such as `budget:0.5` or `budget:2GiB`) keeps the saved activations within a fraction
             of what they are without, or within bytes, at the least recomputation. `auto` does so for what the
             MemoryBudget beside it allows, `auto:22GiB` for a whole step of that size. `compile:x` compiles each block
-            with torch's own memory budget of x.
+            with torch's own memory budget of x, or with another, and a warning, where x does not lower the peak.
         blocks: names of the blocks in place of those found: globs over module names (`encoder.layers.*`) and
             class names (`Llama*Layer`).
 

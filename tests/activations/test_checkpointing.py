@@ -240,6 +240,8 @@ def test_the_first_block_of_a_model_with_frozen_parts_needs_no_input_gradient(po
         assert_same(run(ours, ids()), run(model, ids()))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 @pytest.mark.slow
 def test_compiled_blocks_compute_the_same_up_to_rounding_and_save_less():
     model = Stack(width=64, depth=4, dropout=0.0).train()
