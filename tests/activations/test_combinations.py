@@ -3,7 +3,7 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
 from torch.testing._internal.two_tensor import TwoTensor
 
 from lightning_memkit import checkpoint_modules, use_packed_attention
@@ -116,6 +117,7 @@ CASES = {
         build=partial(lora_model, attention_dropout=0.0), batch=packed, packed=True, autocast=True
     ),
     "frozen BatchNorm": Case(build=frozen_norms, batch=images, training=False),
+    "BatchNorm": Case(build=ConvNet, batch=images),
     "tied head": Case(build=partial(llama, tie_word_embeddings=True)),
     "tied blocks": Case(build=Tied, batch=ids),
     "autocast": Case(build=Stack, batch=ids, autocast=True),
@@ -187,6 +189,12 @@ def assert_same(ours, plain, close=None):
             )
 
 
+COMPILER = (
+    "ignore:.* does not lower the peak",
+    "ignore:The KV cache stays empty",
+    "ignore:.*script_method. is deprecated:DeprecationWarning",
+    "ignore:The .grad attribute of a Tensor that is not a leaf",
+)
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}
 POLICIES = [*SAMPLE, *(pytest.param(policy, marks=pytest.mark.slow) for policy in SWEEP)]
 
@@ -217,6 +225,66 @@ def test_less_is_kept(name, policy):
     checkpoint_modules(model, policy)
     step(model, case)
     assert alive_bytes(model, case) < 0.9 * plain
+
+
+def without_dropout(model):
+    """Compiled blocks draw random numbers of their own."""
+    for module in model.modules():
+        for name in ("p", "attention_dropout", "dropout_prob"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    return model
+
+
+COMPILED = [
+    "cu_seqlens", "positions, the model's own mask", "LoRA", "LoRA, packed", "BatchNorm", "frozen BatchNorm",
+    "tied blocks", "autocast", "autocast, backward inside", "autocast, BatchNorm", "autocast, Llama", "autocast, experts",
+    "a cache by config, Llama", "a cache by config, GPT-2", "experts' own loss", "padding",
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.filterwarnings(*COMPILER)
+def test_compiled_blocks_are_the_plain_model_up_to_rounding(name):
+    torch._dynamo.reset()
+    case = CASES[name]
+    model, ours = without_dropout(built(case)), without_dropout(built(case))
+    checkpoint_modules(ours, "compile:0.5")
+    counters.clear()
+    for _ in range(2):
+        true = step(copy.deepcopy(model), replace(case, autocast=False)) if case.autocast else None
+        mine, plain = step(ours, case), step(model, case)
+        if (
+            true is not None
+        ):  # the compiler rounds less often; both are judged by how far they are from float32
+            assert_as_near(mine, plain, true)
+            model.load_state_dict(ours.state_dict())
+        else:
+            assert_same(mine, plain, CLOSE)
+    assert counters["stats"]["unique_graphs"] > 0
+
+
+def assert_as_near(ours, plain, true):
+    assert ours.keys() == plain.keys()
+    for name, value in true.items():
+        if value.is_floating_point():
+            allowed = 1.5 * (plain[name] - value).norm() + 2**-8 * value.norm()
+            assert (ours[name] - value).norm() <= allowed, name
+        elif name != "rng":
+            assert torch.equal(ours[name], value), name
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings(*COMPILER)
+def test_all_layers_of_a_model_with_a_cache_share_one_graph():
+    torch._dynamo.reset()
+    model = llama(use_cache=True, num_hidden_layers=10, attention_dropout=0.0).train()
+    checkpoint_modules(model, "compile:1")
+    counters.clear()
+    model(**labelled()).loss.backward()
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["recompile_limit"]
 
 
 def matmuls_again(model):

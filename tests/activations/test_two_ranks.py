@@ -77,11 +77,24 @@ def test_less_is_kept_on_each_rank(sample: list[Found], key: tuple[str, ...]) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("key", MORE, ids=" ".join)
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft asks by the old name
 def test_other_models_settings_and_orders_are_one_process(more: list[Found], key: tuple[str, ...]) -> None:
     assert_bitwise(more, key)
     if key[0] != "batch norm":  # its statistics are those of each rank's rows
         # Transformers computes norms and routers in float32 whatever the weights are in.
         assert_close(more, key, 1e-12 if key[0] == "stack" else 1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", MORE, ids=" ".join)
+def test_blocks_of_sharded_tensors_say_that_they_are_made_again_as_a_whole(
+    more: list[Found], key: tuple[str, ...]
+) -> None:
+    by_operator = key[2].startswith(("selective", "budget", "auto"))
+    sharded = key[1] in ("tensor parallel", "fsdp2 inside the blocks")
+    for rank in more:
+        said = [message for message in rank[key]["said"] if "made again as a whole" in message]
+        assert len(said) == (by_operator and sharded)
 
 
 @pytest.mark.slow

@@ -139,9 +139,15 @@ def run(name: str, wrap: Wrap, options: dict[str, Any], wrapped_first: bool = Fa
     half = torch.distributed.get_rank() * 2
     rows = slice(None) if wrap is tensor_parallel else slice(half, half + 2)
     compiled = options.get("policy", "").startswith("compile")
-    alive_bytes = train(model, rows, name, counted=not compiled)
-    graphs = counters["stats"]["unique_graphs"]
-    return {"tensors": result(module), "alive_bytes": alive_bytes, "graphs": graphs}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        alive_bytes = train(model, rows, name, counted=not compiled)
+    return {
+        "tensors": result(module),
+        "alive_bytes": alive_bytes,
+        "graphs": counters["stats"]["unique_graphs"],
+        "said": [str(warning.message) for warning in said],
+    }
 
 
 def main(path: str, part: str) -> None:
