@@ -238,8 +238,8 @@ def without_dropout(model):
 
 COMPILED = [
     "cu_seqlens", "positions, the model's own mask", "LoRA", "LoRA, packed", "BatchNorm", "frozen BatchNorm",
-    "tied blocks", "autocast", "autocast, backward inside", "autocast, BatchNorm", "autocast, Llama", "autocast, experts",
-    "a cache by config, Llama", "a cache by config, GPT-2", "experts' own loss", "padding",
+    "tied blocks", "autocast", "autocast, backward inside", "autocast, BatchNorm", "autocast, Llama",
+    "autocast, experts", "a cache by config, Llama", "a cache by config, GPT-2", "experts' own loss", "padding",
 ]  # fmt: skip
 
 
