@@ -14,6 +14,7 @@ _HOME = {
     "ChunkedLoss": "plugins.chunked_loss",
     "ContaminationProbe": "plugins.contamination",
     "GradientRelease": "plugins.gradient_release",
+    "LoaderTuner": "plugins.loader_tuner",
     "LossPerplexity": "plugins.perplexity",
     "MemkitCLI": "plugins.cli",
     "MemoryBudget": "plugins.memory_budget",
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from lightning_memkit.plugins.cli import MemkitCLI as MemkitCLI
     from lightning_memkit.plugins.contamination import ContaminationProbe as ContaminationProbe
     from lightning_memkit.plugins.gradient_release import GradientRelease as GradientRelease
+    from lightning_memkit.plugins.loader_tuner import LoaderTuner as LoaderTuner
     from lightning_memkit.plugins.memory_budget import MemoryBudget as MemoryBudget
     from lightning_memkit.plugins.memory_report import MemoryReport as MemoryReport
     from lightning_memkit.plugins.optimizer_offload import OptimizerOffload as OptimizerOffload

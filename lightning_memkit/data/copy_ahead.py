@@ -26,21 +26,28 @@ def copied_ahead(device: torch.device) -> Callable[[Iterator[Any]], Iterator[Any
     side = torch.Stream(device)
 
     def ahead(batches: Iterator[Any]) -> Iterator[Any]:
-        waiting = None
-        for host in batches:
-            stream = torch.accelerator.current_stream(device)
-            # Memory of batches that are let go is given to the next ones: after the steps that used it.
-            side.wait_stream(stream)
-            with side:
-                copied = _to(host, device)
-            begun = host, copied, side.record_event()  # the host's side stays until the copy is waited for
+        waiting: tuple[Any, Any, torch.Event] | None = None
+        try:
+            for host in batches:
+                stream = torch.accelerator.current_stream(device)
+                # Memory of batches that are let go is given to the next ones: after the steps that used it.
+                side.wait_stream(stream)
+                with side:
+                    copied = _to(host, device)
+                begun = (
+                    host,
+                    copied,
+                    side.record_event(),
+                )  # the host's side stays until the copy is waited for
+                if waiting is not None:
+                    stream.wait_event(waiting[2])
+                    yield waiting[1]
+                waiting = begun
             if waiting is not None:
-                stream.wait_event(waiting[2])
+                torch.accelerator.current_stream(device).wait_event(waiting[2])
                 yield waiting[1]
-            waiting = begun
-        if waiting is not None:
-            torch.accelerator.current_stream(device).wait_event(waiting[2])
-            yield waiting[1]
+        finally:
+            side.synchronize()  # a batch that nobody wants any more: its memory goes when its copy is over
 
     return ahead
 

@@ -64,6 +64,10 @@ class LoadTimes:
     Args:
         clock: Seconds.
         cpu_clock: Seconds of the processor, of all threads of this process.
+
+    Attributes:
+        start_wait: Seconds that the first batch of an iterator was waited for, as of the last one: the start of its
+            workers, and its building. It counts only in what is logged.
     """
 
     def __init__(
@@ -76,7 +80,9 @@ class LoadTimes:
         self._loads: deque[tuple[float, float]] = deque(maxlen=_KEPT)
         self._present: _Pair | None = None
         self._since = (0.0, 0.0)
+        self._begins = True
         self._waited = self._stepped = 0.0
+        self.start_wait = 0.0
 
     def fetch_begins(self) -> None:
         """The loop asks for a batch."""
@@ -93,19 +99,28 @@ class LoadTimes:
     def fetch_ends(self) -> None:
         """The batch is there."""
         now, cpu = self._clock(), self._cpu_clock()
-        self._present = _Pair(wait=now - self._since[0], wait_cpu=cpu - self._since[1])
+        self._present = _Pair(
+            wait=now - self._since[0], wait_cpu=cpu - self._since[1], counts=not self._begins
+        )
+        if self._begins:
+            self.start_wait, self._begins = self._present.wait, False
         self._since = now, cpu
 
     def built(self, seconds: float, cpu_seconds: float) -> None:
         """A worker built a batch."""
         self._loads.append((seconds, cpu_seconds))
 
+    def begins_anew(self) -> None:
+        """The next batch comes from a new iterator: it is waited for until its workers have started, if any."""
+        self._begins = True
+
     def skip(self) -> None:
         """What follows is no part of a step: validation, a checkpoint. The present batch does not count."""
         self._present = None
 
     def restart(self) -> None:
-        """Forgets what was measured so far; the stall fraction to be logged is not touched."""
+        """Forgets what was measured so far, since others build from now on; what is to be logged is kept."""
+        self._begins = True
         self._pairs.clear()
         self._loads.clear()
         if self._present is not None:
@@ -123,12 +138,8 @@ class LoadTimes:
         """That were measured since `restart`, at most 1000."""
         return len(self._pairs)
 
-    def first_wait(self) -> float:
-        """Seconds that the first batch since `restart` was waited for: with new workers, their start as well."""
-        return self._pairs[0].wait if self._pairs else 0.0
-
     def measured(self, warm_up: int = 0) -> Measured | None:
-        """Means, without the first `warm_up` batches since `restart`; None where there are no others."""
+        """Means, without the first `warm_up` batches since `restart` that count; None where there are no others."""
         pairs = list(self._pairs)[warm_up:]
         if not pairs:
             return None

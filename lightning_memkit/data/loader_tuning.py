@@ -19,7 +19,7 @@ _BUSY = 0.7  # of a worker's time at the most
 _BUSY_STILL = 0.6  # a worker is given up where the others are no busier than this
 _NO_BETTER = 0.98
 _SAME_LOAD = 2.0  # what was tried at another ratio of load and step than this times says nothing
-_MOST_WORKERS = 64
+MOST_WORKERS = 64
 _LEAST_PREFETCH, _MOST_PREFETCH = 2, 8
 _START_SECONDS = {"fork": 0.2}
 _START_SECONDS_ELSEWHERE = 4.0  # Python starts anew and imports torch
@@ -63,7 +63,7 @@ class Bounds:
     batch_bytes: int = 0
     worker_bytes: int = _WORKER_BYTES["fork"]
     start_seconds: float = _START_SECONDS["fork"]
-    most_workers: int = _MOST_WORKERS
+    most_workers: int = MOST_WORKERS
 
     def fits(self, plan: LoaderPlan) -> bool:
         """Whether memory holds its batches under way and its processes."""
@@ -106,7 +106,7 @@ def wanted_plan(measured: Measured, bounds: Bounds, target: float, busy: float =
     load, step = measured.load_seconds, measured.step_seconds
     if load <= target * (load + step) or bounds.most_workers < 1:
         return LoaderPlan()
-    needed = math.ceil(load / (busy * step)) if step > 0 else _MOST_WORKERS
+    needed = math.ceil(load / (busy * step)) if step > 0 else MOST_WORKERS
     workers = max(1, min(needed, _most_workers(measured, bounds)))
     ahead = math.ceil(measured.longest_load_seconds / step / workers) + 1 if step > 0 else _MOST_PREFETCH
     plan = LoaderPlan(num_workers=workers, prefetch=min(_MOST_PREFETCH, max(_LEAST_PREFETCH, ahead)))
@@ -119,8 +119,8 @@ def wanted_plan(measured: Measured, bounds: Bounds, target: float, busy: float =
 def _most_workers(measured: Measured, bounds: Bounds) -> int:
     """As many as keep the processors busy that the training process leaves."""
     free = max(0.0, bounds.processors - measured.step_processors)
-    by_processors = free / max(measured.load_processors, 1 / _MOST_WORKERS)
-    return min(math.floor(by_processors + 0.1), bounds.most_workers, _MOST_WORKERS)
+    by_processors = free / max(measured.load_processors, 1 / MOST_WORKERS)
+    return min(math.floor(by_processors + 0.1), bounds.most_workers, MOST_WORKERS)
 
 
 class LoaderTuning:

@@ -110,9 +110,9 @@ class ResumableLoader(DataLoader[Any]):
         """Goes on where the state was taken.
 
         Raises:
-            ValueError: the loader has another number of batches than then.
+            ValueError: it was taken within an epoch of another number of batches.
         """
-        if state["batches"] != len(self):
+        if state["batches_done"] and state["batches"] != len(self):
             raise ValueError(
                 f"The loader's state is of an epoch of {state['batches']} batches, and this one has {len(self)}, so "
                 "its position means nothing here; resume with the same data and batch size, or load the weights alone."
@@ -142,11 +142,14 @@ class ResumableLoader(DataLoader[Any]):
                 done += 1
                 if iteration == self._iteration:  # an iterator that a newer one replaced has no say
                     self._done = done
+                if done == len(self) and self._as_made.num_workers:
+                    order.end()  # as torch's workers, which draw ahead, and as below who only asks for what there is
                 yield batch
                 if self._workers is not workers:  # others build the rest
                     break
             else:
-                return
+                break
+        order.end()
 
     def _begun_order(self) -> Order:
         state, self._to_resume = self._to_resume, None

@@ -7,7 +7,7 @@ loader would have drawn it. Numbers for the others come from a stream of the sam
 
 import random
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -69,10 +69,10 @@ class GlobalNumbers:
 
 
 class Order:
-    """An epoch's batches by number, and what each is built from: as the sampler gives them.
+    """An epoch's batches by number, and what each is built from: as the sampler gives them, as many as it has.
 
     Args:
-        sampler: Gives what a batch is built from.
+        sampler: Gives what a batch is built from; sized.
         generator: Of the loader; None: the global random numbers.
         draws_at_once: As a loader with workers does: the first batch is drawn now.
 
@@ -81,10 +81,10 @@ class Order:
     """
 
     def __init__(
-        self, sampler: Iterable[Any], generator: torch.Generator | None, *, draws_at_once: bool = False
+        self, sampler: Any, generator: torch.Generator | None, *, draws_at_once: bool = False
     ) -> None:
         self._sampler, self._generator = sampler, generator
-        self._drawn = 0
+        self._drawn, self._has_ended = 0, False
         self._waiting: deque[tuple[int, Any]] = deque()  # drawn, and not yet handed over
         self._own: State | None = None  # of the sampler's own stream
         self._begin = self._captured()
@@ -95,9 +95,7 @@ class Order:
             self._draw()
 
     @classmethod
-    def resumed(
-        cls, sampler: Iterable[Any], generator: torch.Generator | None, state: State, done: int
-    ) -> "Order":
+    def resumed(cls, sampler: Any, generator: torch.Generator | None, state: State, done: int) -> "Order":
         """The order whose state it is, behind its first `done` batches; the global numbers stay as they are."""
         kept = GlobalNumbers.captured()
         try:
@@ -117,19 +115,22 @@ class Order:
 
     def jobs(self) -> Iterator[tuple[int, Any]]:
         """From the first batch that was not handed over; may be asked for anew at any time."""
-        number = self._drawn - len(self._waiting)
-        while True:
+        for number in range(self._drawn - len(self._waiting), len(self._sampler)):
             while self._drawn <= number:
                 if not self._draw():
                     return
-            first = self._drawn - len(self._waiting)
-            yield self._waiting[number - first]
-            number += 1
+            yield self._waiting[number - self._drawn + len(self._waiting)]
 
     def hand_over(self, number: int) -> None:
         """The batch of this number was used, and those before it."""
         while self._waiting and self._waiting[0][0] <= number:
             self._waiting.popleft()
+
+    def end(self) -> None:
+        """Asks the sampler for one batch more than there are: what it draws then belongs to the epoch as well."""
+        if not self._has_ended:
+            self._has_ended = True
+            self._draw()
 
     def _draw(self) -> bool:
         if self._first is None:

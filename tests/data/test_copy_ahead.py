@@ -98,6 +98,13 @@ def test_an_error_of_the_loader_comes_through_after_what_came_before_it(device):
         next(ahead)
 
 
+def test_a_loop_that_ends_early_lets_go_of_no_copy_under_way(device):
+    ahead = copied_ahead(device.torch_device)(batches())
+    next(ahead)
+    ahead.close()  # pyright: ignore[reportAttributeAccessIssue]
+    assert device.hazards == 0
+
+
 def test_nothing_and_one_batch():
     with fake_device() as device:
         assert list(copied_ahead(device.torch_device)(iter(()))) == []

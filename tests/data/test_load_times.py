@@ -20,7 +20,11 @@ def clocks():
 
 @pytest.fixture
 def times(clocks):
-    return LoadTimes(*clocks)
+    times = LoadTimes(*clocks)
+    run(times, clocks, [(0.0, 0.0, 0, 0)])  # the first of an iterator does not count
+    times.fetch_begins()
+    times.taken_stall_fraction()
+    return times
 
 
 def run(times, clocks, batches):
@@ -83,14 +87,21 @@ def test_the_logged_fraction_is_that_since_it_was_taken_last_whatever_is_restart
     assert times.taken_stall_fraction() == 0.5
 
 
-def test_a_restart_forgets_and_knows_the_first_wait_after_it(times, clocks):
+@pytest.mark.parametrize("how", ["restart", "begins_anew"])
+def test_the_first_wait_of_an_iterator_is_apart(times, clocks, how):
     run(times, clocks, [(1.0, 1.0, 0, 0)] * 3)
+    getattr(times, how)()  # in the midst of the third step
+    run(times, clocks, [(7.0, 1.0, 0, 0), (2.0, 2.0, 0, 0)])
+    times.fetch_begins()
+    assert times.start_wait == 7.0
+    assert times.batches == {"restart": 1, "begins_anew": 4}[how]
+    assert times.measured().wait_seconds == {"restart": 2.0, "begins_anew": 5 / 4}[how]
+    assert times.taken_stall_fraction() == pytest.approx(12 / 18)
+
+
+def test_a_restart_forgets(times, clocks):
+    run(times, clocks, [(1.0, 1.0, 0, 0)] * 3)
+    times.built(1.0, 1.0)
     times.restart()
     assert times.batches == 0
     assert times.measured() is None
-    assert times.first_wait() == 0.0
-    run(times, clocks, [(7.0, 1.0, 0, 0), (1.0, 1.0, 0, 0)])
-    times.fetch_begins()
-    # The step in whose midst it was restarted does not count.
-    assert times.first_wait() == 7.0
-    assert times.batches == 2

@@ -1,0 +1,94 @@
+"""Where Lightning makes, draws from and saves loaders; `tests/plugins/test_seam_loader.py` guards its names."""
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.trainer.connectors import data_connector
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+Undo = Callable[[], None]
+
+
+def take_training_loaders(trainer: Trainer, take: Callable[[Any], Any], checked: type) -> Undo:
+    """Let `take` give another loader for each training loader that Lightning has prepared; returns the undo.
+
+    Args:
+        trainer: whose strategy exists.
+        take: gives a loader for a loader.
+        checked: a kind of loader whose number of workers Lightning does not question.
+    """
+    strategy: Any = trainer.strategy
+    process, check = strategy.process_dataloader, data_connector._worker_check
+
+    def process_dataloader(dataloader: Any) -> Any:
+        return process(take(dataloader) if trainer.training else dataloader)
+
+    def worker_check(trainer: Any, dataloader: Any, name: str) -> None:
+        if not isinstance(dataloader, checked):
+            check(trainer=trainer, dataloader=dataloader, name=name)
+
+    strategy.process_dataloader = process_dataloader
+    data_connector._worker_check = worker_check
+
+    def undo() -> None:
+        vars(strategy).pop("process_dataloader", None)
+        data_connector._worker_check = check
+
+    return undo
+
+
+def watch_fetches(trainer: Trainer, begins: Callable[[], None], ends: Callable[[], None]) -> Undo:
+    """Call `begins` before and `ends` after each training batch is drawn; returns the undo."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    before, after = loop._on_before_fetch, loop._on_after_fetch
+
+    def on_before_fetch() -> None:
+        before()
+        begins()
+
+    def on_after_fetch() -> None:
+        ends()
+        after()
+
+    loop._on_before_fetch, loop._on_after_fetch = on_before_fetch, on_after_fetch
+
+    def undo() -> None:
+        vars(loop).pop("_on_before_fetch", None)
+        vars(loop).pop("_on_after_fetch", None)
+
+    return undo
+
+
+def training_loaders(trainer: Trainer) -> list[Any]:
+    """The loaders of this fit; none before they are made."""
+    combined = trainer.fit_loop._combined_loader
+    return [] if combined is None else list(combined.flattened)
+
+
+def batches_left(trainer: Trainer) -> float:
+    """Training batches that this epoch still has; infinite where nobody knows."""
+    loop = trainer.fit_loop
+    return loop.max_batches - loop.epoch_loop.batch_progress.current.ready
+
+
+def is_within_an_epoch(trainer: Trainer) -> bool:
+    """Whether this fit goes on in the midst of an epoch that another has begun."""
+    return trainer.fit_loop.restarted_mid_epoch
+
+
+def forget_loader_states(checkpoint: dict[str, Any]) -> None:
+    """Take loader states out of Lightning's part of a checkpoint, which then loads with other loaders, too."""
+    checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).pop("combined_loader", None)
+
+
+def transfer_hooks(trainer: Trainer) -> list[str]:
+    """Hooks of the user's that expect a batch on the host."""
+    owners: tuple[Any, ...] = (trainer.lightning_module, getattr(trainer, "datamodule", None))
+    found = []
+    for owner in owners:
+        parent = LightningModule if isinstance(owner, LightningModule) else LightningDataModule
+        for name in ("on_before_batch_transfer", "transfer_batch_to_device"):
+            if owner is not None and is_overridden(name, owner, parent):
+                found.append(f"{type(owner).__name__}.{name}")
+    return found
