@@ -1,7 +1,9 @@
 """Small models for the tests: a plain transformer, a CNN with BatchNorm, transformers models from configs."""
 
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -44,13 +46,19 @@ def transformers_model(name: str, **options: Any) -> nn.Module:
 
 
 def lora_model(
-    *, dropout: float = 0.0, layers: list[int] | None = None, attention_dropout: float = 0.1
+    *,
+    dropout: float = 0.0,
+    layers: list[int] | None = None,
+    attention_dropout: float = 0.1,
+    quantized: Callable[[nn.Module], object] = lambda _: None,
 ) -> nn.Module:
     """A Llama of which only LoRA's matrices are trained."""
-    import peft
     import transformers
 
+    peft = pytest.importorskip("peft")
     options = {"num_key_value_heads": 2, "attention_dropout": attention_dropout, "use_cache": False}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, **options))
+    quantized(model)
     adapters = peft.LoraConfig(
         r=4,
         lora_dropout=dropout,
@@ -58,9 +66,24 @@ def lora_model(
         layers_to_transform=layers,
         init_lora_weights=False,
     )
-    return peft.get_peft_model(
-        transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, **options)), adapters
-    )
+    return peft.get_peft_model(model, adapters)
+
+
+def in_4_bits(model: nn.Module) -> None:
+    """The matrices of the layers as bitsandbytes' NF4."""
+    nn_4_bits = pytest.importorskip("bitsandbytes").nn
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear) and name != "lm_head":
+            path, _, key = name.rpartition(".")
+            new = nn_4_bits.Linear4bit(module.in_features, module.out_features, bias=False, quant_type="nf4")
+            new.weight = nn_4_bits.Params4bit(module.weight.data, requires_grad=False, quant_type="nf4")
+            setattr(model.get_submodule(path), key, new.to("cpu"))
+
+
+def in_int8(model: nn.Module) -> None:
+    """The matrices of the layers as torchao's int8, a tensor that stands for several."""
+    quantization = pytest.importorskip("torchao.quantization")
+    quantization.quantize_(model.get_submodule("model.layers"), quantization.Int8WeightOnlyConfig())
 
 
 class Block(nn.Module):

@@ -17,10 +17,23 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from lightning_memkit import checkpoint_modules, use_packed_attention
 from lightning_memkit.memory.meter import ByteMeter
-from tests.activations.models import SMALL, VOCABULARY, Block, ConvNet, Stack, lora_model, transformers_model
+from tests.activations.models import (
+    SMALL,
+    VOCABULARY,
+    Block,
+    ConvNet,
+    Stack,
+    in_4_bits,
+    in_int8,
+    lora_model,
+    transformers_model,
+)
 
-# peft asks transformers by the old name.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+# peft asks transformers by the old name, and would like to know how to merge int8.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",
+    "ignore:TorchaoLoraLinear was instantiated without `get_apply_tensor_subclass`",
+)
 SAMPLE = ["selective", "budget:0.5"]
 SWEEP = ["full", "every:2", "selective:mm,silu", "budget:64KiB", "auto:512KiB"]
 
@@ -112,6 +125,8 @@ CASES = {
     "positions, the model's own mask": Case(build=llama, batch=positions),
     "LoRA": Case(build=partial(lora_model, dropout=0.1)),
     "LoRA in the last layer": Case(build=partial(lora_model, layers=[1])),
+    "LoRA over 4 bits": Case(build=partial(lora_model, quantized=in_4_bits)),
+    "LoRA over int8": Case(build=partial(lora_model, quantized=in_int8)),
     "LoRA, packed": Case(build=partial(lora_model, attention_dropout=0.0), batch=packed, packed=True),
     "LoRA, packed, bfloat16 by autocast": Case(
         build=partial(lora_model, attention_dropout=0.0), batch=packed, packed=True, autocast=True
@@ -201,7 +216,9 @@ POLICIES = [*SAMPLE, *(pytest.param(policy, marks=pytest.mark.slow) for policy i
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.filterwarnings("ignore:The budget of .* can't be met", "ignore:The KV cache stays empty")
+@pytest.mark.filterwarnings(
+    "ignore:The budget of .* can't be met", "ignore:The KV cache stays empty", "ignore:.*stand for several"
+)
 def test_gradients_buffers_and_random_numbers_are_bitwise_those_of_the_plain_model(name, policy):
     case = CASES[name]
     model, ours = built(case), built(case)

@@ -4,6 +4,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -79,9 +80,10 @@ MORE: dict[str, Wrap] = {
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "stack": partial(Stack, width=32, depth=4, dropout=0.0),
     "batch norm": ConvNet,
-    "lora": lambda: lora_model(attention_dropout=0.0),
     "experts": partial(transformers_model, "MixtralForCausalLM", experts_implementation="eager"),
 }
+if find_spec("peft") is not None:
+    MODELS["lora"] = partial(lora_model, attention_dropout=0.0)
 
 
 def build(name: str = "stack") -> nn.Module:
