@@ -2,12 +2,9 @@
 
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +13,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_memkit.activations.blocks import BlockPattern, describe_blocks, find_blocks, has_router
-from lightning_memkit.activations.buffers import Snapshot, StatefulBuffers, buffers_replaced
 from lightning_memkit.activations.compiled import CompiledForward
 from lightning_memkit.activations.operators import kind_of
 from lightning_memkit.activations.planned import BudgetPlan, run_recorded, run_selective
@@ -28,6 +24,7 @@ from lightning_memkit.activations.policies import (
     SavedOperators,
     parse_policy,
 )
+from lightning_memkit.activations.whole_blocks import Switch, run_checkpointed, without_empty_cache
 from lightning_memkit.errors import NoEffectWarning
 
 _MARK = "_memkit_checkpointed"
@@ -41,27 +38,7 @@ _COMPILED_TWICE = (
 )
 
 
-@dataclass(slots=True)
-class _Switch:
-    """Shared by the blocks of one call: whether checkpointing is on, and what was already said."""
-
-    on: bool = True
-    said: set[str] = field(default_factory=set)
-    written: WeakKeyDictionary[nn.Module, StatefulBuffers] = field(default_factory=WeakKeyDictionary)
-
-    def buffers(self, block: nn.Module) -> StatefulBuffers:
-        """What is known of the buffers that a block writes."""
-        if block not in self.written:
-            self.written[block] = StatefulBuffers(block)
-        return self.written[block]
-
-    def say_once(self, message: str, category: type[Warning] = UserWarning) -> None:
-        if message not in self.said:
-            self.said.add(message)
-            warnings.warn(message, category, stacklevel=4)
-
-
-_Runner = Callable[[nn.Module, Callable[..., Any], tuple, dict[str, Any], _Switch], Any]
+_Runner = Callable[[nn.Module, Callable[..., Any], tuple, dict[str, Any], Switch], Any]
 
 
 def checkpoint_modules(
@@ -107,7 +84,7 @@ def checkpoint_modules(
         _report_nothing(module, blocks)
         return lambda: None
     _refuse_second_checkpointing(module)
-    switch = _Switch()
+    switch = Switch()
     runners, root = _runners(parsed, module, [block for _, block in chosen])
     previous = [
         (block, *_patch(block, "forward", run, switch))
@@ -190,16 +167,16 @@ def _runners(
 def _compiled(compiled: CompiledForward) -> _Runner:
     refuse = _refuse_compiler(_COMPILED_TWICE)
 
-    def run(block: nn.Module, plain: Callable, args: tuple, kwargs: dict[str, Any], switch: _Switch) -> Any:
+    def run(block: nn.Module, plain: Callable, args: tuple, kwargs: dict[str, Any], switch: Switch) -> Any:
         refuse()
         # A cache is asked by the number of the layer: with one, every block would be compiled for itself.
-        return compiled(plain, *_without_empty_cache(block, args, kwargs, switch))
+        return compiled(plain, *without_empty_cache(block, args, kwargs, switch))
 
     return run
 
 
 def _root(plan: BudgetPlan, refuse: Callable[[], None]) -> _Runner:
-    def run(module: nn.Module, plain: Callable, args: tuple, kwargs: dict[str, Any], switch: _Switch) -> Any:
+    def run(module: nn.Module, plain: Callable, args: tuple, kwargs: dict[str, Any], switch: Switch) -> Any:
         refuse()
         return plan.run_root(plain, args, kwargs)
 
@@ -207,7 +184,7 @@ def _root(plan: BudgetPlan, refuse: Callable[[], None]) -> _Runner:
 
 
 def _planned(plan: BudgetPlan, index: int, refuse: Callable[[], None]) -> _Runner:
-    def run(block: nn.Module, plain: Callable, args: tuple, kwargs: dict[str, Any], switch: _Switch) -> Any:
+    def run(block: nn.Module, plain: Callable, args: tuple, kwargs: dict[str, Any], switch: Switch) -> Any:
         refuse()
         if _has_wrappers(block, args, kwargs):
             return _run_opaque(block, plain, args, kwargs, switch)
@@ -237,7 +214,7 @@ def _refuse_compiler(message: str) -> Callable[[], None]:
 def _selective(policy: SavedOperators) -> _Runner:
     contexts = partial(_for_compiler, policy)  # made here: the compiler takes it as a constant
 
-    def run(block: nn.Module, plain: Callable, args: tuple, kwargs: dict[str, Any], switch: _Switch) -> Any:
+    def run(block: nn.Module, plain: Callable, args: tuple, kwargs: dict[str, Any], switch: Switch) -> Any:
         if torch.compiler.is_compiling():  # the compiler has its own way to save by operator
             return checkpoint(plain, *args, use_reentrant=False, context_fn=contexts, **kwargs)
         if _has_wrappers(block, args, kwargs):
@@ -251,14 +228,14 @@ def _whole(block: nn.Module) -> _Runner:
     if has_router(block):
         # Experts are chosen once: a router that runs again could choose others, and the recomputation would fail.
         def run(
-            block: nn.Module, plain: Callable, args: tuple, kwargs: dict[str, Any], switch: _Switch
+            block: nn.Module, plain: Callable, args: tuple, kwargs: dict[str, Any], switch: Switch
         ) -> Any:
             if torch.compiler.is_compiling() or _has_wrappers(block, args, kwargs):
-                return _run_checkpointed(block, plain, args, kwargs, switch)
+                return run_checkpointed(block, plain, args, kwargs, switch)
             return run_recorded(plain, args, kwargs, lambda operator: False)
 
         return run
-    return _run_checkpointed
+    return run_checkpointed
 
 
 def _for_compiler(policy: SavedOperators) -> Any:
@@ -282,17 +259,17 @@ def _has_wrappers(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool
 
 
 def _run_opaque(
-    block: nn.Module, plain: Callable[..., Any], args: tuple, kwargs: dict[str, Any], switch: _Switch
+    block: nn.Module, plain: Callable[..., Any], args: tuple, kwargs: dict[str, Any], switch: Switch
 ) -> Any:
     switch.say_once(
         f"{type(block).__name__} computes with tensors that stand for several (DTensor, quantized weights), of which "
         'no single operator can be saved: it is made again as a whole. Write policy="full" to say so, or shard whole '
         "blocks in place of what lies within them."
     )
-    return _run_checkpointed(block, plain, args, kwargs, switch)
+    return run_checkpointed(block, plain, args, kwargs, switch)
 
 
-def _patch(module: nn.Module, name: str, run: _Runner, switch: _Switch) -> tuple[MethodType, Any]:
+def _patch(module: nn.Module, name: str, run: _Runner, switch: Switch) -> tuple[MethodType, Any]:
     """Replace a method on the instance; returns the new one and what the instance had before."""
     before = module.__dict__.get(name)
 
@@ -309,87 +286,3 @@ def _patch(module: nn.Module, name: str, run: _Runner, switch: _Switch) -> tuple
     ours = MethodType(method, module)
     setattr(module, name, ours)
     return ours, before
-
-
-def _run_checkpointed(
-    block: nn.Module, plain: Callable[..., Any], args: tuple, kwargs: dict[str, Any], switch: _Switch
-) -> Any:
-    """A forward that keeps its inputs only and runs as a whole again."""
-    cache = _cache_in(args, kwargs)
-    if cache is not None and cache.get_seq_length() > 0:
-        switch.say_once(
-            f"{type(block).__name__} gets a filled KV cache and runs without activation checkpointing: a "
-            "second forward would append to the cache again. Train without a cache.",
-            NoEffectWarning,
-        )
-        return plain(*args, **kwargs)
-    args, kwargs = _without_empty_cache(block, args, kwargs, switch)
-    return _rerun(block, plain, switch.buffers(block), args, kwargs)
-
-
-def _without_empty_cache(
-    block: nn.Module, args: tuple, kwargs: dict[str, Any], switch: _Switch
-) -> tuple[tuple, dict[str, Any]]:
-    cache = _cache_in(args, kwargs)
-    if cache is not None and cache.get_seq_length() == 0:
-        switch.say_once(
-            f"The KV cache stays empty in checkpointed blocks ({type(block).__name__}) while training; "
-            "set `use_cache=False` in the model's config to say so."
-        )
-        args = tuple(None if value is cache else value for value in args)
-        kwargs = {name: None if value is cache else value for name, value in kwargs.items()}
-    return args, kwargs
-
-
-def _rerun(
-    block: nn.Module, plain: Callable[..., Any], buffers: StatefulBuffers, args: tuple, kwargs: dict[str, Any]
-) -> Any:
-    # All by position: torch looks for the devices whose random state it must keep among those only.
-    names, count = tuple(kwargs), len(args)
-
-    def run(*values: Any) -> Any:
-        return plain(*values[:count], **dict(zip(names, values[count:], strict=True)))
-
-    values = (*args, *kwargs.values())
-    if (
-        torch.compiler.is_compiling()
-    ):  # the compiler traces buffers' writes itself and refuses foreign contexts
-        return checkpoint(run, *values, use_reentrant=False)
-    snapshot = buffers.snapshot(block)
-    recompute = _AsInForward(block, snapshot)
-
-    def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
-        return nullcontext(), recompute
-
-    out = checkpoint(run, *values, use_reentrant=False, context_fn=contexts)
-    buffers.learn(block, snapshot)
-    return out
-
-
-class _AsInForward(AbstractContextManager):
-    """What a recompute must find as the forward did, beyond what torch restores; entered once a backward."""
-
-    def __init__(self, block: nn.Module, snapshot: Snapshot) -> None:
-        self._block = block
-        self._snapshot = snapshot
-        self._dtype = torch.get_default_dtype()
-        self._stack: list[ExitStack] = []
-
-    def __enter__(self) -> None:
-        stack = ExitStack()
-        # Lightning's bf16-true sets the default dtype around the forward only.
-        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-        torch.set_default_dtype(self._dtype)
-        stack.enter_context(buffers_replaced(self._block, self._snapshot))
-        self._stack.append(stack)
-
-    def __exit__(self, *exception: Any) -> None:
-        self._stack.pop().__exit__(*exception)
-
-
-def _cache_in(args: tuple, kwargs: dict[str, Any]) -> Any:
-    """The KV cache among the arguments, if any; known by what transformers' caches have in common."""
-    for value in (*args, *kwargs.values()):
-        if hasattr(value, "get_seq_length") and hasattr(value, "update"):
-            return value
-    return None

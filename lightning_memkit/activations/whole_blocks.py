@@ -1,0 +1,120 @@
+"""A block that keeps its inputs only and runs as a whole again in the backward pass."""
+
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_memkit.activations.buffers import Snapshot, StatefulBuffers, buffers_replaced
+from lightning_memkit.errors import NoEffectWarning
+
+
+@dataclass(slots=True)
+class Switch:
+    """Shared by the blocks of one call: whether checkpointing is on, and what was already said."""
+
+    on: bool = True
+    said: set[str] = field(default_factory=set)
+    written: WeakKeyDictionary[nn.Module, StatefulBuffers] = field(default_factory=WeakKeyDictionary)
+
+    def buffers(self, block: nn.Module) -> StatefulBuffers:
+        """What is known of the buffers that a block writes."""
+        if block not in self.written:
+            self.written[block] = StatefulBuffers(block)
+        return self.written[block]
+
+    def say_once(self, message: str, category: type[Warning] = UserWarning) -> None:
+        """Warn, unless the same was said already."""
+        if message not in self.said:
+            self.said.add(message)
+            warnings.warn(message, category, stacklevel=4)
+
+
+def run_checkpointed(
+    block: nn.Module, plain: Callable[..., Any], args: tuple, kwargs: dict[str, Any], switch: Switch
+) -> Any:
+    """A forward that keeps its inputs only and runs as a whole again."""
+    cache = _cache_in(args, kwargs)
+    if cache is not None and cache.get_seq_length() > 0:
+        switch.say_once(
+            f"{type(block).__name__} gets a filled KV cache and runs without activation checkpointing: a "
+            "second forward would append to the cache again. Train without a cache.",
+            NoEffectWarning,
+        )
+        return plain(*args, **kwargs)
+    args, kwargs = without_empty_cache(block, args, kwargs, switch)
+    return _rerun(block, plain, switch.buffers(block), args, kwargs)
+
+
+def without_empty_cache(
+    block: nn.Module, args: tuple, kwargs: dict[str, Any], switch: Switch
+) -> tuple[tuple, dict[str, Any]]:
+    """The arguments of a block, an empty KV cache left out: in training nothing reads it."""
+    cache = _cache_in(args, kwargs)
+    if cache is not None and cache.get_seq_length() == 0:
+        switch.say_once(
+            f"The KV cache stays empty in checkpointed blocks ({type(block).__name__}) while training; "
+            "set `use_cache=False` in the model's config to say so."
+        )
+        args = tuple(None if value is cache else value for value in args)
+        kwargs = {name: None if value is cache else value for name, value in kwargs.items()}
+    return args, kwargs
+
+
+def _rerun(
+    block: nn.Module, plain: Callable[..., Any], buffers: StatefulBuffers, args: tuple, kwargs: dict[str, Any]
+) -> Any:
+    # All by position: torch looks for the devices whose random state it must keep among those only.
+    names, count = tuple(kwargs), len(args)
+
+    def run(*values: Any) -> Any:
+        return plain(*values[:count], **dict(zip(names, values[count:], strict=True)))
+
+    values = (*args, *kwargs.values())
+    # The compiler traces buffers' writes itself and refuses foreign contexts.
+    if torch.compiler.is_compiling():
+        return checkpoint(run, *values, use_reentrant=False)
+    snapshot = buffers.snapshot(block)
+    recompute = _AsInForward(block, snapshot)
+
+    def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
+        return nullcontext(), recompute
+
+    out = checkpoint(run, *values, use_reentrant=False, context_fn=contexts)
+    buffers.learn(block, snapshot)
+    return out
+
+
+class _AsInForward(AbstractContextManager):
+    """What a recompute must find as the forward did, beyond what torch restores; entered once a backward."""
+
+    def __init__(self, block: nn.Module, snapshot: Snapshot) -> None:
+        self._block = block
+        self._snapshot = snapshot
+        self._dtype = torch.get_default_dtype()
+        self._stack: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        stack = ExitStack()
+        # Lightning's bf16-true sets the default dtype around the forward only.
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(self._dtype)
+        stack.enter_context(buffers_replaced(self._block, self._snapshot))
+        self._stack.append(stack)
+
+    def __exit__(self, *exception: Any) -> None:
+        self._stack.pop().__exit__(*exception)
+
+
+def _cache_in(args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The KV cache among the arguments, if any; known by what transformers' caches have in common."""
+    for value in (*args, *kwargs.values()):
+        if hasattr(value, "get_seq_length") and hasattr(value, "update"):
+            return value
+    return None
