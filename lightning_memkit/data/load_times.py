@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean, median
 
+from lightning_memkit.memory.processors import wanted_processor_seconds
+
 _KEPT = 1000  # of the last batches
 _OUTLIER = 5.0  # a step of so many medians was something else as well: a compilation, a checkpoint
 
@@ -20,8 +22,8 @@ class Measured:
         step_seconds: From a batch's arrival until the next was asked for.
         load_seconds: That building one batch took, wherever that was.
         longest_load_seconds: The most of them.
-        load_processors: Processors that building keeps busy while it lasts; below 1 where it waits itself.
-        step_processors: Processors that this process keeps busy during a step.
+        load_processors: Processors that building wants while it lasts; below 1 where it waits for something else.
+        step_processors: Processors that this process wants during a step.
     """
 
     batches: int
@@ -56,14 +58,14 @@ class _Pair:
 
 
 class LoadTimes:
-    """Times a loop's waits and steps: four readings of clocks a batch, and nothing on the device.
+    """Times a loop's waits and steps: four readings of clocks a batch (0.1 ms), and nothing on the device.
 
     Call `fetch_begins` before and `fetch_ends` after each batch is drawn. Workers tell what a batch took them by
     `built`; without workers that is the wait.
 
     Args:
         clock: Seconds.
-        cpu_clock: Seconds of the processor, of all threads of this process.
+        cpu_clock: Seconds for which this process wanted a processor.
 
     Attributes:
         start_wait: Seconds that the first batch of an iterator was waited for, as of the last one: the start of its
@@ -73,7 +75,7 @@ class LoadTimes:
     def __init__(
         self,
         clock: Callable[[], float] = time.perf_counter,
-        cpu_clock: Callable[[], float] = time.process_time,
+        cpu_clock: Callable[[], float] = wanted_processor_seconds,
     ) -> None:
         self._clock, self._cpu_clock = clock, cpu_clock
         self._pairs: deque[_Pair] = deque(maxlen=_KEPT)

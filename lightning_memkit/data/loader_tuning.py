@@ -20,6 +20,7 @@ _BUSY_STILL = 0.6  # a worker is given up where the others are no busier than th
 _NO_BETTER = 0.98
 _SAME_LOAD = 2.0  # what was tried at another ratio of load and step than this times says nothing
 MOST_WORKERS = 64
+_LEAST_LOAD = 1 / 8  # of a processor: workers that only wait are eight to one
 _LEAST_PREFETCH, _MOST_PREFETCH = 2, 8
 _START_SECONDS = {"fork": 0.2}
 _START_SECONDS_ELSEWHERE = 4.0  # Python starts anew and imports torch
@@ -119,7 +120,7 @@ def wanted_plan(measured: Measured, bounds: Bounds, target: float, busy: float =
 def _most_workers(measured: Measured, bounds: Bounds) -> int:
     """As many as keep the processors busy that the training process leaves."""
     free = max(0.0, bounds.processors - measured.step_processors)
-    by_processors = free / max(measured.load_processors, 1 / MOST_WORKERS)
+    by_processors = free / max(measured.load_processors, _LEAST_LOAD)
     return min(math.floor(by_processors + 0.1), bounds.most_workers, MOST_WORKERS)
 
 

@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data._utils import signal_handling
 
+from lightning_memkit.memory.processors import wanted_processor_seconds
+
 _DYING_SECONDS = 5.0
 _RAISED_IN_WORKER = "in DataLoader worker process"  # what torch writes of an error that a worker has sent
 Job = tuple[int, Any]  # a batch's number in its epoch, and what it is built from
@@ -28,7 +30,7 @@ _MANY_WORKERS = (
 
 
 class Built(NamedTuple):
-    """A batch, and the seconds that building it took: by the clock, and of the processor."""
+    """A batch, and the seconds that building it took: by the clock, and those for which it wanted a processor."""
 
     batch: Any
     seconds: float
@@ -201,12 +203,12 @@ class _Builds(Dataset[Built]):
         worker = get_worker_info()
         if worker is not None:
             self._begun[worker.id] = job[0]
-        begin, cpu_begin = time.perf_counter(), time.process_time()
+        begin, cpu_begin = time.perf_counter(), wanted_processor_seconds()
         try:
             batch = self._build(job)
         except StopIteration as error:  # would end the epoch, and nobody would know
             raise RuntimeError("The data set, or what collates its samples, raised StopIteration.") from error
-        return Built(batch, time.perf_counter() - begin, time.process_time() - cpu_begin)
+        return Built(batch, time.perf_counter() - begin, wanted_processor_seconds() - cpu_begin)
 
 
 def started_for(dataset: Any, on_start: Callable[[int], Any] | None) -> Callable[[int], Any]:

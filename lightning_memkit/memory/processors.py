@@ -1,12 +1,28 @@
-"""How many processors this process may use: those it may run on, and its cgroups' quota."""
+"""How many processors this process may use, and how much of them it wants."""
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+_SCHEDULED = Path("/proc/self/schedstat")
+
+
+def wanted_processor_seconds() -> float:
+    """Seconds for which this process's threads ran, and its main thread waited for a processor; 20 µs.
+
+    A process that has to share its processors wants no less of them. Where the system doesn't tell about the waiting,
+    the seconds that it ran.
+    """
+    try:
+        waited = int(_SCHEDULED.read_bytes().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        waited = 0.0
+    return time.process_time() + waited
+
 
 def usable_processors(root: Path = Path("/")) -> float:
-    """Processors, or a share of them where a cgroup has a quota; above 0.
+    """Processors that this process may run on, or a share of them where a cgroup has a quota; above 0.
 
     Args:
         root: where `proc` and `sys` are.

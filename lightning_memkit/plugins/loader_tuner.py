@@ -73,6 +73,11 @@ class LoaderTuner(Callback):
             f"copy_ahead={self.copy_ahead})"
         )
 
+    @property
+    def plan(self) -> LoaderPlan:
+        """Workers and prefetch of the training loader: the present ones, or the last."""
+        return LoaderPlan() if self._tuning is None else self._tuning.plan
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Watch the loop, and take the training loaders when they are made."""
         if stage != "fit":

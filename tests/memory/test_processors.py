@@ -1,9 +1,11 @@
 import os
+import time
 from pathlib import Path
 
 import pytest
 
-from lightning_memkit.memory.processors import usable_processors
+from lightning_memkit.memory import processors
+from lightning_memkit.memory.processors import usable_processors, wanted_processor_seconds
 
 
 def machine(root: Path, group: str, files: dict[str, str]) -> Path:
@@ -52,3 +54,13 @@ def test_a_system_without_affinity_counts_its_processors(tmp_path, monkeypatch):
     monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(os, "cpu_count", lambda: 5)
     assert usable_processors(tmp_path) == 5
+
+
+def test_waiting_for_a_processor_counts_as_wanting_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "process_time", lambda: 2.0)
+    monkeypatch.setattr(processors, "_SCHEDULED", tmp_path / "schedstat")
+    assert wanted_processor_seconds() == 2.0
+    (tmp_path / "schedstat").write_text("1999000000 500000000 17\n")
+    assert wanted_processor_seconds() == 2.5
+    (tmp_path / "schedstat").write_text("")
+    assert wanted_processor_seconds() == 2.0
