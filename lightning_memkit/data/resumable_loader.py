@@ -188,14 +188,14 @@ class _Build:
 
     def __call__(self, job: Job) -> Any:
         number, (seed, asked) = job
-        kept = GlobalNumbers.captured() if get_worker_info() is None else None
+        kept = GlobalNumbers() if get_worker_info() is None else None
         mixed = np.random.SeedSequence([seed, self.rank, number]).generate_state(1, np.uint64)
         GlobalNumbers.seed(int(mixed[0]) >> 1)
         try:
             return self.collate_fn(self._samples(asked) if self.samples else self.dataset[asked])
         finally:
             if kept is not None:
-                GlobalNumbers.restore(kept)
+                kept.restore()
 
     def _samples(self, numbers: list[Any]) -> Any:
         together = getattr(self.dataset, "__getitems__", None)
