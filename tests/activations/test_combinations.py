@@ -330,9 +330,9 @@ def matmuls_again(model):
     ("policy", "again"),
     [
         ("full", range(4, 9)),
-        ("every:2", range(2, 5)),
+        pytest.param("every:2", range(2, 5), marks=pytest.mark.slow),
         ("selective", range(4)),
-        ("selective:matmul", range(1)),
+        pytest.param("selective:matmul", range(1), marks=pytest.mark.slow),
     ],
 )
 def test_a_compiled_model_makes_again_what_the_policy_says(policy, again):
