@@ -125,13 +125,15 @@ def _watched(arguments: str, results: Path) -> bool:
             command, cwd=Path(__file__).parents[1], start_new_session=True, stdout=output, stderr=output,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
-        size, limit = results.stat().st_size, START_SECONDS
+        size, limit, waited = results.stat().st_size, START_SECONDS, 0.0
         last = time.monotonic()
         while process.poll() is None:
             time.sleep(0.1)
+            # Where this process did not get to run either, the whole machine stood still, and not the ranks.
+            waited, last = waited + min(1.0, time.monotonic() - last), time.monotonic()
             if results.stat().st_size != size:
-                size, last, limit = results.stat().st_size, time.monotonic(), HANG_SECONDS
-            if time.monotonic() - last > limit:
+                size, waited, limit = results.stat().st_size, 0.0, HANG_SECONDS
+            if waited > limit:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
                 return True
