@@ -152,7 +152,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.gradients = None
         at_once = plan.gradients and not plan.waits
         wanted = _wanted(ctx) if at_once else Wanted()
-        share = 1 / divisor if labels.numel() else 0.0
+        share = _reciprocal(divisor, plan.dtype) if labels.numel() else 0.0
         losses, gradients = _run(ctx, wanted, share, (hidden, weight, bias, labels, rows))
         if at_once:
             ctx.gradients = gradients
@@ -198,6 +198,13 @@ def _run(
         whole = gradients.hidden.new_zeros(hidden.shape).index_copy_(0, rows, gradients.hidden)
         gradients = replace(gradients, hidden=whole)
     return losses, gradients
+
+
+def _reciprocal(divisor: Tensor | float, dtype: torch.dtype) -> Tensor | float:
+    """One over a count; torch would give that of an integer tensor in float32, also where all else is float64."""
+    if isinstance(divisor, Tensor):
+        divisor = divisor.to(torch.float64 if dtype is torch.float64 else torch.float32)
+    return 1 / divisor
 
 
 def _wanted(ctx: Any) -> Wanted:

@@ -230,6 +230,18 @@ def test_parts_with_the_whole_count_add_up_to_the_whole():
         torch.testing.assert_close(part, true)
 
 
+@pytest.mark.parametrize("count", [6, torch.tensor(6), torch.tensor(6.0)])
+def test_a_count_of_any_kind_leaves_float64_its_precision(count):
+    hidden, weight, labels, _ = problem(torch.float64)
+    ours = linear_cross_entropy(hidden, weight, labels, count=count)
+    logits = F.linear(hidden, weight).flatten(0, -2)
+    truth = F.cross_entropy(logits, labels.flatten(), reduction="sum") / 6
+    assert ours.dtype is torch.float64
+    found = gradients(ours, (hidden, weight))
+    for gradient, true in zip(found, gradients(truth, (hidden, weight)), strict=True):
+        torch.testing.assert_close(gradient, true, rtol=1e-12, atol=1e-14)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("tokens", [4, 0])
 def test_no_label_that_counts_gives_what_torch_gives(reduction, tokens):
