@@ -228,10 +228,63 @@ def test_the_loop_makes_nothing_larger_than_the_query():
     assert counted.largest == query.untyped_storage().nbytes()
 
 
+@pytest.mark.parametrize("backend", ["loop", "dense_mask"])
 @pytest.mark.parametrize("bounds", [[0, 5, 24], [1, 24, 48], [0, 24, 60]])
-def test_bounds_that_do_not_cover_the_batch_are_refused(bounds):
+def test_bounds_that_do_not_cover_the_batch_are_refused(bounds, backend):
     with pytest.raises(ValueError, match=r"it runs from 0 to batch \* tokens = 48"):
-        packed_attention(*inputs(), torch.tensor(bounds, dtype=torch.int32), backend="loop")
+        packed_attention(*inputs(), torch.tensor(bounds, dtype=torch.int32), backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["loop", "dense_mask"])
+@pytest.mark.parametrize(
+    ("bounds", "message"),
+    [
+        (torch.tensor([0, 10, 30, 48]), "goes from 10 to 30 across the end of a row, 24"),
+        (torch.tensor([0, 48]), "goes from 0 to 48 across the end of a row, 24"),
+        (torch.tensor([0, 20, 10, 24, 48]), "falls from 20 to 10"),
+        (torch.tensor([[0, 24, 48]]), r"is torch.int64 of shape \(1, 3\)"),
+        (torch.tensor([0.0, 24.0, 48.0]), r"is torch.float32 of shape \(3,\)"),
+    ],
+)
+def test_bounds_across_rows_and_of_another_form_are_refused(bounds, message, backend):
+    with pytest.raises(ValueError, match=f"cu_seqlens {message}"):
+        packed_attention(*inputs(), bounds, backend=backend)
+
+
+def test_documents_without_a_token_change_nothing():
+    query, key, value = inputs()
+    bounds = torch.tensor([0, 0, 10, 24, 24, 24, 48, 48], dtype=torch.int32)
+    expected = packed_attention(query, key, value, torch.tensor([0, 10, 24, 48], dtype=torch.int32))
+    assert torch.equal(packed_attention(query, key, value, bounds), expected)
+
+
+@pytest.mark.parametrize("bounds", [None, torch.tensor([0, 24, 48], dtype=torch.int32)])
+def test_shapes_that_do_not_fit_are_refused(bounds):
+    query, key, value = inputs()
+    for wrong, message in (
+        ((query[0], key[0], value[0]), "query has the shape"),
+        ((query, key, value[:, :2]), "value has the shape"),
+        ((query, key[:1], value[:1]), "key has the shape"),
+        ((query, key, value[:, :, :3]), "value has the shape"),
+        ((query, key[..., :4], value), "key has the shape"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            packed_attention(*wrong, bounds)
+
+
+@pytest.mark.parametrize("backend", ["flash_attn", "varlen", "flex"])
+def test_a_named_backend_is_refused_without_bounds_too(backend):
+    with pytest.raises(ValueError, match=f"backend='{backend}' can't run on torch.float32 on cpu"):
+        packed_attention(*inputs(), backend=backend)
+
+
+def test_a_named_backend_is_used_without_bounds_too():
+    query, key, value = inputs()
+    with pytest.warns(UserWarning, match="dense_mask"):
+        out = packed_attention(query, key, value, backend="dense_mask")
+    torch.testing.assert_close(out, packed_attention(query, key, value))
+    with pytest.raises(ValueError, match='backend="auto" and "loop" know more keys than queries'):
+        packed_attention(query[:, :, :1], key, value, backend="dense_mask")
 
 
 def test_an_unknown_backend_is_refused():

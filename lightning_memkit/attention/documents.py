@@ -1,6 +1,7 @@
 """What every backend is told beside query, key and value; the shapes that they share."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -44,6 +45,34 @@ class Documents:
         """How many tokens before and after it a token sees, as the kernels take it; -1 is all."""
         before = -1 if self.window is None else self.window - 1
         return before, 0 if self.causal else before
+
+    def checked_bounds(self, batch: int, tokens: int) -> list[int]:
+        """``cu_seqlens`` on the host; waits for the device.
+
+        Raises:
+            ValueError: they don't cover the batch, or a document goes across the end of a row.
+        """
+        given = self.cu_seqlens
+        if given.dim() != 1 or given.is_floating_point():
+            raise ValueError(
+                f"cu_seqlens is {given.dtype} of shape {tuple(given.shape)}; it is one row of integers."
+            )
+        bounds = given.tolist()
+        if not bounds or bounds[0] != 0 or bounds[-1] != batch * tokens:
+            ends = f"runs from {bounds[0]} to {bounds[-1]}" if bounds else "is empty"
+            raise ValueError(f"cu_seqlens {ends}; it runs from 0 to batch * tokens = {batch * tokens}.")
+        for begin, end in pairwise(bounds):
+            if end < begin:
+                raise ValueError(
+                    f"cu_seqlens falls from {begin} to {end}; a document begins where the one before it ends."
+                )
+            row_end = (begin // tokens + 1) * tokens
+            if end > row_end:
+                raise ValueError(
+                    f"cu_seqlens goes from {begin} to {end} across the end of a row, {row_end}; the end of every row "
+                    "ends a document."
+                )
+        return bounds
 
     def visible(self, query_places: Tensor, key_places: Tensor) -> Tensor:
         """Which keys of the same document a query sees, by the places of both; broadcasts."""

@@ -61,7 +61,7 @@ def packed_attention(
             and ``"varlen"`` (torch's own kernel) need half precision on CUDA, ``"flex"`` (compiled
             FlexAttention) CUDA; the three are not yet verified on a GPU. ``"dense_mask"`` spends batch * tokens *
             tokens bytes. ``"auto"`` takes the first of flash_attn, varlen, flex, loop that can run; one that is
-            named is used or refused, never replaced.
+            named is used or refused, never replaced. Of whole rows ``"auto"`` and ``"loop"`` are SDPA itself.
 
     Returns:
         [batch, heads, tokens, head_dim].
@@ -73,7 +73,7 @@ def packed_attention(
     """
     if backend not in get_args(Backend):
         raise ValueError(f"backend={backend!r} is unknown; choose one of {get_args(Backend)}.")
-    _check(query, key, alibi_slopes)
+    _check(query, key, value, alibi_slopes)
     plain_rows = cu_seqlens is None and window is None and softcap is None and alibi_slopes is None
     documents = Documents(
         cu_seqlens=_rows(query) if cu_seqlens is None else cu_seqlens,
@@ -85,12 +85,12 @@ def packed_attention(
         softcap=softcap,
         alibi_slopes=alibi_slopes,
     )
-    if plain_rows:
+    if plain_rows and backend in ("auto", "loop"):
         return sdpa(query, key, value, documents)
     if query.size(2) != key.size(2):
         raise ValueError(
-            f"{query.size(2)} queries face {key.size(2)} keys; packed documents have as many of each. "
-            "For decoding against a cache leave out cu_seqlens."
+            f"{query.size(2)} queries face {key.size(2)} keys; packed documents have as many of each. For decoding "
+            'against a cache leave out cu_seqlens: then backend="auto" and "loop" know more keys than queries.'
         )
     chosen = choose(query, value, documents) if backend == "auto" else backend
     if (reason := refusal(chosen, query, value, documents)) is not None:
@@ -98,7 +98,18 @@ def packed_attention(
     return _BACKENDS[chosen](query, key, value, documents)
 
 
-def _check(query: Tensor, key: Tensor, alibi_slopes: Tensor | None) -> None:
+def _check(query: Tensor, key: Tensor, value: Tensor, alibi_slopes: Tensor | None) -> None:
+    batch, features = query.size(0), query.size(-1)
+    if query.dim() != 4:
+        raise ValueError(f"query has the shape {tuple(query.shape)}; it is [batch, heads, tokens, head_dim].")
+    if key.dim() != 4 or (key.size(0), key.size(3)) != (batch, features):
+        raise ValueError(
+            f"key has the shape {tuple(key.shape)}; it is [{batch}, key_heads, tokens, {features}], like the query."
+        )
+    if value.shape[:3] != key.shape[:3] or value.dim() != 4:
+        raise ValueError(
+            f"value has the shape {tuple(value.shape)}; it is {[*key.shape[:3]]} and the features, like the key."
+        )
     if query.size(1) % key.size(1):
         raise ValueError(
             f"{query.size(1)} query heads can't share {key.size(1)} key heads; the latter divide the former."

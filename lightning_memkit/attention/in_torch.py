@@ -1,7 +1,7 @@
 """The backends that run everywhere: SDPA document by document, and SDPA with a mask of tokens squared."""
 
 import warnings
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import torch
 from torch import Tensor
@@ -14,13 +14,8 @@ _LEAST_BLOCK = 256  # queries at once under a window: fewer would be bound by th
 
 def loop(query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
     """Attention once for every run of documents of equal length, on views."""
-    bounds = documents.cu_seqlens.tolist()
-    tokens = query.size(0) * query.size(2)
-    if bounds[0] != 0 or bounds[-1] != tokens:
-        raise ValueError(
-            f"cu_seqlens runs from {bounds[0]} to {bounds[-1]}; it runs from 0 to batch * tokens = {tokens}."
-        )
-    lengths = (end - begin for begin, end in zip(bounds, bounds[1:], strict=False))
+    bounds = documents.checked_bounds(query.size(0), query.size(2))
+    lengths = (end - begin for begin, end in pairwise(bounds))
     runs = [(length, sum(1 for _ in same)) for length, same in groupby(lengths) if length]
     # One split, not a slice a document: a slice's backward fills a gradient of the whole size each time.
     sizes = [length * count for length, count in runs]
@@ -54,6 +49,7 @@ def _whole_documents(query: Tensor, key: Tensor, value: Tensor, documents: Docum
 def dense_mask(query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
     """Attention with a mask of batch * tokens * tokens bytes; for comparison, and warned of."""
     batch, _, tokens, _ = query.shape
+    documents.checked_bounds(batch, tokens)
     warnings.warn(
         f"backend='dense_mask' makes a mask of batch * tokens * tokens = {format_bytes(batch * tokens**2)}, and "
         'computes all scores that it hides; "loop" runs everywhere and makes no mask.',
