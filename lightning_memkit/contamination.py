@@ -2,7 +2,7 @@
 
 Twice: the even documents' tokens change and the odd ones are watched, then the other way round. So a document is
 watched while both its neighbours, the padding and the other rows change. Watched are the outputs of all modules that
-hold tokens of the batch, and the loss with the labels of the watched documents alone.
+hold tokens of the batch, what the innermost are given, and the loss with the labels of the watched documents alone.
 """
 
 import warnings
@@ -18,7 +18,7 @@ from lightning_memkit.attention.hugging_face import NAME, is_transformers_model
 from lightning_memkit.data.batch import IGNORED_LABEL, PackedBatch
 from lightning_memkit.errors import NoEffectWarning
 from lightning_memkit.rollback import Rollback
-from lightning_memkit.token_watch import TokenWatch, first_change
+from lightning_memkit.token_watch import Change, TokenWatch, first_change
 
 Run = Callable[[Any], Any]
 Agree = Callable[[bool], bool]
@@ -166,7 +166,7 @@ class _Probe:
             sources = self._sources(change)
             if change is not None:
                 document = self._document(change.place)
-                where = self._described(change.path)
+                where = self._described(change)
                 return Leak(where=where, document=document, sources=sources, share=change.share)
             return None
         if self.agree(_differ(loss_before, loss_after)) and self._loss_leaks(tokens, labels):
@@ -229,14 +229,16 @@ class _Probe:
         places = (numbers == numbers[place]).nonzero().flatten() - row * self.batch.length
         return row, int(places[0]), int(places[-1]) + 1
 
-    def _described(self, path: str) -> str:
+    def _described(self, change: Change) -> str:
         """The module's path and class, and the attention that it belongs to."""
+        path = change.path
         names = path.split(".") if path else []
         owners = [".".join(names[:count]) for count in range(len(names), 0, -1)]
         kinds = {owner: type(self.model.get_submodule(owner)).__name__ for owner in ["", *owners]}
         attention = next((owner for owner in owners if "attention" in kinds[owner].lower()), path)
         within = f" of {attention} ({kinds[attention]})" if attention != path else ""
-        return f"the output of {path or 'the model'} ({kinds[path]}){within}"
+        side = "input" if change.is_input else "output"
+        return f"the {side} of {path or 'the model'} ({kinds[path]}){within}"
 
     def _where_loss_leaks(self, kept: Tensor) -> str:
         firsts = self.batch["cu_seqlens"][:-1].long()

@@ -1,4 +1,4 @@
-"""Follow the tokens of a batch through a model: which positions of which module's output change."""
+"""Follow the tokens of a batch through a model: at which positions of which module's output, or input, it changes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.weak import WeakTensorKeyDictionary
 
 Key = tuple[str, int, int]  # the module's path, which of its calls, which of the tensors it returned
 
@@ -21,18 +22,20 @@ _TOLERANCE, _COARSE_TOLERANCE = 1e-4, 2e-2
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A token's place in the flattened batch, the module in whose output it changed, and by how much."""
+    """A token's place in the flattened batch, the module in whose output or input it changed, and by how much."""
 
     path: str
     place: int
     share: float
+    is_input: bool = False
 
 
 class TokenWatch:
     """While it is entered, one number for every token of every module's output, in the order of execution.
 
     Modules whose outputs have no place for every token ([rows, length, ...] or [rows * length, ...]) are passed over.
-    It holds 4 bytes a token and module.
+    Inputs of the innermost modules are followed where no module put them out: behind a projection of zeros nothing of
+    them would be seen. It holds 4 bytes a token and module, twice that at the most.
 
     Args:
         model: What is watched.
@@ -42,15 +45,20 @@ class TokenWatch:
 
     def __init__(self, model: nn.Module, rows: int, length: int) -> None:
         self.seen: dict[Key, Tensor] = {}
+        self.seen_inputs: dict[Key, Tensor] = {}
         self.coarse = False  # whether modules compute in 16 bits
         self._model, self._rows, self._length = model, rows, length
         self._calls: dict[str, int] = {}
         self._unsure: list[Key] = []
+        self._followed = WeakTensorKeyDictionary()  # each with its version
         self._handles: list[Any] = []
 
     def __enter__(self) -> "TokenWatch":
         for path, module in self._model.named_modules():
             self._handles.append(module.register_forward_hook(self._hook(path)))
+            if next(module.children(), None) is None:
+                hook = self._input_hook(path)
+                self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         return self
 
     def __exit__(
@@ -65,6 +73,7 @@ class TokenWatch:
             call = self._calls[path] = self._calls.get(path, -1) + 1
             for index, tensor in enumerate(_tensors(output)):
                 number = self._digest(tensor)
+                self._followed[tensor] = tensor._version
                 if number is not None:
                     self.seen[path, call, index] = number
                     self.coarse |= tensor.dtype in (torch.bfloat16, torch.float16)
@@ -75,17 +84,33 @@ class TokenWatch:
 
         return note
 
+    def _input_hook(self, path: str) -> Callable[[nn.Module, Any, Any], None]:
+        def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+            for index, tensor in enumerate(_tensors([args, kwargs])):
+                # Flat inputs may stand in any order, as those of a loss do.
+                if self._is_in_rows(tensor) and self._followed.get(tensor) != tensor._version:
+                    number = self._digest(tensor)
+                    if number is not None:
+                        self._followed[tensor] = tensor._version
+                        self.seen_inputs[path, self._calls.get(path, -1) + 1, index] = number
+                        self.coarse |= tensor.dtype in (torch.bfloat16, torch.float16)
+
+        return note
+
     def _forget_unsure(self) -> None:
         """What stands behind one another may be sorted by expert; a later output in rows tells what it would."""
         for key in self._unsure:
             del self.seen[key]
         self._unsure.clear()
 
+    def _is_in_rows(self, tensor: Tensor) -> bool:
+        return tuple(tensor.shape[:2]) in ((self._rows, self._length), (1, self._rows * self._length))
+
     def _digest(self, tensor: Tensor) -> Tensor | None:
         """One number a token, [rows * length]; None where tokens have no places."""
         shape = tuple(tensor.shape)
         whole = self._rows * self._length
-        if shape[:2] in ((self._rows, self._length), (1, whole)):
+        if self._is_in_rows(tensor):
             flat = tensor.flatten(0, 1)
         elif shape[:1] == (whole,):
             flat = tensor
@@ -99,7 +124,7 @@ class TokenWatch:
 
 
 def first_change(before: TokenWatch, after: TokenWatch, kept: Tensor, changed: Tensor) -> Change | None:
-    """The first output in which a kept token changed, beyond rounding; None without one.
+    """The first output in which a kept token changed, beyond rounding, else the first input; None without one.
 
     Args:
         before: What was seen of a batch.
@@ -108,8 +133,9 @@ def first_change(before: TokenWatch, after: TokenWatch, kept: Tensor, changed: T
         changed: bool [rows * length], the tokens that were changed.
     """
     tolerance = _COARSE_TOLERANCE if before.coarse else _TOLERANCE
-    for key, then in before.seen.items():
-        now = after.seen.get(key)
+    outputs = [(key, then, after.seen.get(key), False) for key, then in before.seen.items()]
+    inputs = [(key, then, after.seen_inputs.get(key), True) for key, then in before.seen_inputs.items()]
+    for key, then, now, is_input in outputs + inputs:
         if now is None or not bool(changed.any()):
             continue
         difference = (now - then).abs().nan_to_num(torch.inf)
@@ -118,7 +144,10 @@ def first_change(before: TokenWatch, after: TokenWatch, kept: Tensor, changed: T
         largest = float(moved.max())
         if largest > tolerance * scale:
             return Change(
-                path=key[0], place=int(moved.argmax()), share=largest / scale if scale else torch.inf
+                path=key[0],
+                place=int(moved.argmax()),
+                share=largest / scale if scale else torch.inf,
+                is_input=is_input,
             )
     return None
 

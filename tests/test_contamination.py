@@ -90,6 +90,11 @@ def padding_seen(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor) -> T
     return packed_attention(query, key, value, torch.cat((bounds[:6], bounds[7:])), causal=False)
 
 
+def padding_before(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor) -> Tensor:
+    """The padding of the second row sees the document before it."""
+    return packed_attention(query, key, value, torch.cat((bounds[:6], bounds[7:])))
+
+
 def neighbour_seen(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor) -> Tensor:
     """One even document alone sees the odd one before it."""
     return packed_attention(query, key, value, torch.cat((bounds[:2], bounds[3:])))
@@ -112,6 +117,41 @@ def test_a_leak_of_any_direction_is_named(attend, sources):
         probe_contamination(Model(attend), packed())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("attend", [whole_rows, neighbour_seen, backwards])
+def test_a_leak_behind_weights_that_are_zero_at_first_is_caught(attend, dtype):
+    """Many models begin with projections of zeros, so that no output shows what attention saw."""
+    model = Model(attend)
+    nn.init.zeros_(model.attention.out.weight)
+    message = r"First seen in the input of attention.out \(Linear\) of attention \(SomeAttention\)"
+    with pytest.raises(ContaminationError, match=message):
+        probe_contamination(model.to(dtype), packed())
+
+
+@pytest.mark.parametrize("attend", [packed_attention, padding_before])
+def test_documents_kept_apart_pass_behind_weights_that_are_zero(attend):
+    model = Model(attend)
+    nn.init.zeros_(model.attention.out.weight)
+    assert probe_contamination(model, packed())
+
+
+def test_an_input_in_another_order_is_no_leak():
+    """The loss of a model that puts tokens before rows is handed logits in the order of tokens."""
+
+    class TokensFirst(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.loss = nn.CrossEntropyLoss()
+
+        def training_step(self, batch: PackedBatch, batch_idx: int) -> Tensor:
+            hidden = self.embedding(batch["input_ids"])
+            logits = self.head(hidden + self.attention(hidden, batch)).transpose(0, 1)
+            labels = F.pad(batch["labels"], (0, 1), value=-100)[:, 1:].T
+            return self.loss(logits.flatten(0, 1), labels.flatten())
+
+    assert probe_contamination(TokensFirst(), packed())
+
+
 def test_the_document_is_named():
     with pytest.raises(ContaminationError, match="row 1, tokens 3 to 12, changes"):
         probe_contamination(Model(padding_seen), packed())
@@ -122,10 +162,7 @@ def test_documents_kept_apart_pass():
 
 
 def test_padding_may_see_the_document_before_it():
-    def attend(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor) -> Tensor:
-        return packed_attention(query, key, value, torch.cat((bounds[:6], bounds[7:])))
-
-    assert probe_contamination(Model(attend), packed())
+    assert probe_contamination(Model(padding_before), packed())
 
 
 class SortedTokens(Model):
