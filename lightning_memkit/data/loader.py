@@ -12,14 +12,12 @@ from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from lightning_memkit.data.batch import PackedBatch
 from lightning_memkit.data.batch_plan import BatchPlan, Epoch, Ordered, PlanOptions
 from lightning_memkit.data.host_memory import HostMemory, loader_memory, tokens_a_part
 from lightning_memkit.data.load_times import LoadTimes
-from lightning_memkit.data.packed_rows import PackedRows, RowsOfLength
+from lightning_memkit.data.packed_jobs import EpochBatches, Parts, build
+from lightning_memkit.data.packed_rows import PackedRows
 from lightning_memkit.data.progress import Progress, refuse_other_data
 from lightning_memkit.data.worker_batches import Built, WorkerBatches, WorkerOptions
 
@@ -68,6 +66,7 @@ class PackedLoader:
 
     Attributes:
         times: Learns how long workers take, where it is set.
+        keeps_workers: Workers stay from one epoch to the next, until `close`.
         on_the_way: What batches pass on their way out of the loader: a copy to the device, one batch ahead.
 
     Raises:
@@ -105,6 +104,8 @@ class PackedLoader:
         self._has_begun = False  # a batch of this epoch was drawn since it began or was resumed
         self._iteration = 0
         self.times: LoadTimes | None = None
+        self.keeps_workers = False
+        self._standing: tuple[LoaderOptions, WorkerBatches] | None = None
         self.on_the_way: Callable[[Iterator[PackedBatch]], Iterator[PackedBatch]] = iter
         self._planned: Epoch = Ordered.nothing()
         self._progress, self._counted_steps = Progress(), 0
@@ -136,6 +137,11 @@ class PackedLoader:
         if (num_workers, prefetch) != (self.options.num_workers, self.options.prefetch):
             room = self.options.room or room
             self.options = replace(self.options, num_workers=num_workers, prefetch=prefetch, room=room)
+            self.close()
+
+    def close(self) -> None:
+        """Ends workers that were kept."""
+        self._standing = None
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands, and what it has dealt: the same on every rank."""
@@ -206,7 +212,9 @@ class PackedLoader:
         done, self._planned = self._batches_done, self.plan.epoch(self._epoch)
         while done < len(self):
             options = self.options
-            for batch in self.on_the_way(self._built(_EpochBatches(self, self._planned, done))):
+            for batch in self.on_the_way(
+                self._built(EpochBatches(self._planned, self.rank, range(done, len(self))))
+            ):
                 done += 1
                 if iteration == self._iteration:  # an iterator that a newer one replaced has no say
                     self._batches_done = done
@@ -214,23 +222,15 @@ class PackedLoader:
                 if self.options is not options:  # others build the rest
                     break
 
-    def _built(self, batches: "_EpochBatches") -> Iterator[PackedBatch]:
+    def _built(self, batches: EpochBatches) -> Iterator[PackedBatch]:
         options = self.options
         if options.num_workers == 0:
             for _, rows in batches:
                 batch = self.rows[rows]
                 yield batch.pin_memory() if options.pin_memory else batch
             return
-        parts = _Parts(batches, self.rows, self._part) if self._part < self.plan.most_tokens else None
-        workers = WorkerBatches(
-            partial(_build, self.rows),
-            WorkerOptions(
-                num_workers=options.num_workers,
-                prefetch=options.prefetch,
-                pin_memory=options.pin_memory and parts is None,
-                seed=options.seed,
-            ),
-        )
+        parts = Parts(batches, self.rows, self._part) if self._part < self.plan.most_tokens else None
+        workers = self._workers(pin_memory=options.pin_memory and parts is None)
         if parts is None:
             for built in workers.batches(batches):
                 yield self._noted([built])[0]
@@ -239,6 +239,22 @@ class PackedLoader:
         for _, rows in batches:
             of_batch = self._noted(list(islice(built, len(parts.of(rows)))))
             yield PackedBatch.joined(of_batch, len(rows), pin_memory=options.pin_memory)
+
+    def _workers(self, *, pin_memory: bool) -> WorkerBatches:
+        if self._standing is not None and self._standing[0] is self.options and self.keeps_workers:
+            return self._standing[1]
+        workers = WorkerBatches(
+            partial(build, self.rows),
+            WorkerOptions(
+                num_workers=self.options.num_workers,
+                prefetch=self.options.prefetch,
+                pin_memory=pin_memory,
+                seed=self.options.seed,
+                is_persistent=self.keeps_workers,
+            ),
+        )
+        self._standing = (self.options, workers) if self.keeps_workers else None
+        return workers
 
     def _noted(self, parts: list[Built]) -> list[PackedBatch]:
         if self.times is not None:
@@ -262,40 +278,3 @@ class PackedLoader:
 
     def _identity(self) -> dict[str, int]:
         return {"seed": self.options.seed, **self.plan.identity()}
-
-
-class _EpochBatches:
-    """The steps from ``first`` to the epoch's end, each with the row numbers of this rank's batch."""
-
-    def __init__(self, loader: PackedLoader, epoch: Epoch, first: int) -> None:
-        self._loader, self._epoch, self._first = loader, epoch, first
-
-    def __len__(self) -> int:
-        return len(self._loader) - self._first
-
-    def __iter__(self) -> Iterator[tuple[int, NDArray[np.integer]]]:
-        for step in range(self._first, len(self._loader)):
-            yield step, self._epoch.batch(step, self._loader.rank)
-
-
-class _Parts:
-    """The same in parts of so many tokens, each padded as the whole batch is."""
-
-    def __init__(self, batches: _EpochBatches, rows: PackedRows, tokens: int) -> None:
-        self._batches, self._rows, self._tokens = batches, rows, tokens
-
-    def __len__(self) -> int:
-        return sum(len(self.of(rows)) for _, rows in self._batches)
-
-    def __iter__(self) -> Iterator[tuple[int, RowsOfLength]]:
-        for step, rows in self._batches:
-            yield from ((step, part) for part in self.of(rows))
-
-    def of(self, rows: NDArray[np.integer]) -> list[RowsOfLength]:
-        length = self._rows.length_of(rows)
-        each = max(1, self._tokens // length)
-        return [RowsOfLength(rows=rows[cut : cut + each], length=length) for cut in range(0, len(rows), each)]
-
-
-def _build(rows: PackedRows, job: tuple[int, NDArray[np.integer] | RowsOfLength]) -> PackedBatch:
-    return rows[job[1]]

@@ -125,7 +125,7 @@ class WorkerBatches:
 
     def _end_workers(self) -> None:
         end = getattr(self._iterator, "_shutdown_workers", None)
-        self._iterator = None
+        self._iterator = self._loader._iterator = None
         if end is not None:
             with contextlib.suppress(RuntimeError):  # that one of them is dead is known by now
                 end()

@@ -60,6 +60,7 @@ class TrainingLoaders:
             self.no_workers = why_no_workers(loader.built, loader.multiprocessing_context)
         else:
             self.no_workers = why_no_workers(loader.rows)
+            loader.keeps_workers = True
         loader.times = self._times
         loader.on_the_way = self._on_the_way(trainer)
         self.taken.append(loader)
@@ -86,6 +87,11 @@ class TrainingLoaders:
         return None
 
     @property
+    def keep_workers(self) -> bool:
+        """Whether workers stay from one epoch to the next, so that starting them pays over all of these."""
+        return all(isinstance(one, PackedLoader) or one.persistent_workers for one in self.taken)
+
+    @property
     def context(self) -> Any:
         """How the processes of the loaders start; None: as Python says."""
         return next((getattr(loader, "multiprocessing_context", None) for loader in self.taken), None)
@@ -104,6 +110,9 @@ class TrainingLoaders:
         """Training is over: a loader may be the user's own object."""
         for loader in self.taken:
             loader.times, loader.on_the_way = None, iter
+            if isinstance(loader, PackedLoader):
+                loader.keeps_workers = False
+                loader.close()
 
     def _resume(self, loader: Taken) -> None:
         if self.positions and isinstance(loader, ResumableLoader):

@@ -1,5 +1,6 @@
 """The Lightning adapter of `LoaderTuning`: it measures the training loop, and sets the workers of its loader."""
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -203,6 +204,7 @@ class LoaderTuner(Callback):
             measured, self._bounds(trainer, measured), lambda values: largest_of_ranks(trainer, values)
         )
         before = self._tuning.plan
+        batches = math.inf if self._loaders.keep_workers else batches
         changed = self._tuning.revise(measured, bounds, batches, between_epochs=between_epochs)
         if changed:
             self._loaders.set_workers(trainer, self._tuning.plan)

@@ -1,3 +1,5 @@
+import multiprocessing
+
 import numpy as np
 import pytest
 import torch
@@ -176,6 +178,32 @@ def test_nothing_is_drawn_from_torchs_or_numpys_global_numbers(num_workers):
     epoch(loader)
     assert torch.equal(torch.get_rng_state(), torch_before)
     assert np.array_equal(np.random.get_state(legacy=False)["state"]["key"], numpy_before)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_workers_are_kept_where_asked_and_change_between_two_batches(keeps):
+    expected = loader_of(30)
+    loader = loader_of(30, num_workers=1)
+    loader.keeps_workers = keeps
+    processes = []
+    for _ in range(2):
+        batches = []
+        for batch in loader:
+            batches.append(tokens(batch))
+            processes.append({child.pid for child in multiprocessing.active_children()})
+        assert batches == epoch(expected)
+    assert (processes[0] == processes[-1]) is keeps
+    iterator = iter(loader)
+    batches = [tokens(next(iterator)), tokens(next(iterator))]
+    for num_workers, prefetch in ((2, 1), (0, 2), (1, 3)):
+        loader.set_workers(num_workers, prefetch)
+        batches.append(tokens(next(iterator)))
+        assert len(multiprocessing.active_children()) == num_workers
+    del iterator  # in the midst of an epoch
+    assert batches == epoch(expected)[:5]
+    assert epoch(loader) == epoch(expected)
+    loader.close()
+    assert not multiprocessing.active_children()
 
 
 def test_a_batch_is_pinned_where_asked(monkeypatch):
