@@ -234,6 +234,12 @@ def test_what_contradicts_packing_is_refused(given, message):
         ("T5ForConditionalGeneration", {}, "is an encoder with a decoder"),
         ("BloomForCausalLM", {"n_head": 4}, "without transformers' attention interface"),
         ("MambaForCausalLM", {}, "takes no position_ids"),
+        ("Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention"]}, r"layers\.0\.conv\.conv \(Conv1d\)"),
+        (
+            "MiniMaxForCausalLM",
+            {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 2},
+            "layers of the type linear_attention",
+        ),
     ],
 )
 def test_models_that_can_not_be_switched_are_refused_at_once(name, options, message):

@@ -103,6 +103,27 @@ def _check(model: Any) -> None:
             f"{name}.forward takes no position_ids: positions would run on from one document into the next. "
             'Give each document its own row: packing="none".'
         )
+    if (carrier := _carries_tokens_on(model)) is not None:
+        raise ValueError(
+            f"{name} has {carrier}, where tokens of one document reach the next outside of attention. "
+            'Give each document its own row: packing="none".'
+        )
+
+
+def _carries_tokens_on(model: Any) -> str | None:
+    """What else than attention mixes tokens: states, linear attention, convolutions over tokens."""
+    named: Any = getattr(model.config, "layer_types", None) or ()
+    kinds = {str(kind) for kind in named if "linear" in str(kind) or "recurrent" in str(kind)}
+    if kinds:
+        return f"layers of the type {', '.join(sorted(kinds))}"
+    for path, module in model.named_modules():
+        # Depthwise, before a state; an audio encoder's has a model of its own around it, which takes no tokens.
+        if isinstance(module, nn.Conv1d) and 1 < module.groups == module.in_channels:
+            owners = [model.get_submodule(path[:end]) for end in range(len(path)) if path[end] == "."]
+            around = next((each for each in reversed(owners) if is_transformers_model(each)), model)
+            if "input_ids" in inspect.signature(around.forward).parameters:
+                return f"{path} ({type(module).__name__})"
+    return None
 
 
 def _name_over(implementation: str | None) -> str:
