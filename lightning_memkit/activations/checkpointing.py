@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from lightning_memkit.activations.policies import (
 )
 from lightning_memkit.activations.whole_blocks import Switch, run_checkpointed, without_empty_cache
 from lightning_memkit.errors import NoEffectWarning
+from lightning_memkit.replacing import replace_method
 
 _MARK = "_memkit_checkpointed"
 _BUDGET_COMPILED = (
@@ -86,25 +86,18 @@ def checkpoint_modules(
     _refuse_second_checkpointing(module)
     switch = Switch()
     runners, root = _runners(parsed, module, [block for _, block in chosen])
-    previous = [
-        (block, *_patch(block, "forward", run, switch))
-        for (_, block), run in zip(chosen, runners, strict=True)
+    undos = [
+        _patch(block, "forward", run, switch) for (_, block), run in zip(chosen, runners, strict=True)
     ]
     if root is not None:
         # Lightning calls a LightningModule's training_step and not its forward.
         name = "training_step" if hasattr(module, "training_step") else "forward"
-        previous.append((module, *_patch(module, name, root, switch)))
+        undos.append(_patch(module, name, root, switch))
 
     def undo() -> None:
-        switch.on = False  # where another patch lies on top of ours, ours only passes through from now on
-        for patched, ours, before in previous:
-            name = ours.__name__
-            if patched.__dict__.get(name) is not ours:
-                continue
-            if before is None:
-                delattr(patched, name)
-            else:
-                setattr(patched, name, before)
+        switch.on = False  # where a foreign patch lies on top of ours, ours only passes through from now on
+        for put_back in undos:
+            put_back()
 
     return undo
 
@@ -269,20 +262,10 @@ def _run_opaque(
     return run_checkpointed(block, plain, args, kwargs, switch)
 
 
-def _patch(module: nn.Module, name: str, run: _Runner, switch: Switch) -> tuple[MethodType, Any]:
-    """Replace a method on the instance; returns the new one and what the instance had before."""
-    before = module.__dict__.get(name)
-
-    # A method of the same name, so that copy.deepcopy binds it to the copy and pickle finds the class's own.
-    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        plain = getattr(type(self), name).__get__(self) if before is None else before
+def _patch(module: nn.Module, name: str, run: _Runner, switch: Switch) -> Callable[[], None]:
+    def call(self: nn.Module, plain: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if not (switch.on and self.training and torch.is_grad_enabled()):
             return plain(*args, **kwargs)
         return run(self, plain, args, kwargs, switch)
 
-    method.__name__ = name
-    if name == "forward":
-        setattr(method, _MARK, True)
-    ours = MethodType(method, module)
-    setattr(module, name, ours)
-    return ours, before
+    return replace_method(module, name, call, mark=_MARK if name == "forward" else None)

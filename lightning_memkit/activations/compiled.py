@@ -155,7 +155,10 @@ def _compile(graph: Any, inputs: Sequence[Any], budget: float) -> Compiled:
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx
 
-    with config.patch(activation_memory_budget=budget):
+    options: dict[str, Any] = {"activation_memory_budget": budget}
+    if hasattr(config, "unsafe_treat_script_objects_as_zero_size"):
+        options["unsafe_treat_script_objects_as_zero_size"] = True  # a DTensor's mesh holds no tensors
+    with config.patch(**options):
         return compile_fx(graph, inputs)  # pyright: ignore[reportArgumentType, reportReturnType]
 
 

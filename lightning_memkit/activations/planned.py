@@ -18,6 +18,7 @@ from lightning_memkit.activations.profiling import BlockProfile, Profiler
 from lightning_memkit.activations.recorded import Operator
 from lightning_memkit.activations.tape import Tape
 from lightning_memkit.errors import NoEffectWarning
+from lightning_memkit.memory.meter import storages_of
 from lightning_memkit.memory.units import format_bytes
 
 Plain = Callable[..., Any]
@@ -55,7 +56,7 @@ class BudgetPlan:
     def __init__(self, policy: SavedBytes, module: nn.Module, blocks: int) -> None:
         self._policy = policy
         self._module = module
-        self._resident_bytes = _resident_bytes(module) if policy.whole_step else 0
+        self._resident_bytes = 0
         self._profiles: dict[int, list[BlockProfile]] = {}
         self._chosen: dict[float, dict[int, Choice]] = {}
         self._fronts: dict[int, list[Choice]] = {}
@@ -74,6 +75,10 @@ class BudgetPlan:
         self._forward += 1
         if self._measured_in is not None or not torch.is_grad_enabled():
             return plain(*args, **kwargs)
+        if self._policy.whole_step:
+            self._resident_bytes = resident_bytes(
+                self._module
+            )  # not earlier: it may be sharded after it was patched
         given = (*_tensors((args, kwargs)), *_plain_tensors(self._module))
         inputs = {tensor.untyped_storage()._cdata for tensor in given}
         saved: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -182,10 +187,14 @@ def _plain_tensors(module: nn.Module) -> list[Tensor]:
     return [tensor for tensor in own if not is_traceable_wrapper_subclass(tensor)]
 
 
-def _resident_bytes(module: nn.Module) -> int:
-    """Weights, gradients of their size, and AdamW's two states a trained weight."""
-    weights = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
-    return weights + 3 * sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
+def resident_bytes(module: nn.Module) -> int:
+    """What this rank holds of weights, gradients of their size, and AdamW's two states a trained weight."""
+
+    def held(tensor: Tensor) -> int:
+        return sum(storage.nbytes() for storage in storages_of(tensor))
+
+    weights = sum(map(held, (*module.parameters(), *module.buffers())))
+    return weights + 3 * sum(held(parameter) for parameter in module.parameters() if parameter.requires_grad)
 
 
 class _Follow:

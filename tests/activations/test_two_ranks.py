@@ -75,6 +75,13 @@ def test_less_is_kept_on_each_rank(sample: list[Found], key: tuple[str, ...]) ->
         assert rank[key]["alive_bytes"] < 0.95 * rank["stack", "ddp", "none"]["alive_bytes"] + spare
 
 
+def test_a_step_s_budget_counts_what_a_rank_holds(sample: list[Found]) -> None:
+    whole = 4 * sum(parameter.nbytes for parameter in build().parameters())  # weights, gradients, AdamW's two
+    for rank in sample:
+        assert rank["stack", "ddp", "none"]["resident_bytes"] == whole
+        assert whole / 2 <= rank["stack", "fsdp2", "none"]["resident_bytes"] < 0.6 * whole
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("key", MORE, ids=" ".join)
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft asks by the old name

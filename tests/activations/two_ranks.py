@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_memkit import checkpoint_modules
 from lightning_memkit.activations.blocks import find_blocks
+from lightning_memkit.activations.planned import resident_bytes
 from lightning_memkit.memory.meter import ByteMeter
 from tests.activations.models import VOCABULARY, Block, ConvNet, Stack, lora_model, transformers_model
 from tests.plugins.ranks import leave
@@ -146,6 +147,7 @@ def run(name: str, wrap: Wrap, options: dict[str, Any], wrapped_first: bool = Fa
         alive_bytes = train(model, rows, name, counted=not compiled)
     return {
         "tensors": result(module),
+        "resident_bytes": resident_bytes(module),
         "alive_bytes": alive_bytes,
         "graphs": counters["stats"]["unique_graphs"],
         "said": [str(warning.message) for warning in said],
@@ -175,7 +177,6 @@ def cases(part: str) -> dict[tuple[str, ...], tuple[Any, ...]]:
         return {
             ("stack", strategy, policy): ("stack", wrap, options)
             for strategy, wrap in (STRATEGIES | MORE).items()
-            if wrap is not tensor_parallel
             for policy, options in ({"none": {}} | COMPILED).items()
         }
     by_string = {name: options for name, options in POLICIES.items() if "blocks" not in options}
