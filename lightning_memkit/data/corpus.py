@@ -60,7 +60,7 @@ class Corpus:
         if part is None:
             return TokenStore.of([])
         tokenizer = None
-        if read.columns(part) is None:
+        if self.options.kind not in ("auto", "input_ids") or read.columns(part) is None:
             records = read.records(part)
             tokenizer = self._tokenizer_for(records[0][1] if records else "")
         if tokenizer is None and not is_text and read.columns(part) is None:
@@ -71,7 +71,7 @@ class Corpus:
     def _tokenizer_for(self, record: Any) -> Tokenizer | None:
         kind = self.options.kind
         kinds = kinds_of(record, self.options.text_field) if kind == "auto" else [kind]
-        if kinds == ["input_ids"]:
+        if "input_ids" in kinds:
             return None
         if self.tokenizer is None:
             self.tokenizer = load_tokenizer(self.tokenizer_name)

@@ -65,8 +65,14 @@ class Encoder:
         """
         if self.options.kind in ("auto", "input_ids") and (table := self.source.columns(part)) is not None:
             return _of_columns(table, part.first)
-        groups = groupby(self.source.records(part), key=lambda numbered: self._kind(*numbered))
-        return joined(self._encoded(kind, list(group)) for kind, group in groups)
+        try:
+            groups = groupby(self.source.records(part), key=lambda numbered: self._kind(*numbered))
+            return joined(self._encoded(kind, list(group)) for kind, group in groups)
+        except ValueError as error:
+            file = self.source.within(part)
+            if not file or str(error).startswith(file):
+                raise
+            raise ValueError(f"{file}: {error}") from None
 
     def _encoded(self, kind: str, group: list[Numbered]) -> TokenStore:
         records = [record for _, record in group]
@@ -94,7 +100,7 @@ class Encoder:
         if wanted != "auto":
             if wanted in kinds:
                 return wanted
-        elif len(kinds) == 1:
+        elif len(kinds) == 1 or "input_ids" in kinds:  # whoever gives tokens has no need of the rest
             return kinds[0]
         field = self.options.text_field
         if len(kinds) > 1 and wanted == "auto":
@@ -122,9 +128,8 @@ def kinds_of(record: Any, text_field: str = "text") -> list[str]:
         return ["text"]
     if not hasattr(record, "keys"):
         return ["input_ids"] if isinstance(record, Sequence) or hasattr(record, "__array__") else []
-    if "input_ids" in record:
-        return ["input_ids"]
     holds = {
+        "input_ids": "input_ids" in record,
         "text": isinstance(record.get(text_field), str),
         "messages": isinstance(record.get("messages"), list),
         "prompt": "prompt" in record and "completion" in record,

@@ -9,11 +9,13 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+from torch.utils.data import IterableDataset
 
 from lightning_memkit.data.corpora import text_of
 from lightning_memkit.data.store import TokenStore
@@ -23,6 +25,7 @@ _RECORDS_A_PART = 1000
 _BYTES_A_PART = 2**20
 _BLANK_LINES = re.compile(r"\n[ \t]*(?:\n[ \t]*)+")
 _TABLES = (".parquet", ".arrow")
+_ENDINGS = (".jsonl", ".txt", *_TABLES)
 
 Record = Any  # a text, a mapping, or token ids
 Numbered = tuple[int, Record]
@@ -70,6 +73,10 @@ class Source(ABC):
         """The part as Arrow columns, where it is a table that holds token ids; else None."""
         return None
 
+    def within(self, part: Part) -> str:
+        """The file of the part, where there are several whose documents are numbered alike."""
+        return ""
+
 
 class JsonLines(Source):
     """A ``.jsonl`` file: an object a line; blank lines are passed over."""
@@ -107,17 +114,37 @@ class JsonLines(Source):
         return record
 
 
+class JsonLinesFiles(Source):
+    """The ``.jsonl`` files of a folder, one behind the other."""
+
+    unit = "line"
+
+    def __init__(self, files: list[Path], name: str) -> None:
+        self.name, self._files = name, [JsonLines(file) for file in files]
+        self.work = sum(file.work for file in self._files)
+        self.identity = [file.identity for file in self._files]
+
+    def parts(self) -> Iterator[Part]:
+        """Some lines of a file each."""
+        for number, file in enumerate(self._files):
+            yield from (replace(part, content=(number, part)) for part in file.parts())
+
+    def records(self, part: Part) -> list[Numbered]:
+        """The objects of these lines."""
+        number, of_file = part.content
+        return self._files[number].records(of_file)
+
+    def within(self, part: Part) -> str:
+        """The file's name."""
+        return self._files[part.content[0]].name
+
+
 class Texts(Source):
     """A ``.txt`` file, whose documents stand between blank lines, or a folder of them, each one document."""
 
     def __init__(self, path: Path) -> None:
         self.name, self._path = path.name, path
         self._files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
-        if not self._files:
-            raise ValueError(
-                f"The folder {str(path)!r} holds no .txt file; each .txt file right in it is one document. For "
-                "other texts give the path of a .jsonl, .parquet, .arrow or .txt file."
-            )
         self.work = sum(file.stat().st_size for file in self._files)
         self.identity = [file_identity(file) for file in self._files]
 
@@ -139,7 +166,12 @@ class Texts(Source):
 
     def _texts(self) -> Iterator[str]:
         for file in self._files:
-            text = file.read_text(encoding="utf-8")
+            try:
+                text = file.read_text(encoding="utf-8-sig")
+            except UnicodeDecodeError as error:
+                raise ValueError(
+                    f"{file.name} is not UTF-8 (byte {error.start}); convert it, or leave it out."
+                ) from None
             yield from [text] if self._path.is_dir() else _BLANK_LINES.split(text)
 
 
@@ -212,14 +244,15 @@ def source_of(source: Any) -> Source:
 
     Raises:
         FileNotFoundError: there is no such file or folder.
-        ValueError: the ending is unknown, or a folder has no .txt file.
+        ValueError: the ending is unknown, or a folder has no such file, or several kinds of them.
         MissingPackageError: a table needs the ``datasets`` package.
     """
     if isinstance(source, (str, Path)):
         return _of_path(Path(source))
     if is_table(source):
         return Table(source, name="dataset")
-    return Listed(source)
+    # torch's IterableDataset has a __getitem__, too, which raises.
+    return Listed(list(source) if isinstance(source, IterableDataset) else source)
 
 
 def is_table(source: Any) -> bool:
@@ -239,8 +272,7 @@ def file_identity(path: Path) -> list[Any]:
 
 def _of_path(path: Path) -> Source:
     if path.is_dir():
-        tables = sorted(file for ending in _TABLES for file in path.glob(f"*{ending}"))
-        return _table_files(tables, path.name) if tables else Texts(path)
+        return _of_folder(path)
     if not path.exists():
         raise FileNotFoundError(
             f"{str(path)!r} is neither a file nor a folder; a source is 'python-stdlib', the path of a .jsonl, "
@@ -256,15 +288,29 @@ def _of_path(path: Path) -> Source:
     )
 
 
+def _of_folder(path: Path) -> Source:
+    files = sorted(file for ending in _ENDINGS for file in path.glob(f"*{ending}"))
+    kinds = sorted({file.suffix for file in files})
+    if not kinds:
+        raise ValueError(
+            f"The folder {str(path)!r} holds no .jsonl, .parquet, .arrow or .txt file right in it; folders within it "
+            "are not read. Give one of these, or a mapping with one for each of train, validation and test."
+        )
+    if len(kinds) > 1:
+        raise ValueError(
+            f"The folder {path.name!r} holds {' and '.join(kinds)} files; give a folder of one kind."
+        )
+    if kinds == [".jsonl"]:
+        return JsonLinesFiles(files, path.name)
+    return Texts(path) if kinds == [".txt"] else _table_files(files, path.name)
+
+
 def _table_files(files: list[Path], name: str) -> Source:
     try:
         import datasets
     except ImportError:
         raise MissingPackageError("datasets", f"source={name!r}", "hf") from None
-    kinds = sorted({file.suffix for file in files})
-    if len(kinds) > 1:
-        raise ValueError(f"The folder {name!r} holds {' and '.join(kinds)} files; give a folder of one kind.")
-    if kinds == [".arrow"]:
+    if files[0].suffix == ".arrow":
         table = datasets.concatenate_datasets([datasets.Dataset.from_file(str(file)) for file in files])
     else:
         table = datasets.Dataset.from_parquet([str(file) for file in files])

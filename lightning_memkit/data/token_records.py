@@ -147,6 +147,8 @@ def _check_ids(ids: NDArray, first: int) -> None:
         )
     if ids.size and int(ids.min()) < 0:
         raise ValueError(f"A token id is {int(ids.min())}; token ids are 0 or more.")
+    if ids.size and int(ids.max()) >= 2**31:
+        raise ValueError(f"A token id is {int(ids.max())}; token ids are below 2**31.")
 
 
 def _chunks(records: Iterable[Any]) -> Iterator[list[Any]]:

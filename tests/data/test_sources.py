@@ -4,6 +4,7 @@ import sys
 
 import numpy as np
 import pytest
+from torch.utils.data import IterableDataset
 
 from lightning_memkit.data import tokenising
 from lightning_memkit.data.corpus import Corpus, shares_of
@@ -79,10 +80,86 @@ def test_an_empty_corpus_is_refused(tmp_path, name, content):
         read(tmp_path / name)
 
 
-def test_a_folder_without_text_files_says_so(tmp_path):
+def test_a_folder_without_a_source_in_it_says_so(tmp_path):
     (tmp_path / "a.md").write_text("x")
-    with pytest.raises(ValueError, match=r"holds no \.txt file; each \.txt file right in it is one document"):
+    (tmp_path / "train").mkdir()
+    with pytest.raises(
+        ValueError, match=r"holds no \.jsonl, \.parquet, \.arrow or \.txt file right in it.*folders within"
+    ):
         read(tmp_path)
+
+
+def test_a_folder_of_jsonl_files_is_read_in_the_order_of_their_names(tmp_path, monkeypatch):
+    for name, words in (("b.jsonl", ["three"]), ("a.jsonl", ["one", "two"])):
+        (tmp_path / name).write_text("".join(json.dumps({"text": word}) + "\n" for word in words))
+    assert texts(tmp_path) == ["one", "two", "three"]
+    (tmp_path / "b.jsonl").write_text('{"text": "3"}\n')
+    os.utime(tmp_path / "b.jsonl", ns=(1, 1))
+    assert texts(tmp_path) == ["one", "two", "3"]
+    monkeypatch.setattr(tokenising, "_ALONE_SECONDS", -1.0)
+    (tmp_path / "c.jsonl").write_text('{"text": "four"}\n')
+    assert texts(tmp_path, processes=2) == ["one", "two", "3", "four"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [('{"body": "x"}', "b.jsonl: .*, line 1 has no text"), ("{", "b.jsonl, line 1 is not JSON")],
+)
+def test_a_bad_line_of_a_folder_is_named_with_its_file(tmp_path, line, message):
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
+    (tmp_path / "b.jsonl").write_text(line)
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path)
+
+
+def test_a_folder_of_several_kinds_is_refused_and_none_is_passed_over(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
+    (tmp_path / "b.txt").write_text("two")
+    with pytest.raises(ValueError, match=r"holds \.jsonl and \.txt files; give a folder of one kind"):
+        read(tmp_path)
+
+
+def test_texts_that_are_not_utf8_are_named_and_a_byte_order_mark_is_no_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes("\N{BYTE ORDER MARK}one".encode())
+    assert texts(tmp_path / "a.txt") == ["one"]
+    (tmp_path / "b.txt").write_bytes(b"one\xff")
+    with pytest.raises(ValueError, match=r"b\.txt is not UTF-8 \(byte 3\); convert it"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["text", "prompt", "input_ids", "auto"])
+def test_a_record_with_several_kinds_is_read_as_is_asked(kind):
+    record = {"input_ids": [1, 2, 3], "text": "four", "prompt": "a", "completion": "b"}
+    expected = {"text": 6, "prompt": 4, "input_ids": 3, "auto": 3}
+    assert read([record], kind=kind).lengths.tolist() == [expected[kind]]
+
+
+@pytest.mark.parametrize("kind", ["text", "input_ids", "auto"])
+def test_a_table_with_several_kinds_is_read_as_is_asked(kind):
+    datasets = pytest.importorskip("datasets")
+    table = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]], "text": ["four"]})
+    assert read(table, kind=kind).lengths.tolist() == [{"text": 6, "input_ids": 3, "auto": 3}[kind]]
+
+
+@pytest.mark.parametrize("records", [[[1, 2**31]], np.array([[2**40]]), [{"input_ids": [2**40]}]])
+def test_token_ids_that_no_vocabulary_has_are_refused(records):
+    with pytest.raises(ValueError, match=r"A token id is \d+; .* below 2\*\*31"):
+        read(records)
+
+
+def test_a_data_set_that_is_sized_and_can_only_be_iterated_is_read():
+    class Sized(IterableDataset):
+        def __init__(self, records):
+            self.records = records
+
+        def __len__(self):
+            return len(self.records)
+
+        def __iter__(self):
+            return iter(self.records)
+
+    assert texts(Sized(["one", "two"])) == ["one", "two"]
+    assert read(Sized([[1, 2], [3]])).offsets.tolist() == [0, 2, 3]
 
 
 def test_an_unknown_ending_and_an_absent_file_are_refused(tmp_path):
