@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from types import MethodType
 from typing import Any, get_args
 
 import torch
@@ -17,6 +16,7 @@ from lightning_memkit.errors import NoEffectWarning
 from lightning_memkit.loss.backends import Backend
 from lightning_memkit.loss.lazy_logits import lazy_linear
 from lightning_memkit.memory.units import format_bytes
+from lightning_memkit.replacing import replace_method
 
 _MARK = "_memkit_chunked_loss"
 _REMEDY = "call linear_cross_entropy(hidden, weight, labels) in training_step instead"
@@ -76,14 +76,9 @@ def use_chunked_loss(
     patched += [_patch_model(model, switch) for _, model in models]
 
     def undo() -> None:
-        switch.on = False  # where another patch lies on top of ours, ours only passes through from now on
-        for target, ours, before in patched:
-            if target.__dict__.get("forward") is not ours:
-                continue
-            if before is None:
-                del target.forward
-            else:
-                target.forward = before
+        switch.on = False  # where a foreign patch lies on top of ours, ours only passes through from now on
+        for put_back in patched:
+            put_back()
 
     return undo
 
@@ -167,29 +162,22 @@ def _refuse(name: str, head: nn.Module) -> None:
 
 
 def _patch_head(
-    name: str, head: Any, switch: _Switch, only_with_labels: bool, backend: Backend
-) -> tuple[Any, Any, Any]:
-    before = head.__dict__.get("forward")
+    name: str, head: nn.Module, switch: _Switch, only_with_labels: bool, backend: Backend
+) -> Callable[[], None]:
     report = functools.partial(switch.report, name)
 
-    # Methods named `forward`, so that copy.deepcopy binds them to the copy and pickle finds the class's own.
-    @functools.wraps(type(head).forward)
-    def forward(self: nn.Module, input: Tensor) -> Tensor:
-        plain = type(self).forward.__get__(self) if before is None else before
+    def forward(self: nn.Module, plain: Callable[[Tensor], Tensor], /, input: Tensor) -> Tensor:
         if not switch.on or (only_with_labels and not switch.with_labels) or torch.compiler.is_compiling():
             return plain(input)
         return lazy_linear(self, plain, input, backend, report)
 
-    return _install(head, forward, before)
+    return replace_method(head, "forward", forward, mark=_MARK, like=type(head).forward)
 
 
-def _patch_model(model: Any, switch: _Switch) -> tuple[Any, Any, Any]:
-    before = model.__dict__.get("forward")
+def _patch_model(model: nn.Module, switch: _Switch) -> Callable[[], None]:
     signature = inspect.signature(type(model).forward)
 
-    @functools.wraps(type(model).forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        plain = type(self).forward.__get__(self) if before is None else before
+    def forward(self: nn.Module, plain: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         given = kwargs.get("labels") if not args else _labels_in(signature, self, args, kwargs)
         if given is None:
             return plain(*args, **kwargs)
@@ -199,15 +187,8 @@ def _patch_model(model: Any, switch: _Switch) -> tuple[Any, Any, Any]:
         finally:
             switch.with_labels -= 1
 
-    return _install(model, forward, before)
+    return replace_method(model, "forward", forward, mark=_MARK, like=type(model).forward)
 
 
 def _labels_in(signature: inspect.Signature, model: Any, args: Any, kwargs: Any) -> Any:
     return signature.bind_partial(model, *args, **kwargs).arguments.get("labels")
-
-
-def _install(module: Any, forward: Any, before: Any) -> tuple[Any, Any, Any]:
-    setattr(forward, _MARK, True)
-    ours = MethodType(forward, module)
-    module.forward = ours
-    return module, ours, before

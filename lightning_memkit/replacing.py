@@ -1,0 +1,66 @@
+"""Methods replaced on instances: copied with them, one upon another, and taken off in any order."""
+
+import functools
+from collections.abc import Callable
+from itertools import count
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+_BELOW = "_memkit_below_"
+_numbers = count()
+
+
+def replace_method(
+    module: nn.Module, name: str, run: Callable[..., Any], *, mark: str | None = None, like: Any = None
+) -> Callable[[], None]:
+    """Let an instance's method be `run(instance, plain, *args, **kwargs)`; `plain` is the method as it was.
+
+    The class doesn't change. A deep copy of the instance runs its own method, and pickle finds the class's.
+
+    Args:
+        module: the instance.
+        name: of the method.
+        run: called in its place.
+        mark: an attribute that the new method gets.
+        like: a function whose signature and attributes the new method shows.
+
+    Returns:
+        The undo. Where another replacement lies on top, it takes out the one below; where a foreign one does, that
+        still calls `run`.
+    """
+    # What was there is kept by the instance and not by a closure: a copy would call the original's.
+    key = f"{_BELOW}{next(_numbers)}"
+
+    # Named like the method, so that copy.deepcopy binds it to the copy and pickle finds the class's own.
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        below = getattr(self, key, None)
+        plain = getattr(type(self), name).__get__(self) if below is None else below
+        return run(self, plain, *args, **kwargs)
+
+    if like is not None:
+        functools.update_wrapper(method, like)
+    method.__name__ = name
+    if mark is not None:
+        setattr(method, mark, True)
+    attributes = module.__dict__
+    if name in attributes:
+        attributes[key] = attributes[name]
+    attributes[name] = ours = MethodType(method, module)
+
+    def undo() -> None:
+        mine = attributes.get(name) is ours
+        place = name if mine else next((k for k in attributes if _is_layer(k, attributes, ours)), None)
+        if place is None:
+            return
+        if key in attributes:
+            attributes[place] = attributes.pop(key)
+        else:
+            del attributes[place]
+
+    return undo
+
+
+def _is_layer(key: str, attributes: dict[str, Any], method: MethodType) -> bool:
+    return key.startswith(_BELOW) and attributes[key] is method
