@@ -103,6 +103,7 @@ class ResumableLoader(DataLoader[Any]):
             "batches_done": self._done if order is not None else 0,
             "batches": len(self),
             "order": order,
+            "epoch": getattr(self._of_epochs(), "epoch", None),
             "generator": None if self.generator is None else self.generator.get_state(),
         }
 
@@ -155,12 +156,20 @@ class ResumableLoader(DataLoader[Any]):
         state, self._to_resume = self._to_resume, None
         sampler = _sampler_of(self)
         if state is not None and state["order"] is not None:
+            # A trainer that was stopped within an epoch may count it as done, and have announced the next.
+            if state["epoch"] is not None:
+                self._of_epochs().set_epoch(state["epoch"])
             self._order = Order.resumed(sampler, self.generator, state["order"], state["batches_done"])
         elif state is not None or self._order is None:
             if state is not None and state["generator"] is not None and self.generator is not None:
                 self.generator.set_state(state["generator"].cpu())
             self._order = Order(sampler, self.generator)
         return self._order
+
+    def _of_epochs(self) -> Any:
+        """The sampler whose order follows from the epoch's number, as a `DistributedSampler`'s; None without any."""
+        samplers = (self.sampler, getattr(self.batch_sampler, "sampler", None))
+        return next((sampler for sampler in samplers if hasattr(sampler, "set_epoch")), None)
 
     def _built(self, order: Order) -> Iterator[Any]:
         for built in self._standing_workers(order.seed).batches(_seeded(order)):

@@ -174,6 +174,28 @@ def test_a_state_at_the_epochs_end_begins_the_next_and_keeps_the_generator():
     assert second.state_dict()["batches_done"] == 0
 
 
+@pytest.mark.parametrize("as_batch_sampler", [False, True])
+def test_a_resumed_epoch_is_the_saved_one_whichever_was_announced_since(as_batch_sampler):
+    def loader():
+        sampler = DistributedSampler(NUMBERS, 2, 1)
+        if as_batch_sampler:
+            return ResumableLoader(
+                DataLoader(NUMBERS, batch_sampler=BatchSampler(sampler, 4, False))
+            ), sampler
+        return ResumableLoader(DataLoader(NUMBERS, batch_size=4, sampler=sampler)), sampler
+
+    (first, sampler), (second, resumed) = loader(), loader()
+    sampler.set_epoch(5)
+    iterator = iter(first)
+    next(iterator)
+    second.load_state_dict(first.state_dict())
+    resumed.set_epoch(6)
+    assert plain(second) == plain(iterator)
+    resumed.set_epoch(6)
+    sampler.set_epoch(6)
+    assert plain(second) == plain(first)
+
+
 def test_a_state_that_is_not_yet_used_is_given_on():
     first = ResumableLoader(LOADERS["shuffled"]())
     next(iter(first))
