@@ -105,11 +105,7 @@ class BatchPlan:
         self._lengths = packing.row_tokens
         rows = len(self._lengths)
         self._longest = self._padded(int(self._lengths.max())) if rows else 0
-        if options.batch_tokens is not None and self._longest > options.batch_tokens:
-            raise ValueError(
-                f"batch_tokens={options.batch_tokens} is less than the longest row's {self._longest} tokens; a batch "
-                "holds at least one row. Raise it, or lower the context."
-            )
+        refuse_long_rows(self._longest, options.batch_tokens)
         self._order: NDArray[np.integer] | None = None  # where it is the same in every epoch
         self._buckets: NDArray[np.integer] | None = None
         self._work: NDArray[np.int64] | None = None
@@ -205,6 +201,15 @@ class BatchPlan:
             bounds.append((begin, begin + fits))
             begin += fits
         return bounds
+
+
+def refuse_long_rows(longest: int, batch_tokens: int | None) -> None:
+    """Raises where a row, as long as it is padded to, has more tokens than a batch may."""
+    if batch_tokens is not None and longest > batch_tokens:
+        raise ValueError(
+            f"batch_tokens={batch_tokens} is less than the longest row's {longest} tokens; a batch holds at least one "
+            "row. Raise it, or lower the context."
+        )
 
 
 def _bucket(lengths: NDArray[np.integer]) -> NDArray[np.int64]:

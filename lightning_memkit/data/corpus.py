@@ -48,8 +48,15 @@ class Corpus:
         return store
 
     def tokenizer_for_stream(self, source: Any) -> Tokenizer | None:
-        """The tokenizer, if the stream's first record needs one."""
-        return self._tokenizer_for(first_record(source))
+        """The tokenizer, if the stream's first record needs one.
+
+        Raises:
+            ValueError: the stream is empty.
+        """
+        record = first_record(source)
+        if record is None:
+            raise ValueError("source gives no document; give at least one.")
+        return self._tokenizer_for(record)
 
     def _store(self, source: Any, verify: bool) -> TokenStore:
         if isinstance(source, TokenStore):

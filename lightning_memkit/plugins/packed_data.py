@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from numpy.typing import NDArray
 
 from lightning_memkit.data.batch import PackedBatch
-from lightning_memkit.data.batch_plan import Padding
+from lightning_memkit.data.batch_plan import Padding, refuse_long_rows
 from lightning_memkit.data.collate import full_batch, rounded_length
 from lightning_memkit.data.corpus import Corpus, shares_of
 from lightning_memkit.data.host_memory import HostMemory, host_room, parse_room
@@ -193,6 +193,10 @@ class PackedDataModule(pl.LightningDataModule):
 
     def train_dataloader(self) -> Loader:
         """Rows in a new order every epoch; where a checkpoint stopped, if one was loaded."""
+        if "train" not in self._splits:
+            raise ValueError(
+                f"There are no documents to train on (found: {list(self._splits)}); give 'train' a source, too."
+            )
         # The same batches over and over is what overfit_batches asks for.
         overfit = bool(self.trainer and getattr(self.trainer, "overfit_batches", 0))
         loader = self._loader("train", shuffle=not overfit, drop_last=self.batches.drop_last)
@@ -302,12 +306,14 @@ class PackedDataModule(pl.LightningDataModule):
             )
         except ValueError as error:
             raise ValueError(f"In the share {share!r}: {error}") from None
-        return PackedRows(
+        rows = PackedRows(
             store=store,
             packing=replace(packing, documents=numbers.astype(packing.documents.dtype)[packing.documents]),
             pad_id=self.pad_id,
             multiple_of=self.batches.multiple_of,
         )
+        refuse_long_rows(rows.longest_batch if len(rows) else 0, self.batch_tokens)
+        return rows
 
     def _stream(self, source: Any, share: str | None) -> Stream:
         check_stream(source)
@@ -322,7 +328,7 @@ class PackedDataModule(pl.LightningDataModule):
                 "the stream earlier, or set the trainer's limit_train_batches."
             )
         tokenizer = self._corpus.tokenizer_for_stream(source)
-        return Stream(
+        stream = Stream(
             read=StreamDocuments(source=source, tokenizer=tokenizer, options=self.documents, share=share),
             context=self.context,
             long_documents=self.long_documents,
@@ -330,6 +336,8 @@ class PackedDataModule(pl.LightningDataModule):
             pad_id=self.pad_id,
             multiple_of=self.batches.multiple_of,
         )
+        StreamLoader(stream, self._loader_options(shuffle=False))  # checks the options now, not in training
+        return stream
 
     def _loader(self, share: str, *, shuffle: bool = False, drop_last: bool = False) -> Loader:
         trainer = self.trainer

@@ -178,6 +178,35 @@ def test_what_a_stream_can_not_do_is_refused(options, message):
         PackedDataModule(iter(documents(3)), context=CONTEXT, packing="stream").setup()
 
 
+@pytest.mark.parametrize(
+    ("source", "options", "message"),
+    [
+        (documents(90), {"batch_tokens": 5}, "batch_tokens=5 is less than the longest row's"),
+        (documents(90), {"batch_tokens": 5, "padding": "bucket"}, "batch_tokens=5 is less than"),
+        (
+            STREAMS["function"],
+            {"packing": "stream", "batch_tokens": 5},
+            "batch_tokens=5 is less than context",
+        ),
+        (STREAMS["function"], {"packing": "stream", "padding": "bucket"}, "padding='bucket' sorts rows"),
+        (lambda: iter(()), {"packing": "stream"}, "source gives no document; give at least one"),
+    ],
+)
+def test_options_that_do_not_fit_the_documents_are_refused_at_setup(source, options, message):
+    with pytest.raises(ValueError, match=message):
+        PackedDataModule(source, context=CONTEXT, **options).setup()
+
+
+def test_a_share_that_is_not_given_is_named():
+    data = PackedDataModule({"validation": documents(9)}, context=CONTEXT)
+    data.setup()
+    assert tokens_of(data.val_dataloader()) == flat(documents(9))
+    with pytest.raises(
+        ValueError, match=r"no documents to train on \(found: \['validation'\]\); give 'train'"
+    ):
+        data.train_dataloader()
+
+
 def test_packing_as_a_stream_of_known_documents_keeps_every_token():
     data = PackedDataModule(
         documents(200), context=CONTEXT, packing="stream", documents=DocumentOptions(validation=0.0)
