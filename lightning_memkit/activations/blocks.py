@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
@@ -36,15 +37,21 @@ def find_blocks(
     return marked or list(_repeated(module))
 
 
-def refuse_single_pattern(patterns: object) -> None:
-    """Raise where a pattern stands without a list: a string would be taken letter by letter.
+def refuse_single_pattern(patterns: Any) -> None:
+    """Raise where a pattern stands without a list (a string would be taken letter by letter), or is none.
 
     Raises:
-        ValueError: `patterns` is a string or a class.
+        ValueError: `patterns` is a string or a class, or holds something else.
     """
     if isinstance(patterns, (str, type)):
         shown = repr(patterns) if isinstance(patterns, str) else patterns.__name__
         raise ValueError(f"blocks={shown} is one pattern; blocks is a list of them: write blocks=[{shown}].")
+    for pattern in patterns:
+        if not isinstance(pattern, (str, type)):
+            raise ValueError(
+                f"blocks holds {pattern!r}, which is no pattern: write the names of modules or classes, such as "
+                'blocks=["encoder.layers.*"], or classes.'
+            )
 
 
 def describe_blocks(blocks: Sequence[tuple[str, nn.Module]]) -> str:

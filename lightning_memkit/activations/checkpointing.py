@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from lightning_memkit.activations.policies import (
     Policy,
     SavedBytes,
     SavedOperators,
+    matches,
     parse_policy,
 )
 from lightning_memkit.activations.whole_blocks import Switch, run_checkpointed, without_empty_cache
@@ -86,9 +88,7 @@ def checkpoint_modules(
     _refuse_second_checkpointing(module)
     switch = Switch()
     runners, root = _runners(parsed, module, [block for _, block in chosen])
-    undos = [
-        _patch(block, "forward", run, switch) for (_, block), run in zip(chosen, runners, strict=True)
-    ]
+    undos = [_patch(block, "forward", run, switch) for (_, block), run in zip(chosen, runners, strict=True)]
     if root is not None:
         # Lightning calls a LightningModule's training_step and not its forward.
         name = "training_step" if hasattr(module, "training_step") else "forward"
@@ -153,7 +153,7 @@ def _runners(
         refuse = _refuse_compiler(_BUDGET_COMPILED)
         return [_planned(plan, index, refuse) for index in range(len(blocks))], _root(plan, refuse)
     if isinstance(policy, SavedOperators):
-        return [_selective(policy)] * len(blocks), None
+        return [_selective(policy, len(blocks))] * len(blocks), None
     return [_whole(block) for block in blocks], None
 
 
@@ -204,17 +204,32 @@ def _refuse_compiler(message: str) -> Callable[[], None]:
     return refuse
 
 
-def _selective(policy: SavedOperators) -> _Runner:
+def _selective(policy: SavedOperators, blocks: int) -> _Runner:
     contexts = partial(_for_compiler, policy)  # made here: the compiler takes it as a constant
+    ran: set[str] = set()
+    seen: WeakSet[nn.Module] = WeakSet()
 
     def run(block: nn.Module, plain: Callable, args: tuple, kwargs: dict[str, Any], switch: Switch) -> Any:
         if torch.compiler.is_compiling():  # the compiler has its own way to save by operator
             return checkpoint(plain, *args, use_reentrant=False, context_fn=contexts, **kwargs)
         if _has_wrappers(block, args, kwargs):
             return _run_opaque(block, plain, args, kwargs, switch)
-        return run_selective(plain, args, kwargs, policy)
+        if len(seen) == blocks and policy != SavedOperators():  # what is named should be there
+            _report_unmatched(policy, ran, switch)
+        seen.add(block)
+        return run_selective(plain, args, kwargs, policy, ran)
 
     return run
+
+
+def _report_unmatched(policy: SavedOperators, ran: set[str], switch: Switch) -> None:
+    for pattern, _ in policy.save:
+        if not any(matches(name, pattern) for name in ran):
+            switch.say_once(
+                f'No operator of the blocks matches {pattern!r} of policy="selective:...", so nothing is saved for '
+                f"it; operators that ran: {', '.join(sorted(ran))}.",
+                NoEffectWarning,
+            )
 
 
 def _whole(block: nn.Module) -> _Runner:

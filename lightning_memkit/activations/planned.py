@@ -34,10 +34,17 @@ def run_recorded(plain: Plain, args: tuple, kwargs: dict[str, Any], keep: Callab
     return out
 
 
-def run_selective(plain: Plain, args: tuple, kwargs: dict[str, Any], policy: SavedOperators) -> Any:
-    """One forward of a block that saves the operators of a policy."""
+def run_selective(
+    plain: Plain, args: tuple, kwargs: dict[str, Any], policy: SavedOperators, ran: set[str]
+) -> Any:
+    """One forward of a block that saves the operators of a policy; notes in `ran` the names of all."""
     chosen = policy.chooser()
-    return run_recorded(plain, args, kwargs, lambda operator: chosen(operator.kind.name))
+
+    def keep(operator: Operator) -> bool:
+        ran.add(operator.kind.name)
+        return chosen(operator.kind.name)
+
+    return run_recorded(plain, args, kwargs, keep)
 
 
 class BudgetPlan:

@@ -85,6 +85,10 @@ def linear_cross_entropy(
     terms = HeadTerms(label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, scale=scale)
     _check(hidden, weight, labels, bias)
     _check_options(reduction, count, backend)
+    if shift and labels.ndim == 0:
+        raise ValueError(
+            "shift=True with a single label: it has no next one; pass rows of tokens, or shift=False."
+        )
     targets = _shifted(labels, ignore_index) if shift else labels
     flat = targets.reshape(-1)
     rows = _counted_rows(flat, ignore_index, weight.size(0))
@@ -306,6 +310,11 @@ def _check_options(reduction: str, count: Any, backend: str) -> None:
     if count is not None and reduction != "mean":
         raise ValueError(
             f"count={count} with reduction={reduction!r}: only a mean is divided by it; leave one out."
+        )
+    wrong = count.numel() != 1 if isinstance(count, Tensor) else count is not None and not count > 0
+    if wrong:
+        raise ValueError(
+            f"count={count} divides no loss: it is one number above 0, of the labels in all parts of the batch."
         )
     if backend not in get_args(Backend):
         raise ValueError(f"backend={backend!r} is unknown; choose one of {get_args(Backend)}.")

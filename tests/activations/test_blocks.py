@@ -81,3 +81,8 @@ def test_of_nested_matches_the_outermost_wins():
 def test_describe_counts_classes():
     assert describe_blocks(find_blocks(Stack(depth=3))) == "3 Block (blocks.0, ...)"
     assert describe_blocks([]) == "none"
+
+
+def test_what_is_no_pattern_is_refused():
+    with pytest.raises(ValueError, match="blocks holds 3, which is no pattern: write the names"):
+        find_blocks(nn.ModuleList([nn.Linear(2, 2)]), [3])  # pyright: ignore[reportArgumentType]

@@ -188,6 +188,22 @@ def test_selective_saves_what_it_names():
     assert flops("full") == none + 4 * matmul  # the whole block, also what nothing is saved of
 
 
+def test_an_operator_that_is_named_and_never_runs_is_said_once():
+    model = Stack(depth=2)
+    checkpoint_modules(model, "selective:gelu,matmull")
+    model(ids()).sum().backward()
+    with pytest.warns(NoEffectWarning, match="matches 'matmull' .* operators that ran: .*gelu"):
+        model(ids()).sum().backward()
+    model(ids()).sum().backward()
+
+
+def test_blocks_without_attention_are_no_fault_of_the_usual_policy():
+    model = Stack(depth=2)
+    checkpoint_modules(model, "selective")
+    for _ in range(3):
+        model(ids()).sum().backward()
+
+
 def test_a_forward_that_takes_other_branches_stays_right():
     class Branching(nn.Module):
         def __init__(self):
