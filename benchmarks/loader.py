@@ -1,11 +1,11 @@
 """Loading beside training: how long a loop waits for data before and after tuning, and how fast packs are built.
 
 A step waits as a processor waits for its accelerator; loading waits too (a disk, a network), or keeps a core busy.
-Three ratios of loading and step, by either kind of loading, and the packed standard library are trained twice for 160
-batches: with the loader as it is, without workers, and with `LoaderTuner`. `stall_before_pct` and `stall_after_pct`
-are what Lightning's own profiler says of the last 80: waiting for a batch, over that and the steps, without the
-first batch of an epoch, for which workers may have to start. Both are the worst of those cases in which the tuner's
-workers load in at most 0.7 of a step each; the others need more cores than there are.
+Three ratios of loading and step, by either kind of loading, and the packed standard library are trained twice: for 40
+batches with the loader as it is, without workers, and for 160 with `LoaderTuner`. `stall_before_pct` and
+`stall_after_pct` are what Lightning's own profiler says of the second half: waiting for a batch, over that and the
+steps, without the first batch of an epoch, for which workers may have to start. Both are the worst of those cases in
+which the tuner's workers load in at most 0.7 of a step each; the others need more cores than there are.
 
 `packs_vs_hf` is how many times as many packs of 8192 tokens one core builds in a second as with transformers'
 `DataCollatorWithFlattening` from lists of token ids; its lower end is `packs_vs_hf_low`. Both give token ids, labels,
@@ -113,7 +113,7 @@ class Result:
 
 def run(options: Options) -> Report:
     """Trains every case with and without the tuner, then builds packs."""
-    step = STEP_SECONDS / 2 if options.quick else STEP_SECONDS
+    step = STEP_SECONDS if options.quick else 2 * STEP_SECONDS
     with warnings.catch_warnings(), one_thread():
         warnings.simplefilter("ignore")
         results = [tuned(case) for case in (*synthetic(step), *library(options, step))]
@@ -193,9 +193,9 @@ def timed(build: Callable[[], object]) -> float:
 
 def tuned(case: Case) -> Result:
     """One case without workers and with the tuner."""
-    before, _ = trained(case, None)
+    before, _ = trained(case, None, BATCHES // 4)
     tuner = LoaderTuner()
-    after, with_start = trained(case, tuner)
+    after, with_start = trained(case, tuner, BATCHES)
     workers = tuner.plan.num_workers
     is_promised = case.load_seconds / max(1, workers) <= BUSY * case.step_seconds
     return Result(
@@ -216,11 +216,11 @@ def tuned(case: Case) -> Result:
     )
 
 
-def trained(case: Case, tuner: LoaderTuner | None) -> tuple[float, float]:
-    """Per cent of the last 80 batches' time in which the loop waited: without epochs' first batches, and with them."""
+def trained(case: Case, tuner: LoaderTuner | None, batches: int) -> tuple[float, float]:
+    """Per cent of the second half's time in which the loop waited: without epochs' first batches, and with them."""
     profiler, data = Durations(), case.data()
     trainer = Trainer(
-        max_steps=2 * BATCHES,
+        max_steps=2 * batches,
         accelerator="cpu",
         callbacks=[] if tuner is None else [tuner],
         profiler=profiler,
@@ -232,8 +232,8 @@ def trained(case: Case, tuner: LoaderTuner | None) -> tuple[float, float]:
     source = {"datamodule": data} if isinstance(data, LightningDataModule) else {"train_dataloaders": data}
     trainer.fit(Waits(case.step_seconds), **source)  # pyright: ignore[reportArgumentType]
     names = ("[_TrainingEpochLoop].train_dataloader_next", "run_training_batch")
-    waits, steps = (np.array(profiler.recorded_durations[name])[BATCHES : 2 * BATCHES] for name in names)
-    is_first = np.arange(BATCHES, 2 * BATCHES) % trainer.num_training_batches == 0
+    waits, steps = (np.array(profiler.recorded_durations[name])[batches : 2 * batches] for name in names)
+    is_first = np.arange(batches, 2 * batches) % trainer.num_training_batches == 0
 
     def stall(counts: np.ndarray) -> float:
         return float(100 * waits[counts].sum() / (waits[counts].sum() + steps[counts].sum()))
