@@ -33,7 +33,8 @@ class LeakWatch(TorchDispatchMode):
     r"""Notes each storage that is made in a few watched steps, and judges at the end which of them stay for good.
 
     A line leaks where what it made in every watched step but the last is still alive after the last: what is
-    replaced, updated in place, prefetched or cached once is not. What a compiled module makes inside is not followed.
+    replaced, updated in place, prefetched or cached once is not. Where only a graph keeps them, the tensor that holds
+    the graph is named. What a compiled module makes inside is not followed.
     Costs some tens of microseconds an operator while a step is watched, and nothing afterwards.
 
     Args:
@@ -102,7 +103,8 @@ class LeakWatch(TorchDispatchMode):
                 lines.setdefault(birth.where, []).append(birth)
         needed = set(range(self.steps - 1))
         leaking = {line: births for line, births in lines.items() if needed <= {b.step for b in births}}
-        return _Judge(leaking, self.steps, model).findings(self._least_bytes) if leaking else []
+        made_at = {key: birth.where for key, birth in self._births.items()}
+        return _Judge(leaking, self.steps, model, made_at).findings(self._least_bytes) if leaking else []
 
     def forget(self) -> None:
         """Let go of all notes."""
@@ -117,8 +119,14 @@ class LeakWatch(TorchDispatchMode):
 class _Judge:
     """Sorts leaking lines into those whose tensors somebody holds, and those that only a held graph keeps."""
 
-    def __init__(self, lines: dict[Place | None, list[_Birth]], steps: int, model: nn.Module | None) -> None:
-        self._lines, self._steps, self._model = lines, steps, model
+    def __init__(
+        self,
+        lines: dict[Place | None, list[_Birth]],
+        steps: int,
+        model: nn.Module | None,
+        made_at: dict[int, Place | None],
+    ) -> None:
+        self._lines, self._steps, self._model, self._made_at = lines, steps, model, made_at
         line_of, first = {}, set()
         for line, births in lines.items():
             for birth in births:
@@ -156,7 +164,41 @@ class _Judge:
             elif size < least_bytes * (self._steps - 1):
                 continue
             found.append(self._finding(line, births, size, with_graph))
+        if graph_only >= least_bytes * (self._steps - 1) and (grown := self._grown_sum(set(held))):
+            found.append(grown)
         return sorted(found, key=lambda finding: -finding.size_bytes)
+
+    def _grown_sum(self, held: set[Place | None]) -> Finding | None:
+        """A tensor whose graph reaches back through all watched steps: `total = total + loss`."""
+        births = {
+            storage._cdata: birth
+            for line, all_births in self._lines.items()
+            if line not in held
+            for birth in all_births
+            if (storage := birth.storage()) is not None
+        }
+        for tensor in [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]:
+            if tensor.grad_fn is None:
+                continue
+            reached = [births[key] for key in _saved_in_graph(tensor) & births.keys()]
+            if set(range(self._steps - 1)) <= {birth.step for birth in reached}:
+                made_at = [self._made_at.get(storage._cdata) for storage in _storages_if_any(tensor)]
+                where = describe(next(iter(made_at), None), "no line of yours")
+                return Finding(
+                    kind="kept_tensors",
+                    what=f"A sum that keeps the graphs of all {self._steps} steps",
+                    size_bytes=sum(birth.size_bytes for birth in reached),
+                    where=f"made at {where}, held by {self._name_of(tensor)}",
+                    remedy="add up `tensor.detach()`, or numbers (`.item()`)",
+                )
+        return None
+
+    def _name_of(self, tensor: Tensor) -> str:
+        for module in self._model.modules() if self._model is not None else ():
+            for name, value in vars(module).items():
+                if value is tensor:
+                    return f"{type(module).__name__}.{name}"
+        return "no attribute of the model"
 
     def _finding(self, line: Place | None, births: list[_Birth], size: int, with_graph: bool) -> Finding:
         graph = ", with their graph" if with_graph else ""
@@ -238,6 +280,26 @@ def _storages_if_any(tensor: Tensor) -> list[torch.UntypedStorage]:
         return list(storages_of(tensor))
     except (RuntimeError, NotImplementedError):  # a functional or lazy tensor has none
         return []
+
+
+def _saved_in_graph(tensor: Tensor) -> set[int]:
+    """The storages that a tensor's graph has saved and not freed."""
+    found: set[int] = set()
+    waiting, seen = [tensor.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting.extend(following for following, _ in node.next_functions)
+        for name in dir(node):
+            if name.startswith("_saved_"):
+                try:
+                    saved = getattr(node, name)
+                except (RuntimeError, ValueError):  # freed by a backward
+                    continue
+                found.update(s._cdata for kept in tensors_in(saved) for s in _storages_if_any(kept))
+    return found
 
 
 def _is_frame(thing: Any) -> bool:

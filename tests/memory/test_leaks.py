@@ -112,6 +112,36 @@ def test_what_a_kept_graph_keeps_counts_with_the_tensor_that_is_held():
     assert found.size_bytes == pytest.approx(5 * 3 * ROWS * WIDTH * 4, rel=0.01)
 
 
+def a_growing_sum(model, x):
+    hidden = model(x).exp()  # no backward ever frees what it saved
+    model.kept = hidden.mean() if model.kept is None else model.kept + hidden.mean()
+    return model(x).square().mean()
+
+
+def a_growing_sum_that_is_cut(model, x):
+    hidden = model(x).exp()
+    model.kept = hidden.mean().detach() if model.kept is None else model.kept + hidden.mean().detach()
+    return model(x).square().mean()
+
+
+def a_growing_sum_of_freed_graphs(model, x):
+    loss = model(x).square().mean()
+    model.kept = loss if model.kept is None else model.kept + loss
+    return loss
+
+
+def test_a_sum_that_keeps_every_steps_graph_is_named():
+    (found,) = watched(a_growing_sum)
+    assert f"{line_of(a_growing_sum, 'model.kept + hidden')}, held by Model.kept" in found.where
+    assert found.size_bytes == pytest.approx(5 * 3 * ROWS * WIDTH * 4, rel=0.01)
+    assert "detach" in found.remedy
+
+
+@pytest.mark.parametrize("step", [a_growing_sum_that_is_cut, a_growing_sum_of_freed_graphs])
+def test_a_sum_that_keeps_no_tensors_is_left_alone(step):
+    assert watched(step) == []
+
+
 def test_gradients_that_are_collected_are_named():
     def collecting(model, x):
         model.kept = [] if model.kept is None else model.kept
