@@ -40,7 +40,7 @@ def conversation_of(record: Mapping[str, Any], kind: str, *, mask_prompt: bool =
     """
     tools = record.get("tools")
     if kind == "messages":
-        messages = tuple(record["messages"])
+        messages = _messages(record["messages"])
         if mask_prompt and not any(message.get("role") == "assistant" for message in messages):
             roles = sorted({str(message.get("role")) for message in messages})
             raise ValueError(
@@ -56,7 +56,7 @@ def conversation_of(record: Mapping[str, Any], kind: str, *, mask_prompt: bool =
             f"'prompt' is {type(prompt).__name__} and 'completion' {type(completion).__name__}; both are texts, or "
             "both are lists of messages."
         )
-    messages = (*prompt, *completion)
+    messages = _messages([*prompt, *completion])
     return Conversation(messages=messages, asked=len(prompt), tools=tools, mask_prompt=mask_prompt)
 
 
@@ -64,7 +64,7 @@ def rendered(conversation: Conversation, render: Render) -> tuple[str, list[Span
     """The text of a conversation's messages, and which of its characters are learned.
 
     Raises:
-        ValueError: the template's text of the first turns is no beginning of its text of all.
+        ValueError: the template's text of the first turns is no beginning of its text of all, or it refuses them.
     """
     messages = list(conversation.messages)
     whole = render(messages, False)
@@ -96,8 +96,28 @@ def learned_tokens(places: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
     ]
 
 
+def _messages(messages: list[Any]) -> tuple[Any, ...]:
+    for message in messages:
+        if not isinstance(message, Mapping):
+            raise ValueError(
+                f"a message is {type(message).__name__}; each is a mapping with role and content, such as "
+                "{'role': 'user', 'content': 'Hello'}."
+            )
+    return tuple(messages)
+
+
 def _end_of(turns: list[Any], header: bool, whole: str, render: Render) -> int:
-    beginning = render(turns, header)
+    try:
+        beginning = render(turns, header)
+    except ValueError:
+        if turns:
+            raise
+        beginning = None
+    if beginning is None or (not turns and not whole.startswith(beginning)):
+        raise ValueError(
+            "the chat template begins otherwise where an answer stands first, so where it begins is not known; "
+            "put a message before it, or learn all of it with documents.mask_prompt=false."
+        )
     if not whole.startswith(beginning):
         raise ValueError(
             f"the chat template writes the first {len(turns)} messages otherwise where more follow, so where an "

@@ -85,7 +85,16 @@ class Encoder:
                 record if isinstance(record, str) else record[self.options.text_field] for record in records
             )
             return self.tokenizer.tokenize(text_store(text for text in texts if text.strip()))
-        return self.tokenizer.tokenize_conversations(list(self._conversations(kind, group)))
+        conversations = list(self._conversations(kind, group))
+        try:
+            return self.tokenizer.tokenize_conversations(conversations)
+        except ValueError:
+            for (number, _), conversation in zip(group, conversations, strict=True):
+                try:
+                    self.tokenizer.tokenize_conversations([conversation])
+                except ValueError as error:
+                    raise ValueError(f"{self._where(number)}: {error}") from None
+            raise
 
     def _conversations(self, kind: str, group: list[Numbered]) -> Iterator[Conversation]:
         for number, record in group:

@@ -160,20 +160,33 @@ class HuggingFaceTokenizer:
             )
         template = self._template()
         if conversation.mask_prompt and conversation.asked is None and _MARKS_ANSWERS.search(template):
-            encoded = self._tokenizer.apply_chat_template(
+            encoded = self._templated(
                 list(conversation.messages),
                 tools=conversation.tools,
+                tokenize=True,
                 return_dict=True,
                 return_assistant_tokens_mask=True,
             )
             return encoded["input_ids"], [bool(mask) for mask in encoded["assistant_masks"]]
         text, spans = rendered(
             conversation,
-            lambda messages, header: self._tokenizer.apply_chat_template(
+            lambda messages, header: self._templated(
                 messages, tools=conversation.tools, tokenize=False, add_generation_prompt=header
-            ) if messages else "",
-        )  # fmt: skip
+            ),
+        )
         return self._with_spans(text, spans, is_templated=True)
+
+    def _templated(self, messages: list[Any], **options: Any) -> Any:
+        import jinja2
+
+        try:
+            if (
+                not messages and not options["tokenize"]
+            ):  # the header of an answer alone; in a batch it is allowed
+                return self._tokenizer.apply_chat_template([[]], **options)[0]
+            return self._tokenizer.apply_chat_template(messages, **options)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the chat template refuses these messages: {error}") from None
 
     def _with_spans(
         self, text: str, spans: list[Span], *, is_templated: bool

@@ -19,6 +19,9 @@ MARKED = TEMPLATE.replace("GEN", "{% generation %}").replace("END", "{% endgener
 PLAIN = TEMPLATE.replace("GEN", "").replace("END", "")
 # Writes what was said before the last turn otherwise, as templates that drop earlier thoughts do.
 REWRITING = PLAIN.replace("{{ m['content'] }}", "{{ m['content'] if loop.last else m['content'][:2] }}", 1)
+# Writes a system's turn where the first is none, and so can't write the header of an answer alone.
+FIRST = "{% if messages[0]['role'] != 'system' %}<|system|>be brief<|end|>{% endif %}" + PLAIN
+STRICT = "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}"
 ONE = [{"role": "user", "content": "what is it"}, {"role": "assistant", "content": "a small cat"}]
 TWO = [{"role": "system", "content": "be brief"}, *ONE, {"role": "user", "content": "sure"}]
 THREE = [*TWO, {"role": "assistant", "content": "yes it is"}]
@@ -42,7 +45,11 @@ def folders(tmp_path_factory):
     model.decoder = tokenizers.decoders.ByteLevel()
     model.train_from_iterator(["what is it", "a small cat", "yes it is", "be brief", "sure"] * 20, trainer)
     made = {}
-    for name, template in (("marked", MARKED), ("plain", PLAIN), ("rewriting", REWRITING), ("none", None)):
+    templates = {
+        "marked": MARKED, "plain": PLAIN, "rewriting": REWRITING, "none": None, "first": FIRST,
+        "strict": STRICT + PLAIN,
+    }  # fmt: skip
+    for name, template in templates.items():
         made[name] = str(tmp_path_factory.mktemp(name))
         fast = transformers.PreTrainedTokenizerFast(tokenizer_object=model, eos_token="</s>")
         fast.chat_template = template
@@ -59,7 +66,7 @@ def learned(store: TokenStore) -> list[bool]:
     return store.learned.tolist()
 
 
-@pytest.mark.parametrize("messages", [ONE, TWO, THREE])
+@pytest.mark.parametrize("messages", [ONE, TWO, THREE, [ONE[1], *ONE]])
 @pytest.mark.parametrize("template", ["marked", "plain"])
 def test_answers_are_learned_as_transformers_marks_them(folders, template, messages):
     oracle = transformers.AutoTokenizer.from_pretrained(folders["marked"]).apply_chat_template(
@@ -135,6 +142,28 @@ def test_texts_and_conversations_of_one_file_stay_in_order(folders, tmp_path):
 def test_what_can_not_be_masked_is_refused(folders, record, template, message):
     with pytest.raises(ValueError, match=message):
         read([record], folders[template])
+
+
+@pytest.mark.parametrize(
+    ("records", "template", "message"),
+    [
+        ([ONE, ["what", "is it"]], "plain", "document 1: a message is str; each is a mapping with role and"),
+        ([ONE, THREE], "rewriting", "document 1: the chat template writes the first 3 messages otherwise"),
+        (
+            [ONE, [ONE[1]]],
+            "first",
+            "document 1: the chat template begins otherwise .* an answer stands first",
+        ),
+        (
+            [ONE, [{"role": "tool", "content": ""}, ONE[1]]],
+            "strict",
+            "document 1: the chat template refuses .*no to",
+        ),
+    ],
+)
+def test_what_a_template_does_not_know_is_refused_with_the_document(folders, records, template, message):
+    with pytest.raises(ValueError, match=message):
+        read([{"messages": messages} for messages in records], folders[template])
 
 
 def test_bytes_have_no_chat_template():
