@@ -58,7 +58,7 @@ class _Pair:
 
 
 class LoadTimes:
-    """Times a loop's waits and steps: four readings of clocks a batch (0.1 ms), and nothing on the device.
+    """Times a loop's waits and steps: four readings of clocks a batch, and nothing on the device.
 
     Call `fetch_begins` before and `fetch_ends` after each batch is drawn. Workers tell what a batch took them by
     `built`; without workers that is the wait.

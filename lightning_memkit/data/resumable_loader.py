@@ -38,7 +38,7 @@ class ResumableLoader(DataLoader[Any]):
     The batches come in the order of the loader that it is made of. Its data set, sampler, collate function,
     generator, start of workers and all else stay. What a data set draws at random (augmentation) depends on the
     epoch, the batch's number and the rank alone: it comes from a stream of the batch's own, so that the training's
-    numbers do not change with the workers; that takes 0.1 ms a batch.
+    numbers do not change with the workers; that takes a fraction of a millisecond a batch.
 
     Args:
         loader: Of a map-style data set, with a length; see `why_not_resumable`.

@@ -34,7 +34,7 @@ _DRAW_ONCE = (
 
 
 class GlobalNumbers:
-    """The states of Python's, NumPy's and torch's global random numbers on the host, as they are now; 0.1 ms."""
+    """The states of Python's, NumPy's and torch's global random numbers on the host, as they are now."""
 
     def __init__(self) -> None:
         self._python, self._torch = random.getstate(), torch.get_rng_state()

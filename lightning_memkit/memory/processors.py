@@ -9,7 +9,7 @@ _SCHEDULED = Path("/proc/self/schedstat")
 
 
 def wanted_processor_seconds() -> float:
-    """Seconds for which this process's threads ran, and its main thread waited for a processor; 20 µs.
+    """Seconds for which this process's threads ran, and its main thread waited for a processor; microseconds.
 
     A process that has to share its processors wants no less of them. Where the system doesn't tell about the waiting,
     the seconds that it ran.
