@@ -41,8 +41,8 @@ class LoaderTuner(Callback):
     It works on `PackedDataModule` and on any ``DataLoader`` of a map-style data set, which then also resumes within
     an epoch on the batch that would have come next. What a data set draws at random depends on the epoch, the batch
     and the rank alone, whatever the workers; it is not what it draws without this callback. The price: some readings
-    of clocks a batch, and a fraction of a millisecond for those random numbers. With `copy_ahead` one more batch lies on the device. That
-    part is not yet verified on a GPU.
+    of clocks a batch, and a fraction of a millisecond for those random numbers. With `copy_ahead` one more batch lies
+    on the device. That part is not yet verified on a GPU.
 
     Args:
         target_stall: Share of the time that the training loop may wait for data.
