@@ -164,7 +164,7 @@ class _Judge:
             elif size < least_bytes * (self._steps - 1):
                 continue
             found.append(self._finding(line, births, size, with_graph))
-        if graph_only >= least_bytes * (self._steps - 1) and (grown := self._grown_sum(set(held))):
+        if graph_only and (grown := self._grown_sum(set(held))):
             found.append(grown)
         return sorted(found, key=lambda finding: -finding.size_bytes)
 
