@@ -348,6 +348,11 @@ class PackedDataModule(pl.LightningDataModule):
         if isinstance(rows, Stream):
             return StreamLoader(rows, options, **where)
         loader = PackedLoader(rows, options, **where)
+        if loader.dropped_rows and not drop_last:
+            rank_zero_info(
+                f"{share}: {loader.dropped_rows} of {len(loader.rows)} rows can't be shared by {loader.world_size} "
+                "ranks in batches of one row, and are left out, in every epoch others; a larger batch_size deals all."
+            )
         if options.num_workers and share == "train":
             rank_zero_info(f"{options.num_workers} workers: {loader.memory}")
         return loader

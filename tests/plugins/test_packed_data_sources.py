@@ -389,27 +389,37 @@ MODES = {
 }
 
 
+def loader_of_rank(mode: str, rank: int, ranks: int, num_workers: int = 0, count: int = 230):
+    data = PackedDataModule(
+        documents(count),
+        context=CONTEXT,
+        documents=DocumentOptions(validation=0.0),
+        batches=BatchOptions(num_workers=num_workers),
+        **{"batch_size": None if "batch_tokens" in MODES[mode] else 3, **MODES[mode]},
+    )
+    data.setup()
+    data.trainer = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
+        distributed_sampler_kwargs={"num_replicas": ranks, "rank": rank},
+        strategy=SimpleNamespace(root_device=torch.device("cpu")),
+        overfit_batches=0,
+        num_devices=ranks,
+    )
+    return data.train_dataloader()
+
+
+def points(mode: str, ranks: int, number: int, count: int, *seed: int) -> list[int]:
+    """Random places within an epoch, each another one."""
+    steps = len(loader_of_rank(mode, 0, ranks, count=count))  # pyright: ignore[reportArgumentType]
+    return (1 + np.random.default_rng((ranks, *seed)).permutation(steps - 1)[:number]).tolist()
+
+
 def check_every_token_once(
     mode: str, ranks: int, workers: tuple[int, int], kill_after: int, count: int = 230
 ) -> None:
     """An epoch in which every rank dies after so many batches and goes on with another number of workers."""
 
     def loader(rank: int, num_workers: int):
-        data = PackedDataModule(
-            documents(count),
-            context=CONTEXT,
-            documents=DocumentOptions(validation=0.0),
-            batches=BatchOptions(num_workers=num_workers),
-            **{"batch_size": None if "batch_tokens" in MODES[mode] else 3, **MODES[mode]},
-        )
-        data.setup()
-        data.trainer = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
-            distributed_sampler_kwargs={"num_replicas": ranks, "rank": rank},
-            strategy=SimpleNamespace(root_device=torch.device("cpu")),
-            overfit_batches=0,
-            num_devices=ranks,
-        )
-        return data.train_dataloader()
+        return loader_of_rank(mode, rank, ranks, num_workers, count)
 
     seen, batches = [], set()
     for rank in range(ranks):
@@ -434,8 +444,8 @@ def check_every_token_once(
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_every_token_once_whoever_dies(mode, ranks):
-    for kill_after in np.random.default_rng(ranks).integers(0, 30, 4):
-        check_every_token_once(mode, ranks, (0, 0), int(kill_after))
+    for kill_after in (0, *points(mode, ranks, 3, 230), 1000):
+        check_every_token_once(mode, ranks, (0, 0), kill_after)
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -450,5 +460,23 @@ def test_every_token_once_with_another_number_of_workers(workers):
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("workers", [(0, 0), (0, 2), (2, 0), (2, 2)])
 def test_every_token_once_at_twenty_random_kills(mode, ranks, workers):
-    for kill_after in np.random.default_rng((ranks, *workers)).integers(0, 40, 20):
-        check_every_token_once(mode, ranks, workers, int(kill_after))
+    kills = points(mode, ranks, 20, 600, *workers)
+    assert len(set(kills)) == 20
+    for kill_after in kills:
+        check_every_token_once(mode, ranks, workers, kill_after, 600)
+
+
+def test_rows_that_no_rank_gets_are_said(caplog):
+    data = PackedDataModule(
+        [[1], [2], [3]], context=4, packing="none", batch_size=1, documents=DocumentOptions(validation=0.0)
+    )
+    data.setup()
+    data.trainer = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
+        distributed_sampler_kwargs={"num_replicas": 2, "rank": 0},
+        strategy=SimpleNamespace(root_device=torch.device("cpu")),
+        overfit_batches=0,
+        num_devices=2,
+    )
+    with caplog.at_level("INFO"):
+        data.train_dataloader()
+    assert "train: 1 of 3 rows can't be shared by 2 ranks" in caplog.text
