@@ -20,7 +20,7 @@ def parse_bytes(size: int | str) -> int:
     if isinstance(size, int):
         value = size
     else:
-        match = _PATTERN.fullmatch(size)
+        match = _PATTERN.fullmatch(size) if isinstance(size, str) else None
         if match is None or match[2].lower() not in _UNITS:
             raise ValueError(f"{size!r} is not a size: {rule}.")
         value = int(float(match[1]) * _UNITS[match[2].lower()])
