@@ -10,7 +10,7 @@ import numpy as np
 from lightning_memkit.data.batch import PackedBatch
 from lightning_memkit.data.collate import collate, rounded_length
 from lightning_memkit.data.layout import Packing
-from lightning_memkit.data.pieces import LongDocuments
+from lightning_memkit.data.pieces import LongDocuments, WorkLimit
 from lightning_memkit.data.progress import Progress
 from lightning_memkit.data.store import TokenStore, joined
 from lightning_memkit.data.streaming import StreamPacker, StreamWindow
@@ -28,6 +28,7 @@ class Stream:
         seed: Of the order of rows within windows.
         pad_id: The token that fills a row's end.
         multiple_of: Rounds a batch's length up, but never beyond the context.
+        work_limit: Attention work a row can hold; None: only its tokens are limited.
     """
 
     read: Callable[[int, int], Iterator[TokenStore]]
@@ -36,6 +37,7 @@ class Stream:
     seed: int = 0
     pad_id: int = 0
     multiple_of: int = 1
+    work_limit: WorkLimit | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +154,7 @@ class StreamBatches:
         packer = StreamPacker(
             stream.context,
             long_documents=stream.long_documents,
+            work_limit=stream.work_limit,
             seed=stream.seed + self._epoch,
             first_document=first,
         )

@@ -16,7 +16,7 @@ from lightning_memkit.data.collate import full_batch, rounded_length
 from lightning_memkit.data.corpus import Corpus, shares_of
 from lightning_memkit.data.host_memory import HostMemory, host_room, parse_room
 from lightning_memkit.data.loader import LoaderOptions, PackedLoader, PackedRows
-from lightning_memkit.data.packing import LongDocuments, PackingMode, pack
+from lightning_memkit.data.packing import LongDocuments, PackingMode, WorkLimit, pack
 from lightning_memkit.data.shares import DocumentOptions, deal_documents, drawn_documents
 from lightning_memkit.data.store import TokenStore
 from lightning_memkit.data.stream_batches import Stream
@@ -82,6 +82,8 @@ class PackedDataModule(pl.LightningDataModule):
         batches: How rows become batches.
         padding: ``longest`` batches any rows, ``bucket`` rows of about one length; either is padded to its longest.
         batch_tokens: Tokens a step and rank, padding included, at the most: batches of shorter rows have more.
+        work_limit: Limits the rows' attention work, too, so that they take equal time; ``long_documents`` decides
+            about a document that is above it.
 
     Raises:
         ValueError: an option is out of range; at setup: the corpus is empty, a document is too long, or the
@@ -101,11 +103,11 @@ class PackedDataModule(pl.LightningDataModule):
         batches: BatchOptions = _PLAIN_BATCHES,
         padding: Padding = "longest",
         batch_tokens: int | None = None,
+        work_limit: WorkLimit | None = None,
     ) -> None:
         super().__init__()
-        pack(
-            [], context, packing=packing, long_documents=long_documents
-        )  # checks the options now, not at setup
+        # Checks the options now, not at setup.
+        pack([], context, packing=packing, long_documents=long_documents, work_limit=work_limit)
         rounded_length(context, context, batches.multiple_of)
         parse_room(batches.host_memory)
         self.source = source
@@ -118,6 +120,7 @@ class PackedDataModule(pl.LightningDataModule):
         self.batches = batches
         self.padding: Padding = padding
         self.batch_tokens = batch_tokens
+        self.work_limit = work_limit
         self._corpus = Corpus(tokenizer_name=tokenizer, options=documents)
         self._splits: dict[str, PackedRows | Stream] = {}
         self._train_loader: Loader | None = None
@@ -302,6 +305,7 @@ class PackedDataModule(pl.LightningDataModule):
                 self.context,
                 packing=self.packing,
                 long_documents=self.long_documents,
+                work_limit=self.work_limit,
                 seed=self.documents.seed,
             )
         except ValueError as error:
@@ -335,6 +339,7 @@ class PackedDataModule(pl.LightningDataModule):
             seed=self.documents.seed,
             pad_id=self.pad_id,
             multiple_of=self.batches.multiple_of,
+            work_limit=self.work_limit,
         )
         StreamLoader(stream, self._loader_options(shuffle=False))  # checks the options now, not in training
         return stream

@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_memkit.data import token_file
+from lightning_memkit.data.packing import WorkLimit
 from lightning_memkit.data.shares import DocumentOptions
 from lightning_memkit.plugins.packed_data import BatchOptions, PackedDataModule
 from tests.plugins.test_packed_data import Recorder, Saver, documents, fit, real_tokens
@@ -131,6 +132,21 @@ def test_a_budget_of_tokens_holds_and_resumes(tmp_path, options, step):
     half = len(whole.seen) // 2
     assert flat(whole.seen[:half]) != []
     assert set(flat(whole.seen[:half])) == set(flat(whole.seen[half:]))
+
+
+@pytest.mark.parametrize("packing", ["bfd", "stream"])
+def test_a_limit_of_work_holds_where_tokens_would_leave_room(packing):
+    of_four = [list(range(4 * number, 4 * number + 4)) for number in range(60)]
+    source = of_four if packing == "bfd" else lambda: iter(of_four)
+    given = {"context": CONTEXT, "batch_size": 5, "packing": packing}
+    shares = {"documents": DocumentOptions(validation=0.0), "work_limit": WorkLimit(most=3 * 4**2)}
+    data = PackedDataModule(source, **given, **shares)
+    data.setup()
+    assert {batch.documents / batch.rows for batch in data.train_dataloader()} == {3}  # four would fit
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(PackedDataModule, "data")
+    config = parser.parse_object({"data": {"work_limit": {"most": 48, "linear": 2}}})
+    assert parser.instantiate(config)["data"].work_limit == WorkLimit(most=48, linear=2)
 
 
 STREAMS = {"function": lambda: (list(record) for record in documents(300)), "dataset": Endless()}
