@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-LIMIT_SECONDS = 120
+LIMIT_SECONDS = 480  # of a whole sweep on a busy machine; a hang ends after 60, by its own alarm
 
 
 def two_ranks(script: str, folder: Path, *arguments: str) -> dict[str, Any]:
