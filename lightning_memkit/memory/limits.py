@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from lightning_memkit.memory.cgroups import cgroup_folders
 from lightning_memkit.memory.units import format_bytes
 
 try:
@@ -55,23 +56,13 @@ def _ram(root: Path) -> Limit:
 
 
 def _cgroups(root: Path) -> Iterator[Limit]:
-    """The limits of the cgroups that this process is in, v1 and v2, from the innermost to the mount's root."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        lines = []
-    groups = [line.split(":", 2) for line in lines if line.count(":") >= 2]
-    v1 = next((path for _, controllers, path in groups if "memory" in controllers.split(",")), "/")
-    v2 = next((path for number, controllers, path in groups if number == "0" and not controllers), "/")
-    base = root / "sys/fs/cgroup"
-    for mount, path, names in (
-        (base, v2, ("memory.max", "memory.current", "inactive_file")),
-        (base, v2, ("memory.high", "memory.current", "inactive_file")),
-        (base / "memory", v1, ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
+    unified, legacy = cgroup_folders(root, "memory", ("memory",))
+    for folders, names in (
+        (unified, ("memory.max", "memory.current", "inactive_file")),
+        (unified, ("memory.high", "memory.current", "inactive_file")),
+        (legacy, ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
     ):
-        # Within a container the path may be the host's, of which only the mount's root is visible.
-        below = Path(path.lstrip("/"))
-        for folder in [mount / part for part in (below, *below.parents)]:
+        for folder in folders:
             yield from _cgroup(folder, names)
 
 

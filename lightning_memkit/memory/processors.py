@@ -5,6 +5,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from lightning_memkit.memory.cgroups import cgroup_folders
+
 _SCHEDULED = Path("/proc/self/schedstat")
 
 
@@ -32,20 +34,9 @@ def usable_processors(root: Path = Path("/")) -> float:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """Of the cgroups that this process is in, v1 and v2, from the innermost to the mount's root."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        lines = []
-    groups = [line.split(":", 2) for line in lines if line.count(":") >= 2]
-    v1 = next((path for _, controllers, path in groups if "cpu" in controllers.split(",")), "/")
-    v2 = next((path for number, controllers, path in groups if number == "0" and not controllers), "/")
-    base = root / "sys/fs/cgroup"
-    for mount, path in ((base, v2), (base / "cpu", v1), (base / "cpu,cpuacct", v1)):
-        # Within a container the path may be the host's, of which only the mount's root is visible.
-        below = Path(path.lstrip("/"))
-        for folder in [mount / part for part in (below, *below.parents)]:
-            yield from _quota(folder)
+    unified, legacy = cgroup_folders(root, "cpu", ("cpu", "cpu,cpuacct"))
+    for folder in (*unified, *legacy):
+        yield from _quota(folder)
 
 
 def _quota(folder: Path) -> Iterator[float]:
