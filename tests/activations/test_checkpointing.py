@@ -71,6 +71,7 @@ EAGER = [
 
 @pytest.mark.parametrize("policy", EAGER)
 @pytest.mark.filterwarnings("ignore:The budget of .* can't be met")
+@pytest.mark.filterwarnings("ignore:No operator of the blocks matches")
 @pytest.mark.parametrize(("build", "batch"), [(Stack, ids), (ConvNet, images)], ids=["dropout", "batchnorm"])
 def test_loss_gradients_and_buffers_are_bitwise_those_of_the_plain_model(build, batch, policy):
     model = build().train()

@@ -421,12 +421,13 @@ class Hooked(Network):
         ({}, [], Network, True),
         ({"copy_ahead": False}, [], Network, False),
         ({}, [], Hooked, False),
-        ({}, [MemoryBudget("1GiB", micro_batch_size=2)], Network, False),
+        ({}, [partial(MemoryBudget, "1GiB", micro_batch_size=2)], Network, False),
     ],
 )
 def test_batches_are_copied_ahead_unless_somebody_wants_them_on_the_host(
     times, load, options, callbacks, module, ahead
 ):
+    callbacks = [make() for make in callbacks]  # a parameter would keep the trainer until the session's end
     expected = fit(times(LoaderTuner(), load), *callbacks, module=partial(module, dropout=0.0))
     tuner, devices = times(LoaderTuner(**options), load), set()
 
