@@ -92,7 +92,7 @@ class CompiledSubject(Subject):
 
 
 def run(options: Options) -> Report:
-    """All policies on all models, in about half an hour; `--quick`: the Llama's most telling ones, fewer pairs."""
+    """All policies on all models, in about half an hour; `--quick`: fewer pairs of the Llama, none compiled."""
     torch.set_num_threads(1)
     rows: list[dict[str, object]] = []
     figures: dict[str, float | int | bool] = {"bitwise": True}

@@ -83,9 +83,8 @@ class BudgetPlan:
         if self._measured_in is not None or not torch.is_grad_enabled():
             return plain(*args, **kwargs)
         if self._policy.whole_step:
-            self._resident_bytes = resident_bytes(
-                self._module
-            )  # not earlier: it may be sharded after it was patched
+            # Not earlier: a model may be sharded after it was patched.
+            self._resident_bytes = resident_bytes(self._module)
         given = (*_tensors((args, kwargs)), *_plain_tensors(self._module))
         inputs = {tensor.untyped_storage()._cdata for tensor in given}
         saved: dict[int, tuple[StorageWeakRef, int]] = {}

@@ -1,7 +1,6 @@
 # pyright: reportArgumentType=false
 import itertools
 import random
-import warnings
 
 import numpy as np
 import pytest
@@ -199,5 +198,4 @@ def test_another_number_of_ranks_is_said(tmp_path):
 def test_a_checkpoint_without_the_state_resumes(tmp_path):
     path = tmp_path / "saved.ckpt"
     fit(tmp_path, [SaveAt("on_train_epoch_end", 4, path)], shuffled(), epochs=1)
-    with warnings.catch_warnings():
-        fit(tmp_path, [RandomState()], shuffled(), ckpt_path=path, epochs=2)
+    fit(tmp_path, [RandomState()], shuffled(), ckpt_path=path, epochs=2)
