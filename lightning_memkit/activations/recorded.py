@@ -106,16 +106,21 @@ class Operator:
         """The values that it made."""
         return [value for value in self.outputs if value is not None]
 
-    def rewritten(self) -> set[Value]:
-        """The inputs that it writes to."""
+    def clear(self) -> None:
+        """Let go of all that it knows; it can't run any more."""
+        for known in (self.args, self.kwargs, self.inputs, self.outputs):
+            known.clear()
+
+    def rewritten(self) -> dict[Value, torch.device]:
+        """The inputs that it writes to, and where they are."""
         places = [self.args[index] for index in self.kind.written if index < len(self.args)]
         places += [value for name, value in self.kwargs.items() if name in self.kind.written_names]
-        return {place.value for place in _places(places)}
+        return {place.value: place.device for place in _places(places)}
 
     def outputs_of(self, storages: dict[Value, torch.UntypedStorage]) -> list[torch.UntypedStorage]:
         """Run it on these contents of its inputs (those that it writes to are copied first)."""
-        for value in self.rewritten():
-            storages[value] = storages[value].clone()
+        for value, device in self.rewritten().items():
+            storages[value] = copied(storages[value], device)
         args, kwargs = _filled(self.args, storages), _filled(self.kwargs, storages)
         if self.random is None:
             out = self.func(*args, **kwargs)
@@ -130,6 +135,12 @@ class Operator:
         for value, storage in zip(self.outputs, self.outputs_of(storages), strict=True):
             if value is not None:
                 value.storage = storage
+
+
+def copied(storage: torch.UntypedStorage, device: torch.device) -> torch.UntypedStorage:
+    """A copy of a storage, made by an operator: meters see those, and not what a storage does by itself."""
+    whole = torch.empty(0, dtype=torch.uint8, device=device)
+    return whole.set_(storage, 0, (storage.nbytes(),), (1,)).clone().untyped_storage()
 
 
 def alive(references: Iterable[weakref.ref[Note]]) -> Iterator[Note]:

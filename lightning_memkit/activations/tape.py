@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memkit.activations.operators import Kind, kind_of
 from lightning_memkit.activations.randomness import RandomState
-from lightning_memkit.activations.recorded import Note, Operator, Place, Value, alive
+from lightning_memkit.activations.recorded import Note, Operator, Place, Value, alive, copied
 from lightning_memkit.memory.meter import tensors_in
 
 _LOST = (
@@ -79,6 +79,11 @@ class Tape(TorchDispatchMode):
                 for value in operator.made():
                     value.forget()
 
+    def __del__(self) -> None:
+        # Operators and values name each other: until garbage is collected, inputs of blocks would live on with them.
+        for operator in self.operators:
+            operator.clear()
+
     # --- recording -------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -94,8 +99,8 @@ class Tape(TorchDispatchMode):
         if kind.random:
             operator.random = RandomState.of((args, kwargs))
         written = _written(kind, args, kwargs) if kind.written_names else {}
-        for key in written:
-            self._before_write(self._values[key])
+        for key, tensor in written.items():
+            self._before_write(self._values[key], tensor.device)
         out = func(*args, **(kwargs or {}))
         self._after(operator, out, written)
         return out
@@ -116,14 +121,14 @@ class Tape(TorchDispatchMode):
             value = self._values[storage._cdata] = Value(None, storage)
         return value
 
-    def _before_write(self, value: Value) -> None:
+    def _before_write(self, value: Value, device: torch.device) -> None:
         # What can be made again is; a buffer or an input has to be found as it was by its readers.
         storage = value.find() if value.pinned else None
-        copy = None if storage is None else storage.clone()
+        copy = None if storage is None else copied(storage, device)
         value.forget()
         value.storage = copy
 
-    def _after(self, operator: Operator, out: Any, written: dict[int, torch.UntypedStorage]) -> None:
+    def _after(self, operator: Operator, out: Any, written: dict[int, Tensor]) -> None:
         left = dict(written)
         for tensor in tensors_in(out):
             storage = tensor.untyped_storage()
@@ -137,8 +142,10 @@ class Tape(TorchDispatchMode):
                 operator.outputs.append(value)
             else:
                 operator.outputs.append(None)  # a view that its schema does not call one, or a written leaf
-        for key, storage in left.items():
-            self._values[key] = Value(None, storage)  # what a written leaf holds now is a leaf, too
+        for key, tensor in left.items():
+            self._values[key] = Value(
+                None, tensor.untyped_storage()
+            )  # what a written leaf holds now is a leaf, too
         if not operator.made():
             return
         operator.index = len(self.operators)
@@ -230,11 +237,10 @@ def _pin_unfilled(value: Value) -> None:
         value.operator.pinned = True
 
 
-def _written(kind: Kind, args: tuple, kwargs: dict[str, Any] | None) -> dict[int, torch.UntypedStorage]:
+def _written(kind: Kind, args: tuple, kwargs: dict[str, Any] | None) -> dict[int, Tensor]:
     values = [args[index] for index in kind.written if index < len(args)]
     values += [value for name, value in (kwargs or {}).items() if name in kind.written_names]
-    storages = (tensor.untyped_storage() for tensor in tensors_in(values))
-    return {storage._cdata: storage for storage in storages}
+    return {tensor.untyped_storage()._cdata: tensor for tensor in tensors_in(values)}
 
 
 @contextmanager

@@ -13,7 +13,8 @@ from lightning_memkit.memory.meter import Allocation, ByteMeter, Phase
 CATEGORIES = {
     "weights": "parameters and buffers",
     "gradients": "p.grad",
-    "optimizer_states": "moments, compensation",
+    "optimizer_states": "moments",
+    "compensation": "the bits of the weights that bfloat16 lacks",
     "saved_activations": "kept by the forward for the backward",
     "temporaries": "freed again within the phase that made them",
     "inputs": "the batch",

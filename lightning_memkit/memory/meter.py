@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -18,21 +19,38 @@ from typing_extensions import Self
 
 from lightning_memkit.memory.units import format_bytes
 
+# Between autograd's engine and a meter: meters, and torch's own wrappers of them.
+_TORCH = f"{Path(torch.__file__).parent}/"
+_PASSED_OVER = (
+    f"{Path(__file__).parents[1]}/",
+    f"{_TORCH}_dynamo/",
+    f"{_TORCH}_compile.py",
+    f"{_TORCH}utils/",
+)
+
 Category = Literal[
-    "weights", "gradients", "optimizer_states", "saved_activations", "temporaries", "inputs", "other"
+    "weights",
+    "gradients",
+    "optimizer_states",
+    "compensation",
+    "saved_activations",
+    "temporaries",
+    "inputs",
+    "other",
 ]
 Phase = Literal["outside", "forward", "backward", "optimizer"]
 
 
 @dataclass(slots=True)
 class Allocation:
-    """The life of one storage: its size, and the ticks of the meter's clock at which it was born and died."""
+    """The life of one storage: its size, the ticks of the meter's clock at which it was born and died, and by what."""
 
     size_bytes: int
     born: int
     phase: Phase
     category: Category | None = None
     died: int | None = None
+    origin: str = ""
 
     def alive_at(self, tick: int) -> bool:
         """Whether the storage is alive right after a tick."""
@@ -65,10 +83,12 @@ class ByteMeter(TorchDispatchMode):
         self.peak_operator = ""
         self.allocations = 0
         self.phase: Phase = "outside"
+        self.origin = ""  # whose allocations come now, in the records
         self.operators = 0
         self.clock = 0  # one tick for every birth and every death
         self.records: list[Allocation] = []
         self._record = record
+        self._sum_is_open = False  # what autograd added up is not yet given back
         self._alive: dict[int, tuple[Any, Allocation]] = {}
         self._stances: list[AbstractContextManager[Any]] = []
 
@@ -108,7 +128,10 @@ class ByteMeter(TorchDispatchMode):
         self.live_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        if self._sum_is_open:
+            self._sum_is_open = False
+            self._note_peak("aten.add.Tensor")
+        out = self._call(func, args, kwargs or {})
         self.operators += 1
         before = self.live_bytes
         for tensor in tensors_in(out):
@@ -126,7 +149,9 @@ class ByteMeter(TorchDispatchMode):
                 elif known[1].size_bytes != storage.nbytes():
                     self.live_bytes += storage.nbytes() - known[1].size_bytes
                     known[1].size_bytes = storage.nbytes()
-        if self.live_bytes > self.peak_bytes:
+        if _adds_up_gradients(func):
+            self._sum_is_open = True
+        elif self.live_bytes > self.peak_bytes:
             self._note_peak(str(func))
         if self.budget_bytes is not None and before < self.live_bytes > self.budget_bytes:
             raise torch.OutOfMemoryError(
@@ -135,12 +160,28 @@ class ByteMeter(TorchDispatchMode):
             )
         return out
 
+    def _pass_through(self, size_bytes: int, operator: str) -> None:
+        """Count bytes that an operator took and gave back within."""
+        self.clock += 1
+        record = Allocation(size_bytes, self.clock, self.phase, origin=self.origin)
+        self.live_bytes += size_bytes
+        self._note_peak(operator)
+        self.live_bytes -= size_bytes
+        self.clock += 1
+        record.died = self.clock
+        if self._record:
+            self.records.append(record)
+
+    def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run the operator that is counted."""
+        return func(*args, **kwargs)
+
     def _add(self, storage: torch.UntypedStorage, category: Category | None) -> None:
         size = storage.nbytes()
         if size == 0:
             return
         self.clock += 1
-        record = Allocation(size, self.clock, self.phase, category)
+        record = Allocation(size, self.clock, self.phase, category, origin=self.origin)
         key = storage._cdata
         self._alive[key] = (weakref.ref(storage, lambda _: self._release(key, record)), record)
         self.live_bytes += size
@@ -174,6 +215,20 @@ def tensors_in(out: Any) -> Iterator[Tensor]:
     elif isinstance(out, (tuple, list)):
         for item in out:
             yield from tensors_in(item)
+
+
+def _adds_up_gradients(func: Any) -> bool:
+    """Whether autograd itself adds two gradients: in place, but for meters, and gives back the one that is used up."""
+    if (
+        func is not torch.ops.aten.add.Tensor
+        or torch._C._current_graph_task_id() == -1
+        or torch.is_grad_enabled()
+    ):
+        return False
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(_PASSED_OVER):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name == "_engine_run_backward"
 
 
 def _is_among(storage: torch.UntypedStorage, args: Any, kwargs: Any) -> bool:

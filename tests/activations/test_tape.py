@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_memkit.activations.tape import Tape
+from lightning_memkit.memory.allocator_trace import AllocatorTrace
 from lightning_memkit.memory.meter import ByteMeter
 
 
@@ -135,6 +136,47 @@ def test_a_tape_dies_with_its_graph():
         assert reference() is None
     finally:
         gc.enable()
+
+
+def test_what_a_tape_read_goes_with_its_graph_and_needs_no_garbage_collector():
+    def step(x):
+        between = torch.tanh(x @ torch.ones(64, 64, requires_grad=True))
+        tape = Tape(lambda operator: operator.index % 2 == 0)
+        out = tape.record(lambda: (between.sigmoid() * 2).exp(), [between])
+        tape.finish([out])
+        out.sum().backward()
+
+    x = torch.randn(64, 64)
+    gc.collect()
+    gc.disable()
+    try:
+        with ByteMeter() as meter:
+            for _ in range(3):  # the first step imports what raises errors, whose frames live on
+                meter.forget()
+                step(x)
+                after = meter.live_bytes
+    finally:
+        gc.enable()
+    assert after == 0
+
+
+def test_a_meter_sees_what_the_allocator_hands_out_when_operators_run_again():
+    def step():
+        x = torch.randn(4096, 8).requires_grad_()
+        tape = Tape(lambda operator: False)
+        out = tape.record(lambda: written_in_place(x), [x])
+        tape.finish([out])
+        out.sum().backward()
+        WEIGHT.grad = None
+
+    step()
+    gc.collect()
+    with AllocatorTrace() as trace:
+        step()
+    with ByteMeter() as meter:
+        step()
+    assert meter.peak_bytes == pytest.approx(trace.peak_bytes, abs=64)
+    assert trace.peak_bytes > 3 * 4096 * 8 * 4
 
 
 def test_python_does_not_run_again():

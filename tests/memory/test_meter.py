@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_memkit.memory.allocator_trace import AllocatorTrace
 from lightning_memkit.memory.meter import ByteMeter
 
 
@@ -45,6 +46,37 @@ def test_agrees_with_the_allocator_s_own_profile() -> None:
         step()
     assert meter.peak_bytes == pytest.approx(peak, rel=0.01)
     assert peak > 100_000
+
+
+def test_gradients_that_meet_are_added_in_place_as_without_a_meter() -> None:
+    """Under a dispatch mode autograd adds out of place; the peak is that of a run without one."""
+    weight = torch.randn(256, 256, requires_grad=True)
+
+    def step() -> None:
+        x = weight * 2
+        sum(x.sin() for _ in range(4)).sum().backward()  # pyright: ignore
+        weight.grad = None
+
+    def own_sum() -> None:
+        class Doubles(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+                return x * 2
+
+            @staticmethod
+            def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # pyright: ignore
+                return gradient.contiguous() + gradient.contiguous()  # this sum is no accumulation
+
+        Doubles.apply(weight).sum().backward()  # pyright: ignore
+        weight.grad = None
+
+    for function in (step, own_sum):
+        function()
+        with AllocatorTrace() as trace:
+            function()
+        with ByteMeter() as meter:
+            function()
+        assert meter.peak_bytes == pytest.approx(trace.peak_bytes, abs=64)
 
 
 def test_budget_is_the_peak_to_the_byte() -> None:
