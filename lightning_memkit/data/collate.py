@@ -1,6 +1,7 @@
-"""Rows of a packing as tensors: one gather from the flat store, padded to the longest row of the batch."""
+"""Rows of a packing as tensors: one copy a document from the flat store, padded to the longest row of the batch."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -8,7 +9,7 @@ from numpy.typing import NDArray
 
 from lightning_memkit.data.batch import IGNORED_LABEL, PackedBatch
 from lightning_memkit.data.packing import Packing, pack
-from lightning_memkit.data.store import TokenStore, offsets_of
+from lightning_memkit.data.store import TokenStore, is_long, offsets_of, ranges
 
 
 def collate(
@@ -36,38 +37,47 @@ def collate(
     chosen = np.asarray(rows, dtype=np.int64)
     if chosen.size == 0:
         raise ValueError("rows is empty; a batch has at least one row.")
-    counts = packing.offsets[chosen + 1] - packing.offsets[chosen]
-    pieces = _ranges(packing.offsets[chosen], counts)
+    firsts, lasts = packing.offsets[chosen], packing.offsets[chosen + 1]
+    pieces = ranges(firsts, lasts - firsts)
     sizes = packing.lengths[pieces].astype(np.int64)
-    row_of_piece = np.repeat(np.arange(len(chosen)), counts)
-    fill = np.bincount(row_of_piece, weights=sizes, minlength=len(chosen)).astype(np.int64)
-    length = length or rounded_length(int(fill.max()), packing.context, multiple_of)
+    bounds = offsets_of(lasts - firsts)
+    read = offsets_of(sizes)[bounds]
+    fills = read[1:] - read[:-1]
+    length = length or rounded_length(int(fills.max()), packing.context, multiple_of)
 
-    # Pieces stand one behind the other: where the batch's real tokens go, and where they come from.
-    row_starts = np.arange(len(chosen)) * length
-    targets = offsets_of(sizes)[:-1] - np.repeat(offsets_of(fill)[:-1] - row_starts, counts)
-    positions = _ranges(np.zeros_like(sizes), sizes)
-    places = np.repeat(targets, sizes) + positions
-    sources = np.repeat(store.offsets[packing.documents[pieces]] + packing.starts[pieces], sizes) + positions
-
-    tokens, learned = store.gather(sources)
-    input_ids = np.full(len(chosen) * length, pad_id, np.int64)
-    input_ids[places] = tokens
-    labels = np.full(len(chosen) * length, IGNORED_LABEL, np.int64)
-    labels[places] = tokens
-    if learned is not None:
-        labels[places[~learned]] = IGNORED_LABEL
-    labels[targets] = IGNORED_LABEL
-    position_ids = (np.arange(length) - fill[:, None] + 1).ravel()  # right in the padding, which begins at 1
-    position_ids[places] = positions
-    padding_starts = (row_starts + fill)[fill < length]
-    cu_seqlens = np.sort(np.concatenate((targets, padding_starts, [len(chosen) * length])))
+    # What is read stands end to end, and then in rows, each with its padding behind it.
+    tokens, learned = store.read(store.offsets[packing.documents[pieces]] + packing.starts[pieces], sizes)
+    positions = _positions(sizes, packing.context)
+    whole = torch.empty(
+        3, len(chosen), length, dtype=torch.int64
+    )  # one: workers hand over as few as they can
+    input_ids, labels, position_ids = whole.numpy()
+    begin = 0
+    for row, fill in enumerate(fills.tolist()):
+        end = begin + fill
+        input_ids[row, :fill] = tokens[begin:end]
+        labels[row, :fill] = input_ids[row, :fill]
+        position_ids[row, :fill] = positions[begin:end]
+        if learned is not None:
+            labels[row, :fill][~learned[begin:end]] = IGNORED_LABEL
+        if fill < length:
+            input_ids[row, fill:] = pad_id
+            labels[row, fill:] = IGNORED_LABEL
+            position_ids[row, fill:] = np.arange(1, length - fill + 1)
+        begin = end
+    # A segment is a piece, or the padding behind a row's last one.
+    is_short, segments = fills < length, sizes
+    if is_short.any():
+        segments = np.insert(sizes, bounds[1:][is_short], (length - fills)[is_short])
+    cu_seqlens = np.zeros(len(segments) + 1, np.int32)
+    np.cumsum(segments, out=cu_seqlens[1:])
+    labels.reshape(-1)[cu_seqlens[:-1]] = IGNORED_LABEL
     return PackedBatch(
-        input_ids=_tensor(input_ids, length),
-        labels=_tensor(labels, length),
-        position_ids=_tensor(position_ids, length),
-        cu_seqlens=torch.from_numpy(cu_seqlens.astype(np.int32)),
-        max_seqlen=int(np.diff(cu_seqlens).max()),
+        input_ids=whole[0],
+        labels=whole[1],
+        position_ids=whole[2],
+        cu_seqlens=torch.from_numpy(cu_seqlens),
+        max_seqlen=int(segments.max()),
     )
 
 
@@ -85,11 +95,14 @@ def rounded_length(longest: int, context: int, multiple_of: int) -> int:
     return max(longest, min(-(-longest // multiple_of) * multiple_of, context))
 
 
-def _ranges(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """``starts[i]``, ``starts[i] + 1``, ... ``counts[i]`` times, for every i."""
-    offsets = offsets_of(counts)
-    return np.repeat(starts - offsets[:-1], counts) + np.arange(offsets[-1])
+@lru_cache(maxsize=4)
+def _counting(most: int) -> NDArray[np.int64]:
+    return np.arange(most)
 
 
-def _tensor(values: NDArray[np.int64], length: int) -> torch.Tensor:
-    return torch.from_numpy(values.reshape(-1, length))
+def _positions(sizes: NDArray[np.int64], context: int) -> NDArray[np.int64]:
+    """0, 1, 2, ... for every size, end to end."""
+    if not is_long(sizes):
+        return ranges(np.zeros_like(sizes), sizes)
+    counting = _counting(context)
+    return np.concatenate([counting[:size] for size in sizes.tolist()])

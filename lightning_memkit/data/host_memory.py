@@ -13,6 +13,7 @@ from lightning_memkit.memory.units import format_bytes, parse_bytes
 
 _BYTES_A_TOKEN = 24  # input_ids, labels and position_ids, int64 each
 _BUILDING = 2  # a batch under construction takes its places and sources beside itself
+_RECEIVED = 2  # one that is used, and one that was taken out of shared memory ahead
 _SHARE_OF_FREE = 0.5  # of what is free now: the model and the optimizer come later
 _SHARED_MEMORY = Path("/dev/shm")
 
@@ -56,7 +57,7 @@ def loader_memory(
     if num_workers == 0:
         return HostMemory(shared_bytes=0, ram_bytes=(1 + _BUILDING + pinned) * batch)
     unit = min(tokens_a_part or tokens, tokens) * _BYTES_A_TOKEN
-    shared = (num_workers * prefetch + 1) * unit
+    shared = (num_workers * prefetch + _RECEIVED) * unit
     # A batch that is put together from parts is pinned as it is; whole batches are all copied when they come.
     beside = batch if unit < batch else pinned * shared
     return HostMemory(shared_bytes=shared, ram_bytes=shared + num_workers * _BUILDING * unit + beside)

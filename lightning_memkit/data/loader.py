@@ -251,6 +251,7 @@ class PackedLoader:
                 pin_memory=pin_memory,
                 seed=self.options.seed,
                 is_persistent=self.keeps_workers,
+                receives_ahead=True,
             ),
         )
         self._standing = (self.options, workers) if self.keeps_workers else None

@@ -7,6 +7,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+_LONG = 64  # tokens
+
 
 @dataclass(frozen=True, kw_only=True)
 class TokenStore:
@@ -42,9 +44,22 @@ class TokenStore:
             raise IndexError(f"document {document} is outside 0 to {self.documents - 1}.")
         return self.tokens[self.offsets[document] : self.offsets[document + 1]]
 
-    def gather(self, places: NDArray[np.int64]) -> tuple[NDArray[np.integer], NDArray[np.bool_] | None]:
-        """The tokens at these places of the flat array, and which of them are labels (None: all)."""
-        return self.tokens[places], None if self.learned is None else self.learned[places]
+    def read(
+        self, begins: NDArray[np.int64], sizes: NDArray[np.int64]
+    ) -> tuple[NDArray[np.integer], NDArray[np.bool_] | None]:
+        """The tokens of these spans of the flat array, end to end, and which of them are labels (None: all)."""
+        if is_long(sizes):
+            spans = list(zip(begins.tolist(), (begins + sizes).tolist(), strict=True))
+
+            def spanned(values: NDArray) -> NDArray:
+                return np.concatenate([values[begin:end] for begin, end in spans])
+        else:
+            places = ranges(begins, sizes)
+
+            def spanned(values: NDArray) -> NDArray:
+                return values[places]
+
+        return spanned(self.tokens), None if self.learned is None else spanned(self.learned)
 
     @staticmethod
     def of(documents: Iterable[object]) -> "TokenStore":
@@ -88,3 +103,14 @@ def token_type(vocabulary: int) -> type[np.integer]:
 def offsets_of(lengths: NDArray) -> NDArray[np.int64]:
     """Where each of so many things begins, and their end: ``[0, 3, 2]`` → ``[0, 0, 3, 5]``."""
     return np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)))
+
+
+def ranges(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """``starts[i]``, ``starts[i] + 1``, ... ``counts[i]`` times, for every i."""
+    offsets = offsets_of(counts)
+    return np.repeat(starts - offsets[:-1], counts) + np.arange(offsets[-1])
+
+
+def is_long(sizes: NDArray[np.int64]) -> bool:
+    """Whether spans of these sizes are copied faster one by one than token by token."""
+    return len(sizes) > 0 and sizes.mean() >= _LONG

@@ -4,21 +4,18 @@ Every rank reads the whole stream and takes its rows of every step, so ranks nee
 runs out of batches before the others.
 """
 
-import contextlib
-import queue
-import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
+from lightning_memkit.data.ahead import ahead
 from lightning_memkit.data.batch import PackedBatch
 from lightning_memkit.data.loader import LoaderOptions
 from lightning_memkit.data.progress import Progress, refuse_other_data
 from lightning_memkit.data.stream_batches import Position, Stream, StreamBatches, Turn
 
-_Item = TypeVar("_Item")
 _KEPT = 4  # positions: the one after the last batch, and after those before it
 
 
@@ -126,7 +123,11 @@ class StreamLoader:
         )
         batches = StreamBatches(self.stream, turn, self._epoch, self._begin)
         options = self.options
-        built = _ahead(batches, options.num_workers * options.prefetch) if options.num_workers else batches
+        built = (
+            ahead(batches, options.num_workers * options.prefetch, name="memkit stream")
+            if options.num_workers
+            else batches
+        )
         for batch, position in built:
             if iteration == self._iteration:
                 self._positions.append(position)
@@ -140,40 +141,3 @@ class StreamLoader:
             "context": self.stream.context,
             "rows_per_step": self.batch_size * self.world_size,
         }
-
-
-def _ahead(items: Iterable[_Item], number: int) -> Iterator[_Item]:
-    """The items, so many of them drawn ahead by a thread; it ends when the iterator is let go."""
-    waiting: queue.Queue[tuple[_Item | None, BaseException | None]] = queue.Queue(number)
-    is_over = threading.Event()
-
-    def put(item: _Item | None, error: BaseException | None) -> bool:
-        while not is_over.is_set():
-            with contextlib.suppress(queue.Full):
-                waiting.put((item, error), timeout=0.1)
-                return True
-        return False
-
-    def draw() -> None:
-        error: BaseException | None = None
-        try:
-            for item in items:
-                if not put(item, None):
-                    return
-        except BaseException as raised:  # noqa: BLE001 # it is raised where the items are used
-            error = raised
-        put(None, error or StopIteration())
-
-    thread = threading.Thread(target=draw, name="memkit stream", daemon=True)
-    thread.start()
-    try:
-        while True:
-            item, error = waiting.get()
-            if isinstance(error, StopIteration):
-                return
-            if error is not None:
-                raise error
-            yield item  # pyright: ignore[reportReturnType]
-    finally:
-        is_over.set()
-        thread.join()

@@ -47,15 +47,16 @@ class MappedStore(TokenStore):
         """Token ids are below this; 0 where there is no token."""
         return self._vocabulary
 
-    def gather(self, places: NDArray[np.int64]) -> tuple[NDArray[np.integer], NDArray[np.bool_] | None]:
-        """The tokens at these places of the flat array, and which of them are labels (None: all)."""
-        gathered = super().gather(places)
-        jumps = int(np.count_nonzero(np.diff(places) != 1)) + 1 if len(places) else 0
-        self._touched[0] += jumps * _AROUND + places.size * self.tokens.itemsize
+    def read(
+        self, begins: NDArray[np.int64], sizes: NDArray[np.int64]
+    ) -> tuple[NDArray[np.integer], NDArray[np.bool_] | None]:
+        """The tokens of these spans of the flat array, end to end, and which of them are labels (None: all)."""
+        found = super().read(begins, sizes)
+        self._touched[0] += len(sizes) * _AROUND + int(sizes.sum()) * self.tokens.itemsize
         # A worker gives them back after every batch: what only one process maps counts as its own memory.
         if self._touched[0] > (_HELD if get_worker_info() is None else 0):
             self.give_back()
-        return gathered
+        return found
 
     def give_back(self) -> None:
         """Takes the file's pages out of this process; they stay in the kernel's cache."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data._utils import signal_handling
 
+from lightning_memkit.data.ahead import ahead
 from lightning_memkit.memory.processors import wanted_processor_seconds
 
 _DYING_SECONDS = 5.0
@@ -54,6 +55,8 @@ class WorkerOptions:
         on_start: Runs first in every worker, with its number.
         is_persistent: Workers stay for the next epoch.
         seed: Of what torch seeds in a worker when it starts.
+        receives_ahead: A thread takes the next batch out of shared memory while the last one is used (one batch more
+            is held); jobs are then drawn in that thread, so drawing them must change nothing that training sees.
     """
 
     num_workers: int = 0
@@ -64,6 +67,7 @@ class WorkerOptions:
     on_start: Callable[[int], Any] | None = None
     is_persistent: bool = False
     seed: int = 0
+    receives_ahead: bool = False
 
 
 class WorkerBatches:
@@ -112,9 +116,10 @@ class WorkerBatches:
             with _any_number_of_workers():
                 self._iterator = iter(self._loader)
             _raise_only_here(self._iterator)
-            for built in self._iterator:
-                asked.number_of_next()
-                yield built
+            with contextlib.closing(self._received()) as received:
+                for built in received:
+                    asked.number_of_next()
+                    yield built
         except Exception as error:
             explained = self._explained(error, asked)
             self._end_workers()
@@ -122,6 +127,12 @@ class WorkerBatches:
         finally:
             if not self._options.is_persistent:
                 self._end_workers()
+
+    def _received(self) -> Generator[Built, None, None]:
+        if self._options.receives_ahead:
+            yield from ahead(self._iterator, 1, name="memkit loader")
+        else:
+            yield from self._iterator
 
     def _end_workers(self) -> None:
         end = getattr(self._iterator, "_shutdown_workers", None)

@@ -1,3 +1,4 @@
+import io
 import pickle
 
 import pytest
@@ -96,3 +97,32 @@ def test_pinning_asks_every_tensor(batch, monkeypatch):
     pinned = batch.pin_memory()
     assert isinstance(pinned, PackedBatch)
     assert len(asked) == 4
+
+
+def test_rows_cross_to_another_process_as_one_tensor():
+    store = TokenStore.of([[1, 2, 3], [4, 5], [6]])
+    batch = collate(store, pack(store.lengths, 5), [0, 1])
+    tensors = []
+
+    class Counts(pickle.Pickler):
+        def persistent_id(self, obj):
+            if isinstance(obj, torch.Tensor):
+                tensors.append(obj)
+            return
+
+    written = io.BytesIO()
+    Counts(written).dump(batch)
+    assert [tuple(tensor.shape) for tensor in tensors] == [(3, 2, 5)]
+    again = pickle.loads(written.getvalue())
+    assert list(again) == list(batch)
+    assert all(torch.equal(torch.as_tensor(again[key]), torch.as_tensor(batch[key])) for key in batch)
+    assert again["cu_seqlens"].dtype == torch.int32
+
+
+def test_a_batch_of_other_tensors_crosses_as_it_is():
+    store = TokenStore.of([[1, 2, 3], [4, 5], [6]])
+    batch = collate(store, pack(store.lengths, 5), [0, 1])
+    for other in (batch.split([1, 1])[1], PackedBatch({**batch, "labels": batch["labels"].clone()})):
+        again = pickle.loads(pickle.dumps(other))
+        assert type(again) is PackedBatch
+        assert all(torch.equal(torch.as_tensor(again[key]), torch.as_tensor(other[key])) for key in other)

@@ -132,12 +132,12 @@ def test_what_was_touched_is_given_back_and_read_again(folder, monkeypatch):
     given_back = []
     monkeypatch.setattr(token_file, "_HELD", 1)
     monkeypatch.setattr(token_file.MappedStore, "give_back", lambda self: given_back.append(1))
-    assert store.gather(np.array([0, 2]))[0].tolist() == [1, 3]
+    assert store.read(np.array([0, 2]), np.array([1, 1]))[0].tolist() == [1, 3]
     assert given_back == [1]
     monkeypatch.undo()
     assert isinstance(store, token_file.MappedStore)
     store.give_back()
-    assert store.gather(np.array([0, 2]))[0].tolist() == [1, 3]
+    assert store.read(np.array([0, 2]), np.array([1, 1]))[0].tolist() == [1, 3]
 
 
 BUILDER = """
