@@ -32,6 +32,7 @@ _HOME = {
     "offload_activations": "activations.offload",
     "pack": "data.packing",
     "packed_attention": "attention",
+    "predict_memory": "plugins.prediction",
     "use_chunked_loss": "loss.switch",
     "use_packed_attention": "attention.adapters",
 }
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     from lightning_memkit.plugins.packed_data import PackedDataModule as PackedDataModule
     from lightning_memkit.plugins.perplexity import LossPerplexity as LossPerplexity
     from lightning_memkit.plugins.precision import PureBF16Precision as PureBF16Precision
+    from lightning_memkit.plugins.prediction import predict_memory as predict_memory
     from lightning_memkit.plugins.strategies import OnDeviceStrategy as OnDeviceStrategy
 
 

@@ -5,6 +5,10 @@ class NoEffectWarning(UserWarning):
     """A plugin was asked for and changed nothing."""
 
 
+class PredictionError(RuntimeError):
+    """A step can't be predicted: the message says what it does, and what to do instead."""
+
+
 class MissingPackageError(ImportError):
     """An optional package is needed for what was asked."""
 

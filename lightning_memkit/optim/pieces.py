@@ -148,4 +148,4 @@ class Scratch:
         """Whether a tensor lies in the scratch memory, which must not be kept."""
         if self._memory is None or is_traceable_wrapper_subclass(tensor):  # DTensors, torchao's states
             return False
-        return tensor.untyped_storage().data_ptr() == self._memory.untyped_storage().data_ptr()
+        return tensor.untyped_storage()._cdata == self._memory.untyped_storage()._cdata

@@ -1,0 +1,237 @@
+"""Predict the memory of training from a module and a batch, before anything is allocated."""
+
+import copy
+import inspect
+import logging
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import (
+    Checkpoint,
+    DeviceStatsMonitor,
+    EarlyStopping,
+    LearningRateMonitor,
+    ModelSummary,
+    ProgressBar,
+    ThroughputMonitor,
+    Timer,
+)
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+from torch.optim import Optimizer
+
+from lightning_memkit.errors import PredictionError
+from lightning_memkit.memory.meter import unmetered
+from lightning_memkit.plugins._tensors import tensors_of
+from lightning_memkit.plugins.loader_tuner import LoaderTuner
+from lightning_memkit.plugins.memory_report import MemoryReport
+from lightning_memkit.prediction.contained import contained
+from lightning_memkit.prediction.result import Prediction
+from lightning_memkit.prediction.simulation import Simulation
+
+_NO_FAKE_KERNEL = re.compile(r"no fake impl registered for .*?\(?([\w.]+::[\w.]+)")
+_STEPS = 2  # the first makes the optimizer's states, the second has them from its beginning
+_WATCHERS = (
+    Checkpoint, DeviceStatsMonitor, EarlyStopping, LearningRateMonitor, LoaderTuner, MemoryReport, ModelSummary,
+    ProgressBar, ThroughputMonitor, Timer,
+)  # fmt: skip
+_OWN = {
+    "accelerator": "cpu",
+    "devices": 1,
+    "num_nodes": 1,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+    "limit_val_batches": 0,
+}
+_TRAINING_LENGTH = (
+    "max_epochs", "min_epochs", "max_steps", "min_steps", "max_time", "limit_train_batches", "fast_dev_run",
+    "overfit_batches", "val_check_interval", "check_val_every_n_epoch", "default_root_dir", "profiler",
+)  # fmt: skip
+
+
+def predict_memory(
+    module: LightningModule | Callable[..., Any],
+    batch: Any,
+    *,
+    trainer: Mapping[str, Any] | None = None,
+    timeout_s: float = 600,
+) -> Prediction:
+    """The peak memory of training, and where every byte of it goes, with nothing allocated; takes seconds.
+
+    Two optimizer steps run on tensors that have shapes and no memory, through Lightning's own loop with the options
+    given: precision, plugins, callbacks, accumulation, clipping. Bytes are those that torch's kernels for the CPU
+    take; a few of those, whose workspaces nothing else tells, run once on data of that shape (64 MiB at the most).
+    The steps run in a fork of this process: the module, its optimizers, random state and files stay as they are.
+
+    What follows from the batch's integers is computed: how many labels count, where documents end. What only
+    training knows is assumed to be as in a healthy step (finite losses, experts with equal shares); the result's
+    `assumed` says where that was needed. Code that torch.compile would run is predicted as eager code. One device.
+
+    Args:
+        module: a LightningModule; or a function without arguments that builds one, for models that this host can't
+            hold; or a function of the batch that is a whole training step (forward, backward, optimizer), without
+            Lightning.
+        batch: what a loader would yield, on the host.
+        trainer: arguments of the `Trainer` that will train: `precision`, `plugins`, `callbacks`,
+            `accumulate_grad_batches`, `gradient_clip_val`. How long it trains, what it logs and its device don't
+            matter here. Callbacks that only watch are left out.
+        timeout_s: seconds after which the prediction is given up.
+
+    Raises:
+        PredictionError: the step needs a value that only training knows, or an operator whose results' shapes torch
+            can't tell; it names the line.
+        TypeError: `module` is none of these.
+        ValueError: `trainer` has an argument that can't be predicted.
+    """
+    options = _checked(dict(trainer or {}))
+    if isinstance(module, LightningModule):
+        return contained(lambda: _fit(module, batch, options), timeout_s=timeout_s)
+    if isinstance(module, torch.nn.Module) or not callable(module):
+        raise TypeError(
+            f"module is a {type(module).__name__}; give a LightningModule, a function without arguments that builds "
+            "one, or a function of the batch that does a whole training step."
+        )
+    if _takes_a_batch(module):
+        return contained(lambda: _steps(module, batch), timeout_s=timeout_s)
+    return contained(lambda: _fit(module, batch, options), timeout_s=timeout_s)
+
+
+def _takes_a_batch(function: Callable[..., Any]) -> bool:
+    needed = [
+        parameter
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.default is parameter.empty and parameter.kind in (0, 1)
+    ]
+    if len(needed) > 1:
+        raise TypeError(
+            f"{function} takes {len(needed)} arguments; a function that builds a module takes none, and one that "
+            "does a training step takes the batch."
+        )
+    return len(needed) == 1
+
+
+def _checked(options: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that matter, with those of the prediction's own run."""
+    known = inspect.signature(Trainer).parameters
+    for name in options:
+        if name not in known:
+            raise ValueError(
+                f"trainer has {name}={options[name]!r}, which is no argument of Lightning's Trainer."
+            )
+    devices, nodes = options.get("devices", 1), options.get("num_nodes", 1)
+    if nodes != 1 or devices not in (1, "auto", "1", [0], -1):
+        raise ValueError(f"devices={devices!r} on {nodes} node(s) can't be predicted yet: write devices=1.")
+    callbacks = options.get("callbacks") or []
+    given = [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
+    kept = {name: value for name, value in options.items() if name not in (*_OWN, *_TRAINING_LENGTH)}
+    return {**kept, **_OWN, "callbacks": [one for one in given if not isinstance(one, _WATCHERS)]}
+
+
+def _fit(source: LightningModule | Callable[..., Any], batch: Any, options: dict[str, Any]) -> Prediction:
+    """Lightning's own loop on fake tensors; within a copy of the process."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    simulation = Simulation()
+    if isinstance(source, LightningModule):
+        simulation.take(source)
+    with simulation, _explained():
+        module = source if isinstance(source, LightningModule) else source()
+        if not isinstance(module, LightningModule):
+            raise TypeError(
+                f"The function built a {type(module).__name__}; it has to build a LightningModule."
+            )
+        callbacks = [*options["callbacks"], _Phases(simulation)]
+        trainer = Trainer(
+            **{**options, "callbacks": callbacks}, max_steps=_STEPS, default_root_dir=Path.cwd()
+        )
+        trainer.fit(module, _Batches(batch, _STEPS * trainer.accumulate_grad_batches))
+    return simulation.result()
+
+
+def _steps(step: Callable[[Any], Any], batch: Any) -> Prediction:
+    """A training step that is a function; within a copy of the process."""
+    warnings.simplefilter("ignore")
+    simulation = Simulation()
+    with simulation, _explained():
+        for given in _Batches(batch, _STEPS):
+            simulation.begin_step(tensors_of(given))
+            step(given)
+            simulation.end_step()
+    return simulation.result()
+
+
+class _Batches:
+    """As many copies of a batch as are asked for: real ones, whose life is that of a loader's batches."""
+
+    def __init__(self, batch: Any, number: int) -> None:
+        self._batch, self._number = batch, number
+
+    def __len__(self) -> int:
+        return self._number
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(self._number):
+            with unmetered():
+                batch = copy.deepcopy(self._batch)
+            yield batch
+            del batch
+
+
+class _Phases(Callback):
+    """Tells a simulation where in the training it is."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._simulation.watch(pl_module)
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._simulation.begin_step(tensors_of(batch))
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
+    ) -> None:
+        self._simulation.begin_optimizer()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        for optimizer in trainer.optimizers:
+            self._simulation.mark_states(optimizer)
+        self._simulation.end_step()
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """What torch says of values and shapes that fake tensors don't have, in words that help."""
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise PredictionError(
+            f"The step asks {error.func} for what only values tell. Compute it from the batch's integers, or leave it "
+            "out of the step that is predicted."
+        ) from error
+    except (UnsupportedOperatorException, RuntimeError) as error:
+        found = _NO_FAKE_KERNEL.search(str(error))
+        name = error.func if isinstance(error, UnsupportedOperatorException) else found and found[1]
+        if name is None:
+            raise
+        raise PredictionError(
+            f"torch can't tell the shape of what {name} gives: it has no fake kernel. Register one with "
+            "torch.library.register_fake, or predict a module that does without."
+        ) from error

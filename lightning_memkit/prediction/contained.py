@@ -1,0 +1,138 @@
+"""Run work in a copy of this process, whose changes and crashes stay there."""
+
+import contextlib
+import os
+import pickle
+import select
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import Any, BinaryIO, NoReturn, TypeVar
+
+import torch
+
+from lightning_memkit.errors import PredictionError
+
+T = TypeVar("T")
+
+_WORDS = 2000  # of what the copy printed, in an error
+
+
+def contained(work: Callable[[], T], *, timeout_s: float = 600) -> T:
+    """What `work` returns, run in a fork of this process: objects, random state and files here stay as they are.
+
+    Nothing is pickled on the way in, and pages are shared until they are written. The copy computes in one thread,
+    must touch no accelerator, and begins in an empty folder of its own that is deleted afterwards; what it prints
+    is dropped, or part of the error. Where a process can't be forked (Windows), work runs in this one.
+
+    Args:
+        work: returns what can be pickled.
+        timeout_s: seconds after which the copy is stopped.
+
+    Raises:
+        PredictionError: the copy ended without a result, by a signal or by an error of its own.
+    """
+    if not hasattr(os, "fork"):
+        return work()
+    with tempfile.TemporaryDirectory(prefix="memkit-") as folder, tempfile.TemporaryFile() as printed:
+        receiving, sending = os.pipe()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore", DeprecationWarning
+            )  # of forks beside threads: the copy starts none
+            child = os.fork()
+        if child == 0:
+            os.close(receiving)
+            _run(work, sending, printed, folder)
+        os.close(sending)
+        try:
+            answer = _answer(child, receiving, timeout_s)
+        finally:
+            _, status = os.waitpid(child, 0)
+        if answer is None:
+            raise PredictionError(f"The prediction did not end within {timeout_s:.0f} s; raise timeout_s.")
+        if not answer:
+            raise PredictionError(_died(status, printed))
+    outcome: Any = pickle.loads(answer)
+    if isinstance(outcome, _Failure):
+        outcome.reraise()
+    return outcome
+
+
+class _RemoteTraceback(Exception):
+    """Where in the copy an error was raised, as the cause of the same error here."""
+
+
+class _Failure:
+    """An exception on its way to another process: itself where it can be pickled, else its words."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        self._error: Exception = PredictionError(f"{type(error).__name__}: {error}")
+        if isinstance(error, Exception):
+            with contextlib.suppress(Exception):
+                self._error = pickle.loads(pickle.dumps(error))
+
+    def reraise(self) -> NoReturn:
+        raise self._error from _RemoteTraceback(f"\n{self._trace}")
+
+
+def _run(work: Callable[[], Any], sending: int, printed: BinaryIO, folder: str) -> NoReturn:
+    """The whole life of the copy; never returns, since what lies above on the stack belongs to the original."""
+    status = 1
+    try:
+        os.dup2(printed.fileno(), 1)
+        os.dup2(printed.fileno(), 2)
+        sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1, closefd=False)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the original stops it
+        os.chdir(folder)
+        torch.set_num_threads(1)  # threads of the original's pools are not here
+        try:
+            outcome: Any = work()
+            message = pickle.dumps(outcome)
+        except BaseException as error:
+            message = pickle.dumps(_Failure(error))
+        with open(sending, "wb") as pipe:
+            pipe.write(message)
+        status = 0
+    finally:
+        os._exit(status)  # destructors and exit handlers are the original's
+
+
+def _answer(child: int, receiving: int, timeout_s: float) -> bytes | None:
+    """What the copy sent before it ended; None if it had to be stopped."""
+    parts: list[bytes] = []
+    ends = time.monotonic() + timeout_s
+    try:
+        while True:
+            ready, _, _ = select.select([receiving], [], [], max(0.0, ends - time.monotonic()))
+            if not ready:
+                os.kill(child, signal.SIGKILL)
+                return None
+            part = os.read(receiving, 1 << 20)
+            if not part:
+                return b"".join(parts)
+            parts.append(part)
+    except BaseException:
+        os.kill(child, signal.SIGKILL)
+        raise
+    finally:
+        os.close(receiving)
+
+
+def _died(status: int, printed: BinaryIO) -> str:
+    printed.seek(0)
+    words = printed.read().decode(errors="replace")[-_WORDS:].strip()
+    if os.WIFSIGNALED(status):
+        cause = f"was ended by {signal.Signals(os.WTERMSIG(status)).name}"
+    else:
+        cause = f"exited with status {os.waitstatus_to_exitcode(status)}"
+    return (
+        f"The process that predicts {cause}; this one is unharmed. It last printed:\n{words or '(nothing)'}"
+    )

@@ -1,0 +1,111 @@
+"""Twins of real tensors that have shapes, strides and a device, and no memory."""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_memkit.memory.meter import unmetered
+
+_HOST = torch.device("cpu")
+
+
+class Fakes:
+    """Makes the fake twins of real tensors, one each; tensors that share memory have twins that do.
+
+    Twins are on the CPU wherever the tensors are, so that a machine needs no such device.
+    """
+
+    def __init__(self) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._twins: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._storages: dict[int, tuple[Any, torch.UntypedStorage]] = {}
+
+    def twin(self, real: Tensor) -> Tensor:
+        """The fake tensor for a real one, or for one on the device "meta"; a fake one is its own."""
+        if isinstance(real, FakeTensor):
+            return real
+        twin = self._twins.get(real)
+        if twin is None:
+            twin = self._twins[real] = self._made(real)
+        return twin
+
+    def known_twin(self, real: Tensor) -> Tensor | None:
+        """The twin that was made of a real tensor before, if one was."""
+        return self._twins.get(real)
+
+    @contextmanager
+    def uncached(self) -> Iterator[None]:
+        """Within it torch's cache of results is off: it would hold storages that operators take, for good."""
+        before, self.mode.cache_enabled = self.mode.cache_enabled, False
+        try:
+            yield
+        finally:
+            self.mode.cache_enabled = before
+
+    def _made(self, real: Tensor) -> Tensor:
+        if is_traceable_wrapper_subclass(real) or real.layout is not torch.strided:
+            return self.mode.from_tensor(real)
+        with unmetered(), torch.no_grad():
+            bare = torch.empty(0, dtype=real.dtype, device="meta")
+            bare.set_(self._storage(real), real.storage_offset(), real.size(), real.stride())
+        fake = FakeTensor(self.mode, bare, _HOST)
+        if isinstance(real, nn.Parameter):
+            return nn.Parameter(fake, requires_grad=real.requires_grad)
+        return fake.requires_grad_(real.requires_grad) if real.is_leaf else fake
+
+    def _storage(self, real: Tensor) -> torch.UntypedStorage:
+        storage = real.untyped_storage()
+        known = self._storages.get(storage._cdata)
+        if known is None:
+            key = storage._cdata
+            ref = weakref.ref(storage, lambda _: self._storages.pop(key, None))
+            known = self._storages[key] = (ref, torch.UntypedStorage(storage.nbytes(), device="meta"))
+        return known[1]
+
+
+def fake_in_place(module: nn.Module, fakes: Fakes) -> Iterator[tuple[Tensor, Tensor]]:
+    """Give a module the twins of its parameters and buffers; yields (twin, original) of each, ties kept.
+
+    The module is not restored: this is for a copy, see `contained`.
+    """
+    for submodule in module.modules():
+        for tensors in (submodule._parameters, submodule._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and not isinstance(tensor, FakeTensor):
+                    twin = fakes.twin(tensor)
+                    tensors[name] = twin  # pyright: ignore[reportArgumentType]
+                    yield twin, tensor
+
+
+@contextmanager
+def casts_in_place() -> Iterator[None]:
+    """Within it `Module.to` changes fake parameters in place, as it does real ones; torch would fail to swap them."""
+    before = nn.Module._apply
+    nn.Module._apply = _apply
+    try:
+        yield
+    finally:
+        nn.Module._apply = before
+
+
+def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    if recurse:
+        for child in self.children():
+            child._apply(fn)
+    with torch.no_grad():
+        for parameter in self._parameters.values():
+            if parameter is not None:
+                parameter.data = fn(parameter.data)
+                if parameter.grad is not None:
+                    parameter.grad.data = fn(parameter.grad.data)
+        for name, buffer in self._buffers.items():
+            if buffer is not None:
+                self._buffers[name] = fn(buffer)
+    return self

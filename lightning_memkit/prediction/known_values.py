@@ -1,0 +1,260 @@
+"""Values of tensors that have none: those that follow from the batch's integers, and plausible ones for the rest.
+
+A step on fake tensors knows shapes alone, and control flow asks for values: how many labels count, where a document
+ends, whether a mask is all ones. Most of them follow from integers of the batch by small operators, which are run for
+real beside their fake twins. What follows from floating-point values is not known; where a step asks for it, it
+gets what a healthy step would see: finite losses, experts with equal shares, masks that keep everything.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from lightning_memkit.errors import PredictionError
+from lightning_memkit.memory.meter import tensors_in, unmetered
+from lightning_memkit.memory.origins import describe, place
+from lightning_memkit.prediction.shapes import SHAPES
+
+# The largest tensors whose values are followed: integers and booleans steer control flow, numbers hardly ever do.
+_MOST_BYTES, _MOST_BYTES_OF_NUMBERS = 1 << 24, 1 << 16
+_MASKS_KEEP_ALL = "masks that depend on floating-point values keep everything"
+_EQUAL_SHARES = "choices by floating-point values (experts, sorting) fall evenly"
+
+_aten = torch.ops.aten
+_UNKNOWN = {_aten.empty, _aten.empty_strided, _aten.empty_like, _aten.new_empty, _aten.new_empty_strided}
+_OF_SHAPE_ALONE = {
+    _aten.zeros_like,
+    _aten.ones_like,
+    _aten.full_like,
+    _aten.new_zeros,
+    _aten.new_ones,
+    _aten.new_full,
+}
+# Which of their results are indices.
+_CHOOSES = {
+    _aten.topk: 1, _aten.sort: 1, _aten.max: 1, _aten.min: 1, _aten.argmax: 0, _aten.argmin: 0, _aten.argsort: 0,
+    _aten.multinomial: 0,
+}  # fmt: skip
+_TRUE_WHEN_HEALTHY = {_aten.all, _aten.isfinite}
+_UNSCALES = _aten._amp_foreach_non_finite_check_and_unscale_
+
+
+class KnownValues:
+    """Runs operators on fake tensors, and beside them on real ones where those are known and small.
+
+    Args:
+        convert: makes the fake twin of a real tensor.
+    """
+
+    def __init__(self, convert: Callable[[Tensor], Tensor]) -> None:
+        self.assumed: dict[str, str] = {}  # what was assumed, and the line that asked first
+        self._convert = convert
+        self._values: dict[int, tuple[Any, Tensor]] = {}  # by the fake storage: the bytes of a real one
+
+    def know(self, fake: Tensor, real: Tensor) -> None:
+        """The values of a fake tensor from now on; forgotten once an operator writes others to it."""
+        storage = fake.untyped_storage()
+        if storage.nbytes() == 0 or not _may_follow(fake) or real.layout is not torch.strided:
+            return
+        with unmetered(), torch.no_grad():
+            known = self._known_bytes(storage)
+            if known is None:
+                key = storage._cdata
+                known = torch.zeros(storage.nbytes(), dtype=torch.uint8)
+                self._values[key] = (weakref.ref(storage, lambda _: self._values.pop(key, None)), known)
+            _laid_out_as(fake, known).copy_(real.detach())
+
+    def of(self, fake: Tensor) -> Tensor | None:
+        """A tensor with the values of a fake one, of its shape and strides; None where they are not known."""
+        if fake.layout is not torch.strided:
+            return None
+        known = self._known_bytes(fake.untyped_storage())
+        if known is None:
+            return None
+        with unmetered():
+            return _laid_out_as(fake, known)
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What an operator gives for fake tensors, with its values where they are known."""
+        if func.is_view:
+            return func(*args, **kwargs)
+        if func is _aten._local_scalar_dense.default:
+            return self._scalar(args[0])
+        knows = func.overloadpacket not in _UNKNOWN and torch.Tag.nondeterministic_seeded not in func.tags
+        if func.overloadpacket not in _OF_SHAPE_ALONE:
+            given = tensors_in([*args, *kwargs.values()])
+            knows = knows and all(self._is_known(tensor) for tensor in given)
+        if func is _aten.equal.default:
+            return self._really(func, args, kwargs) if knows else True
+        if torch.Tag.dynamic_output_shape in func.tags and _takes_shape_from_values(func, args):
+            return self._of_unknown_size(func, args, kwargs)
+        kernel: Any = SHAPES.get(func, func)
+        out = kernel(*args, **kwargs)
+        made = list(tensors_in(out))
+        if knows and made and all(_may_follow(tensor) for tensor in made):
+            self._follow(func, args, kwargs, made)
+            return out
+        for tensor in _written(func, args, kwargs):
+            self._values.pop(tensor.untyped_storage()._cdata, None)
+        self._assume(func, args, kwargs, made)
+        return out
+
+    def _is_known(self, tensor: Tensor) -> bool:
+        return tensor.layout is torch.strided and self._known_bytes(tensor.untyped_storage()) is not None
+
+    def _known_bytes(self, storage: torch.UntypedStorage) -> Tensor | None:
+        entry = self._values.get(storage._cdata)
+        return None if entry is None or entry[1].numel() != storage.nbytes() else entry[1]
+
+    def _really(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What an operator gives for the values; what is not known has a shape alone."""
+        real_args, real_kwargs = tree_map_only(Tensor, self._real, (tuple(args), dict(kwargs)))
+        if "device" in real_kwargs:
+            real_kwargs["device"] = torch.device("cpu")
+        with unmetered(), torch.no_grad():
+            return func(*real_args, **real_kwargs)
+
+    def _real(self, fake: Tensor) -> Tensor:
+        real = self.of(fake)
+        if real is not None:
+            return real
+        with unmetered():
+            return torch.empty((), dtype=fake.dtype).expand(fake.shape)
+
+    def _follow(self, func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> None:
+        """Run the operator for real, too; a write changes the known values of all that share them."""
+        real = self._really(func, args, kwargs)
+        for fake, value in zip(made, tensors_in(real), strict=True):
+            if not self._is_known(fake):
+                self.know(fake, value)
+
+    def _scalar(self, fake: Tensor) -> Any:
+        value = self.of(fake)
+        if value is not None:
+            with unmetered():
+                return value.item()
+        if fake.dtype.is_floating_point or fake.dtype.is_complex:
+            return 1.0  # a loss, a norm, a count of steps: finite and positive
+        if fake.dtype is torch.bool:
+            return False
+        raise PredictionError(
+            f"The step asks for an integer at {_asked_at()} that follows from floating-point values, which only "
+            "training knows. Compute it from the batch's integers, or leave it out of the step that is predicted."
+        )
+
+    def _of_unknown_size(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operator whose result is as large as values say; where they are unknown, as large as it can be."""
+        if func is _aten.index.Tensor:
+            indices = [position for index in args[1] for position in self._positions(index)]
+            return func(args[0], indices)
+        if func is _aten.masked_select.default:
+            shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+            with unmetered():
+                kept = int(self._or_stand_in(func, args[1]).expand(shape).sum())
+            return args[0].new_empty(kept)
+        reals = tree_map_only(Tensor, lambda fake: self._or_stand_in(func, fake), (tuple(args), dict(kwargs)))
+        with unmetered(), torch.no_grad():
+            real = func(*reals[0], **reals[1])
+        return tree_map_only(Tensor, self._convert, real)
+
+    def _positions(self, index: Tensor | None) -> list[Tensor | None]:
+        """Integer indices in place of a mask."""
+        if index is None or index.dtype not in (torch.bool, torch.uint8):
+            return [index]
+        with unmetered():
+            found = self._or_stand_in(_aten.index.Tensor, index).nonzero(as_tuple=True)
+        return [self._convert(position) for position in found]
+
+    def _or_stand_in(self, func: Any, fake: Tensor) -> Tensor:
+        """Values, or those that make the result largest: true masks, numbers that differ."""
+        known = self.of(fake)
+        if known is not None:
+            return known
+        if func is _aten.repeat_interleave.Tensor:
+            raise PredictionError(
+                f"The step repeats at {_asked_at()} as often as floating-point values say, which only training knows. "
+                "Compute the counts from the batch's integers, or leave it out of the step that is predicted."
+            )
+        self.assumed.setdefault(_MASKS_KEEP_ALL, _asked_at())
+        with unmetered():
+            if fake.dtype is torch.bool or func is _aten.nonzero.default:
+                return torch.ones(fake.shape, dtype=torch.bool)
+            return torch.arange(fake.numel()).reshape(fake.shape).to(fake.dtype)
+
+    def _assume(self, func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> None:
+        """Give what only training knows the value that a healthy step would see."""
+        packet = func.overloadpacket
+        for place_, fake in enumerate(made):
+            if fake.dtype is torch.bool and fake.numel() == 1:
+                with unmetered():
+                    self.know(fake, torch.full(fake.shape, packet in _TRUE_WHEN_HEALTHY))
+            elif fake.dtype.is_floating_point and fake.dim() == 0:
+                with unmetered():
+                    self.know(fake, torch.ones((), dtype=fake.dtype))  # a loss, a norm: finite and positive
+            elif _CHOOSES.get(packet) == place_ and fake.dtype is torch.int64 and _may_follow(fake):
+                self.assumed.setdefault(_EQUAL_SHARES, _asked_at())
+                with unmetered():
+                    self.know(fake, _even_choice(fake, *_chosen_from(func, args, kwargs)))
+
+
+def _asked_at() -> str:
+    return describe(place(), "a line of a library")
+
+
+def _may_follow(fake: Tensor) -> bool:
+    numbers = fake.dtype.is_floating_point or fake.dtype.is_complex
+    if fake.layout is not torch.strided:
+        return False
+    return fake.untyped_storage().nbytes() <= (_MOST_BYTES_OF_NUMBERS if numbers else _MOST_BYTES)
+
+
+def _laid_out_as(fake: Tensor, known: Tensor) -> Tensor:
+    whole = torch.empty(0, dtype=fake.dtype)
+    return whole.set_(known.untyped_storage(), int(fake.storage_offset()), fake.size(), fake.stride())
+
+
+def _takes_shape_from_values(func: Any, args: Any) -> bool:
+    if func is not _aten.index.Tensor:
+        return True
+    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """The tensors that an operator writes to; not the flag by which a gradient scaler hears of infinities."""
+    for place_, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        if func.overloadpacket is _UNSCALES and argument.name == "found_inf":
+            continue
+        value = args[place_] if place_ < len(args) else kwargs.get(argument.name)
+        yield from tensors_in(value)
+
+
+def _chosen_from(func: Any, args: Any, kwargs: Any) -> tuple[int, int]:
+    """Among how many an operator chooses, and along which dimension."""
+    source = args[0]
+    names = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    dim = given.get("dim", -1)
+    if dim is None or source.dim() == 0:  # of the flattened tensor
+        return source.numel(), 0
+    return source.shape[dim], dim
+
+
+def _even_choice(fake: Tensor, count: int, dim: int) -> Tensor:
+    """Indices below `count`, as often each; those along `dim` differ."""
+    if fake.dim() == 0:
+        return torch.zeros((), dtype=torch.int64)
+    if (
+        fake.dim() <= dim or fake.shape[dim] > count
+    ):  # the dimension is gone: one choice for each of the others
+        return (torch.arange(fake.numel()) % count).reshape(fake.shape)
+    chosen = fake.shape[dim]
+    others = fake.numel() // max(1, chosen)
+    rows = (torch.arange(others)[:, None] * chosen + torch.arange(chosen)[None]) % count
+    shape = [*fake.shape[:dim], *fake.shape[dim % fake.dim() + 1 :]] if dim >= 0 else list(fake.shape[:-1])
+    return rows.reshape(*shape, chosen).movedim(-1, dim)

@@ -1,0 +1,53 @@
+"""What a prediction says."""
+
+from dataclasses import dataclass, field
+
+from lightning_memkit.memory.anatomy import CATEGORIES, Anatomy
+from lightning_memkit.memory.units import format_bytes
+
+_SHOWN = 5  # modules in the printed form
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """The memory that training steps will take.
+
+    Attributes:
+        anatomy: the peak, its phase and operator, and the bytes of each category at it.
+        phases: the peak of forward, backward and optimizer step, each with all that is alive then.
+        peak_module: the module in which the peak is; empty outside of any.
+        modules: bytes alive at the peak by the module that made them (weights and batch: no module's).
+        saved: bytes of saved activations at the peak, by module.
+        assumed: what was assumed of values that only training knows, with the line that asked first.
+    """
+
+    anatomy: Anatomy
+    phases: dict[str, int] = field(default_factory=dict)
+    peak_module: str = ""
+    modules: dict[str, int] = field(default_factory=dict)
+    saved: dict[str, int] = field(default_factory=dict)
+    assumed: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes of tensors alive at once."""
+        return self.anatomy.peak_bytes
+
+    def __str__(self) -> str:
+        anatomy = self.anatomy
+        where = f" ({self.peak_module})" if self.peak_module else ""
+        lines = [
+            f"Peak {format_bytes(self.peak_bytes)} in the {anatomy.peak_phase}, at {anatomy.peak_operator}{where}"
+        ]
+        for category, meaning in CATEGORIES.items():
+            size = anatomy.at_peak.get(category, 0)
+            if size:
+                lines.append(f"  {category.replace('_', ' '):<18}{format_bytes(size):>12}  {meaning}")
+        lines.append(
+            "Phases: " + ", ".join(f"{phase} {format_bytes(size)}" for phase, size in self.phases.items())
+        )
+        largest = [f"{name or '(no module)'} {format_bytes(size)}" for name, size in self.saved.items()]
+        if largest:
+            lines.append("Saved by: " + ", ".join(largest[:_SHOWN]))
+        lines += [f"Assumed: {what} (asked at {where})" for what, where in self.assumed.items()]
+        return "\n".join(lines)

@@ -1,0 +1,265 @@
+"""Steps on fake tensors, counted as real ones would be."""
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_map_only
+from typing_extensions import Self
+
+from lightning_memkit.memory.anatomy import AnatomyMeter
+from lightning_memkit.memory.meter import Category, Phase, tensors_in
+from lightning_memkit.optim import native
+from lightning_memkit.optim.modes import LOW_STATES
+from lightning_memkit.prediction.fakes import Fakes, casts_in_place, fake_in_place
+from lightning_memkit.prediction.known_values import KnownValues
+from lightning_memkit.prediction.result import Prediction
+from lightning_memkit.prediction.workspaces import Workspaces
+
+
+class Simulation(AnatomyMeter):
+    """Within it operators allocate and compute nothing, and every byte is counted that they would allocate.
+
+    Real tensors that operators meet (the batch, constants) get a fake twin that lives as long as they do. Integers
+    keep their values, see `KnownValues`. Forward, backward and the optimizer's step are told apart by what autograd
+    does. Costs about a tenth of a millisecond an operator, whatever the sizes; changes what it is given for good, so
+    it is for a copy of the process, see `contained`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fakes = Fakes()
+        self.values = KnownValues(self._constant)
+        self.workspaces = Workspaces()
+        self.phase_peaks: dict[Phase, int] = {}
+        self._parameters: list[Callable[[], Iterable[Tensor]]] = []
+        self._names: dict[int, str] = {}  # of modules, by their id
+        self._within: list[str] = []  # the modules whose forward runs
+        self._sequence: list[
+            tuple[int, str]
+        ] = []  # from which of autograd's numbers on nodes are of which module
+        self._entered = ExitStack()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            stack.enter_context(_without_kernels())
+            stack.enter_context(casts_in_place())
+            stack.enter_context(_unrecognised())
+            stack.enter_context(self._counted_random_states())
+            stack.enter_context(self.fakes.mode)
+            for handle in self._hooks():
+                stack.callback(handle.remove)
+            super().__enter__()
+            self._entered = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._entered.close()
+
+    def take(self, module: nn.Module) -> None:
+        """Make a module's parameters and buffers fake, for good; their bytes count from now on."""
+        for twin, original in fake_in_place(module, self.fakes):
+            if original.device.type == "cpu" and not original.is_floating_point():
+                self.values.know(twin, original)
+        self.watch(module)
+
+    def watch(self, module: nn.Module) -> None:
+        """Know a module's tensors as weights and gradients, and its submodules by their names."""
+        self.track([*module.parameters(), *module.buffers()], "weights")
+        self._names = {id(submodule): name for name, submodule in module.named_modules()}
+        self._parameters = [module.parameters]
+
+    def begin_step(self, batch: Iterable[Tensor] = ()) -> None:
+        """A batch has come: what follows is a step."""
+        self.track([self._twin(tensor, "inputs") for tensor in batch], "inputs")
+        self.phase = "forward"
+
+    def begin_optimizer(self) -> None:
+        """Gradients are there: clipping and the optimizer's step follow."""
+        self._mark_gradients()
+        self.phase = "optimizer"
+
+    def end_step(self) -> None:
+        """What follows is between two steps."""
+        self._mark_gradients()
+        self.phase = "outside"
+
+    def mark_states(self, optimizer: Optimizer) -> None:
+        """Know an optimizer's states, and its compensation."""
+        for state in optimizer.state.values():
+            for name, value in state.items() if isinstance(state, dict) else ():
+                category: Category = "compensation" if name in LOW_STATES else "optimizer_states"
+                self.track(tensors_in([value]), category)
+
+    def result(self) -> Prediction:
+        """What was counted."""
+        anatomy = self.dissect(gradients=(), optimizer_states=())
+        at_peak = [record for record in self.records if record.alive_at(self.peak_tick)]
+        saved, held = Counter[str](), Counter[str]()
+        for record in at_peak:
+            held[record.origin] += record.size_bytes
+            if record.category == "saved_activations":
+                saved[record.origin] += record.size_bytes
+        last = max(at_peak, key=lambda record: record.born, default=None)
+        return Prediction(
+            anatomy=anatomy,
+            phases={phase: peak for phase, peak in self.phase_peaks.items() if phase != "outside"},
+            peak_module="" if last is None else last.origin,
+            modules=dict(held.most_common()),
+            saved=dict(saved.most_common()),
+            assumed=dict(self.values.assumed),
+        )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # a fake tensor was asked for its device
+            return args[0].fake_device
+        self._turn()
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        workspace = self.workspaces.of(func, args, kwargs or {})
+        if workspace:
+            self._pass_through(workspace, str(func))
+        reached = self.live_bytes + workspace
+        if reached > self.phase_peaks.get(self.phase, 0) and not self._sum_is_open:
+            self.phase_peaks[self.phase] = reached
+        return out
+
+    def _turn(self) -> None:
+        """Find out which phase an operator is in, and whose it is."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        if self._within:
+            self.origin = self._within[-1]
+        else:
+            self.origin = self._owner_of_node() if in_backward else ""
+        if self.phase == "outside":
+            return
+        if in_backward:
+            if self.phase != "backward":
+                self.end_forward()
+        elif self.phase == "backward":
+            self._mark_gradients()
+            self.phase = "forward" if torch.is_grad_enabled() else "optimizer"
+        elif self.phase == "optimizer" and torch.is_grad_enabled():
+            self.phase = "forward"
+
+    def _owner_of_node(self) -> str:
+        """The module in whose forward the node was made that autograd is running."""
+        node = torch._C._current_autograd_node()
+        if node is None or not self._sequence:
+            return ""
+        index = bisect_right(self._sequence, (node._sequence_nr(), chr(0x10FFFF))) - 1
+        return self._sequence[index][1] if index >= 0 else ""
+
+    def _hooks(self) -> Iterator[Any]:
+        def enter(module: nn.Module, args: Any) -> None:
+            self._within.append(self._names.get(id(module), type(module).__name__))
+            self._note_sequence()
+
+        def leave(module: nn.Module, args: Any, out: Any) -> None:
+            if self._within:
+                self._within.pop()
+            self._note_sequence()
+
+        def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if not self._names:  # no module was named: the optimizer knows the weights
+                parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+                self.track([self._twin(parameter) for parameter in parameters], "weights")
+                self._parameters = [lambda: parameters]
+            if self.phase in ("forward", "backward") and torch._C._current_graph_task_id() == -1:
+                self.begin_optimizer()
+
+        def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            self.mark_states(optimizer)
+
+        yield register_module_forward_pre_hook(enter)
+        yield register_module_forward_hook(leave, always_call=True)
+        yield register_optimizer_step_pre_hook(before_step)
+        yield register_optimizer_step_post_hook(after_step)
+
+    @contextmanager
+    def _counted_random_states(self) -> Iterator[None]:
+        """Count the states of the host's generator that activation checkpointing keeps: 5 KB each."""
+        plain = torch.get_rng_state
+
+        def counted() -> Tensor:
+            state = plain()
+            self.track([state])
+            return state
+
+        torch.get_rng_state = torch.random.get_rng_state = counted
+        try:
+            yield
+        finally:
+            torch.get_rng_state = torch.random.get_rng_state = plain
+
+    def _note_sequence(self) -> None:
+        self._sequence.append((torch.autograd._get_sequence_nr(), self._within[-1] if self._within else ""))
+
+    def _mark_gradients(self) -> None:
+        found = (parameter.grad for parameters in self._parameters for parameter in parameters())
+        self.track((gradient for gradient in found if gradient is not None), "gradients")
+
+    def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if any(not isinstance(tensor, FakeTensor) for tensor in tensors_in([*args, *kwargs.values()])):
+            args, kwargs = tree_map_only(Tensor, self._twin, (tuple(args), kwargs))
+        if func.overloadpacket is torch.ops.aten.set_:
+            with self.fakes.uncached():
+                return self.values.run(func, args, kwargs)
+        return self.values.run(func, args, kwargs)
+
+    def _twin(self, real: Tensor, category: Category = "other") -> Tensor:
+        if isinstance(real, FakeTensor):
+            return real
+        twin = self.fakes.known_twin(real)
+        if twin is None:
+            twin = self.fakes.twin(real)
+            self.track([twin], category)
+            if real.device.type == "cpu":
+                self.values.know(twin, real)
+        return twin
+
+    def _constant(self, real: Tensor) -> Tensor:
+        """The twin of a result that was computed for real."""
+        twin = self.fakes.twin(real)
+        self.values.know(twin, real)
+        return twin
+
+
+@contextmanager
+def _without_kernels() -> Iterator[None]:
+    """Within it memkit's own kernels, which write through addresses, do nothing."""
+
+    class Nothing:
+        memkit_widen = memkit_narrow = memkit_step = staticmethod(lambda *_: None)
+
+    kernels, address = native._kernels, native.address
+    native._kernels, native.address = (lambda: Nothing), (lambda tensor: 0)  # pyright: ignore
+    try:
+        yield
+    finally:
+        native._kernels, native.address = kernels, address
+
+
+@contextmanager
+def _unrecognised() -> Iterator[None]:
+    """Within it transformers takes fake tensors for real ones; else it makes masks that a run would not have."""
+    import sys
+
+    utils: Any = sys.modules.get("transformers.utils.import_utils")
+    known = getattr(utils, "is_fake_tensor", None)
+    if known is None:
+        yield
+        return
+    utils.is_fake_tensor = lambda tensor: False
+    try:
+        yield
+    finally:
+        utils.is_fake_tensor = known

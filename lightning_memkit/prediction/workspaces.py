@@ -1,0 +1,104 @@
+"""What kernels allocate and free within one operator, which no dispatcher sees: measured once a shape."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from lightning_memkit.memory.allocator_trace import AllocatorTrace
+from lightning_memkit.memory.meter import storages_of, tensors_in, unmetered
+
+_aten = torch.ops.aten
+# On CPU: oneDNN reorders operands, and spreads a grouped convolution's weights; normalizations keep sums per thread.
+_WITH_WORKSPACE = {
+    _aten.convolution,
+    _aten.convolution_backward,
+    _aten.native_layer_norm,
+    _aten.native_layer_norm_backward,
+    _aten.native_batch_norm_backward,
+    _aten._scaled_dot_product_flash_attention_for_cpu,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    _aten.gelu_backward,
+    _aten.bernoulli_,
+    _aten._grouped_mm,
+}
+_WITH_WORKSPACE_IN_16_BITS = {_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm}
+_TORCHS = ("aten", "prim", "prims", "c10d", "_c10d_functional", "profiler")  # other operators are anybody's
+# Of operands that are made for a measurement; what is larger is extrapolated from less.
+_MOST_BYTES = 1 << 26
+
+
+class Workspaces:
+    """Measures what operators need besides their results, on this machine's CPU; some milliseconds a shape.
+
+    An operator runs once on tensors of the shapes in question, or twice on one and on two samples of a large batch
+    and along the line through them; its operands are all that is allocated, at most 64 MiB at a time.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Any, int] = {}
+
+    def of(self, func: Any, args: Any, kwargs: dict[str, Any]) -> int:
+        """Bytes alive at the operator's own peak that are neither operand nor result."""
+        if func.namespace in _TORCHS and not _may_need_one(func, args):
+            return 0
+        key = (func, _signature(args), _signature(kwargs))
+        if key not in self._known:
+            # Others' operators may be compiled within: a meter lets nothing compile, a run does.
+            with unmetered(), torch.no_grad(), torch.compiler.set_stance("default"):
+                self._known[key] = _measured(func, args, kwargs)
+        return self._known[key]
+
+
+def _may_need_one(func: Any, args: Any) -> bool:
+    if func.overloadpacket in _WITH_WORKSPACE:
+        return True
+    return func.overloadpacket in _WITH_WORKSPACE_IN_16_BITS and args[0].dtype.itemsize == 2
+
+
+def _signature(item: Any) -> Any:
+    if isinstance(item, Tensor):
+        return (tuple(item.shape), tuple(item.stride()), item.dtype)
+    if isinstance(item, (list, tuple)):
+        return tuple(_signature(value) for value in item)
+    return (
+        tuple((name, _signature(value)) for name, value in item.items()) if isinstance(item, dict) else item
+    )
+
+
+def _measured(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
+    given = list(tensors_in([*args, *kwargs.values()]))
+    if not given or not AllocatorTrace.available():  # torch runs one profiler at a time
+        return 0
+    size = sum(storage.nbytes() for tensor in given for storage in storages_of(tensor))
+    rows = given[0].shape[0] if given[0].dim() else 1
+    if size <= _MOST_BYTES:
+        return _run(func, args, kwargs, rows, rows)
+    if func.namespace not in _TORCHS:  # an optimizer's, say: everything in proportion
+        few = max(1, rows * _MOST_BYTES // size)
+        return _run(func, args, kwargs, rows, few) * rows // few
+    one, two = (_run(func, args, kwargs, rows, few) for few in (1, 2))
+    return one + (two - one) * (rows - 1)
+
+
+def _run(func: Any, args: Any, kwargs: dict[str, Any], rows: int, few: int) -> int:
+    """What the operator needs when `few` of the first operand's `rows` are there."""
+    given = list(tensors_in([*args, *kwargs.values()]))
+    has_float32 = any(tensor.dtype is torch.float32 for tensor in given)
+
+    def real(fake: Tensor) -> Tensor:
+        shape, dtype = list(fake.shape), fake.dtype
+        if has_float32 and "norm" in func.__name__ and fake.shape != given[0].shape:
+            dtype = torch.float32  # statistics, which fake kernels give the input's dtype
+        if shape and shape[0] == rows:
+            shape[0] = few
+        return torch.empty_strided(shape, fake.stride(), dtype=dtype).zero_()
+
+    real_args, real_kwargs = tree_map_only(Tensor, real, (tuple(args), kwargs))
+    if func.namespace not in _TORCHS:
+        func(*real_args, **real_kwargs)  # what it keeps for good after its first call is no workspace
+    with AllocatorTrace() as trace:
+        out = func(*real_args, **real_kwargs)
+    kept = sum(tensor.untyped_storage().nbytes() for tensor in tensors_in(out))
+    return max(0, trace.peak_bytes - kept)

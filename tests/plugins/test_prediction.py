@@ -1,0 +1,290 @@
+"""Predicted peaks against what torch's profiler saw a Trainer allocate, to the byte."""
+
+import gc
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_memkit import ActivationCheckpointing, PureBF16Precision, predict_memory
+from lightning_memkit.errors import PredictionError
+from lightning_memkit.memory.allocator_trace import AllocatorTrace
+from lightning_memkit.prediction.contained import contained
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Language(LightningModule):
+    """A small model over token ids; `optimizer` makes its optimizer."""
+
+    def __init__(self, optimizer: Any = torch.optim.AdamW, width: int = 64, layers: int = 3) -> None:
+        super().__init__()
+        self.optimizer = optimizer
+        self.embedding = nn.Embedding(256, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.head = nn.Linear(width, 256, bias=False)
+
+    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = F.cross_entropy(self.logits(batch["ids"]).flatten(0, 1), batch["labels"].flatten())
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer(self.parameters(), lr=1e-3)
+
+
+def batch(rows: int = 4, length: int = 32) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 256, (rows, length), generator=torch.Generator().manual_seed(0))
+    return {"ids": ids, "labels": ids.clone()}
+
+
+class Loader:
+    def __init__(self, given: Any, number: int) -> None:
+        self.given, self.number = given, number
+
+    def __len__(self) -> int:
+        return self.number
+
+    def __iter__(self) -> Any:
+        for _ in range(self.number):
+            yield {name: value.clone() for name, value in self.given.items()}
+
+
+def measured(build: Any, given: Any, options: dict[str, Any]) -> int:
+    """What the allocator handed out at most, from before the model was built."""
+
+    def train() -> int:
+        with AllocatorTrace() as trace:
+            trainer = Trainer(
+                **options,
+                max_steps=2,
+                accelerator="cpu",
+                devices=1,
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+            )
+            trainer.fit(build(), Loader(given, 2 * options.get("accumulate_grad_batches", 1)))
+        return trace.peak_bytes
+
+    gc.collect()
+    return contained(train)
+
+
+def foreach(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=lr, foreach=True)
+
+
+def fused(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=lr, fused=True)
+
+
+def momentum(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
+
+
+# As functions: plugins and callbacks belong to one Trainer.
+OPTIONS: dict[str, Any] = {
+    "plain": dict,
+    "mixed": lambda: {"precision": "bf16-mixed"},
+    "16-true": lambda: {"precision": "bf16-true"},
+    "kahan": lambda: {"plugins": [PureBF16Precision()]},
+    "split, exact": lambda: {"plugins": [PureBF16Precision(compensation="split", states="exact")]},
+    "accumulated, clipped": lambda: {"accumulate_grad_batches": 3, "gradient_clip_val": 1.0},
+    "kahan, accumulated": lambda: {"plugins": [PureBF16Precision()], "accumulate_grad_batches": 2},
+    "full": lambda: {"callbacks": [ActivationCheckpointing("full")]},
+    "selective": lambda: {"callbacks": [ActivationCheckpointing("selective")]},
+    "every second, mixed": lambda: {
+        "precision": "bf16-mixed",
+        "callbacks": [ActivationCheckpointing("every:2")],
+    },
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_the_peak_is_that_of_a_run(options):
+    predicted = predict_memory(Language(), batch(), trainer=options())
+    real = measured(Language, batch(), options())
+    assert predicted.peak_bytes == pytest.approx(real, rel=2e-4)
+    assert sum(predicted.anatomy.at_peak.values()) == predicted.peak_bytes
+
+
+@pytest.mark.parametrize("optimizer", [foreach, fused, momentum])
+@pytest.mark.parametrize("rows", [1, 16])
+def test_the_peak_is_that_of_a_run_with_any_optimizer_and_batch(optimizer, rows):
+    predicted = predict_memory(Language(optimizer), batch(rows))
+    real = measured(lambda: Language(optimizer), batch(rows), {})
+    assert predicted.peak_bytes == pytest.approx(real, rel=2e-4)
+
+
+def test_convolutions_count_what_their_kernels_take_within():
+    class Images(Language):
+        def __init__(self) -> None:
+            super().__init__(layers=0)
+            self.net = nn.Sequential(
+                nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 5, groups=16), nn.Flatten(),
+                nn.Dropout(0.1), nn.LazyLinear(10),
+            )  # fmt: skip
+            self.net(torch.zeros(2, 3, 16, 16))
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return F.cross_entropy(self.net(batch["x"]), batch["y"])
+
+    given = {"x": torch.randn(8, 3, 16, 16), "y": torch.arange(8)}
+    assert predict_memory(Images(), given).peak_bytes == pytest.approx(measured(Images, given, {}), rel=2e-3)
+
+
+def test_a_step_without_lightning():
+    model = Language(layers=2)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(given: Any) -> None:
+        model.training_step_loss = F.cross_entropy(
+            model.logits(given["ids"]).flatten(0, 1), given["labels"].flatten()
+        )
+        model.training_step_loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    predicted = predict_memory(step, batch())
+    assert not optimizer.state
+    assert all(p.grad is None for p in model.parameters())
+
+    def run() -> int:
+        held, loader = sum(p.nbytes for p in model.parameters()), Loader(batch(), 2)
+        with AllocatorTrace() as trace:
+            for given in loader:
+                step(given)
+        return trace.peak_bytes + held
+
+    assert predicted.peak_bytes == pytest.approx(contained(run), rel=2e-4)
+    assert predicted.anatomy.at_peak["weights"] == sum(p.nbytes for p in model.parameters())
+
+
+def test_a_model_that_is_built_within_needs_no_memory_here():
+    large = predict_memory(lambda: Language(width=8192, layers=8), batch(1, 8))  # 17 GB of weights alone
+    assert large.anatomy.at_peak["weights"] > 16 * 2**30
+    inside, outside = predict_memory(Language, batch()), predict_memory(Language(), batch())
+    assert inside.phases == outside.phases
+    assert inside.anatomy.at_peak == outside.anatomy.at_peak
+
+
+def test_nothing_here_is_touched():
+    module: Any = Language()
+    module.blocks[1].up.weight.grad = torch.ones_like(module.blocks[1].up.weight)
+    given = batch()
+    held = [*module.parameters(), *given.values()]
+    before = [(tensor, tensor._version, tensor.clone()) for tensor in held]
+    modules, hooks = dict(module.named_modules()), [dict(m._forward_hooks) for m in module.modules()]
+    states = (random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist())
+    settings = (torch.get_num_threads(), torch.is_grad_enabled(), torch.get_default_dtype())
+    predict_memory(module, given, trainer={"precision": "bf16-true"})
+    assert (random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()) == states
+    assert (torch.get_num_threads(), torch.is_grad_enabled(), torch.get_default_dtype()) == settings
+    assert dict(module.named_modules()) == modules
+    assert [dict(m._forward_hooks) for m in module.modules()] == hooks
+    assert all(
+        now is was for now, (was, _, _) in zip([*module.parameters(), *given.values()], before, strict=True)
+    )
+    assert all(tensor._version == version and torch.equal(tensor, copy) for tensor, version, copy in before)
+    assert module.blocks[1].up.weight.grad.eq(1).all()
+    assert module._trainer is None
+
+
+def test_the_anatomy_says_what_is_known_by_hand():
+    module = Language(fused)
+    count = sum(p.numel() for p in module.parameters())
+    found = predict_memory(module, batch(), trainer={"plugins": [PureBF16Precision()]})
+    largest = found.anatomy.largest
+    assert found.anatomy.at_peak["weights"] == 2 * count
+    assert largest["gradients"] == 2 * count
+    assert largest["compensation"] == 2 * count
+    assert largest["optimizer_states"] == pytest.approx(4 * count, rel=0.01)
+    assert set(found.phases) == {"forward", "backward", "optimizer"}
+    assert max(found.phases.values()) == found.peak_bytes
+    assert "compensation" in str(found)
+
+
+def test_saved_activations_are_those_of_the_blocks():
+    found = predict_memory(Language(layers=4), batch(64))
+    ups = {name: size for name, size in found.saved.items() if name.endswith(".up")}
+    assert ups == {f"blocks.{index}.up": 64 * 32 * 4 * 64 * 4 for index in range(4)}
+    assert found.anatomy.peak_phase in ("forward", "backward")
+
+
+def test_only_what_matters_of_the_trainer_is_taken(tmp_path):
+    class Says(Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            (tmp_path / "was here").touch()
+
+    from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+
+    options = {
+        "max_epochs": 100,
+        "logger": True,
+        "callbacks": [ModelCheckpoint(), LearningRateMonitor(), Says()],
+        "accelerator": "gpu",
+    }
+    found = predict_memory(Language(), batch(), trainer=options)
+    assert found.peak_bytes == predict_memory(Language(), batch()).peak_bytes
+    assert (tmp_path / "was here").exists()
+
+
+def test_bad_input_is_refused_with_a_remedy():
+    with pytest.raises(TypeError, match="module is a Linear; give a LightningModule"):
+        predict_memory(nn.Linear(2, 2), batch())  # pyright: ignore
+    with pytest.raises(TypeError, match="takes 2 arguments"):
+        predict_memory(lambda a, b: None, batch())
+    with pytest.raises(TypeError, match="built a int; it has to build a LightningModule"):
+        predict_memory(lambda: 3, batch())
+    with pytest.raises(ValueError, match="no argument of Lightning's Trainer"):
+        predict_memory(Language(), batch(), trainer={"precison": 16})
+    with pytest.raises(ValueError, match=r"devices=2 on 1 node\(s\) can't be predicted yet"):
+        predict_memory(Language(), batch(), trainer={"devices": 2})
+
+
+def test_an_error_of_the_step_is_the_users_own():
+    class Fails(Language):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return self.logits(batch["no such key"])
+
+    with pytest.raises(KeyError, match="no such key"):
+        predict_memory(Fails(), batch())
+
+
+def test_an_operator_of_unknown_shape_is_named():
+    @torch.library.custom_op("memkit_tests::grows", mutates_args=())
+    def grows(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    class Custom(Language):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return grows(self.logits(batch["ids"])).mean()
+
+    with pytest.raises(PredictionError, match=r"memkit_tests::grows gives.*register_fake"):
+        predict_memory(Custom(), batch())

@@ -1,0 +1,74 @@
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from lightning_memkit.errors import PredictionError
+from lightning_memkit.prediction.contained import contained
+
+
+def test_what_work_returns_comes_back_and_what_it_changes_does_not(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    kept, tensor = [], torch.zeros(3)
+    before = torch.get_rng_state()
+
+    def work():
+        kept.append(1)
+        tensor.add_(1)
+        torch.rand(7)
+        with open("left", "w") as file:
+            file.write("here")
+        print("not seen")
+        return {"sum": float(tensor.sum()), "pid": os.getpid()}
+
+    found = contained(work)
+    assert found["sum"] == 3
+    assert found["pid"] != os.getpid()
+    assert kept == []
+    assert tensor.tolist() == [0, 0, 0]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_is_raised_here_with_the_place_there():
+    def wrong_value():
+        raise ValueError("x=3 is odd")
+
+    with pytest.raises(ValueError, match="x=3 is odd") as caught:
+        contained(wrong_value)
+    assert "in wrong_value" in str(caught.value.__cause__)
+
+
+def test_an_error_that_cannot_be_pickled_keeps_its_words():
+    class Local(Exception):
+        pass
+
+    def work():
+        raise Local("only here")
+
+    with pytest.raises(PredictionError, match="Local: only here"):
+        contained(work)
+
+
+def test_a_crash_is_named_and_leaves_this_process_alone():
+    def crash():
+        print("last words", flush=True)
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    with pytest.raises(PredictionError, match=r"SIGSEGV(.|\n)*last words"):
+        contained(crash)
+    with pytest.raises(PredictionError, match="status 3"):
+        contained(lambda: os._exit(3))
+
+
+def test_it_is_stopped_after_its_time():
+    begin = time.monotonic()
+    with pytest.raises(PredictionError, match="did not end within 1 s"):
+        contained(lambda: time.sleep(60), timeout_s=1)
+    assert time.monotonic() - begin < 30
+
+
+def test_it_can_be_nested():
+    assert contained(lambda: contained(lambda: 1) + 1) == 2
