@@ -119,15 +119,22 @@ class StreamBatches:
         """The rows of each step over all ranks; what is left at the end is shared by all, at least a row each."""
         full = self._size * self._ranks
         held: deque[_Row] = deque()
+        steps = self._begin.batches
         for row in self._rows():
             held.append(row)
             if len(held) >= full + self._ranks:
+                steps += 1
                 yield [held.popleft() for _ in range(full)]
         if len(held) > full:  # behind a full step fewer rows than ranks would be left
             gives_up = not self._drop_last and self._size > 1
             yield [held.popleft() for _ in range(len(held) - self._ranks if gives_up else full)]
         if len(held) == full or (len(held) >= self._ranks and not self._drop_last):
             yield list(held)
+        elif steps == 0 and len(held) < full:
+            raise ValueError(
+                f"The stream's {len(held)} rows are too few for batch_size={self._size} on {self._ranks} rank(s) with "
+                f"drop_last={self._drop_last}; add documents, or lower the batch size or the context."
+            )
 
     def _rows(self) -> Iterator[_Row]:
         begin = self._begin

@@ -4,10 +4,12 @@ The file is a header of one page and the arrays, each from a page's beginning. T
 the file's length and every array's CRC-32.
 """
 
+import contextlib
 import json
 import mmap
 import os
 import tempfile
+import time
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -24,6 +26,7 @@ from lightning_memkit.data.store import TokenStore, learned_of, offsets_of, toke
 FORMAT = 1  # raise it when the file's layout changes
 _MAGIC = b"memkit tokens\n"
 _PAGE = 4096
+_STALE_SECONDS = 24 * 3600
 _BLOCK = 2**22
 # The kernel maps up to 16 pages around a place that is read; they are given back once they may have come to this.
 _AROUND, _HELD = 16 * _PAGE, 2**26
@@ -105,6 +108,7 @@ def write_store(stores: Iterable[TokenStore], path: Path) -> None:
     """
     with _writable(path):
         path.parent.mkdir(parents=True, exist_ok=True)
+        _drop_stale_parts(path)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
         os.close(handle)
     part, beside = Path(name), Path(f"{name}.learned")
@@ -123,6 +127,14 @@ def write_store(stores: Iterable[TokenStore], path: Path) -> None:
     finally:
         part.unlink(missing_ok=True)
         beside.unlink(missing_ok=True)
+
+
+def _drop_stale_parts(path: Path) -> None:
+    """Remove what a process that was killed while it wrote has left; one that writes still touches its file."""
+    for part in path.parent.glob(f"{path.stem}*.part*"):
+        with contextlib.suppress(OSError):
+            if time.time() - part.stat().st_mtime > _STALE_SECONDS:
+                part.unlink()
 
 
 class UnwritableError(Exception):

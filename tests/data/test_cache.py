@@ -140,6 +140,17 @@ def test_what_was_touched_is_given_back_and_read_again(folder, monkeypatch):
     assert store.read(np.array([0, 2]), np.array([1, 1]))[0].tolist() == [1, 3]
 
 
+def test_what_a_killed_process_left_goes_after_a_day(folder):
+    path = folder / "kept.tokens"
+    stale, fresh = folder / "keptabc.part", folder / "keptdef.part"
+    for part in (stale, fresh):
+        part.parent.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(b"half")
+    os.utime(stale, (0, 0))
+    token_file.write_store([STORE], path)
+    assert {file.name for file in folder.iterdir()} == {"kept.tokens", "keptdef.part"}
+
+
 BUILDER = """
 import sys, time
 import numpy as np

@@ -169,6 +169,18 @@ def test_a_budget_of_tokens_limits_the_rows():
         loader_of(300, padding="bucket")
 
 
+def test_a_stream_that_gives_no_batch_says_why():
+    stream = Stream(
+        read=StreamDocuments(source=lambda: iter([[1, 2, 3]]), tokenizer=None, options=DocumentOptions()),
+        context=CONTEXT,
+    )
+    for options, ranks in (({"batch_size": 1}, 2), ({"batch_size": 2, "drop_last": True}, 1)):
+        loader = StreamLoader(stream, LoaderOptions(**options), rank=0, world_size=ranks)
+        with pytest.raises(ValueError, match=r"The stream's 1 rows are too few for batch_size="):
+            list(loader)
+    assert len(list(StreamLoader(stream, LoaderOptions(batch_size=2)))) == 1
+
+
 def test_a_state_of_another_stream_is_refused():
     with pytest.raises(ValueError, match="rows_per_step: 4 then, 8 now"):
         loader_of(30, batch_size=8).load_state_dict(loader_of(30).state_dict())
