@@ -33,6 +33,7 @@ from lightning_memkit.errors import PredictionError
 from lightning_memkit.memory.meter import unmetered
 from lightning_memkit.plugins._tensors import tensors_of
 from lightning_memkit.plugins.loader_tuner import LoaderTuner
+from lightning_memkit.plugins.memory_budget import MemoryBudget
 from lightning_memkit.plugins.memory_report import MemoryReport
 from lightning_memkit.prediction.contained import contained
 from lightning_memkit.prediction.result import Prediction
@@ -135,6 +136,11 @@ def _checked(options: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"devices={devices!r} on {nodes} node(s) can't be predicted yet: write devices=1.")
     callbacks = options.get("callbacks") or []
     given = [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
+    if any(isinstance(one, MemoryBudget) for one in given):
+        raise ValueError(
+            "trainer has a MemoryBudget among its callbacks, which measures for itself: leave it out, give the "
+            "micro-batch as the batch, and accumulate_grad_batches=2 where a step has more than one part."
+        )
     kept = {name: value for name, value in options.items() if name not in (*_OWN, *_TRAINING_LENGTH)}
     return {**kept, **_OWN, "callbacks": [one for one in given if not isinstance(one, _WATCHERS)]}
 

@@ -19,6 +19,7 @@ class Prediction:
         modules: bytes alive at the peak by the module that made them (weights and batch: no module's).
         saved: bytes of saved activations at the peak, by module.
         assumed: what was assumed of values that only training knows, with the line that asked first.
+        timeline: bytes alive at each operator of the steps, what it needs within included.
     """
 
     anatomy: Anatomy
@@ -27,6 +28,7 @@ class Prediction:
     modules: dict[str, int] = field(default_factory=dict)
     saved: dict[str, int] = field(default_factory=dict)
     assumed: dict[str, str] = field(default_factory=dict)
+    timeline: tuple[int, ...] = field(default=(), repr=False)
 
     @property
     def peak_bytes(self) -> int:

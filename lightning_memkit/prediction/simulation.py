@@ -46,6 +46,7 @@ class Simulation(AnatomyMeter):
         self._sequence: list[
             tuple[int, str]
         ] = []  # from which of autograd's numbers on nodes are of which module
+        self._timeline: list[int] = []
         self._entered = ExitStack()
 
     def __enter__(self) -> Self:
@@ -117,6 +118,7 @@ class Simulation(AnatomyMeter):
             modules=dict(held.most_common()),
             saved=dict(saved.most_common()),
             assumed=dict(self.values.assumed),
+            timeline=tuple(self._timeline),
         )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -127,9 +129,11 @@ class Simulation(AnatomyMeter):
         workspace = self.workspaces.of(func, args, kwargs or {})
         if workspace:
             self._pass_through(workspace, str(func))
-        reached = self.live_bytes + workspace
-        if reached > self.phase_peaks.get(self.phase, 0) and not self._sum_is_open:
-            self.phase_peaks[self.phase] = reached
+        if not self._sum_is_open:  # else one of the summands goes before anything else happens
+            reached = self.live_bytes + workspace
+            self._timeline.append(reached)
+            if reached > self.phase_peaks.get(self.phase, 0):
+                self.phase_peaks[self.phase] = reached
         return out
 
     def _turn(self) -> None:

@@ -11,10 +11,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_memkit import ActivationCheckpointing, PureBF16Precision, predict_memory
+from lightning_memkit import ActivationCheckpointing, MemoryBudget, PureBF16Precision, predict_memory
 from lightning_memkit.errors import PredictionError
 from lightning_memkit.memory.allocator_trace import AllocatorTrace
 from lightning_memkit.prediction.contained import contained
+from lightning_memkit.prediction.lines import PeakLines
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
 
@@ -264,6 +265,8 @@ def test_bad_input_is_refused_with_a_remedy():
         predict_memory(lambda: 3, batch())
     with pytest.raises(ValueError, match="no argument of Lightning's Trainer"):
         predict_memory(Language(), batch(), trainer={"precison": 16})
+    with pytest.raises(ValueError, match="leave it out, give the micro-batch"):
+        predict_memory(Language(), batch(), trainer={"callbacks": [MemoryBudget("1GiB")]})
     with pytest.raises(ValueError, match=r"devices=2 on 1 node\(s\) can't be predicted yet"):
         predict_memory(Language(), batch(), trainer={"devices": 2})
 
@@ -288,3 +291,39 @@ def test_an_operator_of_unknown_shape_is_named():
 
     with pytest.raises(PredictionError, match=r"memkit_tests::grows gives.*register_fake"):
         predict_memory(Custom(), batch())
+
+
+def test_two_sizes_say_the_peak_of_all():
+    lines = PeakLines.through({rows: predict_memory(Language(), batch(rows)) for rows in (4, 16)})
+    for rows in (1, 3, 7, 32, 64):
+        assert lines.peak_bytes(rows) == predict_memory(Language(), batch(rows)).peak_bytes
+    phases = {predict_memory(Language(), batch(rows)).anatomy.peak_phase for rows in (1, 64)}
+    assert len(phases) == 2  # one line would not do
+    budget = lines.peak_bytes(20)
+    assert lines.largest_fitting(budget, range(1, 65)) == 20
+    assert lines.largest_fitting(1000, range(1, 65)) is None
+
+
+def test_three_lengths_say_the_peak_of_all_where_scores_are_kept():
+    class Scores(Language):
+        def logits(self, ids: torch.Tensor) -> torch.Tensor:
+            x = self.embedding(ids)
+            return self.head((x @ x.transpose(1, 2)).softmax(-1) @ x)
+
+    found = {length: predict_memory(Scores(), batch(2, length)) for length in (16, 64, 128)}
+    lines = PeakLines.through(found)
+    assert lines.peak_bytes(96) == predict_memory(Scores(), batch(2, 96)).peak_bytes
+    two = PeakLines.through({length: found[length] for length in (16, 64)})
+    assert two.peak_bytes(128) < found[128].peak_bytes
+
+
+def test_sizes_that_run_other_operators_give_no_line():
+    class Branches(Language):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            return loss * 2 if len(batch["ids"]) > 8 else loss
+
+    with pytest.raises(ValueError, match="other operators for other sizes"):
+        PeakLines.through({rows: predict_memory(Branches(), batch(rows)) for rows in (4, 16)})
+    with pytest.raises(ValueError, match=r"1 size\(s\) give no line"):
+        PeakLines.through({4: predict_memory(Language(), batch())})

@@ -1,0 +1,60 @@
+"""How the peak grows with the batch: operator by operator, from a few predictions."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_memkit.prediction.result import Prediction
+
+
+@dataclass(frozen=True)
+class PeakLines:
+    """The predicted peak for any size (rows of a batch, tokens of a row), from predictions at a few.
+
+    The bytes alive at each operator are a polynomial of the size, of one degree less than the sizes that were
+    predicted: two give lines, which is what rows follow; three give parabolas, for lengths under attention that keeps
+    its scores. The peak is the highest of them, so which operator has it may change with the size.
+
+    Args:
+        sizes: those that were predicted.
+        bytes_alive: by operator and size, [operators, sizes].
+    """
+
+    sizes: tuple[int, ...]
+    bytes_alive: NDArray[np.int64]
+
+    @staticmethod
+    def through(predictions: Mapping[int, Prediction]) -> "PeakLines":
+        """The lines through the predictions of some sizes.
+
+        Raises:
+            ValueError: fewer than two sizes, or steps that run other operators for other sizes.
+        """
+        if len(predictions) < 2:
+            raise ValueError(f"{len(predictions)} size(s) give no line; predict two, or three for a length.")
+        counts = {size: len(prediction.timeline) for size, prediction in predictions.items()}
+        if len(set(counts.values())) > 1:
+            raise ValueError(
+                f"The steps run other operators for other sizes ({counts} by size), so that nothing can be said of "
+                "the sizes between; predict each size by itself."
+            )
+        sizes = tuple(sorted(predictions))
+        return PeakLines(sizes, np.array([predictions[size].timeline for size in sizes], np.int64).T)
+
+    def peak_bytes(self, size: int) -> int:
+        """The predicted peak at a size."""
+        return int(np.ceil((self.bytes_alive @ self._weights(size)).max() - 1e-3))
+
+    def largest_fitting(self, budget_bytes: int, sizes: Sequence[int]) -> int | None:
+        """The largest of some sizes whose peak is within a budget; None if none is."""
+        return max((size for size in sizes if self.peak_bytes(size) <= budget_bytes), default=None)
+
+    def _weights(self, size: int) -> NDArray[np.float64]:
+        """Lagrange's: what each predicted size counts at this one."""
+        found = np.ones(len(self.sizes))
+        for index, own in enumerate(self.sizes):
+            for other in self.sizes[:index] + self.sizes[index + 1 :]:
+                found[index] *= (size - other) / (own - other)
+        return found
