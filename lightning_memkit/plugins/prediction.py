@@ -36,6 +36,7 @@ from lightning_memkit.plugins.loader_tuner import LoaderTuner
 from lightning_memkit.plugins.memory_budget import MemoryBudget
 from lightning_memkit.plugins.memory_report import MemoryReport
 from lightning_memkit.prediction.contained import contained
+from lightning_memkit.prediction.devices import Device, device_named
 from lightning_memkit.prediction.result import Prediction
 from lightning_memkit.prediction.simulation import Simulation
 
@@ -67,14 +68,17 @@ def predict_memory(
     batch: Any,
     *,
     trainer: Mapping[str, Any] | None = None,
+    device: str | Device = "cpu",
     timeout_s: float = 600,
 ) -> Prediction:
     """The peak memory of training, and where every byte of it goes, with nothing allocated; takes seconds.
 
     Two optimizer steps run on tensors that have shapes and no memory, through Lightning's own loop with the options
-    given: precision, plugins, callbacks, accumulation, clipping. Bytes are those that torch's kernels for the CPU
-    take; a few of those, whose workspaces nothing else tells, run once on data of that shape (64 MiB at the most).
-    The steps run in a fork of this process: the module, its optimizers, random state and files stay as they are.
+    given: precision, plugins, callbacks, accumulation, clipping. Bytes are those that the device's kernels take. A few
+    of the CPU's, whose workspaces nothing else tells, run once on data of that shape (64 MiB at the most). A GPU need
+    not be there: torch's choices on CUDA are made on the CPU's fake tensors, and its allocator is replayed; not yet
+    verified on a GPU. The steps run in a fork of this process: the module, its optimizers, random state and files
+    stay as they are.
 
     What follows from the batch's integers is computed: how many labels count, where documents end. What only
     training knows is assumed to be as in a healthy step (finite losses, experts with equal shares); the result's
@@ -88,25 +92,28 @@ def predict_memory(
         trainer: arguments of the `Trainer` that will train: `precision`, `plugins`, `callbacks`,
             `accumulate_grad_batches`, `gradient_clip_val`. How long it trains, what it logs and its device don't
             matter here. Callbacks that only watch are left out.
+        device: `"cpu"`, the name of a GPU (`"rtx4090"`, `"a100-40gb"`; `prediction.devices.DEVICES` has all), or a
+            `Device` that describes one.
         timeout_s: seconds after which the prediction is given up.
 
     Raises:
         PredictionError: the step needs a value that only training knows, or an operator whose results' shapes torch
             can't tell; it names the line.
         TypeError: `module` is none of these.
-        ValueError: `trainer` has an argument that can't be predicted.
+        ValueError: `trainer` has an argument that can't be predicted, or the device is unknown.
     """
     options = _checked(dict(trainer or {}))
+    target = None if device == "cpu" else device_named(device)
     if isinstance(module, LightningModule):
-        return contained(lambda: _fit(module, batch, options), timeout_s=timeout_s)
+        return contained(lambda: _fit(module, batch, options, target), timeout_s=timeout_s)
     if isinstance(module, torch.nn.Module) or not callable(module):
         raise TypeError(
             f"module is a {type(module).__name__}; give a LightningModule, a function without arguments that builds "
             "one, or a function of the batch that does a whole training step."
         )
     if _takes_a_batch(module):
-        return contained(lambda: _steps(module, batch), timeout_s=timeout_s)
-    return contained(lambda: _fit(module, batch, options), timeout_s=timeout_s)
+        return contained(lambda: _steps(module, batch, target), timeout_s=timeout_s)
+    return contained(lambda: _fit(module, batch, options, target), timeout_s=timeout_s)
 
 
 def _takes_a_batch(function: Callable[..., Any]) -> bool:
@@ -145,11 +152,13 @@ def _checked(options: dict[str, Any]) -> dict[str, Any]:
     return {**kept, **_OWN, "callbacks": [one for one in given if not isinstance(one, _WATCHERS)]}
 
 
-def _fit(source: LightningModule | Callable[..., Any], batch: Any, options: dict[str, Any]) -> Prediction:
+def _fit(
+    source: LightningModule | Callable[..., Any], batch: Any, options: dict[str, Any], device: Device | None
+) -> Prediction:
     """Lightning's own loop on fake tensors; within a copy of the process."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    simulation = Simulation()
+    simulation = Simulation(device)
     if isinstance(source, LightningModule):
         simulation.take(source)
     with simulation, _explained():
@@ -166,10 +175,10 @@ def _fit(source: LightningModule | Callable[..., Any], batch: Any, options: dict
     return simulation.result()
 
 
-def _steps(step: Callable[[Any], Any], batch: Any) -> Prediction:
+def _steps(step: Callable[[Any], Any], batch: Any, device: Device | None) -> Prediction:
     """A training step that is a function; within a copy of the process."""
     warnings.simplefilter("ignore")
-    simulation = Simulation()
+    simulation = Simulation(device)
     with simulation, _explained():
         for given in _Batches(batch, _STEPS):
             simulation.begin_step(tensors_of(given))

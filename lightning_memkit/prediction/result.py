@@ -19,6 +19,10 @@ class Prediction:
         modules: bytes alive at the peak by the module that made them (weights and batch: no module's).
         saved: bytes of saved activations at the peak, by module.
         assumed: what was assumed of values that only training knows, with the line that asked first.
+        device: whose kernels and allocator were assumed.
+        reserved_bytes: on a GPU, what the caching allocator would reserve for these tensors; the context and the
+            matrix library (`anatomy.fixed_bytes`) lie beside it. On the CPU 0.
+        expandable_bytes: the same with ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``.
         timeline: bytes alive at each operator of the steps, what it needs within included.
     """
 
@@ -28,6 +32,9 @@ class Prediction:
     modules: dict[str, int] = field(default_factory=dict)
     saved: dict[str, int] = field(default_factory=dict)
     assumed: dict[str, str] = field(default_factory=dict)
+    device: str = "cpu"
+    reserved_bytes: int = 0
+    expandable_bytes: int = 0
     timeline: tuple[int, ...] = field(default=(), repr=False)
 
     @property
@@ -35,11 +42,17 @@ class Prediction:
         """The most bytes of tensors alive at once."""
         return self.anatomy.peak_bytes
 
+    @property
+    def total_bytes(self) -> int:
+        """What the device is asked for: on a GPU what is reserved, and what lies beside it."""
+        return (self.reserved_bytes or self.peak_bytes) + self.anatomy.fixed_bytes
+
     def __str__(self) -> str:
         anatomy = self.anatomy
         where = f" ({self.peak_module})" if self.peak_module else ""
+        on = "" if self.device == "cpu" else f" on {self.device}"
         lines = [
-            f"Peak {format_bytes(self.peak_bytes)} in the {anatomy.peak_phase}, at {anatomy.peak_operator}{where}"
+            f"Peak {format_bytes(self.peak_bytes)}{on} in the {anatomy.peak_phase}, at {anatomy.peak_operator}{where}"
         ]
         for category, meaning in CATEGORIES.items():
             size = anatomy.at_peak.get(category, 0)
@@ -48,6 +61,11 @@ class Prediction:
         lines.append(
             "Phases: " + ", ".join(f"{phase} {format_bytes(size)}" for phase, size in self.phases.items())
         )
+        if self.reserved_bytes:
+            lines.append(
+                f"Reserved: {format_bytes(self.reserved_bytes)} ({format_bytes(self.expandable_bytes)} with "
+                f"expandable segments), beside {format_bytes(anatomy.fixed_bytes)} of context and library"
+            )
         largest = [f"{name or '(no module)'} {format_bytes(size)}" for name, size in self.saved.items()]
         if largest:
             lines.append("Saved by: " + ", ".join(largest[:_SHOWN]))

@@ -19,8 +19,11 @@ from lightning_memkit.memory.anatomy import AnatomyMeter
 from lightning_memkit.memory.meter import Category, Phase, tensors_in
 from lightning_memkit.optim import native
 from lightning_memkit.optim.modes import LOW_STATES
+from lightning_memkit.prediction.caching_allocator import replay
+from lightning_memkit.prediction.devices import Device
 from lightning_memkit.prediction.fakes import Fakes, casts_in_place, fake_in_place
 from lightning_memkit.prediction.known_values import KnownValues
+from lightning_memkit.prediction.persona import as_on_cuda
 from lightning_memkit.prediction.result import Prediction
 from lightning_memkit.prediction.workspaces import Workspaces
 
@@ -32,10 +35,14 @@ class Simulation(AnatomyMeter):
     keep their values, see `KnownValues`. Forward, backward and the optimizer's step are told apart by what autograd
     does. Costs about a tenth of a millisecond an operator, whatever the sizes; changes what it is given for good, so
     it is for a copy of the process, see `contained`.
+
+    Args:
+        device: whose kernels' choices are made; None for the CPU's, with what those need within an operator.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: Device | None = None) -> None:
         super().__init__()
+        self._device = device
         self.fakes = Fakes()
         self.values = KnownValues(self._constant)
         self.workspaces = Workspaces()
@@ -54,7 +61,7 @@ class Simulation(AnatomyMeter):
             stack.enter_context(_without_kernels())
             stack.enter_context(casts_in_place())
             stack.enter_context(_unrecognised())
-            stack.enter_context(self._counted_random_states())
+            stack.enter_context(self._counted_random_states() if self._device is None else as_on_cuda())
             stack.enter_context(self.fakes.mode)
             for handle in self._hooks():
                 stack.callback(handle.remove)
@@ -103,7 +110,12 @@ class Simulation(AnatomyMeter):
 
     def result(self) -> Prediction:
         """What was counted."""
-        anatomy = self.dissect(gradients=(), optimizer_states=())
+        device = self._device
+        anatomy = self.dissect(
+            gradients=(),
+            optimizer_states=(),
+            fixed_bytes=0 if device is None else device.context_bytes + device.library_bytes,
+        )
         at_peak = [record for record in self.records if record.alive_at(self.peak_tick)]
         saved, held = Counter[str](), Counter[str]()
         for record in at_peak:
@@ -119,6 +131,9 @@ class Simulation(AnatomyMeter):
             saved=dict(saved.most_common()),
             assumed=dict(self.values.assumed),
             timeline=tuple(self._timeline),
+            device="cpu" if device is None else device.name,
+            reserved_bytes=0 if device is None else replay(self.records).reserved_bytes,
+            expandable_bytes=0 if device is None else replay(self.records, expandable=True).reserved_bytes,
         )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -126,7 +141,7 @@ class Simulation(AnatomyMeter):
             return args[0].fake_device
         self._turn()
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        workspace = self.workspaces.of(func, args, kwargs or {})
+        workspace = self.workspaces.of(func, args, kwargs or {}) if self._device is None else 0
         if workspace:
             self._pass_through(workspace, str(func))
         if not self._sum_is_open:  # else one of the summands goes before anything else happens

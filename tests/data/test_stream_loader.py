@@ -174,8 +174,11 @@ def test_a_stream_that_gives_no_batch_says_why():
         read=StreamDocuments(source=lambda: iter([[1, 2, 3]]), tokenizer=None, options=DocumentOptions()),
         context=CONTEXT,
     )
-    for options, ranks in (({"batch_size": 1}, 2), ({"batch_size": 2, "drop_last": True}, 1)):
-        loader = StreamLoader(stream, LoaderOptions(**options), rank=0, world_size=ranks)
+    for options, ranks in (
+        (LoaderOptions(batch_size=1), 2),
+        (LoaderOptions(batch_size=2, drop_last=True), 1),
+    ):
+        loader = StreamLoader(stream, options, rank=0, world_size=ranks)
         with pytest.raises(ValueError, match=r"The stream's 1 rows are too few for batch_size="):
             list(loader)
     assert len(list(StreamLoader(stream, LoaderOptions(batch_size=2)))) == 1

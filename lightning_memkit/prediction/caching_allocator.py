@@ -1,0 +1,202 @@
+"""What CUDA's caching allocator would reserve for the allocations of a step: a replay of its rules.
+
+Source: `c10/cuda/CUDACachingAllocator.cpp` of torch 2.13. Sizes are rounded to 512 bytes. Up to 1 MiB they come from
+segments of 2 MiB; larger ones from segments of 20 MiB, or, from 10 MiB on, of their own size rounded to 2 MiB. The
+smallest free block that fits is taken, and split unless too little would be left. What is freed joins its free
+neighbours, and stays reserved. One stream. Not yet verified on a GPU.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from lightning_memkit.memory.meter import Allocation
+from lightning_memkit.memory.units import format_bytes
+
+_ROUND = 512
+_SMALL_SIZE, _SMALL_SEGMENT = 1 << 20, 2 << 20
+_LARGE_SEGMENT, _OWN_SEGMENT_FROM, _ROUND_OWN = 20 << 20, 10 << 20, 2 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reserved:
+    """The most that was handed out, in blocks, and the most that was reserved from the device for it."""
+
+    allocated_bytes: int
+    reserved_bytes: int
+
+
+class _Block:
+    __slots__ = ("free", "next", "previous", "segment", "size", "start")
+
+    def __init__(self, segment: "_Segment", start: int, size: int) -> None:
+        self.segment, self.start, self.size = segment, start, size
+        self.previous: _Block | None = None
+        self.next: _Block | None = None
+        self.free = True
+
+
+class _Segment:
+    __slots__ = ("first", "is_small", "number", "size")
+
+    def __init__(self, number: int, size: int, is_small: bool) -> None:
+        self.number, self.size, self.is_small = number, size, is_small
+        self.first = _Block(self, 0, size)
+
+
+class CachingAllocator:
+    """Hands out blocks of segments as CUDA's caching allocator does, without any memory.
+
+    Args:
+        capacity_bytes: what the device has for it; segments that are wholly free are given back before it is passed.
+        expandable: as with ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``: a pool is one segment, which grows.
+    """
+
+    def __init__(self, capacity_bytes: int | None = None, *, expandable: bool = False) -> None:
+        self.reserved_bytes = self.allocated_bytes = 0
+        self.peak_reserved_bytes = self.peak_allocated_bytes = 0
+        self._capacity, self._expandable = capacity_bytes, expandable
+        self._free: dict[bool, list[tuple[int, int, int, _Block]]] = {True: [], False: []}
+        self._growing: dict[bool, _Segment] = {}
+        self._segments = 0
+
+    def allocate(self, size_bytes: int) -> _Block:
+        """A block for so many bytes.
+
+        Raises:
+            MemoryError: it does not fit into the capacity.
+        """
+        size = max(_ROUND, -(-size_bytes // _ROUND) * _ROUND)
+        is_small = size <= _SMALL_SIZE
+        block = self._best_fit(size, is_small) or self._reserved(size, is_small)
+        rest = block.size - size
+        if rest >= (_ROUND if is_small or self._expandable else _SMALL_SIZE + 1):
+            self._split(block, size)
+        block.free = False
+        self.allocated_bytes += block.size
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        return block
+
+    def free(self, block: _Block) -> None:
+        """Take a block back; it stays reserved."""
+        self.allocated_bytes -= block.size
+        block.free = True
+        for neighbour in (block.previous, block.next):
+            if neighbour is not None and neighbour.free:
+                self._remove(neighbour)
+                block = self._join(*sorted((block, neighbour), key=lambda one: one.start))
+        self._insert(block)
+
+    def _best_fit(self, size: int, is_small: bool) -> _Block | None:
+        pool = self._free[is_small]
+        place = bisect_left(pool, (size, -1, -1))
+        return pool.pop(place)[3] if place < len(pool) else None
+
+    def _reserved(self, size: int, is_small: bool) -> _Block:
+        if self._expandable:
+            return self._grown(size, is_small)
+        if is_small:
+            needed = _SMALL_SEGMENT
+        else:
+            needed = _LARGE_SEGMENT if size < _OWN_SEGMENT_FROM else -(-size // _ROUND_OWN) * _ROUND_OWN
+        self._take(needed)
+        self._segments += 1
+        return _Segment(self._segments, needed, is_small).first
+
+    def _grown(self, size: int, is_small: bool) -> _Block:
+        """The end of the one segment, made longer."""
+        page = _SMALL_SEGMENT if is_small else _LARGE_SEGMENT
+        segment = self._growing.get(is_small)
+        if segment is None:
+            self._segments += 1
+            segment = self._growing[is_small] = _Segment(self._segments, 0, is_small)
+            segment.first.free = False
+        last = segment.first
+        while last.next is not None:
+            last = last.next
+        missing = size - (last.size if last.free else 0)
+        needed = -(-missing // page) * page
+        self._take(needed)
+        if last.free:
+            self._remove(last)
+            last.size += needed
+        else:
+            new = _Block(segment, segment.size, needed)
+            last.next, new.previous, last = new, last, new
+        segment.size += needed
+        return last
+
+    def _take(self, needed: int) -> None:
+        if self._capacity is not None and self.reserved_bytes + needed > self._capacity:
+            self._give_back()
+            if self.reserved_bytes + needed > self._capacity:
+                raise MemoryError(
+                    f"{format_bytes(needed)} more than the {format_bytes(self.reserved_bytes)} that are reserved "
+                    f"don't fit into {format_bytes(self._capacity)}."
+                )
+        self.reserved_bytes += needed
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+
+    def _give_back(self) -> None:
+        for pool in self._free.values():
+            for entry in list(pool):
+                block = entry[3]
+                if block.size == block.segment.size:
+                    pool.remove(entry)
+                    self.reserved_bytes -= block.size
+
+    def _split(self, block: _Block, size: int) -> None:
+        rest = _Block(block.segment, block.start + size, block.size - size)
+        rest.previous, rest.next = block, block.next
+        if block.next is not None:
+            block.next.previous = rest
+        block.next, block.size = rest, size
+        self._insert(rest)
+
+    def _join(self, left: _Block, right: _Block) -> _Block:
+        left.size += right.size
+        left.next = right.next
+        if right.next is not None:
+            right.next.previous = left
+        left.free = True
+        return left
+
+    def _insert(self, block: _Block) -> None:
+        insort(self._free[block.segment.is_small], self._entry(block))
+
+    def _remove(self, block: _Block) -> None:
+        pool = self._free[block.segment.is_small]
+        del pool[bisect_left(pool, self._entry(block)[:3])]
+
+    def _entry(self, block: _Block) -> tuple[int, int, int, _Block]:
+        return (block.size, block.segment.number, block.start, block)
+
+
+def replay(
+    allocations: Iterable[Allocation], *, capacity_bytes: int | None = None, expandable: bool = False
+) -> Reserved:
+    """What the allocator would hand out and reserve at most for these lives of tensors.
+
+    Args:
+        allocations: births and deaths by one clock.
+        capacity_bytes: see `CachingAllocator`.
+        expandable: see `CachingAllocator`.
+
+    Raises:
+        MemoryError: they don't fit into the capacity.
+    """
+    events: list[tuple[int, int, Allocation]] = []
+    for number, allocation in enumerate(allocations):
+        events.append((allocation.born, number, allocation))
+        if allocation.died is not None:
+            events.append((allocation.died, ~number, allocation))
+    allocator = CachingAllocator(capacity_bytes, expandable=expandable)
+    blocks: dict[int, _Block] = {}
+    for _, number, allocation in sorted(events, key=lambda event: event[0]):
+        if number >= 0:
+            blocks[number] = allocator.allocate(allocation.size_bytes)
+        else:
+            allocator.free(blocks.pop(~number))
+    return Reserved(
+        allocated_bytes=allocator.peak_allocated_bytes, reserved_bytes=allocator.peak_reserved_bytes
+    )

@@ -1,0 +1,121 @@
+"""Devices that training is predicted for, described by their makers' data sheets."""
+
+from dataclasses import dataclass, fields, replace
+
+from lightning_memkit.memory.units import format_bytes, parse_bytes
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """A device: what it has, how fast it is, and what it takes before the first tensor.
+
+    Rates are peaks of the data sheets, dense. What a context and the matrix library take is measured by nobody but
+    the driver; these are typical, and not yet verified on a GPU.
+
+    Attributes:
+        name: As in `DEVICES`, or one's own.
+        memory_bytes: What the driver reports as total.
+        context_bytes: What a CUDA context takes of it, with torch's kernels loaded.
+        library_bytes: What the matrix library keeps in torch's allocator once it was used.
+        flops_16: Operations a second of matrix products in bfloat16 or float16, float32 sums.
+        flops_32: The same in float32, without TF32.
+        bytes_per_second: Of the device's memory.
+        host_bytes_per_second: Of copies to and from pinned host memory.
+        has_bfloat16: Whether matrix products know bfloat16.
+
+    Raises:
+        ValueError: a size or rate is not positive, or the context is larger than the memory.
+    """
+
+    name: str
+    memory_bytes: int
+    context_bytes: int = 500 * _MIB
+    library_bytes: int = 8519680
+    flops_16: float
+    flops_32: float
+    bytes_per_second: float
+    host_bytes_per_second: float = 25e9
+    has_bfloat16: bool = True
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type in ("int", "float", int, float) and value <= 0:
+                raise ValueError(f"{field.name}={value} of device {self.name!r} is not positive.")
+        if self.context_bytes + self.library_bytes >= self.memory_bytes:
+            raise ValueError(
+                f"The context of device {self.name!r} ({format_bytes(self.context_bytes)}) leaves nothing of its "
+                f"{format_bytes(self.memory_bytes)}; check memory_bytes and context_bytes."
+            )
+
+    @property
+    def usable_bytes(self) -> int:
+        """What is left for tensors, and for the allocator's cache of them."""
+        return self.memory_bytes - self.context_bytes
+
+
+# Memory: what nvidia-smi reports. The matrix library's workspace is torch's default: 8,320 KiB, from Hopper on 32 MiB.
+_HOPPER = {"flops_16": 989e12, "flops_32": 67e12, "library_bytes": 32 * _MIB, "host_bytes_per_second": 50e9}
+DEVICES = {
+    device.name: device
+    for device in (
+        Device(name="h200", memory_bytes=143_771 * _MIB, bytes_per_second=4.8e12, **_HOPPER),
+        Device(name="h100-80gb", memory_bytes=81_559 * _MIB, bytes_per_second=3.35e12, **_HOPPER),
+        Device(
+            name="a100-80gb",
+            memory_bytes=81_920 * _MIB,
+            flops_16=312e12,
+            flops_32=19.5e12,
+            bytes_per_second=2.039e12,
+        ),
+        Device(
+            name="a100-40gb",
+            memory_bytes=40_960 * _MIB,
+            flops_16=312e12,
+            flops_32=19.5e12,
+            bytes_per_second=1.555e12,
+        ),
+        Device(
+            name="rtx4090",
+            memory_bytes=24_564 * _MIB,
+            flops_16=165.2e12,
+            flops_32=82.6e12,
+            bytes_per_second=1.008e12,
+        ),
+        Device(
+            name="rtx3090",
+            memory_bytes=24_576 * _MIB,
+            flops_16=71e12,
+            flops_32=35.6e12,
+            bytes_per_second=936e9,
+        ),
+        Device(
+            name="t4",
+            memory_bytes=15_360 * _MIB,
+            flops_16=65e12,
+            flops_32=8.1e12,
+            bytes_per_second=320e9,
+            host_bytes_per_second=12e9,
+            has_bfloat16=False,
+        ),
+    )
+}
+
+
+def device_named(device: "str | Device", memory: int | str | None = None) -> Device:
+    """A known device by its name, or one that is described; `memory` replaces what it has.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    if isinstance(device, str):
+        found = DEVICES.get(device.lower())
+        if found is None:
+            raise ValueError(
+                f"device={device!r} is unknown; known are {', '.join(DEVICES)}. Describe another: "
+                "Device(name=, memory_bytes=, flops_16=, flops_32=, bytes_per_second=)."
+            )
+        device = found
+    return device if memory is None else replace(device, memory_bytes=parse_bytes(memory))

@@ -1,0 +1,130 @@
+"""Let a step on the CPU's fake tensors run the operators that it would run on CUDA.
+
+Torch chooses by device: fused attention, dropout with a mask of booleans, optimizers over lists of tensors, other
+operators in float32 under autocast. What these choices save and allocate differs by up to a third, so a prediction for
+a GPU on a machine without one has to make them itself. Not yet verified on a GPU.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.optim.optimizer as optimizers
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+_aten = torch.ops.aten
+_FLASH_DTYPES = (torch.bfloat16, torch.float16)
+_MOST_FLASH_WIDTH = 256
+_ALIGNED = 8  # elements: an additive mask is padded to it
+
+# The operators that autocast runs in float32 on CUDA and in 16 bits on the CPU, as they are called.
+_IN_FLOAT32 = {
+    F.layer_norm, F.group_norm, F.softmax, F.log_softmax, F.cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss,
+    F.smooth_l1_loss, F.huber_loss, F.kl_div, F.cosine_similarity, F.normalize, F.softplus, F.poisson_nll_loss,
+    torch.softmax, torch.log_softmax, torch.layer_norm, torch.group_norm, torch.exp, torch.expm1, torch.log,
+    torch.log10, torch.log1p, torch.log2, torch.pow, torch.reciprocal, torch.rsqrt, torch.sinh, torch.cosh, torch.tan,
+    torch.acos, torch.asin, torch.sum, torch.prod, torch.cumsum, torch.cumprod, torch.norm, torch.dist, torch.cdist,
+    torch.logsumexp, Tensor.softmax, Tensor.log_softmax, Tensor.exp, Tensor.log, Tensor.pow, Tensor.__pow__,
+    Tensor.rsqrt, Tensor.reciprocal, Tensor.sum, Tensor.prod, Tensor.cumsum, Tensor.norm, Tensor.logsumexp,
+}  # fmt: skip
+
+
+@contextmanager
+def as_on_cuda() -> Iterator[None]:
+    """Within it the choices by device are those of CUDA; for a copy of the process."""
+    with _lists_by_default(), _Choices():
+        yield
+
+
+class _Choices(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        chosen = _CHOSEN.get(func)
+        if chosen is not None:
+            return chosen(func, *args, **kwargs)
+        if func in _IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
+            args, kwargs = tree_map_only(Tensor, _float32, (tuple(args), kwargs))
+        return func(*args, **kwargs)
+
+
+def _float32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in _FLASH_DTYPES else tensor
+
+
+def _dropout(
+    plain: Callable[..., Tensor], input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    """The fused kernel: it keeps a boolean for each element, in place of a factor."""
+    if not training or inplace or not 0 < p < 1:
+        return plain(input, p, training, inplace)
+    return torch.native_dropout(input, p, True)[0]
+
+
+def _attention(
+    plain: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Flash attention where there is no mask, in 16 bits; memory-efficient attention otherwise, where it can."""
+    if torch.is_autocast_enabled("cpu"):
+        query, key, value = (tensor.to(torch.get_autocast_dtype("cpu")) for tensor in (query, key, value))
+    options = {"scale": scale}
+    fused = query.dim() == 4 and value.shape[-1] == query.shape[-1]
+    if fused and attn_mask is None and query.dtype in _FLASH_DTYPES and query.shape[-1] <= _MOST_FLASH_WIDTH:
+        padded = [_padded(tensor) for tensor in (query, key, value)]
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        out = _aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, False, scale=scale)[0]
+        return out[..., : query.shape[-1]]
+    heads = query.shape[-3] // key.shape[-3] if fused else 1
+    if fused and heads == 1:
+        bias = None if attn_mask is None else _additive(attn_mask, query, key)
+        needs_grad = any(tensor.requires_grad for tensor in (query, key, value))
+        return _aten._scaled_dot_product_efficient_attention(
+            query, key, value, bias, needs_grad, dropout_p, is_causal, **options
+        )[0]
+    return _aten._scaled_dot_product_attention_math(
+        query, key, value, attn_mask, dropout_p, is_causal, enable_gqa=enable_gqa, **options
+    )[0]
+
+
+def _padded(tensor: Tensor) -> Tensor:
+    missing = -tensor.shape[-1] % _ALIGNED
+    return F.pad(tensor, (0, missing)) if missing else tensor
+
+
+def _additive(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """The mask as the kernel takes it: of numbers, rows aligned, expanded over batch and heads."""
+    if mask.dtype is torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), -torch.inf)
+    missing = -mask.shape[-1] % _ALIGNED
+    if missing:
+        mask = F.pad(mask, (0, missing))[..., : mask.shape[-1]]
+    return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+
+
+_CHOSEN: dict[Any, Callable[..., Any]] = {F.dropout: _dropout, F.scaled_dot_product_attention: _attention}
+
+
+@contextmanager
+def _lists_by_default() -> Iterator[None]:
+    """Optimizers that are told nothing step lists of tensors at once."""
+    devices = optimizers._get_foreach_kernels_supported_devices
+    known = optimizers._foreach_supported_types
+    optimizers._get_foreach_kernels_supported_devices = lambda: [*devices(), "cpu"]
+    known.append(FakeTensor)
+    try:
+        yield
+    finally:
+        optimizers._get_foreach_kernels_supported_devices = devices
+        known.remove(FakeTensor)

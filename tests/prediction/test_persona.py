@@ -1,0 +1,134 @@
+"""What CUDA's choices save and allocate, against what their kernels are known to keep."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_memkit import predict_memory
+from lightning_memkit.prediction.devices import DEVICES, Device, device_named
+from lightning_memkit.prediction.simulation import Simulation
+
+GPU = DEVICES["rtx4090"]
+
+
+def saved_bytes(function, *shapes, dtype=torch.float32, device: Any = GPU) -> Any:
+    """What autograd keeps of a function beyond its inputs, with its result."""
+    with Simulation(device) as simulation:
+        inputs = [torch.empty(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+        before = simulation.live_bytes
+        out = function(*inputs)
+        return simulation.live_bytes - before, out
+
+
+def test_dropout_keeps_a_boolean_an_element():
+    held, _ = saved_bytes(lambda x: F.dropout(x, 0.1), (64, 1000))
+    assert held == 64_000 * (4 + 1)
+    on_cpu, _ = saved_bytes(lambda x: F.dropout(x, 0.1), (64, 1000), device=None)
+    assert on_cpu == 64_000 * (4 + 4)
+    module = nn.Dropout(0.1).eval()
+    assert saved_bytes(module, (64, 1000))[0] == 0
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_attention_in_16_bits_keeps_no_scores(dropout):
+    shape = (2, 4, 512, 64)
+
+    def attention(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
+
+    held, out = saved_bytes(attention, shape, shape, shape, dtype=torch.bfloat16)
+    assert out.shape == shape
+    assert held == pytest.approx(out.nbytes + 2 * 4 * 512 * 4, abs=1024)  # the result, and a float32 a row
+
+
+def test_attention_with_a_mask_keeps_the_mask_and_no_scores():
+    shape = (2, 4, 512, 64)
+
+    def attention(q, k, v):
+        mask = torch.ones(2, 1, 512, 512, dtype=torch.bool)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    held, out = saved_bytes(attention, shape, shape, shape)
+    assert held == pytest.approx(out.nbytes + 2 * 4 * 512 * 4 + 2 * 512 * 512 * 4, abs=1024)
+
+
+def test_grouped_heads_in_float32_keep_scores():
+    def attention(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    held, _ = saved_bytes(attention, (1, 8, 256, 64), (1, 2, 256, 64), (1, 2, 256, 64))
+    assert held >= 8 * 256 * 256 * 4
+
+
+def test_a_width_that_is_no_multiple_of_eight_is_padded():
+    shape = (1, 2, 64, 20)
+    held, out = saved_bytes(F.scaled_dot_product_attention, shape, shape, shape, dtype=torch.bfloat16)
+    assert out.shape == shape
+    assert held >= 4 * 2 * 64 * 24 * 2  # padded q, k, v and result
+
+
+def test_gradients_flow_through_the_choices():
+    with Simulation(GPU):
+        q, k, v = inputs = tuple(
+            torch.empty(2, 4, 32, 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
+        )
+        F.dropout(F.scaled_dot_product_attention(q, k, v), 0.1).float().sum().backward()
+        assert [getattr(tensor.grad, "shape", None) for tensor in inputs] == [q.shape] * 3
+
+
+def test_autocast_keeps_normalizations_in_float32():
+    def block(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = x @ x
+            return F.layer_norm(y, (64,)), F.softmax(y, -1), y.pow(2)
+
+    assert {out.dtype for out in saved_bytes(block, (64, 64))[1]} == {torch.float32}
+    assert torch.bfloat16 in {out.dtype for out in saved_bytes(block, (64, 64), device=None)[1]}
+
+
+@pytest.mark.parametrize(
+    ("options", "temporaries"), [({}, 1), ({"foreach": False}, 1.5), ({"fused": True}, 0)]
+)
+def test_optimizers_step_lists_by_default(options, temporaries):
+    model = nn.Sequential(nn.Linear(512, 512, bias=False), nn.Linear(512, 512, bias=False))
+    weights = 2 * 512 * 512 * 4
+
+    def step(batch):
+        optimizer.zero_grad()
+        model(batch).sum().backward()
+        optimizer.step()
+
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    found = predict_memory(step, torch.zeros(1, 512), device="rtx4090")
+    assert found.phases["optimizer"] / weights == pytest.approx(4 + temporaries, abs=0.3)
+
+
+def test_the_total_is_what_is_reserved_and_what_lies_beside_it():
+    model = nn.Linear(1024, 1024)
+    found = predict_memory(
+        lambda batch: model(batch).sum().backward(), torch.zeros(8, 1024), device="h100-80gb"
+    )
+    device = DEVICES["h100-80gb"]
+    assert found.device == "h100-80gb"
+    assert found.peak_bytes <= found.reserved_bytes
+    assert found.reserved_bytes % 2**21 == 0
+    assert found.total_bytes == found.reserved_bytes + device.context_bytes + device.library_bytes
+    assert "on h100-80gb" in str(found)
+    assert "Reserved" in str(found)
+
+
+def test_devices_are_known_by_name_or_described():
+    assert device_named("RTX4090") is GPU
+    assert device_named("rtx4090", "20GiB").memory_bytes == 20 * 2**30
+    own = Device(name="own", memory_bytes=2**34, flops_16=1e14, flops_32=1e13, bytes_per_second=5e11)
+    assert device_named(own) is own
+    assert own.usable_bytes == 2**34 - own.context_bytes
+    with pytest.raises(ValueError, match=r"device='rtx9090' is unknown; known are h200.*Device\(name="):
+        device_named("rtx9090")
+    with pytest.raises(ValueError, match="flops_16=0 of device 'own' is not positive"):
+        Device(name="own", memory_bytes=2**34, flops_16=0, flops_32=1e13, bytes_per_second=5e11)
+    with pytest.raises(ValueError, match="leaves nothing of its"):
+        Device(name="own", memory_bytes=2**28, flops_16=1, flops_32=1, bytes_per_second=1)
