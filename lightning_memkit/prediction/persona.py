@@ -37,7 +37,8 @@ _IN_FLOAT32 = {
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
     """Within it the choices by device are those of CUDA; for a copy of the process."""
-    with _lists_by_default(), _Choices():
+    choices = _Choices()
+    with _lists_by_default(), _in_backward_too(choices), choices:
         yield
 
 
@@ -50,6 +51,23 @@ class _Choices(TorchFunctionMode):
         if func in _IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
             args, kwargs = tree_map_only(Tensor, _float32, (tuple(args), kwargs))
         return func(*args, **kwargs)
+
+
+@contextmanager
+def _in_backward_too(choices: TorchFunctionMode) -> Iterator[None]:
+    """Blocks that run again within a backward make the same choices; torch leaves the mode before it begins one."""
+    autograd: Any = torch.autograd
+    plain = autograd._engine_run_backward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with choices:
+            return plain(*args, **kwargs)
+
+    autograd._engine_run_backward = run
+    try:
+        yield
+    finally:
+        autograd._engine_run_backward = plain
 
 
 def _float32(tensor: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from lightning_memkit import predict_memory
 from lightning_memkit.prediction.devices import DEVICES, Device, device_named
@@ -77,6 +78,16 @@ def test_gradients_flow_through_the_choices():
         )
         F.dropout(F.scaled_dot_product_attention(q, k, v), 0.1).float().sum().backward()
         assert [getattr(tensor.grad, "shape", None) for tensor in inputs] == [q.shape] * 3
+
+
+def test_blocks_that_run_again_make_the_same_choices():
+    def block(x):
+        return F.dropout(F.scaled_dot_product_attention(x, x, x), 0.1)
+
+    with Simulation(GPU):
+        x = torch.empty(2, 4, 32, 16, dtype=torch.bfloat16, requires_grad=True)
+        checkpoint(block, x, use_reentrant=False).float().sum().backward()
+        assert getattr(x.grad, "shape", None) == x.shape
 
 
 def test_autocast_keeps_normalizations_in_float32():
