@@ -17,6 +17,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from lightning_memkit.optim import pieces
+from lightning_memkit.optim.fused import reference
+
 _aten = torch.ops.aten
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
 _MOST_FLASH_WIDTH = 256
@@ -38,7 +41,7 @@ _IN_FLOAT32 = {
 def as_on_cuda() -> Iterator[None]:
     """Within it the choices by device are those of CUDA; for a copy of the process."""
     choices = _Choices()
-    with _lists_by_default(), _in_backward_too(choices), choices:
+    with _lists_by_default(), _in_large_pieces(), _in_backward_too(choices), choices:
         yield
 
 
@@ -146,3 +149,15 @@ def _lists_by_default() -> Iterator[None]:
     finally:
         optimizers._get_foreach_kernels_supported_devices = devices
         known.remove(FakeTensor)
+
+
+@contextmanager
+def _in_large_pieces() -> Iterator[None]:
+    """Compensated steps take pieces as large as an accelerator's, not those that fit a CPU's cache."""
+    before = pieces.PIECE_ELEMENTS_CPU, reference.PIECE_ELEMENTS_CPU
+    pieces.PIECE_ELEMENTS_CPU = pieces.PIECE_ELEMENTS_ACCELERATOR
+    reference.PIECE_ELEMENTS_CPU = reference.PIECE_ELEMENTS_ACCELERATOR
+    try:
+        yield
+    finally:
+        pieces.PIECE_ELEMENTS_CPU, reference.PIECE_ELEMENTS_CPU = before

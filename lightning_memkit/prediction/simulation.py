@@ -17,7 +17,7 @@ from typing_extensions import Self
 
 from lightning_memkit.memory.anatomy import AnatomyMeter
 from lightning_memkit.memory.meter import Category, Phase, tensors_in
-from lightning_memkit.optim import native
+from lightning_memkit.optim import blocks, kahan, native, split
 from lightning_memkit.optim.modes import LOW_STATES
 from lightning_memkit.prediction.caching_allocator import replay
 from lightning_memkit.prediction.devices import Device
@@ -254,17 +254,29 @@ class Simulation(AnatomyMeter):
 
 @contextmanager
 def _without_kernels() -> Iterator[None]:
-    """Within it memkit's own kernels, which write through addresses, do nothing."""
+    """Within it memkit's own kernels, which write through addresses, do nothing, and of a tensor's blocks two run."""
 
     class Nothing:
         memkit_widen = memkit_narrow = memkit_step = staticmethod(lambda *_: None)
 
-    kernels, address = native._kernels, native.address
+    kernels, address, walk = native._kernels, native.address, blocks.blocks
     native._kernels, native.address = (lambda: Nothing), (lambda tensor: 0)  # pyright: ignore
+    kahan.blocks = split.blocks = _two_blocks
     try:
         yield
     finally:
         native._kernels, native.address = kernels, address
+        kahan.blocks = split.blocks = walk
+
+
+def _two_blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The first and the last: there is nothing to write, and one block takes what another takes."""
+    flat = blocks.flat_views(*tensors)
+    if flat is None or tensors[0].numel() <= 2 * blocks.BLOCK_ELEMENTS:
+        yield from blocks.blocks(*tensors)
+        return
+    for part in (slice(None, blocks.BLOCK_ELEMENTS), slice(-blocks.BLOCK_ELEMENTS, None)):
+        yield tuple(tensor[part] for tensor in flat)
 
 
 @contextmanager
