@@ -7,6 +7,7 @@ import select
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -19,6 +20,7 @@ from lightning_memkit.errors import PredictionError
 
 T = TypeVar("T")
 
+_LOOKS_UP_SECONDS = 1.0
 _WORDS = 2000  # of what the copy printed, in an error
 
 
@@ -43,12 +45,12 @@ def contained(work: Callable[[], T], *, timeout_s: float = 600) -> T:
         sys.stdout.flush()
         sys.stderr.flush()
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", DeprecationWarning
-            )  # of forks beside threads: the copy starts none
-            child = os.fork()
+            # Of forks beside threads: the copy uses nothing that those of the original may hold.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            parent, child = os.getpid(), os.fork()
         if child == 0:
             os.close(receiving)
+            threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
             _run(work, sending, printed, folder)
         os.close(sending)
         try:
@@ -103,6 +105,13 @@ def _run(work: Callable[[], Any], sending: int, printed: BinaryIO, folder: str) 
         status = 0
     finally:
         os._exit(status)  # destructors and exit handlers are the original's
+
+
+def _end_with(parent: int) -> None:
+    """End the copy when the original has been killed: nobody waits for its answer any more."""
+    while os.getppid() == parent:
+        time.sleep(_LOOKS_UP_SECONDS)
+    os._exit(1)
 
 
 def _answer(child: int, receiving: int, timeout_s: float) -> bytes | None:

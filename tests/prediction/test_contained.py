@@ -1,6 +1,9 @@
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -68,6 +71,36 @@ def test_it_is_stopped_after_its_time():
     with pytest.raises(PredictionError, match="did not end within 1 s"):
         contained(lambda: time.sleep(60), timeout_s=1)
     assert time.monotonic() - begin < 30
+
+
+ORPHANS = """
+import os, sys, time
+from lightning_memkit.prediction.contained import contained
+
+def work():
+    with open(sys.argv[1], "w") as file:
+        file.write(str(os.getpid()))
+    time.sleep(60)
+
+contained(work)
+"""
+
+
+def test_it_ends_when_the_process_that_waits_is_killed(tmp_path):
+    said = tmp_path / "pid"
+    waits = subprocess.Popen([sys.executable, "-c", ORPHANS, str(said)])
+    ends = time.monotonic() + 60
+    while not (said.exists() and said.read_text()) and time.monotonic() < ends:
+        time.sleep(0.05)
+    pid = int(said.read_text())
+    waits.kill()
+    waits.wait()
+    while time.monotonic() < ends:
+        status = Path(f"/proc/{pid}/stat")
+        if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.1)
+    pytest.fail("the copy goes on")
 
 
 def test_it_can_be_nested():
