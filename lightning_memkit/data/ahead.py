@@ -20,7 +20,8 @@ def ahead(items: Iterable[_Item], number: int, *, name: str = "memkit ahead") ->
         number: how many items may lie ready.
         name: of the thread.
     """
-    ready: queue.SimpleQueue[tuple[_Item | None, BaseException | None]] = queue.SimpleQueue()
+    # Items travel in lists that are emptied: a generator that waits holds nothing that its user has let go.
+    ready: queue.SimpleQueue[tuple[list[_Item], BaseException | None]] = queue.SimpleQueue()
     room, is_over = threading.Semaphore(number), threading.Event()
 
     def draw() -> None:
@@ -29,25 +30,22 @@ def ahead(items: Iterable[_Item], number: int, *, name: str = "memkit ahead") ->
             if not room.acquire(timeout=_LOOKS_UP_SECONDS):
                 continue
             try:
-                item = next(source)
+                ready.put(([next(source)], None))
             except BaseException as error:
-                ready.put((None, error))  # it is raised where the items are used
+                ready.put(([], error))  # it is raised where the items are used
                 return
-            ready.put((item, None))
-            del item
 
     thread = threading.Thread(target=draw, name=name, daemon=True)
     thread.start()
     try:
         while True:
-            item, error = ready.get()
+            held, error = ready.get()
             if isinstance(error, StopIteration):
                 return
             if error is not None:
                 raise error
             room.release()
-            yield item  # pyright: ignore[reportReturnType]
-            del item
+            yield held.pop()
     finally:
         is_over.set()
         room.release()

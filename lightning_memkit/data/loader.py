@@ -212,13 +212,13 @@ class PackedLoader:
         done, self._planned = self._batches_done, self.plan.epoch(self._epoch)
         while done < len(self):
             options = self.options
-            for batch in self.on_the_way(
-                self._built(EpochBatches(self._planned, self.rank, range(done, len(self))))
-            ):
+            built = self._built(EpochBatches(self._planned, self.rank, range(done, len(self))))
+            # In a list that is emptied: while this waits it holds no batch that its user has let go.
+            for held in map(_in_a_list, self.on_the_way(built)):
                 done += 1
                 if iteration == self._iteration:  # an iterator that a newer one replaced has no say
                     self._batches_done = done
-                yield batch
+                yield held.pop()
                 if self.options is not options:  # others build the rest
                     break
 
@@ -226,14 +226,12 @@ class PackedLoader:
         options = self.options
         if options.num_workers == 0:
             for _, rows in batches:
-                batch = self.rows[rows]
-                yield batch.pin_memory() if options.pin_memory else batch
+                yield self.rows[rows].pin_memory() if options.pin_memory else self.rows[rows]
             return
         parts = Parts(batches, self.rows, self._part) if self._part < self.plan.most_tokens else None
         workers = self._workers(pin_memory=options.pin_memory and parts is None)
         if parts is None:
-            for built in workers.batches(batches):
-                yield self._noted([built])[0]
+            yield from map(self._noted_batch, workers.batches(batches))
             return
         built = workers.batches(parts)
         for _, rows in batches:
@@ -257,6 +255,9 @@ class PackedLoader:
         self._standing = (self.options, workers) if self.keeps_workers else None
         return workers
 
+    def _noted_batch(self, built: Built) -> PackedBatch:
+        return self._noted([built])[0]
+
     def _noted(self, parts: list[Built]) -> list[PackedBatch]:
         if self.times is not None:
             self.times.built(sum(part.seconds for part in parts), sum(part.cpu_seconds for part in parts))
@@ -279,3 +280,7 @@ class PackedLoader:
 
     def _identity(self) -> dict[str, int]:
         return {"seed": self.options.seed, **self.plan.identity()}
+
+
+def _in_a_list(batch: PackedBatch) -> list[PackedBatch]:
+    return [batch]

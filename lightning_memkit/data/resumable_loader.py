@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from lightning_memkit.data.host_memory import HostMemory
 from lightning_memkit.data.load_times import LoadTimes
 from lightning_memkit.data.sampling_order import GlobalNumbers, Order, State
-from lightning_memkit.data.worker_batches import Job, WorkerBatches, WorkerOptions, started_for
+from lightning_memkit.data.worker_batches import Built, Job, WorkerBatches, WorkerOptions, started_for
 
 
 def why_not_resumable(loader: Any) -> str | None:
@@ -138,14 +138,15 @@ class ResumableLoader(DataLoader[Any]):
         self._has_begun = True
         while done < len(self):
             workers = self._workers
-            for batch in self.on_the_way(self._built(order)):
+            # In a list that is emptied: while this waits it holds no batch that its user has let go.
+            for held in map(_in_a_list, self.on_the_way(self._built(order))):
                 order.hand_over(done)
                 done += 1
                 if iteration == self._iteration:  # an iterator that a newer one replaced has no say
                     self._done = done
                 if done == len(self) and self._as_made.num_workers:
                     order.end()  # as torch's workers, which draw ahead, and as below who only asks for what there is
-                yield batch
+                yield held.pop()
                 if self._workers is not workers:  # others build the rest
                     break
             else:
@@ -172,10 +173,12 @@ class ResumableLoader(DataLoader[Any]):
         return next((sampler for sampler in samplers if hasattr(sampler, "set_epoch")), None)
 
     def _built(self, order: Order) -> Iterator[Any]:
-        for built in self._standing_workers(order.seed).batches(_seeded(order)):
-            if self.times is not None and self._workers.num_workers:
-                self.times.built(built.seconds, built.cpu_seconds)
-            yield built.batch
+        return map(self._noted, self._standing_workers(order.seed).batches(_seeded(order)))
+
+    def _noted(self, built: Built) -> Any:
+        if self.times is not None and self._workers.num_workers:
+            self.times.built(built.seconds, built.cpu_seconds)
+        return built.batch
 
     def _standing_workers(self, seed: int) -> WorkerBatches:
         """New ones, unless they are to outlast an epoch."""
@@ -209,6 +212,10 @@ class _Build:
     def _samples(self, numbers: list[Any]) -> Any:
         together = getattr(self.dataset, "__getitems__", None)
         return together(numbers) if together else [self.dataset[number] for number in numbers]
+
+
+def _in_a_list(batch: Any) -> list[Any]:
+    return [batch]
 
 
 def _seeded(order: Order) -> Iterator[Job]:

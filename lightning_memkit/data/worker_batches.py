@@ -117,9 +117,7 @@ class WorkerBatches:
                 self._iterator = iter(self._loader)
             _raise_only_here(self._iterator)
             with contextlib.closing(self._received()) as received:
-                for built in received:
-                    asked.number_of_next()
-                    yield built
+                yield from map(asked.taken, received)
         except Exception as error:
             explained = self._explained(error, asked)
             self._end_workers()
@@ -198,6 +196,11 @@ class _Numbered:
         for job in self._jobs:
             self._waiting.append(job[0])
             yield job
+
+    def taken(self, built: Any) -> Any:
+        """The batch of the oldest job, which has come."""
+        self.number_of_next()
+        return built
 
     def number_of_next(self) -> int:
         """The number of the oldest job whose batch has not come; it is taken off. 0 before there is any."""

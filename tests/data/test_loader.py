@@ -1,4 +1,5 @@
 import multiprocessing
+import weakref
 
 import numpy as np
 import pytest
@@ -213,3 +214,13 @@ def test_a_batch_is_pinned_where_asked(monkeypatch):
     assert len(pinned) == 4
     next(iter(loader_of()))
     assert len(pinned) == 4
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on a single core
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_batch_that_is_let_go_is_held_by_nobody(num_workers):
+    batches = iter(loader_of(num_workers=num_workers))
+    batch = next(batches)
+    held = weakref.ref(batch["input_ids"].untyped_storage())
+    del batch
+    assert held() is None
