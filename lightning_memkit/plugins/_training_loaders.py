@@ -133,13 +133,15 @@ class TrainingLoaders:
         return lambda batches: ahead(self._weighed(batches))
 
     def _weighed(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in batches:
-            tensors = list(tensors_of(batch))
-            self.batch_bytes = max(self.batch_bytes, sum(tensor.nbytes for tensor in tensors))
-            device = next((tensor.device.type for tensor in tensors if tensor.device.type != "cpu"), None)
-            if device is not None:
-                self.no_workers = f"the data set gives tensors on {device}, which workers can't hand over"
-            yield batch
+        return map(self._weigh, batches)  # a generator would hold each batch until the next one has come
+
+    def _weigh(self, batch: Any) -> Any:
+        tensors = list(tensors_of(batch))
+        self.batch_bytes = max(self.batch_bytes, sum(tensor.nbytes for tensor in tensors))
+        device = next((tensor.device.type for tensor in tensors if tensor.device.type != "cpu"), None)
+        if device is not None:
+            self.no_workers = f"the data set gives tensors on {device}, which workers can't hand over"
+        return batch
 
 
 def _why_left(loader: Any) -> str | None:
