@@ -59,3 +59,8 @@ def _global_state() -> dict:
         "grad_enabled": torch.is_grad_enabled(),
         "dispatch_modes": torch._C._len_torch_dispatch_stack(),
     }
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that fork go first: autograd works in no fork of a process that has used an accelerator."""
+    items.sort(key=lambda item: "prediction" not in item.nodeid.partition("::")[0])

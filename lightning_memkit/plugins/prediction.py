@@ -4,10 +4,10 @@ import copy
 import inspect
 import logging
 import re
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.optim import Optimizer
 
+from lightning_memkit.data.sampling_order import GlobalNumbers
 from lightning_memkit.errors import PredictionError
 from lightning_memkit.memory.meter import unmetered
 from lightning_memkit.plugins._tensors import tensors_of
@@ -41,6 +42,7 @@ from lightning_memkit.prediction.result import Prediction
 from lightning_memkit.prediction.simulation import Simulation
 
 _NO_FAKE_KERNEL = re.compile(r"no fake impl registered for .*?\(?([\w.]+::[\w.]+)")
+_NO_AUTOGRAD_IN_FORKS = "autograd's threading in combination with fork"
 _STEPS = 2  # the first makes the optimizer's states, the second has them from its beginning
 _WATCHERS = (
     Checkpoint, DeviceStatsMonitor, EarlyStopping, LearningRateMonitor, LoaderTuner, MemoryReport, ModelSummary,
@@ -105,15 +107,69 @@ def predict_memory(
     options = _checked(dict(trainer or {}))
     target = None if device == "cpu" else device_named(device)
     if isinstance(module, LightningModule):
-        return contained(lambda: _fit(module, batch, options, target), timeout_s=timeout_s)
+        return _apart(
+            lambda: _fit(module, batch, options, Simulation(target)),
+            lambda: _fit_copy(module, batch, options, Simulation(target)),
+            timeout_s,
+        )
     if isinstance(module, torch.nn.Module) or not callable(module):
         raise TypeError(
             f"module is a {type(module).__name__}; give a LightningModule, a function without arguments that builds "
             "one, or a function of the batch that does a whole training step."
         )
     if _takes_a_batch(module):
-        return contained(lambda: _steps(module, batch, target), timeout_s=timeout_s)
-    return contained(lambda: _fit(module, batch, options, target), timeout_s=timeout_s)
+        return _apart(lambda: _steps(module, batch, Simulation(target)), _refused, timeout_s)
+
+    def built() -> Prediction:
+        return _fit(module, batch, options, Simulation(target))
+
+    return _apart(built, lambda: _leaving_no_trace(built), timeout_s)
+
+
+def _apart(in_fork: Callable[[], Prediction], here: Callable[[], Prediction], timeout_s: float) -> Prediction:
+    """The prediction of a fork; of this process where autograd can't work in forks of it any more."""
+    try:
+        return contained(in_fork, timeout_s=timeout_s)
+    except RuntimeError as error:
+        if _NO_AUTOGRAD_IN_FORKS not in str(error):
+            raise
+    return here()
+
+
+def _refused() -> Prediction:
+    raise PredictionError(
+        "This process has run a backward on an accelerator, after which autograd does not work in forks of it, and a "
+        "training step that is a function can't be copied. Predict before training, or give a LightningModule."
+    )
+
+
+def _fit_copy(
+    module: LightningModule, batch: Any, options: dict[str, Any], simulation: Simulation
+) -> Prediction:
+    """A copy of the module and its plugins within this process; their tensors are not copied, but made fake."""
+    copies = _copies(module, options, simulation)
+    return _leaving_no_trace(lambda: _fit(copies.pop(0), batch, copies.pop(0), simulation))
+
+
+def _copies(module: LightningModule, options: dict[str, Any], simulation: Simulation) -> list[Any]:
+    memo: dict[int, Any] = {id(module._trainer): None}
+    for tensor in (*module.parameters(), *module.buffers()):
+        memo[id(tensor)] = simulation.fakes.twin(tensor)
+        if tensor.device.type == "cpu" and not tensor.is_floating_point():
+            simulation.values.know(memo[id(tensor)], tensor)
+    copies = [copy.deepcopy(module, memo), copy.deepcopy(options, memo)]
+    simulation.fakes.forget_twins()  # the originals live on; what the copy lets go must not
+    return copies
+
+
+def _leaving_no_trace(work: Callable[[], Prediction]) -> Prediction:
+    numbers, level = GlobalNumbers(), logging.getLogger("lightning.pytorch").level
+    try:
+        with warnings.catch_warnings():
+            return work()
+    finally:
+        numbers.restore()
+        logging.getLogger("lightning.pytorch").setLevel(level)
 
 
 def _takes_a_batch(function: Callable[..., Any]) -> bool:
@@ -153,32 +209,28 @@ def _checked(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fit(
-    source: LightningModule | Callable[..., Any], batch: Any, options: dict[str, Any], device: Device | None
+    source: LightningModule | Callable[..., Any], batch: Any, options: dict[str, Any], simulation: Simulation
 ) -> Prediction:
-    """Lightning's own loop on fake tensors; within a copy of the process."""
+    """Lightning's own loop on fake tensors; changes the module for good."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    simulation = Simulation(device)
     if isinstance(source, LightningModule):
         simulation.take(source)
-    with simulation, _explained():
+    with tempfile.TemporaryDirectory(prefix="memkit-") as folder, simulation, _explained():
         module = source if isinstance(source, LightningModule) else source()
         if not isinstance(module, LightningModule):
             raise TypeError(
                 f"The function built a {type(module).__name__}; it has to build a LightningModule."
             )
         callbacks = [*options["callbacks"], _Phases(simulation)]
-        trainer = Trainer(
-            **{**options, "callbacks": callbacks}, max_steps=_STEPS, default_root_dir=Path.cwd()
-        )
+        trainer = Trainer(**{**options, "callbacks": callbacks}, max_steps=_STEPS, default_root_dir=folder)
         trainer.fit(module, _Batches(batch, _STEPS * trainer.accumulate_grad_batches))
     return simulation.result()
 
 
-def _steps(step: Callable[[Any], Any], batch: Any, device: Device | None) -> Prediction:
-    """A training step that is a function; within a copy of the process."""
+def _steps(step: Callable[[Any], Any], batch: Any, simulation: Simulation) -> Prediction:
+    """A training step that is a function; changes what it works on for good."""
     warnings.simplefilter("ignore")
-    simulation = Simulation(device)
     with simulation, _explained():
         for given in _Batches(batch, _STEPS):
             simulation.begin_step(tensors_of(given))

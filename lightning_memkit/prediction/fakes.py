@@ -40,6 +40,15 @@ class Fakes:
         """The twin that was made of a real tensor before, if one was."""
         return self._twins.get(real)
 
+    def forget_twins(self) -> None:
+        """Hold no twin any longer; a real tensor that is met again gets another."""
+        self._twins.clear()
+        self.forget_storages()
+
+    def forget_storages(self) -> None:
+        """Hold no twin's memory any longer: what is cast in place lets go of it, whoever still has the original."""
+        self._storages.clear()
+
     @contextmanager
     def uncached(self) -> Iterator[None]:
         """Within it torch's cache of results is off: it would hold storages that operators take, for good."""

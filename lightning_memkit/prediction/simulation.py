@@ -78,6 +78,7 @@ class Simulation(AnatomyMeter):
         for twin, original in fake_in_place(module, self.fakes):
             if original.device.type == "cpu" and not original.is_floating_point():
                 self.values.know(twin, original)
+        self.fakes.forget_storages()
         self.watch(module)
 
     def watch(self, module: nn.Module) -> None:

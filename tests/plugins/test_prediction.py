@@ -2,6 +2,9 @@
 
 import gc
 import random
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,7 @@ from lightning_memkit.errors import PredictionError
 from lightning_memkit.memory.allocator_trace import AllocatorTrace
 from lightning_memkit.prediction.contained import contained
 from lightning_memkit.prediction.lines import PeakLines
+from lightning_memkit.testing.fake_device import compiler
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
 
@@ -327,3 +331,48 @@ def test_sizes_that_run_other_operators_give_no_line():
         PeakLines.through({rows: predict_memory(Branches(), batch(rows)) for rows in (4, 16)})
     with pytest.raises(ValueError, match=r"1 size\(s\) give no line"):
         PeakLines.through({4: predict_memory(Language(), batch())})
+
+
+AFTER_AN_ACCELERATOR = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch
+from lightning_memkit import predict_memory, PureBF16Precision
+from lightning_memkit.errors import PredictionError
+from lightning_memkit.testing.fake_device import fake_device
+from tests.plugins.test_prediction import Language, batch
+
+options = lambda: {"plugins": [PureBF16Precision()], "accumulate_grad_batches": 2}
+before = predict_memory(Language(), batch(), trainer=options())
+with fake_device() as device:
+    torch.ones(2, device=device.torch_device, requires_grad=True).sum().backward()
+module = Language()
+values, state = [p.clone() for p in module.parameters()], torch.get_rng_state()
+after = predict_memory(module, batch(), trainer=options())
+assert after.peak_bytes == before.peak_bytes, (after.peak_bytes, before.peak_bytes)
+assert after.anatomy.at_peak == before.anatomy.at_peak
+assert all(type(p) is torch.nn.Parameter and torch.equal(p, v) for p, v in zip(module.parameters(), values))
+assert torch.equal(torch.get_rng_state(), state) and module._trainer is None
+assert predict_memory(Language, batch(), trainer=options()).peak_bytes == before.peak_bytes
+assert torch.nn.Linear(2, 2)(torch.ones(1, 2)).sum().item() != 1.0  # real again
+try:
+    predict_memory(lambda given: None, batch())
+    predict_memory(lambda given: module(given).sum().backward(), batch())
+except PredictionError as error:
+    assert "Predict before training" in str(error), error
+else:
+    raise AssertionError("not refused")
+"""
+
+
+@pytest.mark.skipif(compiler() is None, reason="the fake device needs a compiler")
+def test_a_process_that_has_used_an_accelerator_predicts_on_a_copy(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(AFTER_AN_ACCELERATOR.replace("module(given)", "module.logits(given['ids'])"))
+    done = subprocess.run(
+        [sys.executable, str(script), str(Path(__file__).parents[2])],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
