@@ -3,6 +3,7 @@
 import copy
 import inspect
 import logging
+import os
 import re
 import tempfile
 import warnings
@@ -127,7 +128,9 @@ def predict_memory(
 
 
 def _apart(in_fork: Callable[[], Prediction], here: Callable[[], Prediction], timeout_s: float) -> Prediction:
-    """The prediction of a fork; of this process where autograd can't work in forks of it any more."""
+    """The prediction of a fork; of this process where there are none, or autograd can't work in them any more."""
+    if not hasattr(os, "fork"):
+        return here()
     try:
         return contained(in_fork, timeout_s=timeout_s)
     except RuntimeError as error:
@@ -138,8 +141,9 @@ def _apart(in_fork: Callable[[], Prediction], here: Callable[[], Prediction], ti
 
 def _refused() -> Prediction:
     raise PredictionError(
-        "This process has run a backward on an accelerator, after which autograd does not work in forks of it, and a "
-        "training step that is a function can't be copied. Predict before training, or give a LightningModule."
+        "A training step that is a function is predicted in a fork of this process, and autograd works in none: it "
+        "has run a backward on an accelerator, or the system has no forks. Predict before training, or give a "
+        "LightningModule."
     )
 
 

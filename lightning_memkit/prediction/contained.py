@@ -29,7 +29,7 @@ def contained(work: Callable[[], T], *, timeout_s: float = 600) -> T:
 
     Nothing is pickled on the way in, and pages are shared until they are written. The copy computes in one thread,
     must touch no accelerator, and begins in an empty folder of its own that is deleted afterwards; what it prints
-    is dropped, or part of the error. Where a process can't be forked (Windows), work runs in this one.
+    is dropped, or part of the error. Windows has no forks.
 
     Args:
         work: returns what can be pickled.
@@ -38,8 +38,6 @@ def contained(work: Callable[[], T], *, timeout_s: float = 600) -> T:
     Raises:
         PredictionError: the copy ended without a result, by a signal or by an error of its own.
     """
-    if not hasattr(os, "fork"):
-        return work()
     with tempfile.TemporaryDirectory(prefix="memkit-") as folder, tempfile.TemporaryFile() as printed:
         receiving, sending = os.pipe()
         sys.stdout.flush()

@@ -1,6 +1,7 @@
 """Predicted peaks against what torch's profiler saw a Trainer allocate, to the byte."""
 
 import gc
+import os
 import random
 import subprocess
 import sys
@@ -331,6 +332,19 @@ def test_sizes_that_run_other_operators_give_no_line():
         PeakLines.through({rows: predict_memory(Branches(), batch(rows)) for rows in (4, 16)})
     with pytest.raises(ValueError, match=r"1 size\(s\) give no line"):
         PeakLines.through({4: predict_memory(Language(), batch())})
+
+
+def test_without_forks_a_copy_is_predicted_here(monkeypatch):
+    expected = predict_memory(Language(), batch(), trainer={"precision": "bf16-true"})
+    monkeypatch.delattr(os, "fork")
+    module = Language()
+    before = [parameter.clone() for parameter in module.parameters()]
+    found = predict_memory(module, batch(), trainer={"precision": "bf16-true"})
+    assert found.anatomy.at_peak == expected.anatomy.at_peak
+    assert all(torch.equal(now, was) for now, was in zip(module.parameters(), before, strict=True))
+    assert all(type(parameter) is nn.Parameter for parameter in module.parameters())
+    with pytest.raises(PredictionError, match="the system has no forks"):
+        predict_memory(lambda given: None, batch())
 
 
 AFTER_AN_ACCELERATOR = """
