@@ -35,7 +35,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "budget:0.7": {"policy": "budget:0.7"},
     "budget:0.4": {"policy": "budget:0.4"},
     "budget:300KiB": {"policy": "budget:300KiB"},
-    "auto:1450KiB": {"policy": "auto:1450KiB"},
+    "auto:1000KiB": {"policy": "auto:1000KiB"},
 }
 COMPILED: dict[str, dict[str, Any]] = {
     "compile:0": {"policy": "compile:0"},
