@@ -1,12 +1,13 @@
-"""Draw from an iterator ahead, in a thread, so that whoever uses the items does not wait for them."""
+"""Draw from an iterator ahead, in a thread, so that whoever uses the items does not wait for them; and hold none."""
 
 import queue
 import threading
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 from typing import TypeVar
 
 _Item = TypeVar("_Item")
 _LOOKS_UP_SECONDS = 0.1
+_ENDS_SECONDS = 5.0
 
 
 def ahead(items: Iterable[_Item], number: int, *, name: str = "memkit ahead") -> Generator[_Item, None, None]:
@@ -20,7 +21,7 @@ def ahead(items: Iterable[_Item], number: int, *, name: str = "memkit ahead") ->
         number: how many items may lie ready.
         name: of the thread.
     """
-    # Items travel in lists that are emptied: a generator that waits holds nothing that its user has let go.
+    # Items travel as `each_in_a_list` has them.
     ready: queue.SimpleQueue[tuple[list[_Item], BaseException | None]] = queue.SimpleQueue()
     room, is_over = threading.Semaphore(number), threading.Event()
 
@@ -49,4 +50,16 @@ def ahead(items: Iterable[_Item], number: int, *, name: str = "memkit ahead") ->
     finally:
         is_over.set()
         room.release()
-        thread.join()
+        thread.join(_ENDS_SECONDS)  # a source that hangs must not hang whoever gives up on it
+
+
+def each_in_a_list(items: Iterable[_Item]) -> Iterator[list[_Item]]:
+    """Each item in a list, which a generator empties as it yields: while it waits it holds no item any more.
+
+    Else a batch that its user has let go lives until the next one is asked for, and is freed while that is waited for.
+    """
+    return map(_in_a_list, items)
+
+
+def _in_a_list(item: _Item) -> list[_Item]:
+    return [item]

@@ -138,23 +138,33 @@ class PackedBatch(dict[str, Any]):
         return self["position_ids"].flatten()[self["cu_seqlens"][:-1].long()] == 0
 
 
+def unstacked(whole: Tensor) -> list[Tensor]:
+    """The entries of a tensor, in its memory; whoever writes to one has not, for autograd, written to the others."""
+    return [entry.data for entry in whole]
+
+
 def _stacked(tensors: list[Tensor]) -> Tensor | None:
     """The tensor that these are the entries of, all of them and in this order; None if there is none."""
-    whole = tensors[0]._base if tensors else None
-    if whole is None or whole.device.type != "cpu" or len(whole) != len(tensors):
+    if not tensors or tensors[0].device.type != "cpu":
         return None
-    same = all(
-        tensor._base is whole and tensor.data_ptr() == entry.data_ptr() and tensor.shape == entry.shape
-        for tensor, entry in zip(tensors, whole, strict=True)
+    first, storage = tensors[0], tensors[0].untyped_storage()
+    alike = all(
+        tensor.untyped_storage()._cdata == storage._cdata
+        and (tensor.shape, tensor.dtype, tensor.storage_offset())
+        == (first.shape, first.dtype, place * first.numel())
+        and tensor.is_contiguous()
+        for place, tensor in enumerate(tensors)
     )
-    return whole if same else None
+    if not alike or storage.nbytes() != len(tensors) * first.nbytes:
+        return None
+    whole: Any = torch.empty(0, dtype=first.dtype)
+    return whole.set_(storage, 0, (len(tensors), *first.shape))
 
 
 def _rebuilt(
     order: tuple[str, ...], names: tuple[str, ...], stacked: Tensor, rest: dict[str, Any]
 ) -> PackedBatch:
-    rows = dict(zip(names, stacked, strict=True))
-    values = {**rest, **rows}
+    values = {**rest, **dict(zip(names, unstacked(stacked), strict=True))}
     return PackedBatch(
         {
             key: torch.from_numpy(values[key]) if isinstance(values[key], np.ndarray) else values[key]

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lightning_memkit.data.batch import IGNORED_LABEL, PackedBatch
+from lightning_memkit.data.batch import IGNORED_LABEL, PackedBatch, unstacked
 from lightning_memkit.data.packing import Packing, pack
 from lightning_memkit.data.store import TokenStore, is_long, offsets_of, ranges
 
@@ -48,9 +48,8 @@ def collate(
     # What is read stands end to end, and then in rows, each with its padding behind it.
     tokens, learned = store.read(store.offsets[packing.documents[pieces]] + packing.starts[pieces], sizes)
     positions = _positions(sizes, packing.context)
-    whole = torch.empty(
-        3, len(chosen), length, dtype=torch.int64
-    )  # one: workers hand over as few as they can
+    # One tensor: workers hand over as few as they can.
+    whole = torch.empty(3, len(chosen), length, dtype=torch.int64)
     input_ids, labels, position_ids = whole.numpy()
     begin = 0
     for row, fill in enumerate(fills.tolist()):
@@ -73,9 +72,7 @@ def collate(
     np.cumsum(segments, out=cu_seqlens[1:])
     labels.reshape(-1)[cu_seqlens[:-1]] = IGNORED_LABEL
     return PackedBatch(
-        input_ids=whole[0],
-        labels=whole[1],
-        position_ids=whole[2],
+        **dict(zip(("input_ids", "labels", "position_ids"), unstacked(whole), strict=True)),
         cu_seqlens=torch.from_numpy(cu_seqlens),
         max_seqlen=int(segments.max()),
     )

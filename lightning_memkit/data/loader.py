@@ -12,6 +12,7 @@ from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
+from lightning_memkit.data.ahead import each_in_a_list
 from lightning_memkit.data.batch import PackedBatch
 from lightning_memkit.data.batch_plan import BatchPlan, Epoch, Ordered, PlanOptions
 from lightning_memkit.data.host_memory import HostMemory, loader_memory, tokens_a_part
@@ -213,8 +214,7 @@ class PackedLoader:
         while done < len(self):
             options = self.options
             built = self._built(EpochBatches(self._planned, self.rank, range(done, len(self))))
-            # In a list that is emptied: while this waits it holds no batch that its user has let go.
-            for held in map(_in_a_list, self.on_the_way(built)):
+            for held in each_in_a_list(self.on_the_way(built)):
                 done += 1
                 if iteration == self._iteration:  # an iterator that a newer one replaced has no say
                     self._batches_done = done
@@ -280,7 +280,3 @@ class PackedLoader:
 
     def _identity(self) -> dict[str, int]:
         return {"seed": self.options.seed, **self.plan.identity()}
-
-
-def _in_a_list(batch: PackedBatch) -> list[PackedBatch]:
-    return [batch]

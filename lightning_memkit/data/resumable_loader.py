@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from lightning_memkit.data.ahead import each_in_a_list
 from lightning_memkit.data.host_memory import HostMemory
 from lightning_memkit.data.load_times import LoadTimes
 from lightning_memkit.data.sampling_order import GlobalNumbers, Order, State
@@ -138,8 +139,7 @@ class ResumableLoader(DataLoader[Any]):
         self._has_begun = True
         while done < len(self):
             workers = self._workers
-            # In a list that is emptied: while this waits it holds no batch that its user has let go.
-            for held in map(_in_a_list, self.on_the_way(self._built(order))):
+            for held in each_in_a_list(self.on_the_way(self._built(order))):
                 order.hand_over(done)
                 done += 1
                 if iteration == self._iteration:  # an iterator that a newer one replaced has no say
@@ -212,10 +212,6 @@ class _Build:
     def _samples(self, numbers: list[Any]) -> Any:
         together = getattr(self.dataset, "__getitems__", None)
         return together(numbers) if together else [self.dataset[number] for number in numbers]
-
-
-def _in_a_list(batch: Any) -> list[Any]:
-    return [batch]
 
 
 def _seeded(order: Order) -> Iterator[Job]:

@@ -127,6 +127,7 @@ class StreamBatches:
                 yield [held.popleft() for _ in range(full)]
         if len(held) > full:  # behind a full step fewer rows than ranks would be left
             gives_up = not self._drop_last and self._size > 1
+            steps += 1
             yield [held.popleft() for _ in range(len(held) - self._ranks if gives_up else full)]
         if len(held) == full or (len(held) >= self._ranks and not self._drop_last):
             yield list(held)

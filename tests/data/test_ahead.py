@@ -41,6 +41,23 @@ def test_an_error_comes_where_its_item_would_have_come():
         next(items)
 
 
+def test_a_source_that_hangs_does_not_hang_who_gives_up_on_it(monkeypatch):
+    goes_on = threading.Event()
+
+    def hangs():
+        yield 1
+        goes_on.wait()
+
+    monkeypatch.setattr("lightning_memkit.data.ahead._ENDS_SECONDS", 0.1)
+    items = ahead(hangs(), 2, name="hangs")
+    assert next(items) == 1
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "hangs"]
+    items.close()
+    assert thread.is_alive()
+    goes_on.set()
+    thread.join()
+
+
 def test_the_thread_ends_with_the_iterator():
     before, seen = threading.active_count(), []
     items = ahead(counted(seen, 1000), 2)

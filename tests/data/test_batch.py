@@ -126,3 +126,14 @@ def test_a_batch_of_other_tensors_crosses_as_it_is():
         again = pickle.loads(pickle.dumps(other))
         assert type(again) is PackedBatch
         assert all(torch.equal(torch.as_tensor(again[key]), torch.as_tensor(other[key])) for key in other)
+
+
+def test_who_writes_to_one_tensor_has_not_written_to_the_others():
+    store = TokenStore.of([[1, 2, 3], [4, 5], [6]])
+    batch = collate(store, pack(store.lengths, 5), [0, 1])
+    for given in (batch, pickle.loads(pickle.dumps(batch))):
+        ids, labels = given["input_ids"], given["labels"]
+        before = ids._version
+        labels[0, 0] = 7
+        assert ids._version == before
+        assert torch.equal(pickle.loads(pickle.dumps(given))["labels"], labels)

@@ -184,6 +184,18 @@ def test_a_stream_that_gives_no_batch_says_why():
     assert len(list(StreamLoader(stream, LoaderOptions(batch_size=2)))) == 1
 
 
+@pytest.mark.parametrize(("rows", "steps"), [(2, 1), (3, 1), (4, 2)])
+def test_a_stream_of_few_steps_gives_them(rows, steps):
+    stream = Stream(
+        read=StreamDocuments(
+            source=lambda: iter([[1] * CONTEXT] * rows), tokenizer=None, options=DocumentOptions()
+        ),
+        context=CONTEXT,
+    )
+    loader = StreamLoader(stream, LoaderOptions(batch_size=2, drop_last=True))
+    assert [batch.rows for batch in loader] == [2] * steps
+
+
 def test_a_state_of_another_stream_is_refused():
     with pytest.raises(ValueError, match="rows_per_step: 4 then, 8 now"):
         loader_of(30, batch_size=8).load_state_dict(loader_of(30).state_dict())
