@@ -142,10 +142,8 @@ class Tape(TorchDispatchMode):
                 operator.outputs.append(value)
             else:
                 operator.outputs.append(None)  # a view that its schema does not call one, or a written leaf
-        for key, tensor in left.items():
-            self._values[key] = Value(
-                None, tensor.untyped_storage()
-            )  # what a written leaf holds now is a leaf, too
+        for key, tensor in left.items():  # what a written leaf holds now is a leaf, too
+            self._values[key] = Value(None, tensor.untyped_storage())
         if not operator.made():
             return
         operator.index = len(self.operators)

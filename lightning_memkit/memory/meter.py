@@ -20,12 +20,13 @@ from typing_extensions import Self
 from lightning_memkit.memory.units import format_bytes
 
 # Between autograd's engine and a meter: meters, and torch's own wrappers of them.
-_TORCH = f"{Path(torch.__file__).parent}/"
+_OWN, _TORCH = Path(__file__).parents[1], Path(torch.__file__).parent
 _PASSED_OVER = (
-    f"{Path(__file__).parents[1]}/",
-    f"{_TORCH}_dynamo/",
-    f"{_TORCH}_compile.py",
-    f"{_TORCH}utils/",
+    f"{_OWN}/memory/",
+    f"{_OWN}/prediction/",
+    f"{_TORCH}/_dynamo/",
+    f"{_TORCH}/_compile.py",
+    f"{_TORCH}/utils/_python_dispatch.py",
 )
 
 Category = Literal[
@@ -43,7 +44,7 @@ Phase = Literal["outside", "forward", "backward", "optimizer"]
 
 @dataclass(slots=True)
 class Allocation:
-    """The life of one storage: its size, the ticks of the meter's clock at which it was born and died, and by what."""
+    """The life of one storage: its size, when it was born and died by the meter's clock, and whose it is."""
 
     size_bytes: int
     born: int
@@ -103,6 +104,7 @@ class ByteMeter(TorchDispatchMode):
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
+        self._settle_sum()
         self._stances.pop().__exit__(*exception)
 
     def track(self, tensors: Iterable[Tensor], category: Category | None = None) -> None:
@@ -128,9 +130,8 @@ class ByteMeter(TorchDispatchMode):
         self.live_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._sum_is_open:
-            self._sum_is_open = False
-            self._note_peak("aten.add.Tensor")
+        if self._settle_sum():
+            self._refuse_over_budget("aten.add.Tensor")
         out = self._call(func, args, kwargs or {})
         self.operators += 1
         before = self.live_bytes
@@ -151,14 +152,26 @@ class ByteMeter(TorchDispatchMode):
                     known[1].size_bytes = storage.nbytes()
         if _adds_up_gradients(func):
             self._sum_is_open = True
-        elif self.live_bytes > self.peak_bytes:
+            return out
+        if self.live_bytes > self.peak_bytes:
             self._note_peak(str(func))
-        if self.budget_bytes is not None and before < self.live_bytes > self.budget_bytes:
+        if before < self.live_bytes:
+            self._refuse_over_budget(str(func))
+        return out
+
+    def _settle_sum(self) -> bool:
+        """After a sum of autograd's own, once what it used up is given back: note the peak; whether there was one."""
+        was_open, self._sum_is_open = self._sum_is_open, False
+        if was_open:
+            self._note_peak("aten.add.Tensor")
+        return was_open
+
+    def _refuse_over_budget(self, operator: str) -> None:
+        if self.budget_bytes is not None and self.live_bytes > self.budget_bytes:
             raise torch.OutOfMemoryError(
-                f"{func} brings the live bytes to {format_bytes(self.live_bytes)}, over the budget of "
+                f"{operator} brings the live bytes to {format_bytes(self.live_bytes)}, over the budget of "
                 f"{format_bytes(self.budget_bytes)}."
             )
-        return out
 
     def _pass_through(self, size_bytes: int, operator: str) -> None:
         """Count bytes that an operator took and gave back within."""

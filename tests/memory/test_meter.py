@@ -77,6 +77,15 @@ def test_gradients_that_meet_are_added_in_place_as_without_a_meter() -> None:
         with ByteMeter() as meter:
             function()
         assert meter.peak_bytes == pytest.approx(trace.peak_bytes, abs=64)
+        with ByteMeter(budget_bytes=meter.peak_bytes) as kept:
+            function()
+        assert kept.peak_bytes == meter.peak_bytes
+        with (
+            pytest.raises(torch.OutOfMemoryError, match="over the budget"),
+            ByteMeter(budget_bytes=meter.peak_bytes - 1),
+        ):
+            function()
+        weight.grad = None
 
 
 def test_budget_is_the_peak_to_the_byte() -> None:
