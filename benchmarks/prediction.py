@@ -5,7 +5,7 @@ in eight cells of a Latin square over precision (float32, bf16-mixed, pure bfloa
 (AdamW as loop, foreach and fused, SGD with momentum, bitsandbytes' AdamW8bit), activation checkpointing (none, full,
 selective; models without repeated blocks have none) and micro-batch (1, 4, 16). Each cell is trained for two steps in
 a process of its own; what its allocator handed out and took back is torch's profiler's word, from before the model is
-built. Prediction and measurement share no code but the model's.
+built.
 
 `accelerate_median_error_pct` is that of accelerate's rule, four times the weights in float32, and
 `deepspeed_median_error_pct` that of DeepSpeed's rule for ZeRO-2 on one device, 20 bytes a parameter: neither looks at

@@ -23,6 +23,7 @@ from lightning.pytorch.callbacks import (
     ThroughputMonitor,
     Timer,
 )
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -60,7 +61,7 @@ _OWN = {
     "num_sanity_val_steps": 0,
     "limit_val_batches": 0,
 }
-_TRAINING_LENGTH = (
+_OF_NO_MATTER = (
     "max_epochs", "min_epochs", "max_steps", "min_steps", "max_time", "limit_train_batches", "fast_dev_run",
     "overfit_batches", "val_check_interval", "check_val_every_n_epoch", "default_root_dir", "profiler",
 )  # fmt: skip
@@ -80,8 +81,8 @@ def predict_memory(
     given: precision, plugins, callbacks, accumulation, clipping. Bytes are those that the device's kernels take. A few
     of the CPU's, whose workspaces nothing else tells, run once on data of that shape (64 MiB at the most). A GPU need
     not be there: torch's choices on CUDA are made on the CPU's fake tensors, and its allocator is replayed; not yet
-    verified on a GPU. The steps run in a fork of this process: the module, its optimizers, random state and files
-    stay as they are.
+    verified on a GPU. The steps run in a fork of this process, or on a copy of the module where there are no forks or
+    this process has used an accelerator: the module, its optimizers, random state and files stay as they are.
 
     What follows from the batch's integers is computed: how many labels count, where documents end. What only
     training knows is assumed to be as in a healthy step (finite losses, experts with equal shares); the result's
@@ -97,11 +98,11 @@ def predict_memory(
             matter here. Callbacks that only watch are left out.
         device: `"cpu"`, the name of a GPU (`"rtx4090"`, `"a100-40gb"`; `prediction.devices.DEVICES` has all), or a
             `Device` that describes one.
-        timeout_s: seconds after which the prediction is given up.
+        timeout_s: seconds after which the prediction is given up; in a fork only.
 
     Raises:
-        PredictionError: the step needs a value that only training knows, or an operator whose results' shapes torch
-            can't tell; it names the line.
+        PredictionError: the step needs a value that only training knows (it names the line), or an operator whose
+            results' shapes torch can't tell, or no optimizer step was taken.
         TypeError: `module` is none of these.
         ValueError: `trainer` has an argument that can't be predicted, or the device is unknown.
     """
@@ -121,10 +122,11 @@ def predict_memory(
     if _takes_a_batch(module):
         return _apart(lambda: _steps(module, batch, Simulation(target)), _refused, timeout_s)
 
-    def built() -> Prediction:
-        return _fit(module, batch, options, Simulation(target))
-
-    return _apart(built, lambda: _leaving_no_trace(built), timeout_s)
+    return _apart(
+        lambda: _fit(module, batch, options, Simulation(target)),
+        lambda: _leaving_no_trace(lambda: _fit(module, batch, copy.deepcopy(options), Simulation(target))),
+        timeout_s,
+    )
 
 
 def _apart(in_fork: Callable[[], Prediction], here: Callable[[], Prediction], timeout_s: float) -> Prediction:
@@ -182,6 +184,11 @@ def _takes_a_batch(function: Callable[..., Any]) -> bool:
         for parameter in inspect.signature(function).parameters.values()
         if parameter.default is parameter.empty and parameter.kind in (0, 1)
     ]
+    if needed and inspect.isclass(function):
+        raise TypeError(
+            f"{function.__name__} takes {', '.join(parameter.name for parameter in needed)}; give a function without "
+            f"arguments that builds it: lambda: {function.__name__}(...)."
+        )
     if len(needed) > 1:
         raise TypeError(
             f"{function} takes {len(needed)} arguments; a function that builds a module takes none, and one that "
@@ -201,6 +208,9 @@ def _checked(options: dict[str, Any]) -> dict[str, Any]:
     devices, nodes = options.get("devices", 1), options.get("num_nodes", 1)
     if nodes != 1 or devices not in (1, "auto", "1", [0], -1):
         raise ValueError(f"devices={devices!r} on {nodes} node(s) can't be predicted yet: write devices=1.")
+    strategy = options.get("strategy", "auto")
+    if strategy not in ("auto", "memkit") and not isinstance(strategy, SingleDeviceStrategy):
+        raise ValueError(f"strategy={strategy!r} can't be predicted yet: write 'auto' or 'memkit'.")
     callbacks = options.get("callbacks") or []
     given = [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
     if any(isinstance(one, MemoryBudget) for one in given):
@@ -208,7 +218,7 @@ def _checked(options: dict[str, Any]) -> dict[str, Any]:
             "trainer has a MemoryBudget among its callbacks, which measures for itself: leave it out, give the "
             "micro-batch as the batch, and accumulate_grad_batches=2 where a step has more than one part."
         )
-    kept = {name: value for name, value in options.items() if name not in (*_OWN, *_TRAINING_LENGTH)}
+    kept = {name: value for name, value in options.items() if name not in (*_OWN, *_OF_NO_MATTER)}
     return {**kept, **_OWN, "callbacks": [one for one in given if not isinstance(one, _WATCHERS)]}
 
 
@@ -227,8 +237,14 @@ def _fit(
                 f"The function built a {type(module).__name__}; it has to build a LightningModule."
             )
         callbacks = [*options["callbacks"], _Phases(simulation)]
-        trainer = Trainer(**{**options, "callbacks": callbacks}, max_steps=_STEPS, default_root_dir=folder)
+        trainer = Trainer(**{**options, "callbacks": callbacks}, max_epochs=1, default_root_dir=folder)
         trainer.fit(module, _Batches(batch, _STEPS * trainer.accumulate_grad_batches))
+        # Lightning steps its optimizer even if there is no loss.
+        if trainer.global_step == 0 or "backward" not in simulation.phase_peaks:
+            raise PredictionError(
+                "No optimizer step was taken: training_step returned None for this batch, or "
+                "configure_optimizers gave no optimizer. Give a batch that is trained on."
+            )
     return simulation.result()
 
 

@@ -47,9 +47,7 @@ def contained(work: Callable[[], T], *, timeout_s: float = 600) -> T:
             warnings.simplefilter("ignore", DeprecationWarning)
             parent, child = os.getpid(), os.fork()
         if child == 0:
-            os.close(receiving)
-            threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-            _run(work, sending, printed, folder)
+            _run(work, (receiving, sending), printed, (parent, folder))
         os.close(sending)
         try:
             answer = _answer(child, receiving, timeout_s)
@@ -83,10 +81,14 @@ class _Failure:
         raise self._error from _RemoteTraceback(f"\n{self._trace}")
 
 
-def _run(work: Callable[[], Any], sending: int, printed: BinaryIO, folder: str) -> NoReturn:
+def _run(
+    work: Callable[[], Any], pipe_ends: tuple[int, int], printed: BinaryIO, of: tuple[int, str]
+) -> NoReturn:
     """The whole life of the copy; never returns, since what lies above on the stack belongs to the original."""
-    status = 1
+    status, (receiving, sending), (parent, folder) = 1, pipe_ends, of
     try:
+        os.close(receiving)
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
         os.dup2(printed.fileno(), 1)
         os.dup2(printed.fileno(), 2)
         sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1, closefd=False)

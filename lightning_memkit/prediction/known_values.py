@@ -249,9 +249,8 @@ def _even_choice(fake: Tensor, count: int, dim: int) -> Tensor:
     """Indices below `count`, as often each; those along `dim` differ."""
     if fake.dim() == 0:
         return torch.zeros((), dtype=torch.int64)
-    if (
-        fake.dim() <= dim or fake.shape[dim] > count
-    ):  # the dimension is gone: one choice for each of the others
+    is_gone = fake.dim() <= dim or fake.shape[dim] > count
+    if is_gone:  # the dimension: one choice for each of the others
         return (torch.arange(fake.numel()) % count).reshape(fake.shape)
     chosen = fake.shape[dim]
     others = fake.numel() // max(1, chosen)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from lightning_memkit.prediction.result import Prediction
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class PeakLines:
     """The predicted peak for any size (rows of a batch, tokens of a row), from predictions at a few.
 
@@ -41,10 +41,18 @@ class PeakLines:
                 "the sizes between; predict each size by itself."
             )
         sizes = tuple(sorted(predictions))
-        return PeakLines(sizes, np.array([predictions[size].timeline for size in sizes], np.int64).T)
+        alive = np.array([predictions[size].timeline for size in sizes], np.int64).T
+        return PeakLines(sizes=sizes, bytes_alive=alive)
 
     def peak_bytes(self, size: int) -> int:
-        """The predicted peak at a size."""
+        """The predicted peak at a size.
+
+        Raises:
+            ValueError: the size is below 1.
+        """
+        if size < 1:
+            raise ValueError(f"size={size} is below 1; it is a number of rows, or of tokens.")
+        # Bytes are whole numbers, but for the rounding of the weights.
         return int(np.ceil((self.bytes_alive @ self._weights(size)).max() - 1e-3))
 
     def largest_fitting(self, budget_bytes: int, sizes: Sequence[int]) -> int | None:

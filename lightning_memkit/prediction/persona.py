@@ -21,7 +21,7 @@ from lightning_memkit.optim import pieces
 from lightning_memkit.optim.fused import reference
 
 _aten = torch.ops.aten
-_FLASH_DTYPES = (torch.bfloat16, torch.float16)
+_IN_16_BITS = (torch.bfloat16, torch.float16)
 _MOST_FLASH_WIDTH = 256
 _ALIGNED = 8  # elements: an additive mask is padded to it
 
@@ -31,9 +31,12 @@ _IN_FLOAT32 = {
     F.smooth_l1_loss, F.huber_loss, F.kl_div, F.cosine_similarity, F.normalize, F.softplus, F.poisson_nll_loss,
     torch.softmax, torch.log_softmax, torch.layer_norm, torch.group_norm, torch.exp, torch.expm1, torch.log,
     torch.log10, torch.log1p, torch.log2, torch.pow, torch.reciprocal, torch.rsqrt, torch.sinh, torch.cosh, torch.tan,
-    torch.acos, torch.asin, torch.sum, torch.prod, torch.cumsum, torch.cumprod, torch.norm, torch.dist, torch.cdist,
-    torch.logsumexp, Tensor.softmax, Tensor.log_softmax, Tensor.exp, Tensor.log, Tensor.pow, Tensor.__pow__,
-    Tensor.rsqrt, Tensor.reciprocal, Tensor.sum, Tensor.prod, Tensor.cumsum, Tensor.norm, Tensor.logsumexp,
+    torch.acos, torch.asin, torch.norm, torch.dist, torch.cdist, torch.logsumexp, Tensor.softmax, Tensor.log_softmax,
+    Tensor.exp, Tensor.log, Tensor.pow, Tensor.__pow__, Tensor.rsqrt, Tensor.reciprocal, Tensor.norm, Tensor.logsumexp,
+}  # fmt: skip
+# Those that read 16 bits and give float32, without a copy in between.
+_TO_FLOAT32 = {
+    torch.sum, torch.prod, torch.cumsum, torch.cumprod, Tensor.sum, Tensor.prod, Tensor.cumsum, Tensor.cumprod,
 }  # fmt: skip
 
 
@@ -53,6 +56,8 @@ class _Choices(TorchFunctionMode):
             return chosen(func, *args, **kwargs)
         if func in _IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
             args, kwargs = tree_map_only(Tensor, _float32, (tuple(args), kwargs))
+        elif func in _TO_FLOAT32 and torch.is_autocast_enabled("cpu") and args[0].dtype in _IN_16_BITS:
+            kwargs = {"dtype": torch.float32, **kwargs}
         return func(*args, **kwargs)
 
 
@@ -74,7 +79,7 @@ def _in_backward_too(choices: TorchFunctionMode) -> Iterator[None]:
 
 
 def _float32(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in _FLASH_DTYPES else tensor
+    return tensor.float() if tensor.dtype in _IN_16_BITS else tensor
 
 
 def _dropout(
@@ -102,7 +107,7 @@ def _attention(
         query, key, value = (tensor.to(torch.get_autocast_dtype("cpu")) for tensor in (query, key, value))
     options = {"scale": scale}
     fused = query.dim() == 4 and value.shape[-1] == query.shape[-1]
-    if fused and attn_mask is None and query.dtype in _FLASH_DTYPES and query.shape[-1] <= _MOST_FLASH_WIDTH:
+    if fused and attn_mask is None and query.dtype in _IN_16_BITS and query.shape[-1] <= _MOST_FLASH_WIDTH:
         padded = [_padded(tensor) for tensor in (query, key, value)]
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         out = _aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, False, scale=scale)[0]

@@ -1,5 +1,6 @@
 """Steps on fake tensors, counted as real ones would be."""
 
+import sys
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -52,7 +53,7 @@ class Simulation(AnatomyMeter):
         self._within: list[str] = []  # the modules whose forward runs
         self._sequence: list[
             tuple[int, str]
-        ] = []  # from which of autograd's numbers on nodes are of which module
+        ] = []  # from which number of autograd's on nodes are of which module
         self._timeline: list[int] = []
         self._entered = ExitStack()
 
@@ -140,17 +141,21 @@ class Simulation(AnatomyMeter):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:  # a fake tensor was asked for its device
             return args[0].fake_device
+        if self._sum_is_open:
+            self._reach(self.live_bytes)
         self._turn()
         out = super().__torch_dispatch__(func, types, args, kwargs)
         workspace = self.workspaces.of(func, args, kwargs or {}) if self._device is None else 0
         if workspace:
             self._pass_through(workspace, str(func))
         if not self._sum_is_open:  # else one of the summands goes before anything else happens
-            reached = self.live_bytes + workspace
-            self._timeline.append(reached)
-            if reached > self.phase_peaks.get(self.phase, 0):
-                self.phase_peaks[self.phase] = reached
+            self._reach(self.live_bytes + workspace)
         return out
+
+    def _reach(self, live_bytes: int) -> None:
+        self._timeline.append(live_bytes)
+        if live_bytes > self.phase_peaks.get(self.phase, 0):
+            self.phase_peaks[self.phase] = live_bytes
 
     def _turn(self) -> None:
         """Find out which phase an operator is in, and whose it is."""
@@ -283,8 +288,6 @@ def _two_blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 @contextmanager
 def _unrecognised() -> Iterator[None]:
     """Within it transformers takes fake tensors for real ones; else it makes masks that a run would not have."""
-    import sys
-
     utils: Any = sys.modules.get("transformers.utils.import_utils")
     known = getattr(utils, "is_fake_tensor", None)
     if known is None:

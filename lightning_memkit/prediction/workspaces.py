@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_memkit.memory.allocator_trace import AllocatorTrace
-from lightning_memkit.memory.meter import storages_of, tensors_in, unmetered
+from lightning_memkit.memory.meter import tensors_in, unmetered
 
 _aten = torch.ops.aten
 # On CPU: oneDNN reorders operands, and spreads a grouped convolution's weights; normalizations keep sums per thread.
@@ -33,7 +33,8 @@ class Workspaces:
     """Measures what operators need besides their results, on this machine's CPU; some milliseconds a shape.
 
     An operator runs once on tensors of the shapes in question, or twice on one and on two samples of a large batch
-    and along the line through them; its operands are all that is allocated, at most 64 MiB at a time.
+    and along the line through them; its operands are all that is allocated, at most 64 MiB at a time. What needs more
+    even so (a matrix of 16-bit weights that is larger) is not measured, and counts as nothing.
     """
 
     def __init__(self) -> None:
@@ -71,15 +72,39 @@ def _measured(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
     given = list(tensors_in([*args, *kwargs.values()]))
     if not given or not AllocatorTrace.available():  # torch runs one profiler at a time
         return 0
-    size = sum(storage.nbytes() for tensor in given for storage in storages_of(tensor))
     rows = given[0].shape[0] if given[0].dim() else 1
+    size = _operand_bytes(given, rows, rows)
     if size <= _MOST_BYTES:
         return _run(func, args, kwargs, rows, rows)
     if func.namespace not in _TORCHS:  # an optimizer's, say: everything in proportion
         few = max(1, rows * _MOST_BYTES // size)
-        return _run(func, args, kwargs, rows, few) * rows // few
+        fits = _operand_bytes(given, rows, few) <= _MOST_BYTES
+        return _run(func, args, kwargs, rows, few) * rows // few if fits else 0
+    if _operand_bytes(given, rows, 2) > _MOST_BYTES:
+        return 0
     one, two = (_run(func, args, kwargs, rows, few) for few in (1, 2))
     return one + (two - one) * (rows - 1)
+
+
+def _operand_bytes(given: list[Tensor], rows: int, few: int) -> int:
+    """What `_run` allocates for these."""
+    return sum(
+        _spanned(_with_rows(tensor, rows, few), tensor.stride()) * tensor.dtype.itemsize for tensor in given
+    )
+
+
+def _with_rows(fake: Tensor, rows: int, few: int) -> list[int]:
+    shape = list(fake.shape)
+    if shape and shape[0] == rows:
+        shape[0] = few
+    return shape
+
+
+def _spanned(shape: list[int], stride: tuple[int, ...]) -> int:
+    """Elements from the first to the last of a tensor."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any], rows: int, few: int) -> int:
@@ -88,12 +113,10 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any], rows: int, few: int) -> i
     has_float32 = any(tensor.dtype is torch.float32 for tensor in given)
 
     def real(fake: Tensor) -> Tensor:
-        shape, dtype = list(fake.shape), fake.dtype
+        dtype = fake.dtype
         if has_float32 and "norm" in func.__name__ and fake.shape != given[0].shape:
             dtype = torch.float32  # statistics, which fake kernels give the input's dtype
-        if shape and shape[0] == rows:
-            shape[0] = few
-        return torch.empty_strided(shape, fake.stride(), dtype=dtype).zero_()
+        return torch.empty_strided(_with_rows(fake, rows, few), fake.stride(), dtype=dtype).zero_()
 
     real_args, real_kwargs = tree_map_only(Tensor, real, (tuple(args), kwargs))
     if func.namespace not in _TORCHS:

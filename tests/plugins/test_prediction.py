@@ -87,7 +87,7 @@ def measured(build: Any, given: Any, options: dict[str, Any]) -> int:
         with AllocatorTrace() as trace:
             trainer = Trainer(
                 **options,
-                max_steps=2,
+                max_epochs=1,
                 accelerator="cpu",
                 devices=1,
                 logger=False,
@@ -274,6 +274,48 @@ def test_bad_input_is_refused_with_a_remedy():
         predict_memory(Language(), batch(), trainer={"callbacks": [MemoryBudget("1GiB")]})
     with pytest.raises(ValueError, match=r"devices=2 on 1 node\(s\) can't be predicted yet"):
         predict_memory(Language(), batch(), trainer={"devices": 2})
+    with pytest.raises(ValueError, match="strategy='fsdp' can't be predicted yet"):
+        predict_memory(Language(), batch(), trainer={"strategy": "fsdp"})
+    with pytest.raises(
+        TypeError, match="Sized takes width; give a function without arguments that builds it"
+    ):
+        predict_memory(Sized, batch())
+
+
+class Sized(Language):
+    def __init__(self, width: int) -> None:
+        super().__init__(width=width)
+
+
+def test_a_batch_that_is_not_trained_on_is_said():
+    class Skips(Language):
+        def training_step(self, batch: Any, batch_idx: int) -> None:  # pyright: ignore
+            return None
+
+    with pytest.raises(PredictionError, match="No optimizer step was taken: training_step returned None"):
+        predict_memory(Skips(), batch())
+
+
+def test_several_optimizers_take_their_steps():
+    class Two(Language):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:  # pyright: ignore
+            for optimizer in self.optimizers():  # pyright: ignore
+                loss = super().training_step(batch, batch_idx)
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.blocks.parameters()), torch.optim.Adam(self.head.parameters())
+
+    predicted = predict_memory(Two(), batch())
+    assert predicted.peak_bytes == pytest.approx(measured(Two, batch(), {}), rel=2e-4)
+    counted = sum(p.numel() for p in [*Two().blocks.parameters(), *Two().head.parameters()])
+    assert predicted.anatomy.largest["optimizer_states"] == pytest.approx(8 * counted, rel=0.01)
 
 
 def test_an_error_of_the_step_is_the_users_own():

@@ -198,4 +198,5 @@ def test_another_number_of_ranks_is_said(tmp_path):
 def test_a_checkpoint_without_the_state_resumes(tmp_path):
     path = tmp_path / "saved.ckpt"
     fit(tmp_path, [SaveAt("on_train_epoch_end", 4, path)], shuffled(), epochs=1)
+    assert KEY not in torch.load(path, weights_only=True)
     fit(tmp_path, [RandomState()], shuffled(), ckpt_path=path, epochs=2)

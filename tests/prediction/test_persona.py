@@ -100,6 +100,19 @@ def test_autocast_keeps_normalizations_in_float32():
     assert torch.bfloat16 in {out.dtype for out in saved_bytes(block, (64, 64), device=None)[1]}
 
 
+def test_autocast_sums_into_float32_without_a_copy():
+    def block(x):
+        y = x.bfloat16()
+        with torch.autocast("cpu", torch.bfloat16):
+            return y, y.sum(0), torch.cumsum(y, 0)
+
+    with Simulation(GPU) as meter:
+        x = torch.empty(1024, 1024)
+        _, total, sums = block(x)
+    assert (total.dtype, sums.dtype) == (torch.float32, torch.float32)
+    assert meter.peak_bytes == (4 + 2 + 4) * 2**20 + 4096  # x, y, and the results
+
+
 @pytest.mark.parametrize(
     ("options", "temporaries"), [({}, 1), ({"foreach": False}, 1.5), ({"fused": True}, 0)]
 )
