@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from lightning_memkit.memory.anatomy import CATEGORIES, Anatomy
 from lightning_memkit.memory.units import format_bytes
+from lightning_memkit.prediction.work import Work
 
 _SHOWN = 5  # modules in the printed form
 
@@ -24,6 +25,7 @@ class Prediction:
             matrix library (`anatomy.fixed_bytes`) lie beside it. On the CPU 0.
         expandable_bytes: the same with ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``.
         timeline: bytes alive at each operator of the steps, what it needs within included.
+        work: what the operators of a part and of an optimizer step compute and move.
     """
 
     anatomy: Anatomy
@@ -36,6 +38,7 @@ class Prediction:
     reserved_bytes: int = 0
     expandable_bytes: int = 0
     timeline: tuple[int, ...] = field(default=(), repr=False)
+    work: Work = field(default_factory=Work, repr=False)
 
     @property
     def peak_bytes(self) -> int:

@@ -26,7 +26,11 @@ from lightning_memkit.prediction.fakes import Fakes, casts_in_place, fake_in_pla
 from lightning_memkit.prediction.known_values import KnownValues
 from lightning_memkit.prediction.persona import as_on_cuda
 from lightning_memkit.prediction.result import Prediction
+from lightning_memkit.prediction.work import WorkLog
 from lightning_memkit.prediction.workspaces import Workspaces
+
+# Of native.cpp's struct `Operand`, and what a fused step moves with two moments and a low half.
+_ELEMENTS_FIELD, _BYTES_A_STEP = 6, 18
 
 
 class Simulation(AnatomyMeter):
@@ -47,6 +51,9 @@ class Simulation(AnatomyMeter):
         self.fakes = Fakes()
         self.values = KnownValues(self._constant)
         self.workspaces = Workspaces()
+        self.work = WorkLog()
+        self._parts = 0  # of the step under way
+        self._has_stepped = False
         self.phase_peaks: dict[Phase, int] = {}
         self._parameters: list[Callable[[], Iterable[Tensor]]] = []
         self._names: dict[int, str] = {}  # of modules, by their id
@@ -59,7 +66,7 @@ class Simulation(AnatomyMeter):
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            stack.enter_context(_without_kernels())
+            stack.enter_context(_without_kernels(self.work))
             stack.enter_context(casts_in_place())
             stack.enter_context(_unrecognised())
             stack.enter_context(self._counted_random_states() if self._device is None else as_on_cuda())
@@ -90,6 +97,10 @@ class Simulation(AnatomyMeter):
 
     def begin_step(self, batch: Iterable[Tensor] = ()) -> None:
         """A batch has come: what follows is a step."""
+        if self._has_stepped:  # the first step makes the states: what the last one does counts
+            self._has_stepped, self._parts = False, 0
+            self.work.forget()
+        self._parts += 1
         self.track([self._twin(tensor, "inputs") for tensor in batch], "inputs")
         self.phase = "forward"
 
@@ -133,6 +144,7 @@ class Simulation(AnatomyMeter):
             saved=dict(saved.most_common()),
             assumed=dict(self.values.assumed),
             timeline=tuple(self._timeline),
+            work=self.work.work(self._parts),
             device="cpu" if device is None else device.name,
             reserved_bytes=0 if device is None else replay(self.records).reserved_bytes,
             expandable_bytes=0 if device is None else replay(self.records, expandable=True).reserved_bytes,
@@ -150,6 +162,7 @@ class Simulation(AnatomyMeter):
             self._pass_through(workspace, str(func))
         if not self._sum_is_open:  # else one of the summands goes before anything else happens
             self._reach(self.live_bytes + workspace)
+        self.work.note(func, args, kwargs or {}, out, of_optimizer=self.phase == "optimizer")
         return out
 
     def _reach(self, live_bytes: int) -> None:
@@ -198,6 +211,7 @@ class Simulation(AnatomyMeter):
                 parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
                 self.track([self._twin(parameter) for parameter in parameters], "weights")
                 self._parameters = [lambda: parameters]
+            self._has_stepped = True
             if self.phase in ("forward", "backward") and torch._C._current_graph_task_id() == -1:
                 self.begin_optimizer()
 
@@ -259,30 +273,44 @@ class Simulation(AnatomyMeter):
 
 
 @contextmanager
-def _without_kernels() -> Iterator[None]:
-    """Within it memkit's own kernels, which write through addresses, do nothing, and of a tensor's blocks two run."""
+def _without_kernels(work: WorkLog) -> Iterator[None]:
+    """Within it memkit's own kernels, which write through addresses, only note what they would move."""
 
-    class Nothing:
-        memkit_widen = memkit_narrow = memkit_step = staticmethod(lambda *_: None)
+    def step(kind: Any, numbers: Any, operands: list[int], count: int, tile: Tensor) -> None:
+        fields = len(operands) // max(1, count)
+        elements = sum(operands[_ELEMENTS_FIELD::fields])
+        work.note_kernel("memkit.step", elements * _BYTES_A_STEP)
 
-    kernels, address, walk = native._kernels, native.address, blocks.blocks
-    native._kernels, native.address = (lambda: Nothing), (lambda tensor: 0)  # pyright: ignore
-    kahan.blocks = split.blocks = _two_blocks
+    def walk(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        yield from _two_blocks(work, *tensors)
+
+    kernels, address, plain_step, plain_walk = native._kernels, native.address, native.step, blocks.blocks
+    native._kernels, native.address = (lambda: _Nothing), (lambda tensor: 0)  # pyright: ignore
+    native.step = step
+    kahan.blocks = split.blocks = walk
     try:
         yield
     finally:
-        native._kernels, native.address = kernels, address
-        kahan.blocks = split.blocks = walk
+        native._kernels, native.address, native.step = kernels, address, plain_step
+        kahan.blocks = split.blocks = plain_walk
 
 
-def _two_blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+class _Nothing:
+    memkit_widen = memkit_narrow = staticmethod(lambda *_: None)
+
+
+def _two_blocks(work: WorkLog, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """The first and the last: there is nothing to write, and one block takes what another takes."""
     flat = blocks.flat_views(*tensors)
     if flat is None or tensors[0].numel() <= 2 * blocks.BLOCK_ELEMENTS:
         yield from blocks.blocks(*tensors)
         return
-    for part in (slice(None, blocks.BLOCK_ELEMENTS), slice(-blocks.BLOCK_ELEMENTS, None)):
-        yield tuple(tensor[part] for tensor in flat)
+    before, work.weight = work.weight, tensors[0].numel() / (2 * blocks.BLOCK_ELEMENTS)
+    try:
+        for part in (slice(None, blocks.BLOCK_ELEMENTS), slice(-blocks.BLOCK_ELEMENTS, None)):
+            yield tuple(tensor[part] for tensor in flat)
+    finally:
+        work.weight = before
 
 
 @contextmanager

@@ -1,0 +1,165 @@
+"""What a step's operators compute and move: the seeds of its time on a device."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+_aten = torch.ops.aten
+_FLASH_ON_CPU = _aten._scaled_dot_product_flash_attention_for_cpu
+_FLASH_BACKWARD_ON_CPU = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+_PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+@dataclass(frozen=True)
+class TensorShape:
+    """What a kernel's time depends on of a tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator on operands of given shapes.
+
+    Attributes:
+        name: with namespace and overload, `aten.mm.default`.
+        args: its arguments; tensors as `TensorShape`. Keyword arguments are pairs.
+        flops: of its matrix products, two a multiplication and addition; 0 for others.
+        moved_bytes: operands read and results written.
+        is_16_bit: whether its first operand has 16 bits.
+    """
+
+    name: str
+    args: tuple[Any, ...] = field(repr=False)
+    kwargs: tuple[Any, ...] = field(repr=False)
+    flops: int
+    moved_bytes: int
+    is_16_bit: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """The operators of a step: those of each of its parts (forward and backward), and those of the optimizer's step.
+
+    Attributes:
+        part: how often each runs for a part.
+        step: how often each runs in the optimizer's step.
+    """
+
+    part: dict[Operator, float] = field(default_factory=dict)
+    step: dict[Operator, float] = field(default_factory=dict)
+
+    @property
+    def part_flops(self) -> float:
+        """Operations of the matrix products of a part's forward and backward, what runs again included."""
+        return sum(operator.flops * count for operator, count in self.part.items())
+
+
+class WorkLog:
+    """Notes what runs; some microseconds an operator.
+
+    Attributes:
+        weight: how many operators the next one stands for.
+    """
+
+    def __init__(self) -> None:
+        self.weight = 1.0
+        self._known: dict[Any, Operator | None] = {}
+        self._counts: dict[bool, Counter[Operator]] = {False: Counter(), True: Counter()}
+
+    def note(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any, *, of_optimizer: bool) -> None:
+        """An operator has run on fake tensors."""
+        shapes, named = _shapes(args), _shapes(kwargs)
+        try:
+            key = (func, shapes, named)
+            known = key in self._known
+        except TypeError:  # an argument that can't be a key
+            return
+        if not known:
+            self._known[key] = _operator(func, args, kwargs, out, (shapes, named))
+        operator = self._known[key]
+        if operator is not None:
+            self._counts[of_optimizer][operator] += self.weight  # pyright: ignore[reportArgumentType]
+
+    def note_kernel(self, name: str, moved_bytes: int) -> None:
+        """A kernel of memkit's own would have run in the optimizer's step."""
+        operator = Operator(name, (), (), 0, moved_bytes, is_16_bit=True)
+        self._counts[True][operator] += 1
+
+    def forget(self) -> None:
+        """Begin anew."""
+        for counts in self._counts.values():
+            counts.clear()
+
+    def work(self, parts: int) -> Work:
+        """The work of one part, of so many, and of the step that was noted."""
+        return Work(
+            part={operator: count / max(1, parts) for operator, count in self._counts[False].items()},
+            step=dict(self._counts[True]),
+        )
+
+
+def _operator(
+    func: Any, args: Any, kwargs: dict[str, Any], out: Any, shapes: tuple[Any, Any]
+) -> Operator | None:
+    """None for what only makes a view."""
+    operands, results = list(_tensors(args)), list(_tensors(out))
+    operands += _tensors(kwargs)
+    is_written = func._schema.is_mutable
+    if not (operands or results) or (not is_written and results and _is_view(operands, results)):
+        return None
+    moved = sum(_spanned_bytes(tensor) for tensor in (*operands, *results))
+    return Operator(
+        str(func), shapes[0], shapes[1], _flops(func, args, kwargs, out), moved,
+        is_16_bit=bool(operands) and operands[0].dtype.itemsize == 2,
+    )  # fmt: skip
+
+
+def _is_view(operands: Iterable[Tensor], results: Iterable[Tensor]) -> bool:
+    stored = {tensor.untyped_storage()._cdata for tensor in operands}
+    return all(tensor.untyped_storage()._cdata in stored for tensor in results)
+
+
+def _flops(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> int:
+    packet = func.overloadpacket
+    if packet is _FLASH_ON_CPU:
+        return sdpa_flop_count(*(tensor.shape for tensor in args[:3]))
+    if packet is _FLASH_BACKWARD_ON_CPU:
+        return sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4]))
+    count = flop_registry.get(packet)
+    return 0 if count is None else int(count(*args, **kwargs, out_val=out))
+
+
+def _spanned_bytes(tensor: Tensor) -> int:
+    """Of a tensor's elements, those that lie apart: what was expanded is read once."""
+    count = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        count *= size if stride else min(size, 1)
+    return count * tensor.dtype.itemsize
+
+
+def _tensors(item: Any) -> Iterator[Tensor]:
+    if isinstance(item, Tensor):
+        yield item
+    elif isinstance(item, (list, tuple)):
+        for value in item:
+            yield from _tensors(value)
+    elif isinstance(item, dict):
+        yield from _tensors(list(item.values()))
+
+
+def _shapes(item: Any) -> Any:
+    if isinstance(item, Tensor):
+        return TensorShape(tuple(item.shape), tuple(item.stride()), item.dtype)
+    if isinstance(item, (list, tuple)):
+        return tuple(_shapes(value) for value in item)
+    if isinstance(item, dict):
+        return tuple((name, _shapes(value)) for name, value in item.items())
+    return item if isinstance(item, _PLAIN) else None
