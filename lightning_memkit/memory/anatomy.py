@@ -15,6 +15,7 @@ CATEGORIES = {
     "gradients": "p.grad",
     "optimizer_states": "moments",
     "compensation": "the bits of the weights that bfloat16 lacks",
+    "communication": "weights gathered from other ranks, gradients on their way to them",
     "saved_activations": "kept by the forward for the backward",
     "temporaries": "freed again within the phase that made them",
     "inputs": "the batch",

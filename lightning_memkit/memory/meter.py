@@ -34,6 +34,7 @@ Category = Literal[
     "gradients",
     "optimizer_states",
     "compensation",
+    "communication",
     "saved_activations",
     "temporaries",
     "inputs",
@@ -85,6 +86,7 @@ class ByteMeter(TorchDispatchMode):
         self.allocations = 0
         self.phase: Phase = "outside"
         self.origin = ""  # whose allocations come now, in the records
+        self.category: Category | None = None  # of the allocations that come now, where it is known
         self.operators = 0
         self.clock = 0  # one tick for every birth and every death
         self.records: list[Allocation] = []
@@ -117,6 +119,18 @@ class ByteMeter(TorchDispatchMode):
                 else:
                     self._add(storage, category)
         self._note_peak("before the step")
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage by its present size, which was changed past the dispatcher: what it was has ended."""
+        known = self._alive.get(storage._cdata)
+        if known is not None and known[1].size_bytes == storage.nbytes():
+            return
+        category = self.category
+        if known is not None:
+            category = category or known[1].category
+            self._release(storage._cdata, known[1])
+        self._add(storage, category)
+        self._note_peak("resize_")
 
     def reset_peak(self) -> None:
         """Start a new peak from what is alive now."""
@@ -176,7 +190,7 @@ class ByteMeter(TorchDispatchMode):
     def _pass_through(self, size_bytes: int, operator: str) -> None:
         """Count bytes that an operator took and gave back within."""
         self.clock += 1
-        record = Allocation(size_bytes, self.clock, self.phase, origin=self.origin)
+        record = Allocation(size_bytes, self.clock, self.phase, self.category, origin=self.origin)
         self.live_bytes += size_bytes
         self._note_peak(operator)
         self.live_bytes -= size_bytes
@@ -194,7 +208,7 @@ class ByteMeter(TorchDispatchMode):
         if size == 0:
             return
         self.clock += 1
-        record = Allocation(size, self.clock, self.phase, category, origin=self.origin)
+        record = Allocation(size, self.clock, self.phase, category or self.category, origin=self.origin)
         key = storage._cdata
         self._alive[key] = (weakref.ref(storage, lambda _: self._release(key, record)), record)
         self.live_bytes += size

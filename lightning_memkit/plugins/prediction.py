@@ -8,7 +8,7 @@ import re
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from lightning.pytorch.callbacks import (
     ThroughputMonitor,
     Timer,
 )
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -34,12 +33,15 @@ from torch.optim import Optimizer
 from lightning_memkit.data.sampling_order import GlobalNumbers
 from lightning_memkit.errors import PredictionError
 from lightning_memkit.memory.meter import unmetered
+from lightning_memkit.plugins._predicted_ranks import many_ranks
+from lightning_memkit.plugins._sharded_prediction import ddp_in_buckets
 from lightning_memkit.plugins._tensors import tensors_of
 from lightning_memkit.plugins.loader_tuner import LoaderTuner
 from lightning_memkit.plugins.memory_budget import MemoryBudget
 from lightning_memkit.plugins.memory_report import MemoryReport
 from lightning_memkit.prediction.contained import contained
 from lightning_memkit.prediction.devices import Device, device_named
+from lightning_memkit.prediction.ranks import RankSimulation
 from lightning_memkit.prediction.result import Prediction
 from lightning_memkit.prediction.simulation import Simulation
 
@@ -106,12 +108,16 @@ def predict_memory(
         TypeError: `module` is none of these.
         ValueError: `trainer` has an argument that can't be predicted, or the device is unknown.
     """
-    options = _checked(dict(trainer or {}))
+    options, ranks = _checked(dict(trainer or {}))
     target = None if device == "cpu" else device_named(device)
+
+    def simulation() -> Simulation:
+        return RankSimulation(ranks, target) if ranks else Simulation(target)
+
     if isinstance(module, LightningModule):
         return _apart(
-            lambda: _fit(module, batch, options, Simulation(target)),
-            lambda: _fit_copy(module, batch, options, Simulation(target)),
+            lambda: _fit(module, batch, options, simulation()),
+            lambda: _fit_copy(module, batch, options, simulation()),
             timeout_s,
         )
     if isinstance(module, torch.nn.Module) or not callable(module):
@@ -120,11 +126,16 @@ def predict_memory(
             "one, or a function of the batch that does a whole training step."
         )
     if _takes_a_batch(module):
+        if ranks:
+            raise ValueError(
+                f"trainer asks for {ranks} rank(s), and a training step that is a function has no Trainer: give a "
+                "LightningModule, or leave trainer out to predict one device."
+            )
         return _apart(lambda: _steps(module, batch, Simulation(target)), _refused, timeout_s)
 
     return _apart(
-        lambda: _fit(module, batch, options, Simulation(target)),
-        lambda: _leaving_no_trace(lambda: _fit(module, batch, copy.deepcopy(options), Simulation(target))),
+        lambda: _fit(module, batch, options, simulation()),
+        lambda: _leaving_no_trace(lambda: _fit(module, batch, copy.deepcopy(options), simulation())),
         timeout_s,
     )
 
@@ -197,20 +208,15 @@ def _takes_a_batch(function: Callable[..., Any]) -> bool:
     return len(needed) == 1
 
 
-def _checked(options: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that matter, with those of the prediction's own run."""
+def _checked(options: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    """The arguments that matter, with those of the prediction's own run; how many ranks there are (0: no group)."""
     known = inspect.signature(Trainer).parameters
     for name in options:
         if name not in known:
             raise ValueError(
                 f"trainer has {name}={options[name]!r}, which is no argument of Lightning's Trainer."
             )
-    devices, nodes = options.get("devices", 1), options.get("num_nodes", 1)
-    if nodes != 1 or devices not in (1, "auto", "1", [0], -1):
-        raise ValueError(f"devices={devices!r} on {nodes} node(s) can't be predicted yet: write devices=1.")
-    strategy = options.get("strategy", "auto")
-    if strategy not in ("auto", "memkit") and not isinstance(strategy, SingleDeviceStrategy):
-        raise ValueError(f"strategy={strategy!r} can't be predicted yet: write 'auto' or 'memkit'.")
+    ranks, changed = many_ranks(options)
     callbacks = options.get("callbacks") or []
     given = [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
     if any(isinstance(one, MemoryBudget) for one in given):
@@ -219,7 +225,8 @@ def _checked(options: dict[str, Any]) -> dict[str, Any]:
             "micro-batch as the batch, and accumulate_grad_batches=2 where a step has more than one part."
         )
     kept = {name: value for name, value in options.items() if name not in (*_OWN, *_OF_NO_MATTER)}
-    return {**kept, **_OWN, "callbacks": [one for one in given if not isinstance(one, _WATCHERS)]}
+    callbacks = [one for one in given if not isinstance(one, _WATCHERS)]
+    return {**kept, **_OWN, **changed, "callbacks": callbacks}, ranks
 
 
 def _fit(
@@ -230,7 +237,8 @@ def _fit(
     warnings.simplefilter("ignore")
     if isinstance(source, LightningModule):
         simulation.take(source)
-    with tempfile.TemporaryDirectory(prefix="memkit-") as folder, simulation, _explained():
+    in_ranks = ddp_in_buckets(simulation) if isinstance(simulation, RankSimulation) else nullcontext()
+    with tempfile.TemporaryDirectory(prefix="memkit-") as folder, simulation, in_ranks, _explained():
         module = source if isinstance(source, LightningModule) else source()
         if not isinstance(module, LightningModule):
             raise TypeError(
@@ -283,7 +291,10 @@ class _Phases(Callback):
         self._simulation = simulation
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._simulation.watch(pl_module)
+        if isinstance(self._simulation, RankSimulation):
+            self._simulation.begin_training(pl_module)
+        else:
+            self._simulation.watch(pl_module)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int

@@ -21,6 +21,7 @@ class Prediction:
         saved: bytes of saved activations at the peak, by module.
         assumed: what was assumed of values that only training knows, with the line that asked first.
         device: whose kernels and allocator were assumed.
+        ranks: how many ranks train; the figures are those of the rank that holds the most.
         reserved_bytes: on a GPU, what the caching allocator would reserve for these tensors; the context and the
             matrix library (`anatomy.fixed_bytes`) lie beside it. On the CPU 0.
         expandable_bytes: the same with ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``.
@@ -35,6 +36,7 @@ class Prediction:
     saved: dict[str, int] = field(default_factory=dict)
     assumed: dict[str, str] = field(default_factory=dict)
     device: str = "cpu"
+    ranks: int = 1
     reserved_bytes: int = 0
     expandable_bytes: int = 0
     timeline: tuple[int, ...] = field(default=(), repr=False)
@@ -54,6 +56,7 @@ class Prediction:
         anatomy = self.anatomy
         where = f" ({self.peak_module})" if self.peak_module else ""
         on = "" if self.device == "cpu" else f" on {self.device}"
+        on += f" per rank, of {self.ranks}," if self.ranks > 1 else ""
         lines = [
             f"Peak {format_bytes(self.peak_bytes)}{on} in the {anatomy.peak_phase}, at {anatomy.peak_operator}{where}"
         ]

@@ -272,10 +272,6 @@ def test_bad_input_is_refused_with_a_remedy():
         predict_memory(Language(), batch(), trainer={"precison": 16})
     with pytest.raises(ValueError, match="leave it out, give the micro-batch"):
         predict_memory(Language(), batch(), trainer={"callbacks": [MemoryBudget("1GiB")]})
-    with pytest.raises(ValueError, match=r"devices=2 on 1 node\(s\) can't be predicted yet"):
-        predict_memory(Language(), batch(), trainer={"devices": 2})
-    with pytest.raises(ValueError, match="strategy='fsdp' can't be predicted yet"):
-        predict_memory(Language(), batch(), trainer={"strategy": "fsdp"})
     with pytest.raises(
         TypeError, match="Sized takes width; give a function without arguments that builds it"
     ):

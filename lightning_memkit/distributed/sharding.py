@@ -1,0 +1,86 @@
+"""Shard a module over ranks, block by block: each rank holds its share, and gathers a block when it is needed."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+from lightning_memkit.activations.blocks import BlockPattern, find_blocks, refuse_single_pattern
+from lightning_memkit.errors import NoEffectWarning
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """How a module is sharded over all ranks by FSDP2.
+
+    Args:
+        stage: 3 frees a block's gathered weights after its forward and gathers them again for the backward; 2 keeps
+            them from forward to backward: more memory, one all-gather less.
+        blocks: patterns as for `find_blocks`; None finds them.
+
+    Raises:
+        ValueError: the stage is neither, or `blocks` is no list of patterns.
+    """
+
+    stage: int = 3
+    blocks: Sequence[BlockPattern] | None = None
+
+    def __post_init__(self) -> None:
+        if self.stage not in (2, 3):
+            raise ValueError(
+                f"stage={self.stage!r}: FSDP2 shards at stage 3, or 2, which keeps gathered weights until the "
+                "backward; for stage 1 shard the optimizer (ZeroRedundancyOptimizer) under DDP."
+            )
+        if self.blocks is not None:
+            refuse_single_pattern(self.blocks)
+
+
+def shard_blocks(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    sharding: Sharding | None = None,
+    *,
+    mixed_precision: MixedPrecisionPolicy | None = None,
+    forward_methods: Sequence[str] = (),
+) -> list[tuple[str, nn.Module]]:
+    """Shard a module's blocks, then the rest of it, in place; each rank keeps one of as many parts of every weight.
+
+    The rest (embeddings, heads, parameters of the root) is gathered for the whole forward. Cast the module before. It
+    can't be undone: torch changes the classes of what it shards.
+
+    Args:
+        module: not yet sharded.
+        mesh: of one dimension.
+        sharding: stage and blocks; stage 3 by default.
+        mixed_precision: the dtypes that weights are gathered in and gradients reduced in; by default their own.
+        forward_methods: methods of `module` beside `forward` that use its parameters, such as `"training_step"`.
+
+    Returns:
+        The blocks that were sharded, by name.
+
+    Raises:
+        ValueError: the mesh has several dimensions.
+    """
+    sharding = sharding or Sharding()
+    if mesh.ndim != 1:
+        raise ValueError(f'The mesh has {mesh.ndim} dimensions; give one of them: mesh["data_parallel"].')
+    policy = mixed_precision or MixedPrecisionPolicy()
+    blocks = find_blocks(module, sharding.blocks)
+    if not blocks:
+        looked_for = "repeated blocks" if sharding.blocks is None else f"blocks that match {sharding.blocks}"
+        warnings.warn(
+            f"{type(module).__name__} has no {looked_for}, so all its weights are gathered at once; name its "
+            'parts: Sharding(blocks=["encoder.*"]).',
+            NoEffectWarning,
+            stacklevel=2,
+        )
+    for _, block in blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=sharding.stage == 3, mp_policy=policy)
+    # The backward begins with the root, so freeing it after the forward would gather it twice in a row.
+    fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+    for name in forward_methods:
+        register_fsdp_forward_method(module, name)
+    return blocks

@@ -1,0 +1,143 @@
+"""DDP's memory without its reducer, which is C++ and takes no tensors without memory: buckets beside the gradients.
+
+Source: `torch/csrc/distributed/c10d/reducer.cpp` and `torch/nn/parallel/distributed.py` of torch 2.13. Gradients are
+copied into flat buckets and back. The first step has one bucket a dtype (or 1 MiB and then 25 MiB, where unused
+parameters are looked for); before the second's forward they are made anew, in the order in which gradients came. With
+`gradient_as_bucket_view` each gradient is a view of its bucket, and what autograd computed is let go after the copy.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+_MIB = 1 << 20
+_FIRST_BUCKET, _BUCKET = 1 * _MIB, 25 * _MIB
+
+
+class BucketedModel(DistributedDataParallel):
+    """Takes the place of `DistributedDataParallel` in a simulation: allocates what it would, and reduces nothing.
+
+    Args:
+        module: whose gradients are reduced.
+        bucket_cap_mb: as there; also the options below. Others make no difference to what is allocated.
+    """
+
+    communicating: Callable[[], AbstractContextManager[Any]] = staticmethod(
+        nullcontext
+    )  # in which buckets are made
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        **others: Any,
+    ) -> None:
+        nn.Module.__init__(self)
+        self.module = module
+        self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.device_ids = others.get("device_ids")
+        self.require_backward_grad_sync = self.require_forward_param_sync = True
+        cap = _BUCKET if bucket_cap_mb is None else int(bucket_cap_mb * _MIB)
+        first = _FIRST_BUCKET if bucket_cap_mb is None else cap
+        self.reducer: Any = _Reducer(self, (first, cap))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward, with what DDP does before it."""
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self.reducer._rebuild_buckets()
+        self.reducer.prepare_for_backward([])
+        return self.module(*args, **kwargs)
+
+    def join(self, *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:  # pyright: ignore
+        """Ranks have as many batches here."""
+        return nullcontext()
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        return {}
+
+
+class _Reducer:
+    def __init__(self, model: BucketedModel, caps: tuple[int, int]) -> None:
+        self._model, self._caps = model, caps
+        ignored = getattr(model.module, "_ddp_params_and_buffers_to_ignore", ())
+        self._parameters = [
+            parameter
+            for name, parameter in model.module.named_parameters()
+            if parameter.requires_grad and name not in ignored
+        ]
+        if not self._parameters:
+            raise RuntimeError(
+                "DistributedDataParallel is not needed when a module doesn't have any parameters that require a "
+                "gradient."
+            )
+        self._views: dict[Tensor, Tensor] = {}
+        self._came: list[Tensor] = []
+        self._rebuilds = model.static_graph or not model.find_unused_parameters
+        self._is_synced = True
+        self._make_buckets(list(reversed(self._parameters)), None if self._rebuilds else caps)
+        for parameter in self._parameters:
+            parameter.register_post_accumulate_grad_hook(self._arrived)
+
+    def prepare_for_backward(self, outputs: Any) -> None:
+        self._is_synced = self._model.require_backward_grad_sync and torch.is_grad_enabled()
+
+    def _rebuild_buckets(self) -> bool:
+        if not self._rebuilds or len(self._came) < len(self._parameters):
+            return False
+        self._rebuilds = False
+        self._make_buckets(self._came, self._caps)
+        self._came = []
+        return True
+
+    def _make_buckets(self, parameters: list[Tensor], caps: tuple[int, int] | None) -> None:
+        before, self._views = self._views, {}
+        del before  # what no gradient is a view of is freed first
+        with torch.no_grad(), self._model.communicating():
+            for bucket in _buckets(parameters, caps):
+                self._fill(bucket)
+
+    def _fill(self, bucket: list[Tensor]) -> None:
+        flat = torch.empty(
+            sum(parameter.numel() for parameter in bucket), dtype=bucket[0].dtype, device=bucket[0].device
+        )
+        start = 0
+        for parameter in bucket:
+            view = flat[start : start + parameter.numel()].view(parameter.shape)
+            self._views[parameter] = view
+            start += parameter.numel()
+            if self._model.gradient_as_bucket_view and parameter.grad is not None:
+                parameter.grad = view
+
+    def _arrived(self, parameter: Tensor) -> None:
+        if not self._is_synced:
+            return
+        if self._rebuilds:
+            self._came.append(parameter)
+        if self._model.gradient_as_bucket_view:
+            parameter.grad = self._views[parameter]
+
+
+def _buckets(parameters: Iterable[Tensor], caps: tuple[int, int] | None) -> Iterator[list[Tensor]]:
+    """Parameters of one dtype, together until a bucket has its bytes; a first, small one lets others start early."""
+    kinds: dict[torch.dtype, list[Tensor]] = {}
+    for parameter in parameters:
+        kinds.setdefault(parameter.dtype, []).append(parameter)
+    for kind in kinds.values():
+        open_: list[Tensor] = []
+        cap = None if caps is None else caps[0]
+        for parameter in kind:
+            open_.append(parameter)
+            if cap is not None and caps is not None and sum(one.nbytes for one in open_) >= cap:
+                yield open_
+                open_, cap = [], caps[1]
+        if open_:
+            yield open_

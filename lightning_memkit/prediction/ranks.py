@@ -1,0 +1,256 @@
+"""One rank of many, without the others: torch's own data-parallel code on a process group that reaches nobody.
+
+FSDP2 and ZeRO-1 run as they are, on tensors without memory, over the process group "fake" of torch's own tests, whose
+collectives return at once. DDP's reducer is C++ that takes no such tensors: `buckets.py` stands in for it. Streams:
+FSDP2 keeps references to its buffers by the same code on CPU and on CUDA (`FSDPParamGroup.wait_for_unshard` and
+`post_backward`: the last all-gather's output until the next copy-out, one reduce-scatter's input until the next one),
+so what lives at once does not depend on the device. NCCL's own buffers lie outside of torch's allocator, uncounted.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._pytree import tree_map_only
+from typing_extensions import Self
+
+from lightning_memkit.errors import PredictionError
+from lightning_memkit.memory.meter import tensors_in, unmetered
+from lightning_memkit.prediction.devices import Device
+from lightning_memkit.prediction.result import Prediction
+from lightning_memkit.prediction.simulation import Simulation
+
+_c10d = torch.ops.c10d
+# Which argument gloo (`ProcessGroupGloo.cpp`) makes a flat copy of while a collective runs; NCCL makes none.
+_GLOO_COPIES = {_c10d._allgather_base_: 0, _c10d.allgather_: 0, _c10d._reduce_scatter_base_: 1}
+
+
+class RankSimulation(Simulation):
+    """A `Simulation` of the rank that holds the most, among so many; costs what one device's does, and the sharding.
+
+    Args:
+        ranks: how many there are, on all nodes.
+        device: as for `Simulation`.
+    """
+
+    def __init__(self, ranks: int, device: Device | None = None) -> None:
+        super().__init__(device)
+        self.ranks = ranks
+        self._world = ExitStack()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            stack.enter_context(_process_group(self.ranks))
+            stack.enter_context(_objects_stay_here())
+            stack.enter_context(_meshes_of_integers(self))
+            stack.enter_context(_largest_share_first())
+            stack.enter_context(_resizes_noted(self))
+            stack.enter_context(_fsdp_buffers_named(self))
+            super().__enter__()
+            self._world = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._world.close()
+
+    def take(self, module: nn.Module) -> None:
+        """As `Simulation.take`; whoever still has the original tensors, whole weights end where they are sharded."""
+        super().take(module)
+        self.fakes.forget_twins()
+
+    def begin_training(self, module: nn.Module) -> None:
+        """Set-up is over, of which what is alive counts: whole weights were the host's until they were sharded."""
+        self.records = [record for record in self.records if record.died is None]
+        self._timeline.clear()
+        self.reset_peak()
+        self.watch(module)
+
+    def result(self) -> Prediction:
+        """What was counted."""
+        return replace(super().result(), ranks=self.ranks)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return (
+                NotImplemented  # DTensor's own dispatch comes first: its operators on this rank's parts count
+            )
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if func.namespace == "c10d" and self._device is None:
+            copied = _copied_by_gloo(func, args)
+            if copied:
+                self._pass_through(copied, str(func))
+                self._reach(self.live_bytes + copied)
+        return out
+
+    @contextmanager
+    def communicating(self) -> Iterator[None]:
+        """What is allocated within is for other ranks, or from them."""
+        before, self.category = self.category, "communication"
+        try:
+            yield
+        finally:
+            self.category = before
+
+
+def _copied_by_gloo(func: Any, args: Any) -> int:
+    """Bytes of the copy that the CPU's collectives make: of what is gathered whole, and of what is reduced whole."""
+    copied = _GLOO_COPIES.get(func.overloadpacket)
+    return 0 if copied is None else sum(tensor.nbytes for tensor in tensors_in(args[copied]))
+
+
+@contextmanager
+def _process_group(ranks: int) -> Iterator[None]:
+    """Rank 0 of so many, of which the others don't exist."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if distributed.is_initialized():
+        raise PredictionError(
+            "This process is a rank of a process group already: predict many ranks before the training starts, or in "
+            "a process of its own."
+        )
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        with unmetered():
+            distributed.destroy_process_group()
+
+
+@contextmanager
+def _replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Attributes of a module or class for a while; those that this torch lacks are left out."""
+    before = {name: getattr(owner, name) for name in values if hasattr(owner, name)}
+    for name in before:
+        setattr(owner, name, values[name])
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+@contextmanager
+def _objects_stay_here() -> Iterator[None]:
+    """Collectives of Python objects give every rank this one's: pickled bytes have no values on fake tensors."""
+
+    def all_gather_object(object_list: list[Any], obj: Any, *_: Any, **__: Any) -> None:
+        object_list[:] = [obj] * len(object_list)
+
+    def gather_object(obj: Any, object_gather_list: list[Any] | None = None, *_: Any, **__: Any) -> None:
+        if object_gather_list is not None:
+            object_gather_list[:] = [obj] * len(object_gather_list)
+
+    def nothing(*_: Any, **__: Any) -> None:
+        return None
+
+    with _replaced(
+        distributed,
+        broadcast_object_list=nothing,
+        barrier=nothing,
+        monitored_barrier=nothing,
+        all_gather_object=all_gather_object,
+        gather_object=gather_object,
+    ):
+        yield
+
+
+@contextmanager
+def _meshes_of_integers(simulation: Simulation) -> Iterator[None]:
+    """Device meshes are made of real integers: they are asked for their values."""
+
+    def real(tensor: Tensor) -> Tensor:
+        known = simulation.values.of(tensor) if isinstance(tensor, FakeTensor) else tensor
+        return tensor if known is None else known
+
+    def unwatched(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = tree_map_only(Tensor, real, (args, kwargs))
+            with unmetered():
+                return function(*args, **kwargs)
+
+        return run
+
+    names = ("__init__", "__getitem__", "_flatten", "_unflatten")
+    methods = {name: unwatched(getattr(DeviceMesh, name)) for name in names if hasattr(DeviceMesh, name)}
+    # DTensor tells a result's shape by the operator on whole tensors of its own, which no rank has.
+    tell = "_propagate_tensor_meta_non_cached"
+    shapes = {tell: unwatched(getattr(ShardingPropagator, tell))} if hasattr(ShardingPropagator, tell) else {}
+    with _replaced(DeviceMesh, **methods), _replaced(ShardingPropagator, **shapes):
+        yield
+
+
+@contextmanager
+def _resizes_noted(simulation: Simulation) -> Iterator[None]:
+    """FSDP2 frees the weights that it gathered by resizing their storage, which no dispatcher sees."""
+    plain = torch.UntypedStorage.resize_
+
+    def resize_(self: torch.UntypedStorage, size: int) -> Any:
+        out = plain(self, size)
+        simulation.resized(self)
+        return out
+
+    torch.UntypedStorage.resize_ = resize_  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        del torch.UntypedStorage.resize_
+
+
+@contextmanager
+def _fsdp_buffers_named(simulation: RankSimulation) -> Iterator[None]:
+    """Weights that FSDP2 gathers and buffers of its collectives are communication; whole gradients are gradients."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
+
+    def named(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with simulation.communicating():
+                return function(*args, **kwargs)
+
+        return run
+
+    def reduce(params: Any, gradients: list[Tensor], *args: Any, **kwargs: Any) -> Any:
+        simulation.track(gradients, "gradients")
+        with simulation.communicating():
+            return plain_reduce(params, gradients, *args, **kwargs)
+
+    plain_reduce: Any = groups.foreach_reduce
+    with _replaced(
+        groups,
+        foreach_all_gather=named(groups.foreach_all_gather),
+        foreach_all_gather_copy_out=named(groups.foreach_all_gather_copy_out),
+        foreach_reduce=reduce,
+    ):
+        yield
+
+
+@contextmanager
+def _largest_share_first() -> Iterator[None]:
+    """Rank 0 of ZeRO-1 gets the share of the rank whose optimizer states take the most."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own use of what it deprecates
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    zero: Any = ZeroRedundancyOptimizer
+    plain = zero._partition_parameters
+
+    def partition(self: Any, params_per_rank: list[list[Tensor]] | None = None) -> list[list[dict[str, Any]]]:
+        fresh = not self._partition_parameters_cache
+        shares = plain(self, params_per_rank)
+        if fresh:
+            shares.sort(key=_bytes_of, reverse=True)
+        return shares
+
+    with _replaced(zero, _partition_parameters=partition):
+        yield
+
+
+def _bytes_of(groups: Iterable[dict[str, Any]]) -> int:
+    return sum(parameter.nbytes for group in groups for parameter in tensors_in(group["params"]))

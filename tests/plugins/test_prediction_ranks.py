@@ -1,0 +1,169 @@
+"""Predicted peaks of many ranks against those of real ones, which gloo connects."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+
+from benchmarks._prediction_ranks import Case, Trained, batch, build, measured, options, predict
+from lightning_memkit import predict_memory
+from lightning_memkit.distributed.sharding import Sharding
+from lightning_memkit.errors import PredictionError
+from lightning_memkit.prediction.contained import contained
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning", "ignore:.*:FutureWarning")
+
+TOLERANCE = 0.03
+FAST = [
+    Case(strategy="ddp"),
+    Case(strategy="ddp views", policy="full", optimizer="loop"),
+    Case(strategy="zero1"),
+    Case(strategy="stage 2"),
+    Case(strategy="stage 3", policy="full"),
+    Case(strategy="stage 3", precision="kahan", optimizer="loop"),
+    Case(strategy="in configure_model", precision="kahan", policy="full"),
+]
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> dict[Case, int]:
+    """All cases come from one launch, which takes longer than they do."""
+    return dict(zip(FAST, measured(FAST), strict=True))
+
+
+@pytest.mark.parametrize("case", FAST, ids=str)
+def test_two_ranks_take_what_was_predicted(case, two_ranks):
+    assert predict(case) == pytest.approx(two_ranks[case], rel=TOLERANCE)
+
+
+SWEPT = [
+    Case(ranks=4, model=model, strategy=strategy, precision=precision, policy=policy, optimizer=optimizer)
+    for model in ("transformer", "mlp")
+    for strategy in ("ddp", "ddp unused", "zero1", "stage 2", "stage 3", "in configure_model")
+    for precision in ("float32", "kahan")
+    for policy, optimizer in (("none", "foreach"), ("full", "loop"))
+]
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> dict[Case, int]:
+    return dict(zip(SWEPT, measured(SWEPT, timeout_s=1800), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SWEPT, ids=str)
+def test_four_ranks_take_what_was_predicted(case, four_ranks):
+    assert predict(case) == pytest.approx(four_ranks[case], rel=TOLERANCE)
+
+
+def predicted(strategy: Any = "ddp", devices: Any = 2, **others: Any) -> Any:
+    trainer = {"strategy": strategy, "devices": devices, **others}
+    return predict_memory(Trained(Case(strategy="any")), batch(), trainer=trainer)
+
+
+def test_ranks_are_told():
+    found = predicted(devices="4", num_nodes=2)
+    assert found.ranks == 8
+    assert "per rank, of 8, in the" in str(found)
+    assert sum(found.anatomy.at_peak.values()) == found.peak_bytes
+    alone = predict_memory(Trained(Case(strategy="any")), batch())
+    assert alone.ranks == 1
+    assert "per rank" not in str(alone)
+    assert predicted("auto", [0, 1]).anatomy == predicted().anatomy  # as Lightning has it
+
+
+def test_the_anatomy_is_what_is_known_by_hand():
+    alone = predict_memory(Trained(Case(strategy="any")), batch()).anatomy.largest
+    weights = alone["weights"]
+    ddp, views = predicted(), predicted(DDPStrategy(gradient_as_bucket_view=True))
+    assert {ddp.anatomy.at_peak[name] for name in ("weights", "gradients", "communication")} == {weights}
+    assert views.anatomy.at_peak["gradients"] == weights
+    assert views.anatomy.at_peak["communication"] == 0  # the buckets are the gradients
+    zero = predict_memory(build(Case(strategy="zero1")), batch(), trainer={"strategy": "ddp", "devices": 4})
+    assert zero.anatomy.largest["optimizer_states"] == pytest.approx(alone["optimizer_states"] / 4, rel=0.15)
+    for ranks in (2, 8, 64):
+        sharded = predicted("memkit_fsdp2", ranks).anatomy.largest
+        assert sharded["weights"] == pytest.approx(weights / ranks, rel=0.25 if ranks == 64 else 0.03)
+        assert sharded["optimizer_states"] == pytest.approx(2 * sharded["weights"], rel=0.01)
+    three, two = (predicted(Sharding(stage=stage), 8).anatomy.largest for stage in (3, 2))
+    assert two["communication"] > three["communication"]
+
+
+def test_a_model_that_one_rank_can_t_hold_is_sharded_without_memory():
+    found = predict_memory(
+        lambda: Wide(Case(strategy="any")),
+        batch(),
+        trainer={"strategy": "memkit_fsdp2", "devices": 8, "num_nodes": 8},
+    )
+    assert found.ranks == 64
+    assert found.anatomy.at_peak["weights"] == pytest.approx(8 * 8192 * 8192 * 4 / 64, rel=0.03)
+
+
+class Wide(Trained):
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.Sequential(
+                torch.nn.Linear(96, 8192), torch.nn.Linear(8192, 8192), torch.nn.Linear(8192, 96)
+            )
+            for _ in range(8)
+        )
+
+
+def test_without_a_fork_nothing_is_left(monkeypatch):
+    expected = predicted("memkit_fsdp2")
+    monkeypatch.delattr("os.fork")
+    assert predicted("memkit_fsdp2").anatomy == expected.anatomy
+    assert not torch.distributed.is_initialized()
+    assert "resize_" not in vars(torch.UntypedStorage)
+
+
+def test_a_rank_of_a_group_predicts_elsewhere(tmp_path):
+    def inside() -> str:
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+        )
+        with pytest.raises(PredictionError) as caught:
+            predicted()
+        return str(caught.value)
+
+    assert "is a rank of a process group already: predict" in contained(inside)
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "deepspeed": (lambda: predicted("deepspeed_stage_2"), "'deepspeed_stage_2' can't be predicted.*write \"ddp"),
+    "fsdp1": (lambda: predicted("fsdp"), "strategy='fsdp' can't be predicted"),
+    "an object": (lambda: predicted(FSDPStrategy()), "strategy=FSDPStrategy can't be predicted"),
+    "unknown": (lambda: predicted("ddpp"), "strategy='ddpp' can't be predicted"),
+    "how many": (lambda: predicted(devices="auto"), "devices='auto' doesn't say how many ranks.*devices=8"),
+    "all": (lambda: predicted(devices=-1), "devices=-1 doesn't say how many"),
+    "none": (lambda: predicted(devices=0), "devices=0 is no number of at least 1"),
+    "nodes": (lambda: predicted(num_nodes=0), "num_nodes=0 is no number"),
+    "one device": (lambda: predicted("memkit"), "strategy='memkit' trains on one device, and devices=2 on 1"),
+    "tensor parallel": (lambda: predicted(ModelParallelStrategy()), "tensor parallelism.*data_parallel_size=2"),
+    "mesh": (lambda: predicted(ModelParallelStrategy(4, 1)), "on 2 ranks.*write data_parallel_size=2"),
+    "hook": (lambda: predicted(DDPStrategy(ddp_comm_hook=print)), "with ddp_comm_hook"),
+    "no Trainer": (lambda: predict_memory(lambda given: None, batch(), trainer={"devices": 2}), "has no Trainer"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_can_t_be_predicted_is_refused_at_the_call(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_stages_are_two_or_three():
+    with pytest.raises(ValueError, match="stage=1: FSDP2 shards at stage 3, or 2"):
+        Sharding(stage=1)
+    with pytest.raises(ValueError, match="is one pattern"):
+        Sharding(blocks="blocks.*")
+
+
+def test_options_stay_as_they_are():
+    given = options(FAST[3], real=False)
+    before = dict(given)
+    predict_memory(build(FAST[3]), batch(), trainer=given)
+    assert given == before
