@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 _HOME = {
     "ActivationCheckpointing": "plugins.activation_checkpointing",
     "ActivationOffload": "plugins.activation_offload",
+    "Budget": "planning.budget",
     "ChunkedLoss": "plugins.chunked_loss",
     "ContaminationProbe": "plugins.contamination",
     "GradientRelease": "plugins.gradient_release",
@@ -24,6 +25,7 @@ _HOME = {
     "OptimizerOffload": "plugins.optimizer_offload",
     "PackedBatch": "data.batch",
     "PackedDataModule": "plugins.packed_data",
+    "Plan": "planning.plan",
     "PureBF16Precision": "plugins.precision",
     "checkpoint_modules": "activations.checkpointing",
     "compensate": "optim.compensation",
@@ -32,6 +34,7 @@ _HOME = {
     "offload_activations": "activations.offload",
     "pack": "data.packing",
     "packed_attention": "attention",
+    "plan": "plugins.planning",
     "predict_memory": "plugins.prediction",
     "use_chunked_loss": "loss.switch",
     "use_packed_attention": "attention.adapters",
@@ -51,6 +54,8 @@ if TYPE_CHECKING:
     from lightning_memkit.loss.switch import use_chunked_loss as use_chunked_loss
     from lightning_memkit.micro_batching import micro_batches as micro_batches
     from lightning_memkit.optim.compensation import compensate as compensate
+    from lightning_memkit.planning.budget import Budget as Budget
+    from lightning_memkit.planning.plan import Plan as Plan
     from lightning_memkit.plugins.activation_checkpointing import (
         ActivationCheckpointing as ActivationCheckpointing,
     )
@@ -65,6 +70,7 @@ if TYPE_CHECKING:
     from lightning_memkit.plugins.optimizer_offload import OptimizerOffload as OptimizerOffload
     from lightning_memkit.plugins.packed_data import PackedDataModule as PackedDataModule
     from lightning_memkit.plugins.perplexity import LossPerplexity as LossPerplexity
+    from lightning_memkit.plugins.planning import plan as plan
     from lightning_memkit.plugins.precision import PureBF16Precision as PureBF16Precision
     from lightning_memkit.plugins.prediction import predict_memory as predict_memory
     from lightning_memkit.plugins.strategies import OnDeviceStrategy as OnDeviceStrategy

@@ -1,16 +1,17 @@
-"""The `memkit` command: fit, validate, test and predict from YAML, consolidate and doctor."""
+"""The `memkit` command: fit, validate, test and predict from YAML, plan, consolidate and doctor."""
 
 import argparse
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 COMMANDS = {
     "fit": "Train the model of a config.",
     "validate": "One evaluation epoch over the validation set.",
     "test": "One evaluation epoch over the test set.",
     "predict": "Predictions for the data of a config.",
+    "plan": "The fastest configuration of a config that fits a budget, before anything is allocated.",
     "consolidate": "A bfloat16 checkpoint as a float32 one, which plain training loads.",
     "doctor": "What this machine offers, and what memkit will therefore use.",
 }
@@ -44,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if words[0] == "doctor":
         return _doctor(words[1:])
+    if words[0] == "plan":
+        return _reported(lambda: _plan(words[1:]))
     if words[0] == "consolidate":
         return _consolidate(words[1:])
     return _run(words)
@@ -68,9 +71,28 @@ def _run(words: list[str]) -> int:
     # LightningCLI reads sys.argv, and strategies start further processes with it.
     previous, sys.argv = sys.argv, [sys.argv[0], *words]
     try:
-        from lightning_memkit.plugins.cli import MemkitCLI
+        return _reported(_fit)
+    finally:
+        sys.argv = previous
 
-        MemkitCLI()
+
+def _fit() -> int:
+    from lightning_memkit.plugins.cli import MemkitCLI
+
+    MemkitCLI()
+    return 0
+
+
+def _plan(words: list[str]) -> int:
+    from lightning_memkit.plugins.plan_command import run
+
+    return run(words)
+
+
+def _reported(command: Callable[[], int]) -> int:
+    """The exit status of a command; an error is a line."""
+    try:
+        return command()
     except KeyboardInterrupt:
         return INTERRUPTED
     except SystemExit as exit_:
@@ -87,9 +109,6 @@ def _run(words: list[str]) -> int:
         elif not os.environ.get("MEMKIT_DEBUG"):
             print(_short(error), file=sys.stderr)
         return 2 if refused else 1
-    finally:
-        sys.argv = previous
-    return 0
 
 
 def _is_config_error(error: Exception) -> bool:

@@ -9,6 +9,10 @@ class PredictionError(RuntimeError):
     """A step can't be predicted: the message says what it does, and what to do instead."""
 
 
+class PlanError(RuntimeError):
+    """Nothing that may be chosen fits the budget: the message says the least that there is, and its parts."""
+
+
 class MissingPackageError(ImportError):
     """An optional package is needed for what was asked."""
 

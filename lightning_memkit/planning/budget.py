@@ -1,0 +1,92 @@
+"""What a plan has to fit into, and what it is to be best at."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from lightning_memkit.memory.measure import budget_bytes, check_budget
+from lightning_memkit.memory.units import format_bytes, parse_bytes
+from lightning_memkit.prediction.devices import Device, device_named
+
+Goal = Literal["speed", "memory", "exact"]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The memory that a run may take, the device it is taken from, and the goal of a plan for it.
+
+    Args:
+        memory: ``"24GiB"``, a fraction of the device's memory in (0, 1], a count of bytes, or ``"auto"``: all that the
+            device has (of this machine: all that is free). As everywhere in memkit it is for tensors and the
+            allocator's cache of them: a GPU's context lies beside it, and where that leaves less, that is the budget.
+        device: ``"auto"``: the one that a Trainer would choose here; ``"cpu"``; the name of a GPU that need not be
+            here (``"rtx4090"``; `prediction.devices.DEVICES` has all), or a `Device` that describes one.
+        goal: ``"speed"``: the fastest that fits, whatever rounding it has (the table says which changes numbers);
+            ``"memory"``: the smallest peak; ``"exact"``: the fastest of those that compute what the module would
+            compute without a plan.
+        headroom: the fraction of the memory that the predicted peak leaves free.
+
+    Raises:
+        ValueError: an argument is outside its range, or the device is unknown.
+    """
+
+    memory: str | int | float = "auto"
+    device: str | Device = "auto"
+    goal: Goal = "speed"
+    headroom: float = 0.05
+
+    def __post_init__(self) -> None:
+        check_budget(self.memory)
+        if self.goal not in get_args(Goal):
+            known = ", ".join(map(repr, get_args(Goal)))
+            raise ValueError(f"goal={self.goal!r} is unknown; choose one of {known}.")
+        if not 0 <= self.headroom < 1:
+            raise ValueError(f"headroom={self.headroom} is outside [0, 1); for 5 % write 0.05.")
+        self.target()
+
+    def target(self) -> Device | None:
+        """The GPU that is planned for; None for the CPU.
+
+        Raises:
+            ValueError: the device is unknown.
+        """
+        if self.device == "auto":
+            return _gpu_here()
+        return None if self.device == "cpu" else device_named(self.device)
+
+    def bytes(self) -> int:
+        """What tensors and the allocator's cache of them may take."""
+        device = self.target()
+        if device is None:
+            return budget_bytes(self.memory, torch.device("cpu"))
+        if self.memory == "auto":
+            return device.usable_bytes
+        if isinstance(self.memory, float) and self.memory <= 1:
+            return min(int(self.memory * device.memory_bytes), device.usable_bytes)
+        return min(parse_bytes(self.memory), device.usable_bytes)  # pyright: ignore[reportArgumentType]
+
+    def usable_bytes(self) -> int:
+        """What a predicted total must not pass: the budget less its headroom."""
+        return int(self.bytes() * (1 - self.headroom))
+
+    def __str__(self) -> str:
+        device = self.target()
+        return f"{format_bytes(self.bytes())} on {'the CPU' if device is None else device.name}"
+
+
+def _gpu_here() -> Device | None:
+    """The first GPU of this machine by the name of its data sheet, or with rates of the one that is most like it."""
+    if not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(0)
+    return device_named(_most_like(properties.name, properties.total_memory), properties.total_memory)
+
+
+def _most_like(name: str, memory_bytes: int) -> str:
+    from lightning_memkit.prediction.devices import DEVICES
+
+    plain = name.lower().replace(" ", "")
+    named = [known for known in DEVICES if known.split("-")[0] in plain]
+    near = named or list(DEVICES)
+    return min(near, key=lambda known: abs(DEVICES[known].memory_bytes - memory_bytes))

@@ -1,0 +1,217 @@
+"""Find the configurations that fit: a few predictions each, none for what others show to be out of reach or idle."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from lightning_memkit.memory.anatomy import CATEGORIES
+from lightning_memkit.memory.units import format_bytes
+from lightning_memkit.planning.budget import Goal
+from lightning_memkit.planning.choices import Family
+from lightning_memkit.planning.times import Times, part_seconds, step_seconds
+from lightning_memkit.prediction.lines import PeakLines
+from lightning_memkit.prediction.result import Prediction
+
+_MOST_TRIES = 5  # to find the largest micro-batch; the first is as a rule the last
+_FEW_ROWS = (2, 4)  # of the predictions that lines go through
+_WHOLE_BATCH = 0.8
+_NAMED = 4  # categories in a reason
+
+
+class UnavailableError(ValueError):
+    """A choice of a column that this module has nothing for: no blocks to checkpoint, no head to chunk the loss of."""
+
+    def __init__(self, column: str, reason: str) -> None:
+        super().__init__(column, reason)
+        self.column, self.reason = column, reason
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A configuration of a plan, or why there is none.
+
+    Attributes:
+        family: what is chosen.
+        micro_batch_size: rows of a part; 0 where nothing was predicted.
+        parts: of a loader's batch.
+        taken_bytes: of the device; 0 where nothing was predicted.
+        seconds: of an optimizer step, predicted; of the right order, and comparable among rows.
+        rejected: why it is not to be had; empty where it fits.
+    """
+
+    family: Family
+    micro_batch_size: int = 0
+    parts: int = 0
+    taken_bytes: int = 0
+    seconds: float = 0.0
+    rejected: str = ""
+    prediction: Prediction | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def fits(self) -> bool:
+        """Whether it is within the budget."""
+        return not self.rejected
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What is searched for.
+
+    Attributes:
+        predict: the prediction of a family at a micro-batch; raises `UnavailableError`.
+        sizes: the micro-batches that may be chosen, rising; the last is the whole batch.
+        usable_bytes: the most that may be taken.
+        beside_bytes: what a prediction's total has that the budget is not for: a GPU's context.
+        times: of operators.
+        goal: as in `Budget`.
+    """
+
+    predict: Callable[[Family, int], Prediction]
+    sizes: Sequence[int]
+    usable_bytes: int
+    beside_bytes: int
+    times: Times
+    goal: Goal
+
+    def parts(self, size: int) -> int:
+        """Of a batch at a micro-batch."""
+        return -(-self.sizes[-1] // size)
+
+    def row(self, family: Family, size: int) -> Row:
+        """A family at a micro-batch."""
+        prediction = self.predict(family, size)
+        parts = self.parts(size)
+        taken = prediction.total_bytes - self.beside_bytes
+        a_part, a_step = part_seconds(prediction.work, self.times), step_seconds(prediction.work, self.times)
+        return Row(
+            family=family,
+            micro_batch_size=size,
+            parts=parts,
+            taken_bytes=taken,
+            # The last part may be smaller; a part's time is nearly in proportion to its rows.
+            seconds=a_part * self.sizes[-1] / size + a_step,
+            rejected="" if taken <= self.usable_bytes else _too_much(prediction, size, taken),
+            prediction=prediction,
+        )
+
+
+def search(families: Sequence[Family], problem: Problem) -> tuple[tuple[Row, ...], dict[str, str]]:
+    """All families, those that fit first and the best of them before all others.
+
+    Returns:
+        The rows, and the columns of which nothing can be chosen here, with the reason.
+    """
+    left, rows, missing = list(families), [], dict[str, str]()
+    for _, group in groupby(families, key=lambda family: family["precision"].name):
+        rows += _of_one_precision([family for family in group if family in left], problem, missing)
+        left = _without(left, missing)
+    rows = [row for row in rows if row.family in left]
+    return tuple(sorted(rows, key=lambda row: _rank(row, problem.goal))), missing
+
+
+def _without(families: Sequence[Family], missing: Mapping[str, str]) -> list[Family]:
+    """Those whose choices in the missing columns are the plainest."""
+    return [family for family in families if not any(family[column].callbacks for column in missing)]
+
+
+def _of_one_precision(families: list[Family], problem: Problem, missing: dict[str, str]) -> list[Row]:
+    """The family that keeps the least goes first: what does not fit then fits with none of the others."""
+    rows: list[Row] = []
+    left, least = families, None
+    while least is None:
+        left = _without(left, missing)
+        try:
+            least = problem.row(left[-1], problem.sizes[0])
+        except UnavailableError as error:
+            missing[error.column] = error.reason
+    if not least.fits:
+        reason = f"more than with {least.family['checkpointing'].name} checkpointing, which does not fit"
+        return [least, *(Row(family=family, rejected=reason) for family in left[:-1])]
+    enough: Row | None = None
+    for family in left:
+        if enough is not None and problem.goal != "memory":
+            reason = f"not needed: the whole batch fits with {enough.family}"
+            rows.append(Row(family=family, rejected=reason))
+            continue
+        row = _best(family, problem)
+        if row.fits and row.parts == 1:
+            enough = row
+        rows.append(row)
+    return rows
+
+
+def _best(family: Family, problem: Problem) -> Row:
+    """The largest micro-batch that fits: fewer parts are faster; for the least memory the smallest."""
+    *smaller, whole = problem.sizes
+    known: dict[int, Row] = {}
+
+    def row(size: int) -> Row:
+        if size not in known:
+            known[size] = problem.row(family, size)
+        return known[size]
+
+    # A single row is no good end of a line: what is a copy for several is a view for one.
+    few = [size for size in smaller if size in _FEW_ROWS] or [problem.sizes[0]]
+    if problem.goal == "memory" or not smaller or not row(few[-1]).fits:
+        few = [problem.sizes[0]]
+    if not row(few[0]).fits or problem.goal == "memory" or not smaller:
+        return row(few[0])
+    reach = _reach([row(size) for size in few], problem)
+    # Of the whole batch nothing is accumulated: it takes less than the line through parts says.
+    if reach(whole) * _WHOLE_BATCH <= problem.usable_bytes and row(whole).fits:
+        return row(whole)
+    low, high = few[-1], whole
+    for tries in range(_MOST_TRIES):
+        between = [size for size in smaller if low < size < high]
+        if not between:
+            break
+        guess = max((size for size in between if reach(size) <= problem.usable_bytes), default=between[0])
+        if tries:  # the line was wrong: there is no better guess than the middle
+            guess = between[len(between) // 2]
+        low, high = (guess, high) if row(guess).fits else (low, guess)
+        if not tries and low == guess and len(few) > 1 and not _fits_next(guess, between, reach, problem):
+            break
+    return row(low)
+
+
+def _fits_next(size: int, sizes: Sequence[int], reach: Callable[[int], float], problem: Problem) -> bool:
+    """Whether the lines say so of the next larger size."""
+    larger = [other for other in sizes if other > size]
+    return bool(larger) and reach(larger[0]) <= problem.usable_bytes
+
+
+def _reach(rows: Sequence[Row], problem: Problem) -> Callable[[int], float]:
+    """From a micro-batch to what it takes, by the lines through some."""
+    last = rows[-1]
+    predictions = {row.micro_batch_size: row.prediction for row in rows if row.prediction is not None}
+    if len(predictions) < 2 or last.prediction is None:
+        return lambda size: float(last.taken_bytes)
+    # Of a GPU's allocator: what it reserves over what is alive, nearly in proportion.
+    over = last.taken_bytes / max(1, last.prediction.peak_bytes)
+    try:
+        lines = PeakLines.through(predictions)
+    except ValueError:  # other operators for other sizes
+        first = rows[0]
+        slope = (last.taken_bytes - first.taken_bytes) / (last.micro_batch_size - first.micro_batch_size)
+        return lambda size: last.taken_bytes + slope * (size - last.micro_batch_size)
+    return lambda size: lines.peak_bytes(size) * over
+
+
+def _rank(row: Row, goal: Goal) -> tuple[bool, float, float]:
+    if goal == "memory":
+        return (not row.fits, row.taken_bytes, row.seconds)
+    return (not row.fits, row.seconds, row.taken_bytes)
+
+
+def _too_much(prediction: Prediction, size: int, taken: int) -> str:
+    """What takes how much."""
+    at_peak = sorted(prediction.anatomy.at_peak.items(), key=lambda item: -item[1])
+    named = ", ".join(
+        f"{category.replace('_', ' ')} {format_bytes(count)}"
+        for category, count in at_peak[:_NAMED]
+        if count and category in CATEGORIES
+    )
+    return f"micro-batch {size} takes {format_bytes(taken)}: {named}"

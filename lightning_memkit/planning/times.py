@@ -1,0 +1,151 @@
+"""How long a step's operators take: by a device's rates, or measured one by one on the device that is here."""
+
+import time
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_memkit.prediction.devices import Device
+from lightning_memkit.prediction.work import Operator, TensorShape, Work
+
+# Of the data sheet's peaks, what large matrix products and copies reach.
+_OF_PEAK_FLOPS, _OF_PEAK_BYTES = 0.6, 0.8
+_LAUNCH_SECONDS = 5e-6
+_MOST_BYTES = 1 << 28  # of operands that are made for a measurement
+_RUNS, _ENOUGH_SECONDS = (3, 20), 0.03  # at least and at most; others' work disturbs short runs
+
+
+class Times(Protocol):
+    """Says how long an operator takes."""
+
+    def seconds(self, operator: Operator) -> float:
+        """Of one run."""
+        ...
+
+
+def part_seconds(work: Work, times: Times) -> float:
+    """A part's forward and backward."""
+    return _sum(work.part, times)
+
+
+def step_seconds(work: Work, times: Times) -> float:
+    """The optimizer's step."""
+    return _sum(work.step, times)
+
+
+def _sum(operators: Mapping[Operator, float], times: Times) -> float:
+    return sum(count * times.seconds(operator) for operator, count in operators.items())
+
+
+class TimesByRates:
+    """The roofline: an operator computes or moves, whichever takes longer, and none takes less than its launch.
+
+    Source: Williams et al., Roofline, CACM 2009. Not yet verified on a GPU.
+
+    Args:
+        device: whose rates; 60 % of its operations a second and 80 % of its bytes a second are taken as reached.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._flops = {
+            True: device.flops_16 * _OF_PEAK_FLOPS,
+            False: device.flops_32 * _OF_PEAK_FLOPS,
+        }
+        self._bytes = device.bytes_per_second * _OF_PEAK_BYTES
+
+    def seconds(self, operator: Operator) -> float:
+        """Of one run."""
+        computes = operator.flops / self._flops[operator.is_16_bit]
+        return max(computes, operator.moved_bytes / self._bytes, _LAUNCH_SECONDS)
+
+
+class TimesHere:
+    """Each operator runs a few times on this machine's CPU, on data of its shapes; some milliseconds a shape.
+
+    Operands of more than 256 MiB are not made: such an operator is taken to reach the rates of a large product and a
+    large copy. An operator that can't run alone (its values matter) is taken so, too.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Operator, float] = {}
+
+    def seconds(self, operator: Operator) -> float:
+        """Of one run."""
+        if operator not in self._known:
+            self._known[operator] = self._measured(operator)
+        return self._known[operator]
+
+    def _measured(self, operator: Operator) -> float:
+        function = _function(operator.name)
+        if function is None or operator.moved_bytes > _MOST_BYTES:
+            return self._estimated(operator)
+        try:
+            with torch.no_grad():
+                return _timed(function, operator)
+        except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
+            return self._estimated(operator)
+
+    def _estimated(self, operator: Operator) -> float:
+        flops, moved = _rates_here(operator.is_16_bit)
+        return max(operator.flops / flops, operator.moved_bytes / moved)
+
+
+def _timed(function: Any, operator: Operator) -> float:
+    args, kwargs = _real(operator.args), {name: _real(value) for name, value in operator.kwargs}
+    function(*args, **kwargs)
+    best, began = float("inf"), time.perf_counter()
+    least, most = _RUNS
+    for run in range(most):
+        before = time.perf_counter()
+        function(*args, **kwargs)
+        now = time.perf_counter()
+        best = min(best, now - before)
+        if run + 1 >= least and now - began > _ENOUGH_SECONDS:
+            break
+    return best
+
+
+def _function(name: str) -> Any:
+    """The operator of a name such as `aten.mm.default`; None for a kernel of memkit's own."""
+    namespace, _, rest = name.partition(".")
+    packet, _, overload = rest.partition(".")
+    found = getattr(getattr(torch.ops, namespace), packet, None) if namespace != "memkit" else None
+    return None if found is None else getattr(found, overload, None)
+
+
+def _real(item: Any) -> Any:
+    if isinstance(item, TensorShape):
+        return _tensor(item)
+    return tuple(_real(value) for value in item) if isinstance(item, tuple) else item
+
+
+def _tensor(shape: TensorShape) -> Tensor:
+    """Values that no kernel is slow on."""
+    tensor = torch.empty_strided(shape.shape, shape.stride, dtype=shape.dtype)
+    if 0 in shape.stride and tensor.numel():  # expanded: written through its elements that lie apart
+        ones = [slice(0, 1) if stride == 0 else slice(None) for stride in shape.stride]
+        tensor[tuple(ones)].fill_(_value(shape.dtype))
+    else:
+        tensor.fill_(_value(shape.dtype))
+    return tensor
+
+
+def _value(dtype: torch.dtype) -> float:
+    return 0.5 if dtype.is_floating_point else 1 if dtype is torch.bool else 0
+
+
+@lru_cache(maxsize=2)
+def _rates_here(is_16_bit: bool) -> tuple[float, float]:
+    """Operations and bytes a second of a large product and a large copy."""
+    dtype = torch.bfloat16 if is_16_bit else torch.float32
+    square = TensorShape((1024, 1024), (1024, 1), dtype)
+    long = TensorShape((1 << 24,), (1,), torch.float32)
+    product = Operator("aten.mm.default", (square, square), (), 2 * 1024**3, 0, is_16_bit)
+    copy = Operator("aten.copy_.default", (long, long), (), 0, 8 << 24, is_16_bit=False)
+    return (
+        product.flops / _timed(torch.ops.aten.mm.default, product),
+        copy.moved_bytes / _timed(torch.ops.aten.copy_.default, copy),
+    )

@@ -1,0 +1,182 @@
+"""Plan the training of a LightningModule: the fastest configuration whose predicted peak fits."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+import lightning_memkit
+from lightning_memkit.activations.checkpointing import checkpoint_modules
+from lightning_memkit.errors import NoEffectWarning
+from lightning_memkit.loss.switch import use_chunked_loss
+from lightning_memkit.micro_batching import SplitError, batch_size, split_batch
+from lightning_memkit.planning.budget import Budget
+from lightning_memkit.planning.choices import (
+    COLUMNS,
+    GIVEN,
+    Choice,
+    Family,
+    Part,
+    checkpointings,
+    families,
+    losses,
+    precisions,
+)
+from lightning_memkit.planning.plan import Plan
+from lightning_memkit.planning.search import Problem, UnavailableError, search
+from lightning_memkit.planning.times import TimesByRates, TimesHere
+from lightning_memkit.plugins.activation_checkpointing import ActivationCheckpointing
+from lightning_memkit.plugins.chunked_loss import ChunkedLoss
+from lightning_memkit.plugins.memory_budget import MemoryBudget
+from lightning_memkit.plugins.prediction import predict_memory
+from lightning_memkit.prediction.result import Prediction
+
+
+def plan(
+    module: LightningModule | Callable[[], LightningModule],
+    batch: Any,
+    budget: Budget | str | int | float = "auto",
+    *,
+    trainer: Mapping[str, Any] | None = None,
+) -> Plan:
+    """The fastest configuration that fits a budget, and all others with the reason against them; nothing is allocated.
+
+    Precision, compensation, activation checkpointing, the loss and the micro-batch are enumerated, each predicted as
+    `predict_memory` does it, some seconds a prediction. What fits is ranked by the time of its operators: on this
+    machine's CPU they are measured one by one, for a GPU they follow from its rates. What is given in `trainer` is
+    kept: a precision, a plugin or a callback of a kind leaves nothing of that kind to choose.
+
+    Args:
+        module: a LightningModule, or a function without arguments that builds one.
+        batch: what the loader will yield: the effective batch, which is trained in parts where it does not fit.
+        budget: a `Budget`, or its memory.
+        trainer: arguments of the `Trainer` that will train.
+
+    Returns:
+        The plan: `Trainer(**plan(...).trainer_kwargs())` trains as planned.
+
+    Raises:
+        PredictionError: the module's step can't be predicted.
+        ValueError: the budget or an argument of the trainer is outside its range.
+    """
+    budget = budget if isinstance(budget, Budget) else Budget(budget)
+    given = dict(trainer or {})
+    device = budget.target()
+    columns = {
+        "precision": precisions(device),
+        "checkpointing": checkpointings(),
+        "loss": losses(),
+    }
+    columns.update({name: (Choice(column=name, name=GIVEN),) for name in _given_columns(given)})
+    sizes, notes = _sizes(batch, given)
+    chosen = [family for family in families(columns) if budget.goal != "exact" or not family.changes]
+    predictions = _Predictions(module, batch, given, device or "cpu")
+    problem = Problem(
+        predict=predictions,
+        sizes=sizes,
+        usable_bytes=budget.usable_bytes(),
+        beside_bytes=0 if device is None else device.context_bytes,
+        times=TimesHere() if device is None else TimesByRates(device),
+        goal=budget.goal,
+    )
+    rows, missing = search(chosen, problem)
+    notes += [f"No choice of {column} here: {reason}" for column, reason in missing.items()]
+    return Plan(budget=budget, rows=rows, rows_of_batch=sizes[-1], given=given, notes=tuple(notes))
+
+
+def _given_columns(given: Mapping[str, Any]) -> list[str]:
+    """The columns that the user has decided."""
+    callbacks, plugins = _listed(given.get("callbacks")), _listed(given.get("plugins"))
+    found = []
+    if given.get("precision") is not None or any(isinstance(one, (Precision, str)) for one in plugins):
+        found.append("precision")
+    if any(isinstance(one, ActivationCheckpointing) for one in callbacks):
+        found.append("checkpointing")
+    if any(isinstance(one, ChunkedLoss) for one in callbacks):
+        found.append("loss")
+    return [column for column in COLUMNS if column in found]
+
+
+def _sizes(batch: Any, given: Mapping[str, Any]) -> tuple[tuple[int, ...], list[str]]:
+    """The micro-batches that may be chosen, and what is to be said of them."""
+    try:
+        rows = batch_size(batch)
+    except SplitError as error:
+        return (1,), [f"The batch is taken whole: {error}"]
+    for callback in _listed(given.get("callbacks")):
+        if isinstance(callback, MemoryBudget) and callback.micro_batch_size != "auto":
+            return (min(int(callback.micro_batch_size), rows),), ["The micro-batch is the MemoryBudget's."]
+    return tuple(sorted({-(-rows // parts) for parts in range(1, rows + 1)})), []
+
+
+class _Predictions:
+    """Predicts a family at a micro-batch, once."""
+
+    def __init__(self, module: Any, batch: Any, given: Mapping[str, Any], device: Any) -> None:
+        self._module, self._batch, self._device = module, batch, device
+        self._given = dict(given)
+        self._given["callbacks"] = [
+            one for one in _listed(given.get("callbacks")) if not isinstance(one, MemoryBudget)
+        ]
+        self._known: dict[tuple[Family, int], Prediction] = {}
+
+    def __call__(self, family: Family, size: int) -> Prediction:
+        if (family, size) not in self._known:
+            self._known[family, size] = self._predicted(family, size)
+        return self._known[family, size]
+
+    def _predicted(self, family: Family, size: int) -> Prediction:
+        options, callbacks = dict(self._given), list(self._given["callbacks"])
+        for choice in family.choices:
+            options.update(choice.arguments)
+        plugins = [_built(part) for choice in family.choices for part in choice.plugins]
+        if plugins:
+            options["plugins"] = [*_listed(self._given.get("plugins")), *plugins]
+        added = [_built(part) for choice in family.choices for part in choice.callbacks]
+        options["callbacks"] = [_Needs(added), *callbacks, *added]
+        rows = batch_size(self._batch) if size else 0
+        part = self._batch if size == rows else split_batch(self._batch, [size, rows - size])[0]
+        if size < rows:  # two parts are enough: from the second on gradients are there
+            options["accumulate_grad_batches"] = max(2, int(options.get("accumulate_grad_batches") or 1))
+        return predict_memory(self._module, part, trainer=options, device=self._device)
+
+
+class _Needs(Callback):
+    """Refuses choices that a module has nothing for, before the callbacks that would warn, or fail."""
+
+    def __init__(self, callbacks: list[Callback]) -> None:
+        self._needs_blocks = any(isinstance(one, ActivationCheckpointing) for one in callbacks)
+        self._needs_heads = any(isinstance(one, ChunkedLoss) for one in callbacks)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if not is_overridden("configure_model", pl_module):
+            self._check(pl_module)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if is_overridden("configure_model", pl_module):
+            self._check(pl_module)
+
+    def _check(self, module: LightningModule) -> None:
+        if self._needs_heads:
+            try:
+                use_chunked_loss(module)()
+            except ValueError as error:
+                raise UnavailableError("loss", str(error)) from error
+        if self._needs_blocks:
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("error", NoEffectWarning)
+                    checkpoint_modules(module)()
+            except (ValueError, NoEffectWarning) as error:
+                raise UnavailableError("checkpointing", str(error)) from error
+
+
+def _built(part: Part) -> Any:
+    return getattr(lightning_memkit, part.name)(**part.options)
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [] if value is None else [value]
