@@ -198,7 +198,7 @@ def measure(case: Case) -> int:
     ) as trace:
         trainer.fit(module, Batches())  # pyright: ignore[reportArgumentType]
     after = _storages(module)
-    return _peak_bytes(trace) + sum(size for place, size in before.items() if place in after)
+    return _peak_bytes(trace) + sum(storage.nbytes() for key, storage in before.items() if key in after)
 
 
 def _peak_bytes(trace: Any) -> int:
@@ -231,13 +231,14 @@ def _peak_bytes(trace: Any) -> int:
     return peak
 
 
-def _storages(module: nn.Module) -> dict[int, int]:
+def _storages(module: nn.Module) -> dict[int, torch.UntypedStorage]:
+    """By identity, kept: another's memory may lie where one's was."""
     storages = [
         tensor.untyped_storage()
         for tensor in (*module.parameters(), *module.buffers())
         if not isinstance(tensor, DTensor)
     ]
-    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+    return {storage._cdata: storage for storage in storages}
 
 
 def measured(cases: list[Case], *, timeout_s: float = 600) -> list[int]:

@@ -53,6 +53,7 @@ class Allocation:
     category: Category | None = None
     died: int | None = None
     origin: str = ""
+    stream: int = 0  # that it was made for; 0 is the default one
 
     def alive_at(self, tick: int) -> bool:
         """Whether the storage is alive right after a tick."""
@@ -87,6 +88,7 @@ class ByteMeter(TorchDispatchMode):
         self.phase: Phase = "outside"
         self.origin = ""  # whose allocations come now, in the records
         self.category: Category | None = None  # of the allocations that come now, where it is known
+        self.stream = 0  # that they are made for
         self.operators = 0
         self.clock = 0  # one tick for every birth and every death
         self.records: list[Allocation] = []
@@ -208,7 +210,8 @@ class ByteMeter(TorchDispatchMode):
         if size == 0:
             return
         self.clock += 1
-        record = Allocation(size, self.clock, self.phase, category or self.category, origin=self.origin)
+        record = Allocation(size, self.clock, self.phase, category or self.category)
+        record.origin, record.stream = self.origin, self.stream
         key = storage._cdata
         self._alive[key] = (weakref.ref(storage, lambda _: self._release(key, record)), record)
         self.live_bytes += size

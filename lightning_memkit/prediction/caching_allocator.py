@@ -3,10 +3,11 @@
 Source: `c10/cuda/CUDACachingAllocator.cpp` of torch 2.13. Sizes are rounded to 512 bytes. Up to 1 MiB they come from
 segments of 2 MiB; larger ones from segments of 20 MiB, or, from 10 MiB on, of their own size rounded to 2 MiB. The
 smallest free block that fits is taken, and split unless too little would be left. What is freed joins its free
-neighbours, and stays reserved. One stream. Not yet verified on a GPU.
+neighbours, and stays reserved, for its own stream alone. Not yet verified on a GPU.
 """
 
 from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -26,6 +27,9 @@ class Reserved:
     reserved_bytes: int
 
 
+_Pool = tuple[bool, int]  # of small blocks or large ones, and of which stream
+
+
 class _Block:
     __slots__ = ("free", "next", "previous", "segment", "size", "start")
 
@@ -37,10 +41,10 @@ class _Block:
 
 
 class _Segment:
-    __slots__ = ("first", "is_small", "number", "size")
+    __slots__ = ("first", "number", "pool", "size")
 
-    def __init__(self, number: int, size: int, is_small: bool) -> None:
-        self.number, self.size, self.is_small = number, size, is_small
+    def __init__(self, number: int, size: int, pool: _Pool) -> None:
+        self.number, self.size, self.pool = number, size, pool
         self.first = _Block(self, 0, size)
 
 
@@ -56,19 +60,20 @@ class CachingAllocator:
         self.reserved_bytes = self.allocated_bytes = 0
         self.peak_reserved_bytes = self.peak_allocated_bytes = 0
         self._capacity, self._expandable = capacity_bytes, expandable
-        self._free: dict[bool, list[tuple[int, int, int, _Block]]] = {True: [], False: []}
-        self._growing: dict[bool, _Segment] = {}
+        self._free: defaultdict[_Pool, list[tuple[int, int, int, _Block]]] = defaultdict(list)
+        self._growing: dict[_Pool, _Segment] = {}
         self._segments = 0
 
-    def allocate(self, size_bytes: int) -> _Block:
-        """A block for so many bytes.
+    def allocate(self, size_bytes: int, stream: int = 0) -> _Block:
+        """A block for so many bytes, to be used in a stream.
 
         Raises:
             MemoryError: it does not fit into the capacity.
         """
         size = max(_ROUND, -(-size_bytes // _ROUND) * _ROUND)
         is_small = size <= _SMALL_SIZE
-        block = self._best_fit(size, is_small) or self._reserved(size, is_small)
+        pool = is_small, stream
+        block = self._best_fit(size, pool) or self._reserved(size, pool)
         rest = block.size - size
         if rest >= (_ROUND if is_small or self._expandable else _SMALL_SIZE + 1):
             self._split(block, size)
@@ -87,29 +92,29 @@ class CachingAllocator:
                 block = self._join(*sorted((block, neighbour), key=lambda one: one.start))
         self._insert(block)
 
-    def _best_fit(self, size: int, is_small: bool) -> _Block | None:
-        pool = self._free[is_small]
-        place = bisect_left(pool, (size, -1, -1))
-        return pool.pop(place)[3] if place < len(pool) else None
+    def _best_fit(self, size: int, pool: _Pool) -> _Block | None:
+        free = self._free[pool]
+        place = bisect_left(free, (size, -1, -1))
+        return free.pop(place)[3] if place < len(free) else None
 
-    def _reserved(self, size: int, is_small: bool) -> _Block:
+    def _reserved(self, size: int, pool: _Pool) -> _Block:
         if self._expandable:
-            return self._grown(size, is_small)
-        if is_small:
+            return self._grown(size, pool)
+        if pool[0]:
             needed = _SMALL_SEGMENT
         else:
             needed = _LARGE_SEGMENT if size < _OWN_SEGMENT_FROM else -(-size // _ROUND_OWN) * _ROUND_OWN
         self._take(needed)
         self._segments += 1
-        return _Segment(self._segments, needed, is_small).first
+        return _Segment(self._segments, needed, pool).first
 
-    def _grown(self, size: int, is_small: bool) -> _Block:
-        """The end of the one segment, made longer."""
-        page = _SMALL_SEGMENT if is_small else _LARGE_SEGMENT
-        segment = self._growing.get(is_small)
+    def _grown(self, size: int, pool: _Pool) -> _Block:
+        """The end of the pool's one segment, made longer."""
+        page = _SMALL_SEGMENT if pool[0] else _LARGE_SEGMENT
+        segment = self._growing.get(pool)
         if segment is None:
             self._segments += 1
-            segment = self._growing[is_small] = _Segment(self._segments, 0, is_small)
+            segment = self._growing[pool] = _Segment(self._segments, 0, pool)
             segment.first.free = False
         last = segment.first
         while last.next is not None:
@@ -162,10 +167,10 @@ class CachingAllocator:
         return left
 
     def _insert(self, block: _Block) -> None:
-        insort(self._free[block.segment.is_small], self._entry(block))
+        insort(self._free[block.segment.pool], self._entry(block))
 
     def _remove(self, block: _Block) -> None:
-        pool = self._free[block.segment.is_small]
+        pool = self._free[block.segment.pool]
         del pool[bisect_left(pool, self._entry(block)[:3])]
 
     def _entry(self, block: _Block) -> tuple[int, int, int, _Block]:
@@ -194,7 +199,7 @@ def replay(
     blocks: dict[int, _Block] = {}
     for _, number, allocation in sorted(events, key=lambda event: event[0]):
         if number >= 0:
-            blocks[number] = allocator.allocate(allocation.size_bytes)
+            blocks[number] = allocator.allocate(allocation.size_bytes, allocation.stream)
         else:
             allocator.free(blocks.pop(~number))
     return Reserved(

@@ -4,7 +4,9 @@ FSDP2 and ZeRO-1 run as they are, on tensors without memory, over the process gr
 collectives return at once. DDP's reducer is C++ that takes no such tensors: `buckets.py` stands in for it. Streams:
 FSDP2 keeps references to its buffers by the same code on CPU and on CUDA (`FSDPParamGroup.wait_for_unshard` and
 `post_backward`: the last all-gather's output until the next copy-out, one reduce-scatter's input until the next one),
-so what lives at once does not depend on the device. NCCL's own buffers lie outside of torch's allocator, uncounted.
+so what lives at once does not depend on the device. What is reserved does: CUDA's allocator keeps blocks for the
+stream that they were made for, and FSDP2 gathers and reduces in streams of its own, which it names on the CPU, too.
+NCCL's own buffers lie outside of torch's allocator, uncounted.
 """
 
 import warnings
@@ -45,6 +47,8 @@ class RankSimulation(Simulation):
         super().__init__(device)
         self.ranks = ranks
         self._world = ExitStack()
+        self._default = torch.cpu.current_stream()
+        self._streams: dict[Any, int] = {}
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -83,6 +87,11 @@ class RankSimulation(Simulation):
             return (
                 NotImplemented  # DTensor's own dispatch comes first: its operators on this rank's parts count
             )
+        # FSDP2 says which stream it is in on the CPU, too, where that has no effect.
+        stream = torch.cpu.current_stream()
+        self.stream = (
+            0 if stream is self._default else self._streams.setdefault(stream, 1 + len(self._streams))
+        )
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if func.namespace == "c10d" and self._device is None:
             copied = _copied_by_gloo(func, args)

@@ -11,6 +11,7 @@ from benchmarks._prediction_ranks import Case, Trained, batch, build, measured, 
 from lightning_memkit import predict_memory
 from lightning_memkit.distributed.sharding import Sharding
 from lightning_memkit.errors import PredictionError
+from lightning_memkit.prediction.caching_allocator import CachingAllocator
 from lightning_memkit.prediction.contained import contained
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning", "ignore:.*:FutureWarning")
@@ -167,3 +168,21 @@ def test_options_stay_as_they_are():
     before = dict(given)
     predict_memory(build(FAST[3]), batch(), trainer=given)
     assert given == before
+
+
+def test_what_fsdp2_gathers_is_reserved_for_its_own_streams():
+    found = predict_memory(
+        Trained(Case(strategy="any")),
+        batch(),
+        trainer={"strategy": "memkit_fsdp2", "devices": 2},
+        device="h100-80gb",
+    )
+    assert found.device == "h100-80gb"
+    assert found.reserved_bytes > found.peak_bytes
+    allocator = CachingAllocator()
+    block = allocator.allocate(4 << 20, stream=1)
+    allocator.free(block)
+    allocator.allocate(4 << 20)
+    assert allocator.reserved_bytes == 2 * (20 << 20)
+    allocator.allocate(4 << 20, stream=1)
+    assert allocator.reserved_bytes == 2 * (20 << 20)
