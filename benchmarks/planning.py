@@ -1,0 +1,203 @@
+"""Plans against runs: whether a plan's config stays within its budget, and whether its order of step times is right.
+
+The small language model of examples/pretrain_causal_lm, without any choice for memory in its config, is planned for
+three budgets on this machine's CPU. Each plan's config is trained as it was written, in a process of its own, and
+torch's profiler says what the allocator handed out at most. Then every configuration that fits one of the budgets is
+trained, in turns and fresh processes, and the order of its step times is compared with the plan's: Spearman's rank
+correlation, where times within 5 % count as ties.
+"""
+
+import json
+import logging
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from benchmarks.__main__ import main_of
+from benchmarks.harness import Options, Report
+from examples.pretrain_causal_lm.model import CausalLM
+from lightning_memkit import Budget, Plan, plan
+from lightning_memkit.memory.units import format_bytes, parse_bytes
+from lightning_memkit.planning.search import Row
+from lightning_memkit.prediction.contained import contained
+
+ROOT = Path(__file__).parents[1]
+BUDGETS, ORDERED_AT = ("200MiB", "60MiB", "30MiB"), "30MiB"
+ROUNDS, STEPS, TIE = 3, 5, 1.05
+_RUN = """
+import json, sys
+from lightning_memkit.cli import main
+from lightning_memkit.memory.allocator_trace import AllocatorTrace
+with AllocatorTrace() as trace:
+    status = main(sys.argv[1:])
+print(json.dumps({"status": status, "peak_bytes": trace.peak_bytes}))
+"""
+
+
+def run(options: Options) -> Report:
+    """Plan, train as planned, and compare."""
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    budgets = BUDGETS[-1:] if options.quick else BUDGETS
+    with tempfile.TemporaryDirectory(prefix="memkit-") as folder:
+        rows = [held(Path(folder), budget) for budget in budgets]
+    began = time.perf_counter()
+    found = plan(module(), batch(), Budget(ORDERED_AT, "cpu"))
+    seconds = time.perf_counter() - began
+    measured = timed(found, 1 if options.quick else ROUNDS)
+    predicted = [row.seconds for row in found.fitting]
+    rows += [
+        compared(row, own, predicted, measured) for row, own in zip(found.fitting, measured, strict=True)
+    ]
+    figures = {
+        "budgets": len(budgets),
+        "peak_over_budget_max": max(float(row["of_budget"]) for row in rows[: len(budgets)]),  # pyright: ignore
+        "prediction_error_max_pct": max(abs(float(row["error_pct"])) for row in rows[: len(budgets)]),  # pyright: ignore
+        "plans": len(measured),
+        "spread": max(measured) / min(measured),
+        "spearman": spearman(predicted, measured),
+        "plan_seconds": seconds,
+    }
+    return Report("planning", figures, rows)
+
+
+def held(folder: Path, budget: str) -> dict[str, object]:
+    """Plan the config for a budget, train what was written, and say what it took."""
+    plain, planned = folder / "plain.yaml", folder / f"{budget}.yaml"
+    plain.write_text(yaml.safe_dump(config(folder)))
+    words = ["plan", "--config", str(plain), "--budget", budget, "--device", "cpu", "--output", str(planned)]
+    table = _memkit(words).rpartition("\n{")[0]
+    answer = _memkit(["fit", "--config", str(planned)])
+    peak = json.loads(answer.splitlines()[-1])["peak_bytes"]
+    best = next(line for line in table.splitlines() if line.startswith("1 "))
+    (taken,) = [cell for cell in best.split("  ") if cell.strip().endswith("iB")]
+    predicted = parse_bytes(taken.strip())
+    return {
+        "what": f"{budget}: {best[3:30].strip()}",
+        "predicted": format_bytes(predicted),
+        "measured": format_bytes(peak),
+        "of_budget": round(peak / parse_bytes(budget), 4),
+        "error_pct": round(100 * (predicted / peak - 1), 2),
+    }
+
+
+def _memkit(words: list[str]) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", _RUN, *words], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"memkit {' '.join(words)} failed:\n{done.stderr[-3000:]}")
+    return done.stdout
+
+
+def config(folder: Path) -> dict[str, Any]:
+    """The example's, short, with nothing in it that saves memory."""
+    example = ROOT / "examples" / "pretrain_causal_lm"
+    found = yaml.safe_load((example / "budget.yaml").read_text())
+    demo = yaml.safe_load((example / "demo.yaml").read_text())
+    for section in ("model", "data"):
+        found[section]["init_args"].update(demo[section]["init_args"])
+    found["trainer"].update(demo["trainer"], max_steps=STEPS, default_root_dir=str(folder), accelerator="cpu")
+    for name in ("plugins", "callbacks", "val_check_interval"):
+        found["trainer"].pop(name, None)
+    return found
+
+
+def module() -> CausalLM:
+    """The example's model at the size of its demo."""
+    torch.manual_seed(0)
+    return CausalLM(vocabulary_size=259, width=128, layers=4, heads=4)
+
+
+def batch() -> dict[str, torch.Tensor]:
+    """32 rows of 256 tokens."""
+    ids = torch.randint(0, 259, (32, 256), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def timed(found: Plan, rounds: int) -> list[float]:
+    """The median seconds of a step of every configuration that fits, over rounds of fresh processes."""
+    times = [[contained(partial(step_seconds, found, row)) for row in found.fitting] for _ in range(rounds)]
+    return [median(column) for column in zip(*times, strict=True)]
+
+
+def step_seconds(found: Plan, row: Row) -> float:
+    """A step's, when the first two are over."""
+    clock = _Clock()
+    kwargs = found.trainer_kwargs(row)
+    kwargs["callbacks"] = [*kwargs.get("callbacks", []), clock]
+    trainer = Trainer(
+        **kwargs, max_steps=STEPS, accelerator="cpu", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module(), _Batches())
+    return median(clock.seconds[2:])
+
+
+class _Batches:
+    def __len__(self) -> int:
+        return STEPS
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(STEPS):
+            yield batch()
+
+
+class _Clock(Callback):
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._began = 0.0
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._began = time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.seconds.append(time.perf_counter() - self._began)
+
+
+def compared(row: Row, own: float, predicted: list[float], measured: list[float]) -> dict[str, object]:
+    """A line of the table: times over the fastest's."""
+    return {
+        "what": f"{row.family}, {row.micro_batch_size} x {row.parts}",
+        "predicted": round(row.seconds / min(predicted), 3),
+        "measured": round(own / min(measured), 3),
+        "of_budget": "",
+        "error_pct": "",
+    }
+
+
+def spearman(first: list[float], second: list[float]) -> float:
+    """Spearman's rank correlation, with ties."""
+    return float(np.corrcoef(ranks(first), ranks(second))[0, 1])
+
+
+def ranks(values: list[float]) -> list[float]:
+    """Mean ranks; a value within 5 % of the smallest of a group of ties belongs to it."""
+    order = sorted(range(len(values)), key=values.__getitem__)
+    found, begin = [0.0] * len(values), 0
+    for place in range(1, len(order) + 1):
+        if place == len(order) or values[order[place]] > TIE * values[order[begin]]:
+            for index in order[begin:place]:
+                found[index] = (begin + place - 1) / 2
+            begin = place
+    return found
+
+
+if __name__ == "__main__":
+    raise SystemExit(main_of(__file__))
