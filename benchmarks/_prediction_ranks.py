@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -31,6 +31,7 @@ from lightning_memkit.plugins.prediction import predict_memory
 # gloo's threads may be the last to let go of what was sent, and the profiler doesn't hear of it, which only adds: so
 # ranks wait a little after a collective, and the least of several runs counts.
 REPEATS, SETTLES_SECONDS = 2, 0.003
+_TRAINING = "lightning_memkit: training starts"
 _COLLECTIVES = (
     "all_gather_single", "reduce_scatter_single", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast",
     "all_reduce",
@@ -184,15 +185,25 @@ def predict(case: Case) -> int:
 
 
 def measure(case: Case) -> int:
-    """What this rank's allocator handed out at most, with what the module held before and after."""
+    """What this rank's allocator handed out at most from training's start on, with what the module held from before.
+
+    The set-up is left out: on this host each rank makes all weights before they are sharded.
+    """
     torch.manual_seed(0)
     module = build(case)
     gc.collect()  # what an earlier trace saw made counts where it is freed
     before = _storages(module)
+    found = options(case, real=True)
     trainer = Trainer(
-        **options(case, real=True), max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
-    )  # fmt: skip
+        **{**found, "callbacks": [*found.get("callbacks", []), _Start()]},
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as trace:
@@ -201,28 +212,38 @@ def measure(case: Case) -> int:
     return _peak_bytes(trace) + sum(storage.nbytes() for key, storage in before.items() if key in after)
 
 
+class _Start(Callback):
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        with torch.profiler.record_function(_TRAINING):
+            pass
+
+
 def _peak_bytes(trace: Any) -> int:
-    """The most that was alive at once of what was allocated within.
+    """The most that was alive at once of what was allocated within, from training's start on.
 
     A copy that gloo makes may be freed by a thread of its own, of which the profiler hears nothing: such copies end
     with the collective.
     """
     allocation: Any = torch._C._profiler._EventType.Allocation  # pyright: ignore[reportAttributeAccessIssue]
     events: list[tuple[int, int, int, bool]] = []
+    starts: list[int] = []
 
     def collect(nodes: list[Any], in_collective: bool) -> None:
         for node in nodes:
             if node.tag == allocation:
                 fields = node.extra_fields
                 events.append((node.start_time_ns, fields.ptr, fields.alloc_size, in_collective))
+            elif node.name == _TRAINING:
+                starts.append(node.start_time_ns)
             collect(node.children, in_collective or node.name.startswith("c10d::"))
 
     collect(trace.profiler.kineto_results.experimental_event_tree(), False)
     live = peak = 0
     alive: dict[int, int] = {}
-    for _, place, size, in_collective in sorted(events):
+    for at, place, size, in_collective in sorted(events):
         if size > 0:
-            peak = max(peak, live + size)
+            if at >= starts[0]:
+                peak = max(peak, live + size)
             if not in_collective:
                 live += size
                 alive[place] = size
