@@ -50,6 +50,7 @@ class Case:
         precision: float32 or kahan.
         policy: of activation checkpointing.
         optimizer: foreach or loop.
+        extra: mixed, clipped or accumulated (two batches a step), or nothing.
     """
 
     model: str = "transformer"
@@ -58,9 +59,10 @@ class Case:
     precision: str = "float32"
     policy: str = "none"
     optimizer: str = "foreach"
+    extra: str = ""
 
     def __str__(self) -> str:
-        return ", ".join(str(value) for value in asdict(self).values())
+        return ", ".join(str(value) for value in asdict(self).values() if value != "")
 
 
 class Block(nn.Module):
@@ -170,7 +172,12 @@ def options(case: Case, *, real: bool) -> dict[str, Any]:
     strategy = kinds.get(case.strategy, lambda: "ddp")()
     if real and case.strategy.startswith("stage"):
         strategy = ShardedStrategy(Sharding(stage=int(case.strategy[-1])))
-    found: dict[str, Any] = {"devices": case.ranks, "strategy": strategy}
+    extras: dict[str, Any] = {
+        "mixed": {"precision": "bf16-mixed"},
+        "clipped": {"gradient_clip_val": 1.0},
+        "accumulated": {"accumulate_grad_batches": 2},
+    }
+    found: dict[str, Any] = {"devices": case.ranks, "strategy": strategy, **extras.get(case.extra, {})}
     if case.precision != "float32":
         found["plugins"] = [PureBF16Precision()]
     if case.policy != "none":
@@ -207,7 +214,7 @@ def measure(case: Case) -> int:
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as trace:
-        trainer.fit(module, Batches())  # pyright: ignore[reportArgumentType]
+        trainer.fit(module, Batches(2 * trainer.accumulate_grad_batches))  # pyright: ignore[reportArgumentType]
     after = _storages(module)
     return _peak_bytes(trace) + sum(storage.nbytes() for key, storage in before.items() if key in after)
 

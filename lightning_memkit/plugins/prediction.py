@@ -88,7 +88,10 @@ def predict_memory(
 
     What follows from the batch's integers is computed: how many labels count, where documents end. What only
     training knows is assumed to be as in a healthy step (finite losses, experts with equal shares); the result's
-    `assumed` says where that was needed. Code that torch.compile would run is predicted as eager code. One device.
+    `assumed` says where that was needed. Code that torch.compile would run is predicted as eager code.
+
+    Several ranks, on any number of nodes, are predicted from this one process: the result is the rank's that holds the
+    most. DDP's buckets, ZeRO-1's shares and what FSDP2 gathers, fetches ahead and reduces are counted.
 
     Args:
         module: a LightningModule; or a function without arguments that builds one, for models that this host can't
@@ -96,8 +99,10 @@ def predict_memory(
             Lightning.
         batch: what a loader would yield, on the host.
         trainer: arguments of the `Trainer` that will train: `precision`, `plugins`, `callbacks`,
-            `accumulate_grad_batches`, `gradient_clip_val`. How long it trains, what it logs and its device don't
-            matter here. Callbacks that only watch are left out.
+            `accumulate_grad_batches`, `gradient_clip_val`; for several ranks `devices` and `num_nodes` as numbers, and
+            `strategy`: `"ddp"` and its variants, a `DDPStrategy`, a `ModelParallelStrategy` with
+            `tensor_parallel_size=1`, `"memkit_fsdp2"` or a `Sharding` for FSDP2 of a module as it is. How long it
+            trains, what it logs and its accelerator don't matter here. Callbacks that only watch are left out.
         device: `"cpu"`, the name of a GPU (`"rtx4090"`, `"a100-40gb"`; `prediction.devices.DEVICES` has all), or a
             `Device` that describes one.
         timeout_s: seconds after which the prediction is given up; in a fork only.
@@ -106,7 +111,8 @@ def predict_memory(
         PredictionError: the step needs a value that only training knows (it names the line), or an operator whose
             results' shapes torch can't tell, or no optimizer step was taken.
         TypeError: `module` is none of these.
-        ValueError: `trainer` has an argument that can't be predicted, or the device is unknown.
+        ValueError: `trainer` has an argument that can't be predicted, the number of ranks doesn't follow from it, or
+            the device is unknown.
     """
     options, ranks = _checked(dict(trainer or {}))
     target = None if device == "cpu" else device_named(device)

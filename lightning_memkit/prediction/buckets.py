@@ -52,7 +52,7 @@ class BucketedModel(DistributedDataParallel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, with what DDP does before it."""
-        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+        if torch.is_grad_enabled():  # also where this batch's gradients stay here
             self.reducer._rebuild_buckets()
         self.reducer.prepare_for_backward([])
         return self.module(*args, **kwargs)

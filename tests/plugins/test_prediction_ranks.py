@@ -18,10 +18,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning", "ignore:.*:Futu
 
 TOLERANCE = 0.03
 FAST = [
-    Case(strategy="ddp"),
+    Case(strategy="ddp", extra="mixed"),
+    Case(strategy="ddp views", extra="accumulated"),
     Case(strategy="ddp views", policy="full", optimizer="loop"),
     Case(strategy="zero1"),
-    Case(strategy="stage 2"),
+    Case(strategy="stage 2", extra="clipped"),
     Case(strategy="stage 3", policy="full"),
     Case(strategy="stage 3", precision="kahan", optimizer="loop"),
     Case(strategy="in configure_model", precision="kahan", policy="full"),
@@ -45,6 +46,10 @@ SWEPT = [
     for strategy in ("ddp", "ddp unused", "zero1", "stage 2", "stage 3", "in configure_model")
     for precision in ("float32", "kahan")
     for policy, optimizer in (("none", "foreach"), ("full", "loop"))
+] + [
+    Case(ranks=4, strategy=strategy, extra=extra)
+    for strategy in ("ddp", "ddp views", "zero1", "stage 2", "stage 3", "in configure_model")
+    for extra in ("mixed", "clipped", "accumulated")
 ]
 
 
