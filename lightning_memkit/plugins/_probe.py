@@ -93,6 +93,8 @@ class Weighing:
         for rows in sorted({min(samples, most, total) for samples in _PROBED_SAMPLES}, reverse=True):
             if rows < 2:
                 return
+            # Without a probe nothing is known: on the host the smallest may take what it needs.
+            trials.limited = rows > _PROBED_SAMPLES[-1]
             try:
                 self._compare(step, trials, rows)
                 return

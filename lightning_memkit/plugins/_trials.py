@@ -43,14 +43,19 @@ class Trials:
     Args:
         trainer: the trainer, within its training loop.
         transfer: moves a part to the device.
+        budget_bytes: what a probe's tensors may take on the host; an accelerator's allocator keeps its own cap.
     """
 
-    def __init__(self, trainer: Trainer, transfer: Callable[[Any], Any]) -> None:
+    def __init__(
+        self, trainer: Trainer, transfer: Callable[[Any], Any], budget_bytes: int | None = None
+    ) -> None:
         self.changing: frozenset[tuple[str, str]] = frozenset()
         self.logged: list[dict[str, Any]] = []
+        self.limited = False
         self.ranks = Ranks()
         self._trainer = trainer
         self._transfer = transfer
+        self._budget_bytes = budget_bytes
 
     @property
     def _module(self) -> LightningModule:
@@ -90,12 +95,21 @@ class Trials:
                 torch.manual_seed(seed)
             skipped = False
             try:
-                skipped = not self._run(step, batch)
+                skipped = not self._run(step, batch, self._limit(step))
                 if skipped:
                     raise ValueError("training_step returned None")
             except Exception as error:
                 raise StepFailedError(error, skipped=skipped) from error
             return decomposability.sampled_gradient(self._module.parameters())
+
+    def _limit(self, step: _seam.Step) -> PeakMeter | None:
+        """What refuses a probe that needs more than training may, where no allocator does."""
+        device = self._trainer.strategy.root_device
+        if self._budget_bytes is None or device.type != "cpu" or not self.limited:
+            return None
+        held = [*self._module.parameters(), *self._module.buffers(), *tensors_of(step.batch)]
+        held += states_on(device, local_optimizer(step.optimizer))
+        return peak_meter(device, held, self._budget_bytes)
 
     def _run(self, step: _seam.Step, batch: Any, meter: PeakMeter | None = None) -> bool:
         """Forward and backward of a part; whether it has a loss."""

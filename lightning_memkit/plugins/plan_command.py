@@ -11,8 +11,11 @@ import yaml
 from jsonargparse import Namespace
 from lightning.pytorch import LightningModule
 
+from lightning_memkit.micro_batching import batch_size, split_batch
 from lightning_memkit.planning.budget import Budget, Goal
+from lightning_memkit.planning.explained import beside_prediction, bytes_a_parameter
 from lightning_memkit.planning.plan import Plan
+from lightning_memkit.planning.search import Row
 from lightning_memkit.plugins.cli import MemkitCLI
 from lightning_memkit.plugins.planning import plan
 from lightning_memkit.prediction.devices import DEVICES
@@ -39,6 +42,9 @@ def parser() -> argparse.ArgumentParser:
         "--headroom", default=0.05, type=float, help="the fraction of the budget to leave free"
     )
     found.add_argument(
+        "--explain", action="store_true", help="the first by hand, term by term, beside its prediction"
+    )
+    found.add_argument(
         "--output", metavar="FILE.yaml", help="write the planned config, which `memkit fit` runs"
     )
     return found
@@ -57,6 +63,12 @@ def run(words: Sequence[str]) -> int:
     cli = ConfiguredRun(["fit", *configs, *further])
     found = cli.plan(budget)
     print(found)
+    if options.explain:
+        print(f"\n{bytes_a_parameter()}\n")
+        row = next((row for row in found.rows if row.prediction is not None), None)
+        if row is not None:
+            print(f"{row.family}, micro-batch {row.micro_batch_size}, by hand and as predicted:\n")
+            print(cli.beside_prediction(row))
     found.best  # noqa: B018  raises where nothing fits
     if options.output:
         Path(options.output).write_text(cli.planned_yaml(found))
@@ -70,6 +82,7 @@ class ConfiguredRun(MemkitCLI):
     """A config that was read, of which nothing is built until it is asked for."""
 
     def __init__(self, words: list[str]) -> None:
+        self._batch: Any = None
         previous, sys.argv = sys.argv, ["memkit", *words]  # LightningCLI reads them
         try:
             super().__init__(save_config_callback=None)
@@ -98,6 +111,11 @@ class ConfiguredRun(MemkitCLI):
 
     def first_batch(self) -> Any:
         """The first batch of the config's data; of the model's own loader where there is no data."""
+        if self._batch is None:
+            self._batch = self._read_batch()
+        return self._batch
+
+    def _read_batch(self) -> Any:
         source = self._built("model").get("data")
         if source is None:
             with torch.device("meta"):  # a loader needs no weights
@@ -108,6 +126,14 @@ class ConfiguredRun(MemkitCLI):
             return next(iter(source.train_dataloader()))
         except StopIteration:
             raise ValueError("The training data of the config gives no batch to plan for.") from None
+
+    def beside_prediction(self, row: Row) -> str:
+        """A row by hand, beside its prediction."""
+        batch, size = self.first_batch(), row.micro_batch_size
+        rows = batch_size(batch)
+        part = batch if size >= rows else split_batch(batch, [size, rows - size])[0]
+        with torch.device("meta"):
+            return beside_prediction(row, self.build_model(), part)
 
     def planned_yaml(self, found: Plan) -> str:
         """The config with the best of the plan in it."""

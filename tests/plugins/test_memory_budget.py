@@ -252,6 +252,24 @@ def test_the_probe_finds_what_a_loss_is_a_mean_over(kind: type[TokenTagger]) -> 
     assert difference(whole, parts) <= 1e-12
 
 
+def test_the_probe_takes_two_rows_where_five_are_over_the_budget() -> None:
+    rows: list[int] = []
+
+    class Notes(TokenTagger):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+            rows.append(len(batch["x"]))
+            return super().training_step(batch, batch_idx)
+
+    def probed(budget: str) -> list[int]:
+        rows.clear()
+        data = DataLoader(tagged_rows(8, length=400), batch_size=8)  # pyright: ignore[reportArgumentType]
+        trainer(MemoryBudget(budget, micro_batch_size=1), max_steps=1).fit(Notes(), data)
+        return rows[:4]
+
+    assert probed("1GiB") == [5, 2, 3, 1]
+    assert probed("1MiB") == [5, 2, 1, 1]  # the five ran into the budget
+
+
 @pytest.mark.parametrize("kind", [TokenTagger, CausalTagger, SampleMean])
 @pytest.mark.parametrize("first", ["all labels", "prompts masked"])
 def test_what_the_first_batch_can_not_tell_is_found_out_later(kind: type[TokenTagger], first: str) -> None:
