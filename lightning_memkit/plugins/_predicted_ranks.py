@@ -1,5 +1,6 @@
 """Which strategies and numbers of ranks a prediction takes, and what it gives Lightning in their place."""
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -54,6 +55,8 @@ def _devices(devices: Any) -> int:
             f"devices={devices!r} doesn't say how many ranks there will be, and this machine need not have them: "
             "write their number, devices=8."
         )
+    if isinstance(devices, str) and "," in devices:  # "0,1": by their numbers
+        return sum(1 for device in devices.split(",") if device.strip())
     return _number("devices", devices)
 
 
@@ -87,13 +90,21 @@ def _strategy(strategy: Any, ranks: int) -> Strategy:
                 "DDPStrategy with ddp_comm_hook or model_averaging_period can't be predicted: what the hook keeps is "
                 "its own. Predict without, and add the hook's bytes (PowerSGD's: two low-rank factors a weight)."
             )
+        strategy = _unplaced(strategy)
         strategy._start_method = "popen"  # of which there is none: the cluster's processes exist
         return strategy
     if isinstance(strategy, ShardedStrategy):
-        return strategy
+        return _unplaced(strategy)
     if isinstance(strategy, ModelParallelStrategy):
-        return _data_parallel(strategy, ranks)
+        return _unplaced(_data_parallel(strategy, ranks))
     raise ValueError(f"strategy={_shown(strategy)} can't be predicted. For several ranks write {_KNOWN}.")
+
+
+def _unplaced(strategy: Any) -> Any:
+    """A copy that knows nothing yet of where it will run."""
+    strategy = copy.copy(strategy)
+    strategy.cluster_environment = strategy.parallel_devices = strategy._accelerator = None
+    return strategy
 
 
 def _data_parallel(strategy: ModelParallelStrategy, ranks: int) -> ModelParallelStrategy:

@@ -90,6 +90,9 @@ class _Reducer:
     def prepare_for_backward(self, outputs: Any) -> None:
         self._is_synced = self._model.require_backward_grad_sync and torch.is_grad_enabled()
 
+    def _delay_all_reduce(self) -> None:
+        """Of a static graph's first step: nothing is reduced here."""
+
     def _rebuild_buckets(self) -> bool:
         if not self._rebuilds or len(self._came) < len(self._parameters):
             return False

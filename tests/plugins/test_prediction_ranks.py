@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 
-from benchmarks._prediction_ranks import Case, Trained, batch, build, measured, options, predict
+from benchmarks._prediction_ranks import Case, Trained, batch, build, measured, predict
 from lightning_memkit import predict_memory
 from lightning_memkit.distributed.sharding import Sharding
 from lightning_memkit.errors import PredictionError
@@ -77,7 +79,8 @@ def test_ranks_are_told():
     alone = predict_memory(Trained(Case(strategy="any")), batch())
     assert alone.ranks == 1
     assert "per rank" not in str(alone)
-    assert predicted("auto", [0, 1]).anatomy == predicted().anatomy  # as Lightning has it
+    assert predicted("auto", [0, 1]).anatomy == predicted(devices="0,1").anatomy  # as Lightning has it
+    assert predicted("memkit_fsdp2", 1).anatomy.largest["weights"] == alone.anatomy.largest["weights"]
 
 
 def test_the_anatomy_is_what_is_known_by_hand():
@@ -169,10 +172,17 @@ def test_stages_are_two_or_three():
 
 
 def test_options_stay_as_they_are():
-    given = options(FAST[3], real=False)
-    before = dict(given)
-    predict_memory(build(FAST[3]), batch(), trainer=given)
+    strategy = DDPStrategy(
+        accelerator=CPUAccelerator(),
+        cluster_environment=LightningEnvironment(),
+        start_method="spawn",
+        static_graph=True,
+    )
+    given = {"strategy": strategy, "devices": 2, "plugins": LightningEnvironment()}
+    before, within = dict(given), dict(vars(strategy))
+    assert predict_memory(Trained(FAST[0]), batch(), trainer=given).ranks == 2
     assert given == before
+    assert vars(strategy) == within
 
 
 def test_what_fsdp2_gathers_is_reserved_for_its_own_streams():
