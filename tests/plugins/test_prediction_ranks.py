@@ -92,11 +92,9 @@ def test_the_anatomy_is_what_is_known_by_hand():
     assert views.anatomy.at_peak["communication"] == 0  # the buckets are the gradients
     zero = predict_memory(build(Case(strategy="zero1")), batch(), trainer={"strategy": "ddp", "devices": 4})
     assert zero.anatomy.largest["optimizer_states"] == pytest.approx(alone["optimizer_states"] / 4, rel=0.15)
-    for ranks in (2, 8, 64):
-        sharded = predicted("memkit_fsdp2", ranks).anatomy.largest
-        assert sharded["weights"] == pytest.approx(weights / ranks, rel=0.25 if ranks == 64 else 0.03)
-        assert sharded["optimizer_states"] == pytest.approx(2 * sharded["weights"], rel=0.01)
     three, two = (predicted(Sharding(stage=stage), 8).anatomy.largest for stage in (3, 2))
+    assert three["weights"] == pytest.approx(weights / 8, rel=0.03)
+    assert three["optimizer_states"] == pytest.approx(2 * three["weights"], rel=0.01)
     assert two["communication"] > three["communication"]
 
 
