@@ -112,7 +112,7 @@ class Plan:
                     str(number),
                     str(row.family),
                     size,
-                    format_bytes(row.taken_bytes),
+                    f"{'' if row.exact else '~'}{format_bytes(row.taken_bytes)}",
                     f"{row.seconds / fastest:.2f}",
                     row.family.changes or "nothing",
                 )

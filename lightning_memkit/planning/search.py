@@ -1,7 +1,7 @@
 """Find the configurations that fit: a few predictions each, none for what others show to be out of reach or idle."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from lightning_memkit.memory.anatomy import CATEGORIES
@@ -12,7 +12,7 @@ from lightning_memkit.planning.times import Times, part_seconds, step_seconds
 from lightning_memkit.prediction.lines import PeakLines
 from lightning_memkit.prediction.result import Prediction
 
-_MOST_TRIES = 5  # to find the largest micro-batch; the first is as a rule the last
+_MOST_TRIES = 5  # to confirm a micro-batch; the first is as a rule the last
 _FEW_ROWS = (2, 4)  # of the predictions that lines go through
 _WHOLE_BATCH = 0.8
 _NAMED = 4  # categories in a reason
@@ -40,6 +40,8 @@ class Row:
         taken_bytes: of the device; 0 where nothing was predicted.
         seconds: of an optimizer step, predicted; of the right order, and comparable among rows.
         rejected: why it is not to be had; empty where it fits.
+        exact: whether this micro-batch was predicted; else it is estimated from the predictions of smaller ones.
+        prediction: of this micro-batch, or of the largest that was predicted.
     """
 
     family: Family
@@ -48,6 +50,7 @@ class Row:
     taken_bytes: int = 0
     seconds: float = 0.0
     rejected: str = ""
+    exact: bool = True
     prediction: Prediction | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -109,7 +112,21 @@ def search(families: Sequence[Family], problem: Problem) -> tuple[tuple[Row, ...
         rows += _of_one_precision([family for family in group if family in left], problem, missing)
         left = _without(left, missing)
     rows = [row for row in rows if row.family in left]
-    return tuple(sorted(rows, key=lambda row: _rank(row, problem.goal))), missing
+    rows.sort(key=lambda row: _rank(row, problem.goal))
+    while rows[0].fits and not rows[0].exact:  # what is to be taken is predicted as it will run
+        rows[0] = _confirmed(rows[0], problem)
+        rows.sort(key=lambda row: _rank(row, problem.goal))
+    return tuple(rows), missing
+
+
+def _confirmed(row: Row, problem: Problem) -> Row:
+    """The row predicted; with the next smaller micro-batch where it takes more than was estimated."""
+    sizes = [size for size in problem.sizes if size <= row.micro_batch_size]
+    for size in reversed(sizes[-_MOST_TRIES:]):
+        found = problem.row(row.family, size)
+        if found.fits:
+            return found
+    return problem.row(row.family, problem.sizes[0])
 
 
 def _without(families: Sequence[Family], missing: Mapping[str, str]) -> list[Family]:
@@ -153,34 +170,39 @@ def _best(family: Family, problem: Problem) -> Row:
             known[size] = problem.row(family, size)
         return known[size]
 
+    if problem.goal == "memory" or not smaller:
+        return row(problem.sizes[0])
     # A single row is no good end of a line: what is a copy for several is a view for one.
     few = [size for size in smaller if size in _FEW_ROWS] or [problem.sizes[0]]
-    if problem.goal == "memory" or not smaller or not row(few[-1]).fits:
-        few = [problem.sizes[0]]
-    if not row(few[0]).fits or problem.goal == "memory" or not smaller:
-        return row(few[0])
+    if not row(few[-1]).fits:
+        fitting = (size for size in reversed(smaller) if size < few[-1] and row(size).fits)
+        return row(next(fitting, problem.sizes[0]))
     reach = _reach([row(size) for size in few], problem)
     # Of the whole batch nothing is accumulated: it takes less than the line through parts says.
     if reach(whole) * _WHOLE_BATCH <= problem.usable_bytes and row(whole).fits:
         return row(whole)
-    low, high = few[-1], whole
-    for tries in range(_MOST_TRIES):
-        between = [size for size in smaller if low < size < high]
-        if not between:
-            break
-        guess = max((size for size in between if reach(size) <= problem.usable_bytes), default=between[0])
-        if tries:  # the line was wrong: there is no better guess than the middle
-            guess = between[len(between) // 2]
-        low, high = (guess, high) if row(guess).fits else (low, guess)
-        if not tries and low == guess and len(few) > 1 and not _fits_next(guess, between, reach, problem):
-            break
-    return row(low)
+    size = max((size for size in smaller if reach(size) <= problem.usable_bytes), default=few[-1])
+    return row(size) if size in known else _estimated([row(size) for size in few], size, reach(size), problem)
 
 
-def _fits_next(size: int, sizes: Sequence[int], reach: Callable[[int], float], problem: Problem) -> bool:
-    """Whether the lines say so of the next larger size."""
-    larger = [other for other in sizes if other > size]
-    return bool(larger) and reach(larger[0]) <= problem.usable_bytes
+def _estimated(rows: Sequence[Row], size: int, taken: float, problem: Problem) -> Row:
+    """A larger micro-batch than those that were predicted: its time grows as theirs does."""
+    last = rows[-1]
+    a_part = [part_seconds(row.prediction.work, problem.times) for row in rows if row.prediction is not None]
+    each = a_part[-1] / last.micro_batch_size
+    if len(rows) > 1:
+        slope = (a_part[-1] - a_part[0]) / (last.micro_batch_size - rows[0].micro_batch_size)
+        each = min(each, max(slope, 0.0))
+    more = a_part[-1] + each * (size - last.micro_batch_size)
+    a_step = last.seconds - a_part[-1] * problem.sizes[-1] / last.micro_batch_size
+    return replace(
+        last,
+        micro_batch_size=size,
+        parts=problem.parts(size),
+        taken_bytes=int(taken),
+        seconds=more * problem.sizes[-1] / size + a_step,
+        exact=False,
+    )
 
 
 def _reach(rows: Sequence[Row], problem: Problem) -> Callable[[int], float]:
