@@ -65,7 +65,8 @@ class Problem:
 
     Attributes:
         predict: the prediction of a family at a micro-batch; raises `UnavailableError`.
-        sizes: the micro-batches that may be chosen, rising; the last is the whole batch.
+        rows: of the whole batch.
+        sizes: the micro-batches that may be chosen, rising.
         usable_bytes: the most that may be taken.
         beside_bytes: what a prediction's total has that the budget is not for: a GPU's context.
         times: of operators.
@@ -73,6 +74,7 @@ class Problem:
     """
 
     predict: Callable[[Family, int], Prediction]
+    rows: int
     sizes: Sequence[int]
     usable_bytes: int
     beside_bytes: int
@@ -81,7 +83,7 @@ class Problem:
 
     def parts(self, size: int) -> int:
         """Of a batch at a micro-batch."""
-        return -(-self.sizes[-1] // size)
+        return -(-self.rows // size)
 
     def row(self, family: Family, size: int) -> Row:
         """A family at a micro-batch."""
@@ -95,7 +97,7 @@ class Problem:
             parts=parts,
             taken_bytes=taken,
             # The last part may be smaller; a part's time is nearly in proportion to its rows.
-            seconds=a_part * self.sizes[-1] / size + a_step,
+            seconds=a_part * self.rows / size + a_step,
             rejected="" if taken <= self.usable_bytes else _too_much(prediction, size, taken),
             prediction=prediction,
         )
@@ -194,13 +196,13 @@ def _estimated(rows: Sequence[Row], size: int, taken: float, problem: Problem) -
         slope = (a_part[-1] - a_part[0]) / (last.micro_batch_size - rows[0].micro_batch_size)
         each = min(each, max(slope, 0.0))
     more = a_part[-1] + each * (size - last.micro_batch_size)
-    a_step = last.seconds - a_part[-1] * problem.sizes[-1] / last.micro_batch_size
+    a_step = last.seconds - a_part[-1] * problem.rows / last.micro_batch_size
     return replace(
         last,
         micro_batch_size=size,
         parts=problem.parts(size),
         taken_bytes=int(taken),
-        seconds=more * problem.sizes[-1] / size + a_step,
+        seconds=more * problem.rows / size + a_step,
         exact=False,
     )
 

@@ -83,7 +83,7 @@ class TimesHere:
         if function is None or operator.moved_bytes > _MOST_BYTES:
             return self._estimated(operator)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
                 return _timed(function, operator)
         except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
             return self._estimated(operator)

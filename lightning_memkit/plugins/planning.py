@@ -7,6 +7,8 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
 
 import lightning_memkit
 from lightning_memkit.activations.checkpointing import checkpoint_modules
@@ -71,20 +73,21 @@ def plan(
         "loss": losses(),
     }
     columns.update({name: (Choice(column=name, name=GIVEN),) for name in _given_columns(given)})
-    sizes, notes = _sizes(batch, given)
+    rows, sizes, notes = _sizes(batch, given)
     chosen = [family for family in families(columns) if budget.goal != "exact" or not family.changes]
-    predictions = _Predictions(module, batch, given, device or "cpu")
+    predictions = _Predictions(module, _Parts(batch, rows, on_cpu=device is None), given, device or "cpu")
     problem = Problem(
         predict=predictions,
+        rows=rows,
         sizes=sizes,
         usable_bytes=budget.usable_bytes(),
         beside_bytes=0 if device is None else device.context_bytes,
         times=TimesHere() if device is None else TimesByRates(device),
         goal=budget.goal,
     )
-    rows, missing = search(chosen, problem)
+    found, missing = search(chosen, problem)
     notes += [f"No choice of {column} here: {reason}" for column, reason in missing.items()]
-    return Plan(budget=budget, rows=rows, rows_of_batch=sizes[-1], given=given, notes=tuple(notes))
+    return Plan(budget=budget, rows=found, rows_of_batch=rows, given=given, notes=tuple(notes))
 
 
 def _given_columns(given: Mapping[str, Any]) -> list[str]:
@@ -100,23 +103,41 @@ def _given_columns(given: Mapping[str, Any]) -> list[str]:
     return [column for column in COLUMNS if column in found]
 
 
-def _sizes(batch: Any, given: Mapping[str, Any]) -> tuple[tuple[int, ...], list[str]]:
-    """The micro-batches that may be chosen, and what is to be said of them."""
+def _sizes(batch: Any, given: Mapping[str, Any]) -> tuple[int, tuple[int, ...], list[str]]:
+    """The rows of the batch, the micro-batches that may be chosen, and what is to be said of them."""
     try:
         rows = batch_size(batch)
     except SplitError as error:
-        return (1,), [f"The batch is taken whole: {error}"]
+        return 1, (1,), [f"The batch is taken whole: {error}"]
     for callback in _listed(given.get("callbacks")):
         if isinstance(callback, MemoryBudget) and callback.micro_batch_size != "auto":
-            return (min(int(callback.micro_batch_size), rows),), ["The micro-batch is the MemoryBudget's."]
-    return tuple(sorted({-(-rows // parts) for parts in range(1, rows + 1)})), []
+            return (
+                rows,
+                (min(int(callback.micro_batch_size), rows),),
+                ["The micro-batch is the MemoryBudget's."],
+            )
+    return rows, tuple(sorted({-(-rows // parts) for parts in range(1, rows + 1)})), []
+
+
+class _Parts:
+    """A batch, and parts of it: on a GPU a part is alone there, on the CPU the whole batch is where its part is."""
+
+    def __init__(self, batch: Any, rows: int, *, on_cpu: bool) -> None:
+        self.batch, self.rows, self._on_cpu = batch, rows, on_cpu
+
+    def first(self, size: int) -> Any:
+        """Of so many rows."""
+        if size >= self.rows:
+            return self.batch
+        part = split_batch(self.batch, [size, self.rows - size])[0]
+        return part if self._on_cpu else apply_to_collection(part, Tensor, Tensor.clone)
 
 
 class _Predictions:
     """Predicts a family at a micro-batch, once."""
 
-    def __init__(self, module: Any, batch: Any, given: Mapping[str, Any], device: Any) -> None:
-        self._module, self._batch, self._device = module, batch, device
+    def __init__(self, module: Any, parts: _Parts, given: Mapping[str, Any], device: Any) -> None:
+        self._module, self._parts, self._device = module, parts, device
         self._given = dict(given)
         self._given["callbacks"] = [
             one for one in _listed(given.get("callbacks")) if not isinstance(one, MemoryBudget)
@@ -137,11 +158,9 @@ class _Predictions:
             options["plugins"] = [*_listed(self._given.get("plugins")), *plugins]
         added = [_built(part) for choice in family.choices for part in choice.callbacks]
         options["callbacks"] = [_Needs(added), *callbacks, *added]
-        rows = batch_size(self._batch) if size else 0
-        part = self._batch if size == rows else split_batch(self._batch, [size, rows - size])[0]
-        if size < rows:  # two parts are enough: from the second on gradients are there
+        if size < self._parts.rows:  # two parts are enough: from the second on gradients are there
             options["accumulate_grad_batches"] = max(2, int(options.get("accumulate_grad_batches") or 1))
-        return predict_memory(self._module, part, trainer=options, device=self._device)
+        return predict_memory(self._module, self._parts.first(size), trainer=options, device=self._device)
 
 
 class _Needs(Callback):

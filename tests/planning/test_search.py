@@ -1,0 +1,147 @@
+"""The search on models whose bytes are known by a formula."""
+
+from typing import Any
+
+import pytest
+
+from lightning_memkit.memory.anatomy import Anatomy
+from lightning_memkit.planning.choices import (
+    Choice,
+    Family,
+    checkpointings,
+    families,
+    losses,
+    precisions,
+)
+from lightning_memkit.planning.search import Problem, UnavailableError, search
+from lightning_memkit.prediction.devices import DEVICES
+from lightning_memkit.prediction.result import Prediction
+from lightning_memkit.prediction.work import Operator, Work
+
+KEPT = {"none": 100, "selective": 60, "every:2": 50, "full": 20}  # bytes a row
+MORE = {"none": 10, "selective": 11, "every:2": 12, "full": 13}  # seconds a row
+SIZES = (1, 2, 3, 4, 5, 6, 8, 11, 16, 32)
+
+
+class Counted:
+    """Seconds are what an operator is said to move."""
+
+    def seconds(self, operator: Operator) -> float:
+        return float(operator.moved_bytes)
+
+
+class Formula:
+    """`resident` bytes, and so many a row; counts how often it is asked."""
+
+    def __init__(self, resident: int = 1000, missing: tuple[str, ...] = (), curve: int = 0) -> None:
+        self.resident, self.missing, self.curve, self.asked = resident, missing, curve, []
+
+    def bytes(self, family: Family, rows: int) -> int:
+        base = {"float32": 4, "mixed bfloat16": 3, "bfloat16, exact sums": 3}.get(family["precision"].name, 2)
+        kept = KEPT[family["checkpointing"].name] - (10 if family["loss"].name == "chunked" else 0)
+        return self.resident * base // 4 + rows * kept + self.curve * rows * rows
+
+    def __call__(self, family: Family, rows: int) -> Prediction:
+        for column in self.missing:
+            if family[column].callbacks:
+                raise UnavailableError(column, f"nothing for {column}")
+        self.asked.append((family, rows))
+        taken = self.bytes(family, rows)
+        each = MORE[family["checkpointing"].name] + (1 if family["loss"].name == "chunked" else 0)
+        slow = 2 if family["precision"].name == "float32" else 1
+        work = Work(
+            part={Operator("part", (), (), 0, slow * each * rows + 5, False): 1},
+            step={Operator("step", (), (), 0, 7, False): 1},
+        )
+        anatomy = Anatomy(
+            peak_bytes=taken, peak_phase="backward", peak_operator="mm", at_peak={"weights": taken}
+        )
+        return Prediction(anatomy=anatomy, timeline=(self.resident // 4, taken), work=work)
+
+
+def problem(formula: Formula, usable: int, goal: Any = "speed") -> Problem:
+    return Problem(
+        predict=formula,
+        rows=SIZES[-1],
+        sizes=SIZES,
+        usable_bytes=usable,
+        beside_bytes=0,
+        times=Counted(),
+        goal=goal,
+    )
+
+
+def all_families(**columns: tuple[Choice, ...]) -> list[Family]:
+    found = {"precision": precisions(None), "checkpointing": checkpointings(), "loss": losses(), **columns}
+    return list(families(found))
+
+
+@pytest.mark.parametrize("usable", [1300, 1500, 2000, 4000])
+@pytest.mark.parametrize("curve", [0, 1])
+def test_it_finds_what_trying_everything_finds(usable, curve):
+    formula = Formula(curve=curve)
+    given = all_families()
+    rows, missing = search(given, problem(formula, usable))
+    own = problem(Formula(curve=curve), usable)
+    everything = [own.row(family, size) for family in given for size in SIZES]
+    best = min((row for row in everything if row.fits), key=lambda row: (row.seconds, row.taken_bytes))
+    assert missing == {}
+    assert rows[0].exact
+    assert rows[0].fits
+    assert rows[0].seconds == pytest.approx(best.seconds, rel=0.02)
+    assert len(formula.asked) < len(everything) / 2
+    for row in rows:  # what is said to fit fits; what is estimated does where bytes are a line
+        taken = formula.bytes(row.family, row.micro_batch_size)
+        assert not row.fits or taken <= usable or (curve and not row.exact)
+
+
+def test_what_more_than_fits_is_not_searched():
+    formula = Formula()
+    rows, _ = search(all_families(), problem(formula, 10**6))
+    fitting = [row for row in rows if row.fits]
+    assert {row.family["checkpointing"].name for row in fitting} == {"none"}
+    assert all(row.parts == 1 for row in fitting)
+    assert "not needed: the whole batch fits with" in rows[-1].rejected
+    assert len(formula.asked) < 20
+
+
+def test_a_precision_whose_least_does_not_fit_is_left_after_one_prediction():
+    formula = Formula(resident=4000)
+    rows, _ = search(all_families(), problem(formula, 2100))  # float32 needs 4000
+    asked = [family["precision"].name for family, _ in formula.asked]
+    assert asked.count("float32") == 1
+    reasons = {row.rejected for row in rows if row.family["precision"].name == "float32"}
+    assert reasons == {
+        "micro-batch 1 takes 3.92 KiB: weights 3.92 KiB",
+        "more than with full checkpointing, which does not fit",
+    }
+
+
+def test_choices_that_a_module_has_nothing_for_are_left_out_and_said():
+    rows, missing = search(all_families(), problem(Formula(missing=("loss",)), 2000))
+    assert missing == {"loss": "nothing for loss"}
+    assert {row.family["loss"].name for row in rows} == {"own"}
+    rows, missing = search(all_families(), problem(Formula(missing=("loss", "checkpointing")), 2000))
+    assert set(missing) == {"loss", "checkpointing"}
+    assert {(row.family["loss"].name, row.family["checkpointing"].name) for row in rows} == {("own", "none")}
+
+
+def test_the_least_memory_is_found():
+    rows, _ = search(all_families(), problem(Formula(), 4000, "memory"))
+    best = rows[0]
+    assert (best.micro_batch_size, best.family["checkpointing"].name, best.family["loss"].name) == (
+        1,
+        "full",
+        "chunked",
+    )
+    assert best.taken_bytes == min(row.taken_bytes for row in rows if row.fits)
+
+
+def test_where_nothing_fits_every_row_says_why():
+    rows, _ = search(all_families(), problem(Formula(), 100))
+    assert rows
+    assert all(row.rejected for row in rows)
+
+
+def test_a_device_without_bfloat16_has_float16():
+    assert [choice.name for choice in precisions(DEVICES["t4"])] == ["float32", "mixed float16"]

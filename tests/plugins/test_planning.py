@@ -1,0 +1,320 @@
+"""Plans of small modules: kept constraints, runs as planned, configs that run, and errors that say what is missing."""
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_memkit import (
+    ActivationCheckpointing,
+    Budget,
+    ChunkedLoss,
+    MemoryBudget,
+    PureBF16Precision,
+    plan,
+)
+from lightning_memkit.cli import main
+from lightning_memkit.errors import PlanError
+from lightning_memkit.memory.allocator_trace import AllocatorTrace
+from lightning_memkit.planning.times import TimesByRates, TimesHere
+from lightning_memkit.plugins.prediction import predict_memory
+from lightning_memkit.prediction.contained import contained
+from lightning_memkit.prediction.devices import DEVICES
+from lightning_memkit.prediction.work import Operator
+from tests.plugins.test_prediction import Language, Loader, batch
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
+
+ROWS, LENGTH = 16, 128
+
+
+def given_batch() -> dict[str, torch.Tensor]:
+    return batch(ROWS, LENGTH)
+
+
+def on_cpu(memory: str, **options: Any) -> Budget:
+    return Budget(memory, "cpu", **options)
+
+
+def peak_of(kwargs: dict[str, Any]) -> int:
+    """Of the steps after the first, which MemoryBudget's trials belong to."""
+
+    def train() -> int:
+        prepare, traces = MemoryBudget.prepare, [AllocatorTrace()]
+
+        def prepared(self: MemoryBudget, step: Any) -> None:
+            prepare(self, step)
+            if len(traces) == 1:
+                traces[0].__exit__(None, None, None)
+                traces.append(AllocatorTrace().__enter__())
+
+        MemoryBudget.prepare = prepared
+        traces[0].__enter__()
+        trainer = Trainer(
+            **kwargs, max_steps=3, accelerator="cpu", logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(Language(), Loader(given_batch(), 3))
+        traces[-1].__exit__(None, None, None)
+        return traces[0].live_bytes + traces[-1].peak_bytes
+
+    gc.collect()
+    return contained(train)
+
+
+@pytest.mark.parametrize("memory", ["40MiB", "9MiB"])
+def test_training_as_planned_takes_what_was_predicted(memory):
+    found = plan(Language(), given_batch(), on_cpu(memory))
+    best = found.best
+    assert best.exact
+    assert best.taken_bytes <= found.budget.usable_bytes()
+    real = peak_of(found.trainer_kwargs())
+    assert real <= found.budget.bytes()
+    assert best.taken_bytes == pytest.approx(real, rel=0.03)
+
+
+def test_a_smaller_budget_gives_smaller_parts_and_the_table_says_why():
+    wide, tight = (plan(Language(), given_batch(), on_cpu(memory)) for memory in ("64MiB", "9MiB"))
+    assert wide.best.parts == 1
+    assert tight.best.parts > 1
+    assert "not needed: the whole batch fits with" in str(wide)
+    assert "changes" in str(tight)
+    assert "No transformers model with an output head" in str(tight)  # nothing for ChunkedLoss
+    seconds = [row.seconds for row in tight.fitting]
+    assert seconds == sorted(seconds)
+    assert len({(row.family, row.micro_batch_size) for row in tight.rows}) == len(tight.rows)
+
+
+def test_what_is_given_is_kept():
+    own = {
+        "precision": "bf16-mixed",
+        "callbacks": [ActivationCheckpointing("every:2"), MemoryBudget("6MiB", micro_batch_size=2)],
+        "gradient_clip_val": 1.0,
+    }
+    found = plan(Language(), given_batch(), on_cpu("6MiB"), trainer=own)
+    (row,) = found.rows
+    assert (row.micro_batch_size, row.parts) == (2, 8)
+    kwargs = found.trainer_kwargs()
+    assert kwargs["precision"] == "bf16-mixed"
+    assert kwargs["gradient_clip_val"] == 1.0
+    assert kwargs["callbacks"] == own["callbacks"]  # no second MemoryBudget, no other policy
+    assert "plugins" not in kwargs
+    predicted = predict_memory(
+        Language(),
+        batch(2, LENGTH),
+        trainer={
+            "precision": "bf16-mixed",
+            "callbacks": own["callbacks"][:1],
+            "gradient_clip_val": 1.0,
+            "accumulate_grad_batches": 2,
+        },
+    )
+    others = (ROWS - 2) * LENGTH * 2 * 8  # the batch's other rows wait on the host, which is the device
+    assert row.taken_bytes == predicted.peak_bytes + others
+    plugin = plan(Language(), given_batch(), on_cpu("1GiB"), trainer={"plugins": PureBF16Precision()})
+    assert {row.family["precision"].name for row in plugin.rows} == {"as given"}
+
+
+def test_exact_plans_change_no_numbers():
+    found = plan(Language(), given_batch(), on_cpu("8MiB", goal="exact"))
+    assert {row.family.changes for row in found.rows} == {""}
+    assert {row.family["precision"].name for row in found.rows} == {"float32"}
+    assert found.trainer_kwargs()["precision"] == "32-true"
+
+
+def test_the_least_memory_is_planned_for():
+    least = plan(Language(), given_batch(), on_cpu("64MiB", goal="memory"))
+    assert least.best.micro_batch_size == 1
+    assert least.best.taken_bytes == min(row.taken_bytes for row in least.fitting)
+
+
+def test_below_the_floor_it_says_the_floor_and_its_parts():
+    found = plan(Language(), given_batch(), on_cpu("1MiB"))
+    assert not found.fitting
+    with pytest.raises(
+        PlanError,
+        match=r"Nothing fits 1.00 MiB on the CPU less 5% headroom; the least is .* takes .* weights",
+    ):
+        found.trainer_kwargs()
+
+
+def test_a_card_that_is_not_here():
+    class Wide(Language):
+        def __init__(self) -> None:
+            super().__init__(width=8192, layers=3)
+
+    found = plan(Wide, batch(8, 512), Budget("24GiB", "rtx4090"))  # 1.6 billion parameters
+    assert {row.family["precision"].name for row in found.fitting} == {"bfloat16, Kahan"}
+    assert found.best.taken_bytes <= 0.95 * DEVICES["rtx4090"].usable_bytes
+    assert "rtx4090" in str(found)
+
+
+def test_a_transformers_model_has_its_loss_in_chunks():
+    transformers = pytest.importorskip("transformers")
+
+    class Causal(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            config = transformers.LlamaConfig(
+                vocab_size=8192,
+                hidden_size=64,
+                intermediate_size=128,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+            )
+            self.model = transformers.LlamaForCausalLM(config)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.model(**batch, use_cache=False).loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters())
+
+    ids = torch.randint(0, 8192, (8, 64))
+    fixed = {"precision": "32-true", "callbacks": [ActivationCheckpointing("full")]}
+    found = plan(Causal(), {"input_ids": ids, "labels": ids}, on_cpu("32MiB"), trainer=fixed)
+    by_loss = {row.family["loss"].name for row in found.fitting}
+    assert "chunked" in by_loss
+    chunked = next(row for row in found.fitting if row.family["loss"].name == "chunked")
+    kwargs = found.trainer_kwargs(chunked)
+    assert any(isinstance(callback, ChunkedLoss) for callback in kwargs["callbacks"])
+    assert "the loss in float32" in chunked.family.changes
+
+
+def test_modules_without_blocks_and_batches_without_rows():
+    class Plain(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return F.mse_loss(self.layer(batch["x"]).mean(), batch["y"].mean())
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    found = plan(Plain(), {"x": torch.ones(4, 8), "y": torch.ones(3)}, on_cpu("1MiB"))
+    assert any("The batch is taken whole: The tensors of this batch disagree" in note for note in found.notes)
+    assert any("No choice of checkpointing here: No repeated blocks" in note for note in found.notes)
+    assert {row.parts for row in found.fitting} == {1}
+
+
+def test_nothing_of_the_users_is_touched():
+    module, given = Language(), given_batch()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    state, callbacks = torch.get_rng_state(), [ActivationCheckpointing("full")]
+    plan(module, given, on_cpu("8MiB"), trainer={"callbacks": callbacks})
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert all(p.grad is None for p in module.parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert module._trainer is None
+    assert len(callbacks) == 1
+    assert all(torch.equal(given[name], value) for name, value in given_batch().items())
+
+
+# The work of a step
+
+
+def test_operations_are_those_of_the_formula_and_what_runs_again_counts():
+    module = Language()
+    tokens = ROWS * LENGTH
+    matrices = sum(
+        p.numel() for name, p in module.named_parameters() if p.dim() == 2 and "embedding" not in name
+    )
+    blocks = sum(p.numel() for name, p in module.named_parameters() if p.dim() == 2 and "blocks" in name)
+    plain = predict_memory(module, given_batch()).work
+    assert plain.part_flops == 6 * tokens * matrices
+    again = predict_memory(
+        module, given_batch(), trainer={"callbacks": [ActivationCheckpointing("full")]}
+    ).work
+    # The last product of a block's forward need not run again.
+    down = sum(p.numel() for name, p in module.named_parameters() if name.endswith("down.weight"))
+    assert plain.part_flops + 2 * tokens * (blocks - down) <= again.part_flops
+    assert again.part_flops <= plain.part_flops + 2 * tokens * blocks
+
+
+def test_work_of_parts_and_steps_is_told_apart():
+    one = predict_memory(Language(), given_batch()).work
+    three = predict_memory(Language(), given_batch(), trainer={"accumulate_grad_batches": 3}).work
+    assert three.part_flops == one.part_flops
+    assert {operator.name for operator in one.step} == {operator.name for operator in three.step}
+    compensated = predict_memory(Language(), given_batch(), trainer={"plugins": PureBF16Precision()}).work
+    count = sum(p.numel() for p in Language().parameters())
+    moved = sum(operator.moved_bytes * number for operator, number in compensated.step.items())
+    assert moved >= 12 * count
+
+
+def test_rates_say_the_roofline():
+    device = DEVICES["a100-40gb"]
+    times = TimesByRates(device)
+    product = Operator("aten.mm.default", (), (), flops=10**15, moved_bytes=10**9, is_16_bit=True)
+    copy = Operator("aten.copy_.default", (), (), flops=0, moved_bytes=10**12, is_16_bit=False)
+    tiny = Operator("aten.add.Tensor", (), (), flops=0, moved_bytes=8, is_16_bit=False)
+    assert times.seconds(product) == pytest.approx(10**15 / (0.6 * device.flops_16))
+    assert times.seconds(copy) == pytest.approx(10**12 / (0.8 * device.bytes_per_second))
+    assert 0 < times.seconds(tiny) < 1e-4
+
+
+def test_every_operator_of_a_step_has_a_time_here():
+    work = predict_memory(Language(), given_batch(), trainer={"plugins": PureBF16Precision()}).work
+    times = TimesHere()
+    for operator in (*work.part, *work.step):
+        assert 0 < times.seconds(operator) < 10
+    unknown = Operator("nobody.knows.this", (), (), flops=10**9, moved_bytes=10**6, is_16_bit=False)
+    assert times.seconds(unknown) > 0
+
+
+# The command
+
+
+def config(tmp_path: Any, **trainer: Any) -> str:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        yaml.safe_dump(
+            {
+                "seed_everything": 1,
+                "model": {"class_path": "examples.pretrain_causal_lm.model.CausalLM",
+                          "init_args": {"vocabulary_size": 259, "width": 32, "layers": 2, "heads": 2,
+                                        "attention": "lightning_memkit.packed_attention"}},
+                "data": {"class_path": "lightning_memkit.PackedDataModule",
+                         "init_args": {"source": str(tmp_path / "text.jsonl"), "tokenizer": "bytes", "context": 64,
+                                       "batch_size": 8, "long_documents": "split"}},
+                "trainer": {"max_steps": 2, "accelerator": "cpu", "logger": False, "enable_checkpointing": False,
+                            "enable_progress_bar": False, "default_root_dir": str(tmp_path), **trainer},
+            }
+        )
+    )  # fmt: skip
+    lines = ['{"text": "%s"}' % (f"words and more words {index} " * 10) for index in range(60)]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines))
+    return str(path)
+
+
+def test_the_planned_config_runs_as_it_is(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    planned = tmp_path / "planned.yaml"
+    words = ["--config", config(tmp_path, gradient_clip_val=0.5), "--budget", "4MiB", "--device", "cpu"]
+    assert main(["plan", *words, "--output", str(planned), "--explain"]) == 0
+    said = capsys.readouterr().out
+    assert "as predicted" in said
+    assert "bfloat16, Kahan, compact states" in said
+    assert f"memkit fit --config {planned}" in said
+    written = yaml.safe_load(planned.read_text())
+    assert written["trainer"]["gradient_clip_val"] == 0.5
+    names = [callback["class_path"] for callback in written["trainer"]["callbacks"]]
+    assert names[-1] == "lightning_memkit.MemoryBudget"
+    assert written["trainer"]["callbacks"][-1]["init_args"]["budget"] == "4MiB"
+    assert main(["fit", "--config", str(planned)]) == 0
+
+
+def test_the_command_says_what_is_wrong(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = config(tmp_path)
+    assert main(["plan", "--config", path, "--device", "rtx9090"]) != 0
+    assert "device='rtx9090' is unknown; known are h200" in capsys.readouterr().err
+    assert main(["plan", "--config", path, "--budget", "70KiB", "--device", "cpu"]) == 1
+    assert "Nothing fits 70.00 KiB on the CPU" in capsys.readouterr().err
