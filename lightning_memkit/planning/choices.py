@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
+from lightning_memkit.distributed.sharding import Sharding
 from lightning_memkit.prediction.devices import Device
 
-COLUMNS = ("precision", "checkpointing", "loss")
-GIVEN = "as given"
+COLUMNS = ("precision", "ranks", "checkpointing", "loss")
+GIVEN, DDP = "as given", "DDP"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,7 +61,7 @@ class Family:
         return ", ".join(choice.changes for choice in self.choices if choice.changes)
 
     def __str__(self) -> str:
-        return ", ".join(choice.name for choice in self.choices)
+        return ", ".join(choice.name for choice in self.choices if choice.name)
 
 
 def precisions(device: Device | None) -> tuple[Choice, ...]:
@@ -94,6 +95,15 @@ def precisions(device: Device | None) -> tuple[Choice, ...]:
             changes="bfloat16 arithmetic, gradients and states",
             plugins=(Part(name="PureBF16Precision", options={"compensation": "kahan", "states": "compact"}),),
         ),
+    )
+
+
+def shardings() -> tuple[Choice, ...]:
+    """How many ranks share what is trained, from what sends the least to what keeps the least."""
+    return (
+        Choice(column="ranks", name=DDP, arguments={"strategy": "ddp"}),
+        Choice(column="ranks", name="FSDP2 stage 2", arguments={"strategy": Sharding(stage=2)}),
+        Choice(column="ranks", name="FSDP2 stage 3", arguments={"strategy": Sharding(stage=3)}),
     )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import lightning_memkit
+from lightning_memkit.distributed.sharding import Sharding
 from lightning_memkit.errors import PlanError
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.planning.budget import Budget
@@ -126,6 +127,12 @@ class Plan:
         return "\n".join(line.rstrip() for line in lines)
 
     def _arguments(self, row: Row) -> dict[str, Any]:
+        if any(isinstance(choice.arguments.get("strategy"), Sharding) for choice in row.family.choices):
+            raise PlanError(
+                f"{row.family} shards the module over ranks, which no strategy here does by itself yet: write "
+                "configure_model with lightning_memkit.distributed.sharding.shard_blocks(self, "
+                'self.device_mesh["data_parallel"], Sharding(stage=...)), and train with ModelParallelStrategy.'
+            )
         arguments = {
             name: value for name, value in self.given.items() if name not in ("plugins", "callbacks")
         }

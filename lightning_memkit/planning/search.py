@@ -7,8 +7,8 @@ from itertools import groupby
 from lightning_memkit.memory.anatomy import CATEGORIES
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.planning.budget import Goal
-from lightning_memkit.planning.choices import Family
-from lightning_memkit.planning.times import Times, part_seconds, step_seconds
+from lightning_memkit.planning.choices import DDP, Family
+from lightning_memkit.planning.times import Times, part_seconds, reduced, step_seconds
 from lightning_memkit.prediction.lines import PeakLines
 from lightning_memkit.prediction.result import Prediction
 
@@ -65,6 +65,7 @@ class Problem:
 
     Attributes:
         predict: the prediction of a family at a micro-batch; raises `UnavailableError`.
+        floor: bytes that a family takes at the least, known without a prediction.
         rows: of the whole batch.
         sizes: the micro-batches that may be chosen, rising.
         usable_bytes: the most that may be taken.
@@ -74,6 +75,7 @@ class Problem:
     """
 
     predict: Callable[[Family, int], Prediction]
+    floor: Callable[[Family], int]
     rows: int
     sizes: Sequence[int]
     usable_bytes: int
@@ -91,6 +93,9 @@ class Problem:
         parts = self.parts(size)
         taken = prediction.total_bytes - self.beside_bytes
         a_part, a_step = part_seconds(prediction.work, self.times), step_seconds(prediction.work, self.times)
+        if family["ranks"].name == DDP:  # behind the last part's backward
+            sent = self.times.seconds(reduced(prediction.anatomy.largest.get("gradients", 0)))
+            a_step += max(0.0, sent - a_part)
         return Row(
             family=family,
             micro_batch_size=size,
@@ -109,8 +114,17 @@ def search(families: Sequence[Family], problem: Problem) -> tuple[tuple[Row, ...
     Returns:
         The rows, and the columns of which nothing can be chosen here, with the reason.
     """
-    left, rows, missing = list(families), [], dict[str, str]()
-    for _, group in groupby(families, key=lambda family: family["precision"].name):
+    floors = {family: problem.floor(family) for family in families}
+    within = [family for family in families if floors[family] <= problem.usable_bytes]
+    if not within:  # the least of all is predicted, to say what it takes
+        within = [min(reversed(families), key=floors.__getitem__)]
+    left, missing = list(families), dict[str, str]()
+    rows = [
+        Row(family=family, rejected=f"weights and gradients alone take {format_bytes(floors[family])}")
+        for family in families
+        if family not in within
+    ]
+    for _, group in groupby(within, key=lambda family: (family["precision"].name, family["ranks"].name)):
         rows += _of_one_precision([family for family in group if family in left], problem, missing)
         left = _without(left, missing)
     rows = [row for row in rows if row.family in left]

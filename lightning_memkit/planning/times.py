@@ -27,8 +27,10 @@ class Times(Protocol):
 
 
 def part_seconds(work: Work, times: Times) -> float:
-    """A part's forward and backward."""
-    return _sum(work.part, times)
+    """A part's forward and backward; what ranks send each other meanwhile hides behind it, or it behind that."""
+    sent = {operator: count for operator, count in work.part.items() if operator.communicates}
+    own = {operator: count for operator, count in work.part.items() if operator not in sent}
+    return max(_sum(own, times), _sum(sent, times))
 
 
 def step_seconds(work: Work, times: Times) -> float:
@@ -40,6 +42,11 @@ def _sum(operators: Mapping[Operator, float], times: Times) -> float:
     return sum(count * times.seconds(operator) for operator, count in operators.items())
 
 
+def reduced(gradient_bytes: int) -> Operator:
+    """DDP's sum of the gradients over ranks: each byte is sent about twice, whatever their number."""
+    return Operator("c10d.allreduce_.default", (), (), 0, 2 * gradient_bytes, is_16_bit=False)
+
+
 class TimesByRates:
     """The roofline: an operator computes or moves, whichever takes longer, and none takes less than its launch.
 
@@ -47,17 +54,22 @@ class TimesByRates:
 
     Args:
         device: whose rates; 60 % of its operations a second and 80 % of its bytes a second are taken as reached.
+        nodes: over which ranks are spread: the network is slower than the links within one.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, nodes: int = 1) -> None:
         self._flops = {
             True: device.flops_16 * _OF_PEAK_FLOPS,
             False: device.flops_32 * _OF_PEAK_FLOPS,
         }
         self._bytes = device.bytes_per_second * _OF_PEAK_BYTES
+        link = device.link_bytes_per_second if nodes == 1 else device.network_bytes_per_second
+        self._sent = link * _OF_PEAK_BYTES
 
     def seconds(self, operator: Operator) -> float:
         """Of one run."""
+        if operator.communicates:
+            return max(operator.moved_bytes / self._sent, _LAUNCH_SECONDS)
         computes = operator.flops / self._flops[operator.is_16_bit]
         return max(computes, operator.moved_bytes / self._bytes, _LAUNCH_SECONDS)
 
@@ -79,7 +91,7 @@ class TimesHere:
         return self._known[operator]
 
     def _measured(self, operator: Operator) -> float:
-        function = _function(operator.name)
+        function = None if operator.communicates else _function(operator.name)
         if function is None or operator.moved_bytes > _MOST_BYTES:
             return self._estimated(operator)
         try:

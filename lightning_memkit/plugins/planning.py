@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -12,6 +13,7 @@ from torch import Tensor
 
 import lightning_memkit
 from lightning_memkit.activations.checkpointing import checkpoint_modules
+from lightning_memkit.distributed.sharding import Sharding
 from lightning_memkit.errors import NoEffectWarning
 from lightning_memkit.loss.switch import use_chunked_loss
 from lightning_memkit.micro_batching import SplitError, batch_size, split_batch
@@ -26,6 +28,7 @@ from lightning_memkit.planning.choices import (
     families,
     losses,
     precisions,
+    shardings,
 )
 from lightning_memkit.planning.plan import Plan
 from lightning_memkit.planning.search import Problem, UnavailableError, search
@@ -34,6 +37,7 @@ from lightning_memkit.plugins.activation_checkpointing import ActivationCheckpoi
 from lightning_memkit.plugins.chunked_loss import ChunkedLoss
 from lightning_memkit.plugins.memory_budget import MemoryBudget
 from lightning_memkit.plugins.prediction import predict_memory
+from lightning_memkit.prediction.closed_form import ParameterCounts
 from lightning_memkit.prediction.result import Prediction
 
 
@@ -46,10 +50,11 @@ def plan(
 ) -> Plan:
     """The fastest configuration that fits a budget, and all others with the reason against them; nothing is allocated.
 
-    Precision, compensation, activation checkpointing, the loss and the micro-batch are enumerated, each predicted as
-    `predict_memory` does it, some seconds a prediction. What fits is ranked by the time of its operators: on this
-    machine's CPU they are measured one by one, for a GPU they follow from its rates. What is given in `trainer` is
-    kept: a precision, a plugin or a callback of a kind leaves nothing of that kind to choose.
+    Precision, compensation, activation checkpointing, the loss, the micro-batch and, where `devices` are several, DDP
+    and FSDP2 are enumerated. Each is predicted as `predict_memory` does it, some seconds a prediction, unless its
+    weights and gradients alone are too much. What fits is ranked by the time of its operators: on this machine's CPU
+    they are measured one by one, for a GPU they follow from its rates. What is given in `trainer` is kept: a
+    precision, a strategy, a plugin or a callback of a kind leaves nothing of that kind to choose.
 
     Args:
         module: a LightningModule, or a function without arguments that builds one.
@@ -72,6 +77,8 @@ def plan(
         "checkpointing": checkpointings(),
         "loss": losses(),
     }
+    ranks, nodes = _ranks(given)
+    columns["ranks"] = shardings() if ranks > 1 else (Choice(column="ranks", name=""),)
     columns.update({name: (Choice(column=name, name=GIVEN),) for name in _given_columns(given)})
     rows, sizes, notes = _sizes(batch, given)
     chosen = [family for family in families(columns) if budget.goal != "exact" or not family.changes]
@@ -82,12 +89,22 @@ def plan(
         sizes=sizes,
         usable_bytes=budget.usable_bytes(),
         beside_bytes=0 if device is None else device.context_bytes,
-        times=TimesHere() if device is None else TimesByRates(device),
+        floor=_Floor(module, ranks),
+        times=TimesHere() if device is None else TimesByRates(device, nodes),
         goal=budget.goal,
     )
     found, missing = search(chosen, problem)
     notes += [f"No choice of {column} here: {reason}" for column, reason in missing.items()]
     return Plan(budget=budget, rows=found, rows_of_batch=rows, given=given, notes=tuple(notes))
+
+
+def _ranks(given: Mapping[str, Any]) -> tuple[int, int]:
+    """How many ranks will train, and on how many nodes."""
+    devices, nodes = given.get("devices"), int(given.get("num_nodes") or 1)
+    if isinstance(devices, (list, tuple)):
+        return len(devices) * nodes, nodes
+    counted = str(devices) if devices is not None else ""
+    return (int(counted) if counted.isdecimal() else 1) * nodes, nodes
 
 
 def _given_columns(given: Mapping[str, Any]) -> list[str]:
@@ -96,6 +113,8 @@ def _given_columns(given: Mapping[str, Any]) -> list[str]:
     found = []
     if given.get("precision") is not None or any(isinstance(one, (Precision, str)) for one in plugins):
         found.append("precision")
+    if given.get("strategy") not in (None, "auto"):
+        found.append("ranks")
     if any(isinstance(one, ActivationCheckpointing) for one in callbacks):
         found.append("checkpointing")
     if any(isinstance(one, ChunkedLoss) for one in callbacks):
@@ -117,6 +136,32 @@ def _sizes(batch: Any, given: Mapping[str, Any]) -> tuple[int, tuple[int, ...], 
                 ["The micro-batch is the MemoryBudget's."],
             )
     return rows, tuple(sorted({-(-rows // parts) for parts in range(1, rows + 1)})), []
+
+
+class _Floor:
+    """What weights and gradients take on a rank, whatever else is chosen: a bound that needs no prediction."""
+
+    def __init__(self, module: Any, ranks: int) -> None:
+        if not isinstance(module, LightningModule):
+            with warnings.catch_warnings(), torch.device("meta"):
+                warnings.simplefilter("ignore")
+                try:
+                    module = module()
+                except Exception:  # what can't be built without memory is told by the prediction
+                    module = torch.nn.Module()
+        self._counts, self._ranks = ParameterCounts.of(module), ranks
+
+    def __call__(self, family: Family) -> int:
+        """Bytes of a rank."""
+        is_16_bit = any(part.name == "PureBF16Precision" for part in family["precision"].plugins)
+        if family["precision"].name == GIVEN:
+            return 0
+        each = 2 if is_16_bit else 4
+        strategy = family["ranks"].arguments.get("strategy")
+        shared = self._ranks if isinstance(strategy, Sharding) else 1
+        weights = each * (self._counts.trained + self._counts.frozen)
+        kept = weights if isinstance(strategy, Sharding) and strategy.stage == 2 else weights // shared
+        return kept + each * self._counts.trained // shared
 
 
 class _Parts:

@@ -1,6 +1,7 @@
 """Devices that training is predicted for, described by their makers' data sheets."""
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from lightning_memkit.memory.units import format_bytes, parse_bytes
 
@@ -23,6 +24,8 @@ class Device:
         flops_32: The same in float32, without TF32.
         bytes_per_second: Of the device's memory.
         host_bytes_per_second: Of copies to and from pinned host memory.
+        link_bytes_per_second: To the other devices of its node, in one direction.
+        network_bytes_per_second: To those of other nodes.
         has_bfloat16: Whether matrix products know bfloat16.
 
     Raises:
@@ -37,6 +40,8 @@ class Device:
     flops_32: float
     bytes_per_second: float
     host_bytes_per_second: float = 25e9
+    link_bytes_per_second: float = 25e9
+    network_bytes_per_second: float = 12.5e9
     has_bfloat16: bool = True
 
     def __post_init__(self) -> None:
@@ -57,26 +62,28 @@ class Device:
 
 
 # Memory: what nvidia-smi reports. The matrix library's workspace is torch's default: 8,320 KiB, from Hopper on 32 MiB.
-_HOPPER = {"flops_16": 989e12, "flops_32": 67e12, "library_bytes": 32 * _MIB, "host_bytes_per_second": 50e9}
+# Links: NVLink, else PCIe; a network of 400 Gbit/s a device in what is built for clusters, else of 100.
+_HOPPER: dict[str, Any] = {
+    "flops_16": 989e12,
+    "flops_32": 67e12,
+    "library_bytes": 32 * _MIB,
+    "host_bytes_per_second": 50e9,
+    "link_bytes_per_second": 450e9,
+    "network_bytes_per_second": 50e9,
+}
+_AMPERE: dict[str, Any] = {
+    "flops_16": 312e12,
+    "flops_32": 19.5e12,
+    "link_bytes_per_second": 300e9,
+    "network_bytes_per_second": 50e9,
+}
 DEVICES = {
     device.name: device
     for device in (
         Device(name="h200", memory_bytes=143_771 * _MIB, bytes_per_second=4.8e12, **_HOPPER),
         Device(name="h100-80gb", memory_bytes=81_559 * _MIB, bytes_per_second=3.35e12, **_HOPPER),
-        Device(
-            name="a100-80gb",
-            memory_bytes=81_920 * _MIB,
-            flops_16=312e12,
-            flops_32=19.5e12,
-            bytes_per_second=2.039e12,
-        ),
-        Device(
-            name="a100-40gb",
-            memory_bytes=40_960 * _MIB,
-            flops_16=312e12,
-            flops_32=19.5e12,
-            bytes_per_second=1.555e12,
-        ),
+        Device(name="a100-80gb", memory_bytes=81_920 * _MIB, bytes_per_second=2.039e12, **_AMPERE),
+        Device(name="a100-40gb", memory_bytes=40_960 * _MIB, bytes_per_second=1.555e12, **_AMPERE),
         Device(
             name="rtx4090",
             memory_bytes=24_564 * _MIB,
@@ -98,6 +105,7 @@ DEVICES = {
             flops_32=8.1e12,
             bytes_per_second=320e9,
             host_bytes_per_second=12e9,
+            link_bytes_per_second=12e9,
             has_bfloat16=False,
         ),
     )

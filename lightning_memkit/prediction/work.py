@@ -13,6 +13,7 @@ _aten = torch.ops.aten
 _FLASH_ON_CPU = _aten._scaled_dot_product_flash_attention_for_cpu
 _FLASH_BACKWARD_ON_CPU = _aten._scaled_dot_product_flash_attention_for_cpu_backward
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+COMMUNICATION = ("c10d", "_c10d_functional")  # namespaces
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,11 @@ class Operator:
     flops: int
     moved_bytes: int
     is_16_bit: bool
+
+    @property
+    def communicates(self) -> bool:
+        """Whether it moves its bytes between ranks."""
+        return self.name.partition(".")[0] in COMMUNICATION
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +118,7 @@ def _operator(
     """None for what only makes a view."""
     operands, results = list(_tensors(args)), list(_tensors(out))
     operands += _tensors(kwargs)
-    is_written = func._schema.is_mutable
+    is_written = func._schema.is_mutable or func.namespace in COMMUNICATION
     if not (operands or results) or (not is_written and results and _is_view(operands, results)):
         return None
     moved = sum(_spanned_bytes(tensor) for tensor in (*operands, *results))

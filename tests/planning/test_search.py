@@ -62,6 +62,7 @@ class Formula:
 def problem(formula: Formula, usable: int, goal: Any = "speed") -> Problem:
     return Problem(
         predict=formula,
+        floor=lambda family: 0,
         rows=SIZES[-1],
         sizes=SIZES,
         usable_bytes=usable,
@@ -72,7 +73,13 @@ def problem(formula: Formula, usable: int, goal: Any = "speed") -> Problem:
 
 
 def all_families(**columns: tuple[Choice, ...]) -> list[Family]:
-    found = {"precision": precisions(None), "checkpointing": checkpointings(), "loss": losses(), **columns}
+    found = {
+        "precision": precisions(None),
+        "ranks": (Choice(column="ranks", name=""),),
+        "checkpointing": checkpointings(),
+        "loss": losses(),
+        **columns,
+    }
     return list(families(found))
 
 
