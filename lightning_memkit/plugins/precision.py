@@ -51,8 +51,8 @@ class PureBF16Precision(Precision):
             parameter with compensation); ``"exact"`` keeps them in float32 (14 bytes).
         grad_dtype: ``"auto"`` accumulates gradients in float32 (2 bytes a parameter more) where an optimizer
             step has more than one part or batch, and in bfloat16 otherwise. DDP by itself can't reduce float32
-            gradients of bfloat16 weights: there "auto" warns and "float32" is refused at setup, unless
-            `MemoryBudget` averages gradients after the backward (``recover=True``).
+            gradients of bfloat16 weights, nor can FSDP2: there "auto" warns and "float32" is refused at setup,
+            unless `MemoryBudget` averages DDP's gradients after the backward (``recover=True``).
         fp32_exceptions: Glob patterns of module, parameter, buffer or class names to keep in float32.
 
     Raises:
@@ -323,6 +323,8 @@ def _why_no_float32_gradients(model: nn.Module) -> str | None:
         trainer is not None and averages_after_backward(trainer, model)
     ):
         return "DistributedDataParallel reduces gradients of the weights' dtype only"
+    if any(hasattr(parameter, "placements") for parameter in model.parameters()):
+        return "FSDP2 gives gradients of the weights' dtype only"
     return None
 
 
