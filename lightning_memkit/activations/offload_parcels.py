@@ -52,6 +52,11 @@ class Parcel:
         self._copied = lane.outward.record_event()
 
     @property
+    def device(self) -> torch.device:
+        """Where it comes from and goes back to."""
+        return self._lane.device
+
+    @property
     def _host(self) -> Tensor:
         return self._buffer.bytes[: self.nbytes]
 

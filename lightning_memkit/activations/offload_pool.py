@@ -82,7 +82,7 @@ class HostPool:
         self._drop_idle(max(*self._most_used, self.used_bytes + size) - size)
         self._drop_idle(self.limit_bytes - size)
         try:
-            data = torch.empty(size, dtype=torch.uint8, pin_memory=self.pin_memory)
+            data = _host_room(size, self.pin_memory)
         except RuntimeError:  # no host memory, or none that may be page-locked
             return None
         self.held_bytes += size
@@ -94,6 +94,10 @@ class HostPool:
             if buffer.free_after is not None:
                 buffer.free_after.synchronize()
             self.held_bytes -= buffer.bytes.nbytes
+
+
+def _host_room(size: int, pin_memory: bool) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, pin_memory=pin_memory)
 
 
 def _rounded(size: int) -> int:

@@ -24,6 +24,7 @@ from lightning_memkit.errors import NoEffectWarning
 from lightning_memkit.memory.units import format_bytes
 
 _HOST_MEMORY = ("cpu", "mps", "meta")  # Apple's GPU computes in the host's memory
+_MOVABLE: tuple[type, ...] = (Tensor, nn.Parameter)  # wrappers have storages elsewhere
 _LARGEST_SHARE = 8  # a view of less than an eighth of its storage stays: the storage would travel whole
 _RECENT = 3  # visits whose tensors stay on the device while a backward that keeps its graph goes on
 
@@ -181,7 +182,7 @@ class Traffic:
         )
 
     def _may_move(self, tensor: Tensor) -> bool:
-        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        if type(tensor) not in _MOVABLE or tensor.layout is not torch.strided:
             return False
         size = tensor.untyped_storage().nbytes()
         if size < self._min_bytes or size > _LARGEST_SHARE * tensor.nbytes:
@@ -232,7 +233,7 @@ class Traffic:
             storage = saved.parcel.storage()
             if saved.parcel.modified:
                 raise _modified(saved.size)
-            empty = torch.empty(0, dtype=saved.dtype, device=storage.device)
+            empty = torch.empty(0, dtype=saved.dtype, device=saved.parcel.device)
             return empty.set_(storage, saved.offset, saved.size, saved.stride)  # pyright: ignore[reportArgumentType]
 
     def _arrive(self, visit: _Visit) -> None:

@@ -29,7 +29,7 @@ from lightning_memkit.optim.methods import (
 )
 from lightning_memkit.optim.pieces import slots
 from lightning_memkit.optim.shadow import ShadowEngine
-from lightning_memkit.optim.state_home import HOME, StateHome, has_own_memory, mapped, tensors_of
+from lightning_memkit.optim.state_home import HOME, StateHome, has_own_memory, is_at_home, mapped, tensors_of
 
 BUCKET_BYTES = 64 << 20
 _MARK = "_memkit_offload"
@@ -66,7 +66,7 @@ class StateOffload:
             for slot in slots(self.optimizer)
             if has_own_memory(slot.parameter) and slot.parameter in self.optimizer.state
             for tensor in tensors_of(self.optimizer.state[slot.parameter])
-            if tensor.device.type == "cpu"
+            if is_at_home(tensor)
         )
 
     def undo(self, *, move: bool = True) -> None:

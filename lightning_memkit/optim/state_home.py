@@ -31,6 +31,19 @@ def has_own_memory(parameter: Tensor) -> bool:
     return parameter.device.type not in _HOST_MEMORY
 
 
+def is_at_home(state: Tensor) -> bool:
+    """Whether a state is in host memory."""
+    return state.device.type == "cpu"
+
+
+def _host_room(like: Tensor, pin_memory: bool) -> Tensor:
+    return torch.empty_like(like, device="cpu", pin_memory=pin_memory)
+
+
+def _current_stream(device: torch.device) -> torch.Stream:
+    return torch.accelerator.current_stream(device)
+
+
 def home_of(optimizer: Optimizer) -> "StateHome | None":
     """Where an optimizer's states live between steps; None is beside their parameters."""
     return optimizer.__dict__.get(HOME)
@@ -116,7 +129,7 @@ class StateHome:
         pairs: list[tuple[Tensor, Tensor]] = []
 
         def seat(tensor: Tensor) -> Tensor:
-            if tensor.device.type != "cpu":  # not home yet: a state that was loaded or restored past us
+            if not is_at_home(tensor):  # not home yet: a state that was loaded or restored past us
                 return tensor
             pairs.append((torch.empty_like(tensor, device=device), tensor))
             return pairs[-1][0]
@@ -127,14 +140,14 @@ class StateHome:
             if slot.parameter in optimizer.state
         }
         # The seats' memory belongs to the current stream, which may still work on what was there before.
-        inward.wait_stream(torch.accelerator.current_stream(device))
+        inward.wait_stream(_current_stream(device))
         with inward:
             for there, here in pairs:
                 there.copy_(here, non_blocking=True)
         return _Visitors(bucket, device, states, inward.record_event())
 
     def _step(self, optimizer: Optimizer, here: "_Visitors", advance: Advance) -> None:
-        current = torch.accelerator.current_stream(here.device)
+        current = _current_stream(here.device)
         current.wait_event(here.arrived)
         homes = {parameter: dict(optimizer.state[parameter]) for parameter in here.states}
         for parameter, state in here.states.items():
@@ -154,15 +167,15 @@ class StateHome:
     ) -> None:
         """Start the copies of a bucket's stepped states to the host."""
         _, outward = self._streams_of(here.device)
-        outward.wait_stream(torch.accelerator.current_stream(here.device))
+        outward.wait_stream(_current_stream(here.device))
         leaving: list[Tensor] = []
 
         def leave(tensor: Tensor, home: Any) -> Tensor:
-            if tensor.device.type == "cpu":
+            if is_at_home(tensor):
                 return tensor
             fits = (
                 isinstance(home, Tensor) and home.shape == tensor.shape and home.dtype == tensor.dtype
-            ) and home.device.type == "cpu"
+            ) and is_at_home(home)
             leaving.append(tensor)
             return (home if fits else self._room_for(tensor)).copy_(tensor, non_blocking=True)
 
@@ -177,7 +190,7 @@ class StateHome:
 
     def _room_for(self, tensor: Tensor) -> Tensor:
         try:
-            return torch.empty_like(tensor, device="cpu", pin_memory=self.pin_memory)
+            return _host_room(tensor, self.pin_memory)
         except RuntimeError as error:
             if not self.pin_memory:
                 raise

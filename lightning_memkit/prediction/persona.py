@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_memkit.optim import pieces
 from lightning_memkit.optim.fused import reference
+from lightning_memkit.prediction.replaced import replaced
 
 _aten = torch.ops.aten
 _IN_16_BITS = (torch.bfloat16, torch.float16)
@@ -158,11 +159,12 @@ def _lists_by_default() -> Iterator[None]:
 
 @contextmanager
 def _in_large_pieces() -> Iterator[None]:
-    """Compensated steps take pieces as large as an accelerator's, not those that fit a CPU's cache."""
+    """Compensated steps take pieces as large as an accelerator's, each in memory of its own."""
     before = pieces.PIECE_ELEMENTS_CPU, reference.PIECE_ELEMENTS_CPU
     pieces.PIECE_ELEMENTS_CPU = pieces.PIECE_ELEMENTS_ACCELERATOR
     reference.PIECE_ELEMENTS_CPU = reference.PIECE_ELEMENTS_ACCELERATOR
     try:
-        yield
+        with replaced(pieces.Scratch, begin_bucket=lambda scratch, bucket: None):
+            yield
     finally:
         pieces.PIECE_ELEMENTS_CPU, reference.PIECE_ELEMENTS_CPU = before

@@ -27,6 +27,7 @@ from typing_extensions import Self
 from lightning_memkit.errors import PredictionError
 from lightning_memkit.memory.meter import tensors_in, unmetered
 from lightning_memkit.prediction.devices import Device
+from lightning_memkit.prediction.replaced import replaced
 from lightning_memkit.prediction.result import Prediction
 from lightning_memkit.prediction.simulation import Simulation
 
@@ -135,19 +136,6 @@ def _process_group(ranks: int) -> Iterator[None]:
 
 
 @contextmanager
-def _replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Attributes of a module or class for a while; those that this torch lacks are left out."""
-    before = {name: getattr(owner, name) for name in values if hasattr(owner, name)}
-    for name in before:
-        setattr(owner, name, values[name])
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
-
-
-@contextmanager
 def _objects_stay_here() -> Iterator[None]:
     """Collectives of Python objects give every rank this one's: pickled bytes have no values on fake tensors."""
 
@@ -161,7 +149,7 @@ def _objects_stay_here() -> Iterator[None]:
     def nothing(*_: Any, **__: Any) -> None:
         return None
 
-    with _replaced(
+    with replaced(
         distributed,
         broadcast_object_list=nothing,
         barrier=nothing,
@@ -193,7 +181,7 @@ def _meshes_of_integers(simulation: Simulation) -> Iterator[None]:
     # DTensor tells a result's shape by the operator on whole tensors of its own, which no rank has.
     tell = "_propagate_tensor_meta_non_cached"
     shapes = {tell: unwatched(getattr(ShardingPropagator, tell))} if hasattr(ShardingPropagator, tell) else {}
-    with _replaced(DeviceMesh, **methods), _replaced(ShardingPropagator, **shapes):
+    with replaced(DeviceMesh, **methods), replaced(ShardingPropagator, **shapes):
         yield
 
 
@@ -232,7 +220,7 @@ def _fsdp_buffers_named(simulation: RankSimulation) -> Iterator[None]:
             return plain_reduce(params, gradients, *args, **kwargs)
 
     plain_reduce: Any = groups.foreach_reduce
-    with _replaced(
+    with replaced(
         groups,
         foreach_all_gather=named(groups.foreach_all_gather),
         foreach_all_gather_copy_out=named(groups.foreach_all_gather_copy_out),
@@ -257,7 +245,7 @@ def _largest_share_first() -> Iterator[None]:
             shares.sort(key=_bytes_of, reverse=True)
         return shares
 
-    with _replaced(zero, _partition_parameters=partition):
+    with replaced(zero, _partition_parameters=partition):
         yield
 
 

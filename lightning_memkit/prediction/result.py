@@ -25,6 +25,8 @@ class Prediction:
         reserved_bytes: on a GPU, what the caching allocator would reserve for these tensors; the context and the
             matrix library (`anatomy.fixed_bytes`) lie beside it. On the CPU 0.
         expandable_bytes: the same with ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``.
+        host_bytes: what offloads to a GPU's host take of its memory at most, pinned unless they are told otherwise;
+            torch's allocator of pinned memory rounds each buffer up to a power of two.
         timeline: bytes alive at each operator of the steps, what it needs within included.
         work: what the operators of a part and of an optimizer step compute and move.
     """
@@ -39,6 +41,7 @@ class Prediction:
     ranks: int = 1
     reserved_bytes: int = 0
     expandable_bytes: int = 0
+    host_bytes: int = 0
     timeline: tuple[int, ...] = field(default=(), repr=False)
     work: Work = field(default_factory=Work, repr=False)
 
@@ -72,6 +75,8 @@ class Prediction:
                 f"Reserved: {format_bytes(self.reserved_bytes)} ({format_bytes(self.expandable_bytes)} with "
                 f"expandable segments), beside {format_bytes(anatomy.fixed_bytes)} of context and library"
             )
+        if self.host_bytes:
+            lines.append(f"Host: {format_bytes(self.host_bytes)} of what is offloaded")
         largest = [f"{name or '(no module)'} {format_bytes(size)}" for name, size in self.saved.items()]
         if largest:
             lines.append("Saved by: " + ", ".join(largest[:_SHOWN]))

@@ -18,19 +18,17 @@ from typing_extensions import Self
 
 from lightning_memkit.memory.anatomy import AnatomyMeter
 from lightning_memkit.memory.meter import Category, Phase, tensors_in
-from lightning_memkit.optim import blocks, kahan, native, split
 from lightning_memkit.optim.modes import LOW_STATES
 from lightning_memkit.prediction.caching_allocator import replay
 from lightning_memkit.prediction.devices import Device
 from lightning_memkit.prediction.fakes import Fakes, casts_in_place, fake_in_place
+from lightning_memkit.prediction.host_memory import HostMemory, offloads
 from lightning_memkit.prediction.known_values import KnownValues
+from lightning_memkit.prediction.own_kernels import without_kernels
 from lightning_memkit.prediction.persona import as_on_cuda
 from lightning_memkit.prediction.result import Prediction
 from lightning_memkit.prediction.work import WorkLog
 from lightning_memkit.prediction.workspaces import Workspaces
-
-# Of native.cpp's struct `Operand`, and what a fused step moves with two moments and a low half.
-_ELEMENTS_FIELD, _BYTES_A_STEP = 6, 18
 
 
 class Simulation(AnatomyMeter):
@@ -52,6 +50,7 @@ class Simulation(AnatomyMeter):
         self.values = KnownValues(self._constant)
         self.workspaces = Workspaces()
         self.work = WorkLog()
+        self.host = HostMemory()
         self._parts = 0  # of the step under way
         self._has_stepped = False
         self.phase_peaks: dict[Phase, int] = {}
@@ -66,10 +65,14 @@ class Simulation(AnatomyMeter):
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            stack.enter_context(_without_kernels(self.work))
+            stack.enter_context(without_kernels(self.work))
             stack.enter_context(casts_in_place())
             stack.enter_context(_unrecognised())
-            stack.enter_context(self._counted_random_states() if self._device is None else as_on_cuda())
+            if self._device is None:
+                stack.enter_context(self._counted_random_states())
+            else:
+                stack.enter_context(as_on_cuda())
+                stack.enter_context(offloads(self.host, self, self.values.assumed))
             stack.enter_context(self.fakes.mode)
             for handle in self._hooks():
                 stack.callback(handle.remove)
@@ -101,7 +104,7 @@ class Simulation(AnatomyMeter):
             self._has_stepped, self._parts = False, 0
             self.work.forget()
         self._parts += 1
-        self.track([self._twin(tensor, "inputs") for tensor in batch], "inputs")
+        self.track([self.twin(tensor, "inputs") for tensor in batch], "inputs")
         self.phase = "forward"
 
     def begin_optimizer(self) -> None:
@@ -147,6 +150,7 @@ class Simulation(AnatomyMeter):
             work=self.work.work(self._parts),
             device="cpu" if device is None else device.name,
             reserved_bytes=0 if device is None else replay(self.records).reserved_bytes,
+            host_bytes=self.host.peak_bytes,
             expandable_bytes=0 if device is None else replay(self.records, expandable=True).reserved_bytes,
         )
 
@@ -164,6 +168,22 @@ class Simulation(AnatomyMeter):
             self._reach(self.live_bytes + workspace)
         self.work.note(func, args, kwargs or {}, out, of_optimizer=self.phase == "optimizer")
         return out
+
+    def _add(self, storage: torch.UntypedStorage, category: Category | None) -> None:
+        if not self.host.takes(storage):
+            super()._add(storage, category)
+
+    def marking(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, whose allocations are saved activations whenever they are made."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            before, self.category = self.category, "saved_activations"
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.category = before
+
+        return run
 
     def _reach(self, live_bytes: int) -> None:
         self._timeline.append(live_bytes)
@@ -209,7 +229,7 @@ class Simulation(AnatomyMeter):
         def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if not self._names:  # no module was named: the optimizer knows the weights
                 parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-                self.track([self._twin(parameter) for parameter in parameters], "weights")
+                self.track([self.twin(parameter) for parameter in parameters], "weights")
                 self._parameters = [lambda: parameters]
             self._has_stepped = True
             if self.phase in ("forward", "backward") and torch._C._current_graph_task_id() == -1:
@@ -248,13 +268,14 @@ class Simulation(AnatomyMeter):
 
     def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if any(not isinstance(tensor, FakeTensor) for tensor in tensors_in([*args, *kwargs.values()])):
-            args, kwargs = tree_map_only(Tensor, self._twin, (tuple(args), kwargs))
+            args, kwargs = tree_map_only(Tensor, self.twin, (tuple(args), kwargs))
         if func.overloadpacket is torch.ops.aten.set_:
             with self.fakes.uncached():
                 return self.values.run(func, args, kwargs)
         return self.values.run(func, args, kwargs)
 
-    def _twin(self, real: Tensor, category: Category = "other") -> Tensor:
+    def twin(self, real: Tensor, category: Category = "other") -> Tensor:
+        """The fake tensor that stands for a real one while that lives; it counts, as of a category."""
         if isinstance(real, FakeTensor):
             return real
         twin = self.fakes.known_twin(real)
@@ -270,47 +291,6 @@ class Simulation(AnatomyMeter):
         twin = self.fakes.twin(real)
         self.values.know(twin, real)
         return twin
-
-
-@contextmanager
-def _without_kernels(work: WorkLog) -> Iterator[None]:
-    """Within it memkit's own kernels, which write through addresses, only note what they would move."""
-
-    def step(kind: Any, numbers: Any, operands: list[int], count: int, tile: Tensor) -> None:
-        fields = len(operands) // max(1, count)
-        elements = sum(operands[_ELEMENTS_FIELD::fields])
-        work.note_kernel("memkit.step", elements * _BYTES_A_STEP)
-
-    def walk(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        yield from _two_blocks(work, *tensors)
-
-    kernels, address, plain_step, plain_walk = native._kernels, native.address, native.step, blocks.blocks
-    native._kernels, native.address = (lambda: _Nothing), (lambda tensor: 0)  # pyright: ignore
-    native.step = step
-    kahan.blocks = split.blocks = walk
-    try:
-        yield
-    finally:
-        native._kernels, native.address, native.step = kernels, address, plain_step
-        kahan.blocks = split.blocks = plain_walk
-
-
-class _Nothing:
-    memkit_widen = memkit_narrow = staticmethod(lambda *_: None)
-
-
-def _two_blocks(work: WorkLog, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The first and the last: there is nothing to write, and one block takes what another takes."""
-    flat = blocks.flat_views(*tensors)
-    if flat is None or tensors[0].numel() <= 2 * blocks.BLOCK_ELEMENTS:
-        yield from blocks.blocks(*tensors)
-        return
-    before, work.weight = work.weight, tensors[0].numel() / (2 * blocks.BLOCK_ELEMENTS)
-    try:
-        for part in (slice(None, blocks.BLOCK_ELEMENTS), slice(-blocks.BLOCK_ELEMENTS, None)):
-            yield tuple(tensor[part] for tensor in flat)
-    finally:
-        work.weight = before
 
 
 @contextmanager

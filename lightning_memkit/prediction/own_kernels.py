@@ -1,0 +1,54 @@
+"""memkit's own kernels on tensors without memory."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from lightning_memkit.optim import blocks, kahan, native, split
+from lightning_memkit.prediction.work import WorkLog
+
+# Of native.cpp's struct `Operand`, and what a fused step moves with two moments and a low half.
+_ELEMENTS_FIELD, _BYTES_A_STEP = 6, 18
+
+
+@contextmanager
+def without_kernels(work: WorkLog) -> Iterator[None]:
+    """Within it memkit's own kernels, which write through addresses, only note what they would move."""
+
+    def step(kind: Any, numbers: Any, operands: list[int], count: int, tile: Tensor) -> None:
+        fields = len(operands) // max(1, count)
+        elements = sum(operands[_ELEMENTS_FIELD::fields])
+        work.note_kernel("memkit.step", elements * _BYTES_A_STEP)
+
+    def walk(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        yield from _two_blocks(work, *tensors)
+
+    kernels, address, plain_step, plain_walk = native._kernels, native.address, native.step, blocks.blocks
+    native._kernels, native.address = (lambda: _Nothing), (lambda tensor: 0)  # pyright: ignore
+    native.step = step
+    kahan.blocks = split.blocks = walk
+    try:
+        yield
+    finally:
+        native._kernels, native.address, native.step = kernels, address, plain_step
+        kahan.blocks = split.blocks = plain_walk
+
+
+class _Nothing:
+    memkit_widen = memkit_narrow = staticmethod(lambda *_: None)
+
+
+def _two_blocks(work: WorkLog, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The first and the last: there is nothing to write, and one block takes what another takes."""
+    flat = blocks.flat_views(*tensors)
+    if flat is None or tensors[0].numel() <= 2 * blocks.BLOCK_ELEMENTS:
+        yield from blocks.blocks(*tensors)
+        return
+    before, work.weight = work.weight, tensors[0].numel() / (2 * blocks.BLOCK_ELEMENTS)
+    try:
+        for part in (slice(None, blocks.BLOCK_ELEMENTS), slice(-blocks.BLOCK_ELEMENTS, None)):
+            yield tuple(tensor[part] for tensor in flat)
+    finally:
+        work.weight = before
