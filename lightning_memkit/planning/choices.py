@@ -10,6 +10,16 @@ from lightning_memkit.prediction.devices import Device
 
 COLUMNS = ("precision", "ranks", "checkpointing", "loss")
 GIVEN, DDP = "as given", "DDP"
+_STAGE_2, _STAGE_3 = "FSDP2 stage 2", "FSDP2 stage 3"
+# What does all that a choice does, and more.
+_HEAVIER = {
+    "none": ("selective", "every:2", "full"),
+    "selective": ("full",),
+    "every:2": ("full",),
+    "own": ("chunked",),
+    DDP: (_STAGE_2, _STAGE_3),
+    _STAGE_2: (_STAGE_3,),
+}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -102,8 +112,8 @@ def shardings() -> tuple[Choice, ...]:
     """How many ranks share what is trained, from what sends the least to what keeps the least."""
     return (
         Choice(column="ranks", name=DDP, arguments={"strategy": "ddp"}),
-        Choice(column="ranks", name="FSDP2 stage 2", arguments={"strategy": Sharding(stage=2)}),
-        Choice(column="ranks", name="FSDP2 stage 3", arguments={"strategy": Sharding(stage=3)}),
+        Choice(column="ranks", name=_STAGE_2, arguments={"strategy": Sharding(stage=2)}),
+        Choice(column="ranks", name=_STAGE_3, arguments={"strategy": Sharding(stage=3)}),
     )
 
 
@@ -133,3 +143,11 @@ def families(columns: Mapping[str, tuple[Choice, ...]]) -> Iterator[Family]:
     """All combinations; within a precision from the one that computes the least to the one that keeps the least."""
     for chosen in product(*(columns[column] for column in COLUMNS)):
         yield Family(chosen)
+
+
+def is_lighter(one: Family, other: Family) -> bool:
+    """Whether one computes and sends nothing that the other does not, of the same precision."""
+    if one["precision"] is not other["precision"]:
+        return False
+    pairs = [(one[column].name, other[column].name) for column in COLUMNS]
+    return all(first == second or second in _HEAVIER.get(first, ()) for first, second in pairs)

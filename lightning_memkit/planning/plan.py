@@ -14,6 +14,7 @@ from lightning_memkit.planning.choices import Part
 from lightning_memkit.planning.search import Row
 
 _MIB = 1 << 20
+_NAMED_TOGETHER = 4  # configurations of one precision with one reason
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,11 +171,17 @@ def _by_reason(rows: list[Row]) -> dict[str, str]:
 
 
 def _together(rows: list[Row]) -> str:
-    if len(rows) == 1:
-        return str(rows[0].family)
-    precision = rows[0].family.choices[0].name
-    others = (", ".join(choice.name for choice in row.family.choices[1:]) for row in rows)
-    return f"{precision} with {'; '.join(others)}"
+    """Precision by precision; the other choices where they are few."""
+    said: dict[str, list[str]] = {}
+    for row in rows:
+        precision, *others = row.family.choices
+        said.setdefault(precision.name, []).append(", ".join(choice.name for choice in others if choice.name))
+    return "; ".join(
+        f"{precision}, {' | '.join(others)}"
+        if len(others) <= _NAMED_TOGETHER
+        else f"{precision}, all {len(others)}"
+        for precision, others in said.items()
+    )
 
 
 def _aligned(table: list[tuple[str, ...]]) -> Iterator[str]:

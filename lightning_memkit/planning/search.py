@@ -7,7 +7,7 @@ from itertools import groupby
 from lightning_memkit.memory.anatomy import CATEGORIES
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.planning.budget import Goal
-from lightning_memkit.planning.choices import DDP, Family
+from lightning_memkit.planning.choices import DDP, Family, is_lighter
 from lightning_memkit.planning.times import Times, part_seconds, reduced, step_seconds
 from lightning_memkit.prediction.lines import PeakLines
 from lightning_memkit.prediction.result import Prediction
@@ -15,6 +15,7 @@ from lightning_memkit.prediction.result import Prediction
 _MOST_TRIES = 5  # to confirm a micro-batch; the first is as a rule the last
 _FEW_ROWS = (2, 4)  # of the predictions that lines go through
 _WHOLE_BATCH = 0.8
+_LITTLE = 0.02  # of a step's time
 _NAMED = 4  # categories in a reason
 
 
@@ -40,6 +41,7 @@ class Row:
         taken_bytes: of the device; 0 where nothing was predicted.
         seconds: of an optimizer step, predicted; of the right order, and comparable among rows.
         rejected: why it is not to be had; empty where it fits.
+        gain: the share of its time that fewer, larger parts could save at most.
         exact: whether this micro-batch was predicted; else it is estimated from the predictions of smaller ones.
         prediction: of this micro-batch, or of the largest that was predicted.
     """
@@ -50,6 +52,7 @@ class Row:
     taken_bytes: int = 0
     seconds: float = 0.0
     rejected: str = ""
+    gain: float = 1.0
     exact: bool = True
     prediction: Prediction | None = field(default=None, repr=False, compare=False)
 
@@ -118,14 +121,15 @@ def search(families: Sequence[Family], problem: Problem) -> tuple[tuple[Row, ...
     within = [family for family in families if floors[family] <= problem.usable_bytes]
     if not within:  # the least of all is predicted, to say what it takes
         within = [min(reversed(families), key=floors.__getitem__)]
-    left, missing = list(families), dict[str, str]()
+    left, missing, found = list(families), dict[str, str](), list[Row]()
     rows = [
         Row(family=family, rejected=f"weights and gradients alone take {format_bytes(floors[family])}")
         for family in families
         if family not in within
     ]
     for _, group in groupby(within, key=lambda family: (family["precision"].name, family["ranks"].name)):
-        rows += _of_one_precision([family for family in group if family in left], problem, missing)
+        inner = [family for family in group if family in left]
+        rows += _of_one_precision(inner, problem, missing, found)
         left = _without(left, missing)
     rows = [row for row in rows if row.family in left]
     rows.sort(key=lambda row: _rank(row, problem.goal))
@@ -150,7 +154,9 @@ def _without(families: Sequence[Family], missing: Mapping[str, str]) -> list[Fam
     return [family for family in families if not any(family[column].callbacks for column in missing)]
 
 
-def _of_one_precision(families: list[Family], problem: Problem, missing: dict[str, str]) -> list[Row]:
+def _of_one_precision(
+    families: list[Family], problem: Problem, missing: dict[str, str], found: list[Row]
+) -> list[Row]:
     """The family that keeps the least goes first: what does not fit then fits with none of the others."""
     rows: list[Row] = []
     left, least = families, None
@@ -163,17 +169,23 @@ def _of_one_precision(families: list[Family], problem: Problem, missing: dict[st
     if not least.fits:
         reason = f"more than with {least.family['checkpointing'].name} checkpointing, which does not fit"
         return [least, *(Row(family=family, rejected=reason) for family in left[:-1])]
-    enough: Row | None = None
     for family in left:
-        if enough is not None and problem.goal != "memory":
-            reason = f"not needed: the whole batch fits with {enough.family}"
-            rows.append(Row(family=family, rejected=reason))
-            continue
-        row = _best(family, problem)
-        if row.fits and row.parts == 1:
-            enough = row
-        rows.append(row)
+        lighter = (row for row in found if row.fits and is_lighter(row.family, family))
+        reason = next((_idle(row) for row in lighter if _idle(row)), "") if problem.goal != "memory" else ""
+        rows.append(Row(family=family, rejected=reason) if reason else _best(family, problem))
+        found.append(rows[-1])
     return rows
+
+
+def _idle(row: Row) -> str:
+    """Why what computes more than a row that fits is not needed; empty where it may be faster."""
+    if row.parts == 1:
+        return f"not needed: the whole batch fits with {row.family}"
+    if row.gain <= _LITTLE:
+        return (
+            f"slower: {row.family} fits, and parts of more than its {row.micro_batch_size} rows gain nothing"
+        )
+    return ""
 
 
 def _best(family: Family, problem: Problem) -> Row:
@@ -188,21 +200,22 @@ def _best(family: Family, problem: Problem) -> Row:
 
     if problem.goal == "memory" or not smaller:
         return row(problem.sizes[0])
+    if not row(problem.sizes[0]).fits:
+        return row(problem.sizes[0])
     # A single row is no good end of a line: what is a copy for several is a view for one.
     few = [size for size in smaller if size in _FEW_ROWS] or [problem.sizes[0]]
     if not row(few[-1]).fits:
-        fitting = (size for size in reversed(smaller) if size < few[-1] and row(size).fits)
-        return row(next(fitting, problem.sizes[0]))
+        smaller, few = smaller[: smaller.index(few[-1])], [problem.sizes[0], few[-1]]
     reach = _reach([row(size) for size in few], problem)
     # Of the whole batch nothing is accumulated: it takes less than the line through parts says.
-    if reach(whole) * _WHOLE_BATCH <= problem.usable_bytes and row(whole).fits:
+    if few[0] in _FEW_ROWS and reach(whole) * _WHOLE_BATCH <= problem.usable_bytes and row(whole).fits:
         return row(whole)
-    size = max((size for size in smaller if reach(size) <= problem.usable_bytes), default=few[-1])
-    return row(size) if size in known else _estimated([row(size) for size in few], size, reach(size), problem)
+    size = max((size for size in smaller if reach(size) <= problem.usable_bytes), default=problem.sizes[0])
+    return _estimated([row(size) for size in few], size, reach(size), problem)
 
 
 def _estimated(rows: Sequence[Row], size: int, taken: float, problem: Problem) -> Row:
-    """A larger micro-batch than those that were predicted: its time grows as theirs does."""
+    """A micro-batch by those that were predicted: its time grows as theirs does."""
     last = rows[-1]
     a_part = [part_seconds(row.prediction.work, problem.times) for row in rows if row.prediction is not None]
     each = a_part[-1] / last.micro_batch_size
@@ -211,12 +224,19 @@ def _estimated(rows: Sequence[Row], size: int, taken: float, problem: Problem) -
         each = min(each, max(slope, 0.0))
     more = a_part[-1] + each * (size - last.micro_batch_size)
     a_step = last.seconds - a_part[-1] * problem.rows / last.micro_batch_size
+    seconds = more * problem.rows / size + a_step
+    gain = 1 - (each * problem.rows + a_step) / seconds
+    known = next((row for row in rows if row.micro_batch_size == size), None)
+    if known is not None:
+        return replace(known, gain=gain)
     return replace(
         last,
+        rejected="",
         micro_batch_size=size,
         parts=problem.parts(size),
         taken_bytes=int(taken),
-        seconds=more * problem.rows / size + a_step,
+        seconds=seconds,
+        gain=gain,
         exact=False,
     )
 
