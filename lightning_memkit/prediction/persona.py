@@ -6,7 +6,7 @@ a GPU on a machine without one has to make them itself. Not yet verified on a GP
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -17,8 +17,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from lightning_memkit.optim import pieces
+from lightning_memkit.optim import blocks, kahan, modes, pieces, split, stochastic_rounding
 from lightning_memkit.optim.fused import reference
+from lightning_memkit.optim.stochastic_rounding import StochasticRounding
 from lightning_memkit.prediction.replaced import replaced
 
 _aten = torch.ops.aten
@@ -45,7 +46,7 @@ _TO_FLOAT32 = {
 def as_on_cuda() -> Iterator[None]:
     """Within it the choices by device are those of CUDA; for a copy of the process."""
     choices = _Choices()
-    with _lists_by_default(), _in_large_pieces(), _in_backward_too(choices), choices:
+    with _lists_by_default(), _in_large_pieces(), _whole_tensors(), _in_backward_too(choices), choices:
         yield
 
 
@@ -168,3 +169,27 @@ def _in_large_pieces() -> Iterator[None]:
             yield
     finally:
         pieces.PIECE_ELEMENTS_CPU, reference.PIECE_ELEMENTS_CPU = before
+
+
+@contextmanager
+def _whole_tensors() -> Iterator[None]:
+    """Float32 shadows are joined and split as whole tensors, by torch's operators: memkit's kernels are the CPU's."""
+    plain: Any = StochasticRounding.round_
+
+    def walk(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        yield blocks.flat_views(*tensors) or tuple(tensor.detach() for tensor in tensors)
+
+    def round_(rounding: StochasticRounding, source: Tensor, out: Tensor, stream: Any) -> None:
+        flat = blocks.flat_views(source, out)
+        if flat is None:
+            plain(rounding, source, out, stream)  # which comes back with dense ones
+            return
+        noise = torch.empty(source.numel(), dtype=torch.int32).random_(0, 1 << 16)
+        stochastic_rounding._round(flat[0], flat[1], noise)
+
+    with ExitStack() as stack:
+        for owner in (kahan, split, stochastic_rounding):
+            stack.enter_context(replaced(owner, blocks=walk, surely_finite=lambda tensor: False))
+        stack.enter_context(replaced(modes, _for_kernel=lambda *tensors: None))
+        stack.enter_context(replaced(StochasticRounding, round_=round_))
+        yield

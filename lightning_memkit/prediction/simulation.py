@@ -30,6 +30,8 @@ from lightning_memkit.prediction.result import Prediction
 from lightning_memkit.prediction.work import WorkLog
 from lightning_memkit.prediction.workspaces import Workspaces
 
+_SHOWN: tuple[Phase, ...] = ("forward", "backward", "optimizer")
+
 
 class Simulation(AnatomyMeter):
     """Within it operators allocate and compute nothing, and every byte is counted that they would allocate.
@@ -141,7 +143,7 @@ class Simulation(AnatomyMeter):
         last = max(at_peak, key=lambda record: record.born, default=None)
         return Prediction(
             anatomy=anatomy,
-            phases={phase: peak for phase, peak in self.phase_peaks.items() if phase != "outside"},
+            phases={phase: self.phase_peaks[phase] for phase in _SHOWN if phase in self.phase_peaks},
             peak_module="" if last is None else last.origin,
             modules=dict(held.most_common()),
             saved=dict(saved.most_common()),
@@ -159,7 +161,8 @@ class Simulation(AnatomyMeter):
             return args[0].fake_device
         if self._sum_is_open:
             self._reach(self.live_bytes)
-        self._turn()
+        if func.namespace != "profiler":  # else marks around an optimizer's step would end its phase
+            self._turn()
         out = super().__torch_dispatch__(func, types, args, kwargs)
         workspace = self.workspaces.of(func, args, kwargs or {}) if self._device is None else 0
         if workspace:
@@ -270,6 +273,8 @@ class Simulation(AnatomyMeter):
         if any(not isinstance(tensor, FakeTensor) for tensor in tensors_in([*args, *kwargs.values()])):
             args, kwargs = tree_map_only(Tensor, self.twin, (tuple(args), kwargs))
         if func.overloadpacket is torch.ops.aten.set_:
+            twins = self.fakes.twin_storage  # a tensor may be made anew from the storage of the real batch
+            args = [twins(one) if isinstance(one, torch.UntypedStorage) else one for one in args]
             with self.fakes.uncached():
                 return self.values.run(func, args, kwargs)
         return self.values.run(func, args, kwargs)
