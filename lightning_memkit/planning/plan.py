@@ -143,9 +143,8 @@ class Plan:
 
     def _memory_budget(self, row: Row) -> Iterator[Part]:
         """What keeps the plan while training; the user's own stays alone."""
-        if any(
-            type(callback).__name__ == "MemoryBudget" for callback in _listed(self.given.get("callbacks"))
-        ):
+        own = {type(callback).__name__ for callback in _listed(self.given.get("callbacks"))}
+        if own & {"MemoryBudget", "GradientRelease"}:  # the latter takes steps that can't be repeated
             return
         size = self.budget.bytes()
         yield Part(

@@ -15,7 +15,7 @@ from lightning_memkit.prediction.result import Prediction
 _MOST_TRIES = 5  # to confirm a micro-batch; the first is as a rule the last
 _FEW_ROWS = (2, 4)  # of the predictions that lines go through
 _WHOLE_BATCH = 0.8
-_LITTLE = 0.02  # of a step's time
+_LITTLE = 0.05  # of a step's time: a tie
 _NAMED = 4  # categories in a reason
 
 
@@ -44,6 +44,7 @@ class Row:
         gain: the share of its time that fewer, larger parts could save at most.
         exact: whether this micro-batch was predicted; else it is estimated from the predictions of smaller ones.
         prediction: of this micro-batch, or of the largest that was predicted.
+        failed: the error of the step, where it can't run so.
     """
 
     family: Family
@@ -55,6 +56,7 @@ class Row:
     gain: float = 1.0
     exact: bool = True
     prediction: Prediction | None = field(default=None, repr=False, compare=False)
+    failed: Exception | None = field(default=None, repr=False, compare=False)
 
     @property
     def fits(self) -> bool:
@@ -92,7 +94,14 @@ class Problem:
 
     def row(self, family: Family, size: int) -> Row:
         """A family at a micro-batch."""
-        prediction = self.predict(family, size)
+        try:
+            prediction = self.predict(family, size)
+        except UnavailableError:
+            raise
+        except Exception as error:  # of the user's step, under what was chosen
+            said = str(error).strip().splitlines()
+            reason = f"a step fails: {type(error).__name__}: {said[0] if said else ''}"
+            return Row(family=family, micro_batch_size=size, rejected=reason, failed=error)
         parts = self.parts(size)
         taken = prediction.total_bytes - self.beside_bytes
         a_part, a_step = part_seconds(prediction.work, self.times), step_seconds(prediction.work, self.times)
@@ -119,8 +128,8 @@ def search(families: Sequence[Family], problem: Problem) -> tuple[tuple[Row, ...
     """
     floors = {family: problem.floor(family) for family in families}
     within = [family for family in families if floors[family] <= problem.usable_bytes]
-    if not within:  # the least of all is predicted, to say what it takes
-        within = [min(reversed(families), key=floors.__getitem__)]
+    if not within:  # the least is predicted, to say what it takes
+        within = [family for family in families if floors[family] == min(floors.values())]
     left, missing, found = list(families), dict[str, str](), list[Row]()
     rows = [
         Row(family=family, rejected=f"weights and gradients alone take {format_bytes(floors[family])}")
@@ -132,6 +141,9 @@ def search(families: Sequence[Family], problem: Problem) -> tuple[tuple[Row, ...
         rows += _of_one_precision(inner, problem, missing, found)
         left = _without(left, missing)
     rows = [row for row in rows if row.family in left]
+    failed = next((row.failed for row in rows if row.failed is not None), None)
+    if failed is not None and not any(row.prediction is not None for row in rows):
+        raise failed
     rows.sort(key=lambda row: _rank(row, problem.goal))
     while rows[0].fits and not rows[0].exact:  # what is to be taken is predicted as it will run
         rows[0] = _confirmed(rows[0], problem)
@@ -162,13 +174,18 @@ def _of_one_precision(
     left, least = families, None
     while least is None:
         left = _without(left, missing)
+        if not left:
+            return rows
         try:
             least = problem.row(left[-1], problem.sizes[0])
         except UnavailableError as error:
             missing[error.column] = error.reason
+        if least is not None and least.failed is not None:
+            rows.append(least)
+            left, least = left[:-1], None
     if not least.fits:
         reason = f"more than with {least.family['checkpointing'].name} checkpointing, which does not fit"
-        return [least, *(Row(family=family, rejected=reason) for family in left[:-1])]
+        return [*rows, least, *(Row(family=family, rejected=reason) for family in left[:-1])]
     for family in left:
         lighter = (row for row in found if row.fits and is_lighter(row.family, family))
         reason = next((_idle(row) for row in lighter if _idle(row)), "") if problem.goal != "memory" else ""

@@ -53,12 +53,19 @@ def parser() -> argparse.ArgumentParser:
 def run(words: Sequence[str]) -> int:
     """Run the command.
 
+    Returns:
+        0, or 2 where the budget, the device or the output is refused.
+
     Raises:
         PlanError: nothing fits.
-        ValueError: the budget, the device or the config is refused.
     """
     options, further = parser().parse_known_args(list(words))
-    budget = Budget(_size(options.budget), options.device, options.goal, options.headroom)
+    try:
+        budget = Budget(_size(options.budget), options.device, options.goal, options.headroom)
+        _check_folder(options.output)
+    except ValueError as error:
+        print(f"memkit: error: {error}", file=sys.stderr)
+        return 2
     configs = [word for name in options.config for word in ("--config", name)]
     cli = ConfiguredRun(["fit", *configs, *further])
     found = cli.plan(budget)
@@ -76,6 +83,11 @@ def run(words: Sequence[str]) -> int:
     else:
         print("\n--output FILE.yaml writes the first as a config that `memkit fit` runs.")
     return 0
+
+
+def _check_folder(output: str | None) -> None:
+    if output is not None and not Path(output).absolute().parent.is_dir():
+        raise ValueError(f"--output {output} is in a folder that does not exist; make it first.")
 
 
 class ConfiguredRun(MemkitCLI):

@@ -10,6 +10,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 import lightning_memkit
 from lightning_memkit.activations.checkpointing import checkpoint_modules
@@ -35,9 +36,9 @@ from lightning_memkit.planning.search import Problem, UnavailableError, search
 from lightning_memkit.planning.times import TimesByRates, TimesHere
 from lightning_memkit.plugins.activation_checkpointing import ActivationCheckpointing
 from lightning_memkit.plugins.chunked_loss import ChunkedLoss
+from lightning_memkit.plugins.gradient_release import GradientRelease
 from lightning_memkit.plugins.memory_budget import MemoryBudget
 from lightning_memkit.plugins.prediction import predict_memory
-from lightning_memkit.prediction.closed_form import ParameterCounts
 from lightning_memkit.prediction.result import Prediction
 
 
@@ -80,7 +81,8 @@ def plan(
     ranks, nodes = _ranks(given)
     columns["ranks"] = shardings() if ranks > 1 else (Choice(column="ranks", name=""),)
     columns.update({name: (Choice(column=name, name=GIVEN),) for name in _given_columns(given)})
-    rows, sizes, notes = _sizes(batch, given)
+    seen = _looked_at(module)
+    rows, sizes, notes = _sizes(batch, given, seen)
     chosen = [family for family in families(columns) if budget.goal != "exact" or not family.changes]
     predictions = _Predictions(module, _Parts(batch, rows, on_cpu=device is None), given, device or "cpu")
     problem = Problem(
@@ -89,7 +91,7 @@ def plan(
         sizes=sizes,
         usable_bytes=budget.usable_bytes(),
         beside_bytes=0 if device is None else device.context_bytes,
-        floor=_Floor(module, ranks),
+        floor=_Floor(seen, ranks, keeps_gradients=not _releases(given)),
         times=TimesHere() if device is None else TimesByRates(device, nodes),
         goal=budget.goal,
     )
@@ -122,46 +124,76 @@ def _given_columns(given: Mapping[str, Any]) -> list[str]:
     return [column for column in COLUMNS if column in found]
 
 
-def _sizes(batch: Any, given: Mapping[str, Any]) -> tuple[int, tuple[int, ...], list[str]]:
+def _sizes(
+    batch: Any, given: Mapping[str, Any], module: torch.nn.Module
+) -> tuple[int, tuple[int, ...], list[str]]:
     """The rows of the batch, the micro-batches that may be chosen, and what is to be said of them."""
     try:
         rows = batch_size(batch)
     except SplitError as error:
         return 1, (1,), [f"The batch is taken whole: {error}"]
+    whole = _why_whole(given, module)
+    if whole:
+        return rows, (rows,), [f"The batch is taken whole: {whole}."]
     for callback in _listed(given.get("callbacks")):
-        if isinstance(callback, MemoryBudget) and callback.micro_batch_size != "auto":
-            return (
-                rows,
-                (min(int(callback.micro_batch_size), rows),),
-                ["The micro-batch is the MemoryBudget's."],
-            )
-    return rows, tuple(sorted({-(-rows // parts) for parts in range(1, rows + 1)})), []
+        if isinstance(callback, MemoryBudget):
+            note = f"The MemoryBudget that was given stays: its budget is {callback.budget!r}"
+            if callback.micro_batch_size == "auto":
+                return rows, _all_sizes(rows), [f"{note}, its micro-batch is found by itself."]
+            return rows, (min(int(callback.micro_batch_size), rows),), [f"{note}, its micro-batch kept."]
+    if any(isinstance(one, _BatchNorm) for one in module.modules()):
+        note = "Batch normalization takes the statistics of each part: results change with the micro-batch."
+        return rows, tuple(size for size in _all_sizes(rows) if size > 1 or rows == 1), [note]
+    return rows, _all_sizes(rows), []
+
+
+def _releases(given: Mapping[str, Any]) -> bool:
+    return any(isinstance(one, GradientRelease) for one in _listed(given.get("callbacks")))
+
+
+def _all_sizes(rows: int) -> tuple[int, ...]:
+    """Those that give another number of parts each."""
+    return tuple(sorted({-(-rows // parts) for parts in range(1, rows + 1)}))
+
+
+def _why_whole(given: Mapping[str, Any], module: torch.nn.Module) -> str:
+    if not getattr(module, "automatic_optimization", True):
+        return f"{type(module).__name__} optimizes manually, and splits by itself (micro_batches)"
+    if _releases(given):
+        return "GradientRelease takes one part a step"
+    return ""
+
+
+def _looked_at(module: Any) -> torch.nn.Module:
+    """The module, or what a function builds, without memory; an empty one where that can't be."""
+    if isinstance(module, LightningModule):
+        return module
+    with warnings.catch_warnings(), torch.device("meta"):
+        warnings.simplefilter("ignore")
+        try:
+            return module()
+        except Exception:  # the prediction will tell
+            return torch.nn.Module()
 
 
 class _Floor:
     """What weights and gradients take on a rank, whatever else is chosen: a bound that needs no prediction."""
 
-    def __init__(self, module: Any, ranks: int) -> None:
-        if not isinstance(module, LightningModule):
-            with warnings.catch_warnings(), torch.device("meta"):
-                warnings.simplefilter("ignore")
-                try:
-                    module = module()
-                except Exception:  # what can't be built without memory is told by the prediction
-                    module = torch.nn.Module()
-        self._counts, self._ranks = ParameterCounts.of(module), ranks
+    def __init__(self, module: torch.nn.Module, ranks: int, *, keeps_gradients: bool) -> None:
+        self._parameters = list(module.parameters())
+        self._ranks, self._keeps_gradients = ranks, keeps_gradients
 
     def __call__(self, family: Family) -> int:
         """Bytes of a rank."""
         is_16_bit = any(part.name == "PureBF16Precision" for part in family["precision"].plugins)
-        if family["precision"].name == GIVEN:
-            return 0
-        each = 2 if is_16_bit else 4
+        most = 2 if is_16_bit or family["precision"].name == GIVEN else 4
         strategy = family["ranks"].arguments.get("strategy")
-        shared = self._ranks if isinstance(strategy, Sharding) else 1
-        weights = each * (self._counts.trained + self._counts.frozen)
-        kept = weights if isinstance(strategy, Sharding) and strategy.stage == 2 else weights // shared
-        return kept + each * self._counts.trained // shared
+        shared = self._ranks if isinstance(strategy, Sharding) or family["ranks"].name == GIVEN else 1
+        sizes = [(one.numel() * min(most, one.element_size()), one.requires_grad) for one in self._parameters]
+        weights = sum(size for size, _ in sizes)
+        gradients = sum(size for size, is_trained in sizes if is_trained) if self._keeps_gradients else 0
+        gathered = isinstance(strategy, Sharding) and strategy.stage == 2
+        return (weights if gathered else weights // shared) + gradients // shared
 
 
 class _Parts:

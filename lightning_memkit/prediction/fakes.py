@@ -63,14 +63,16 @@ class Fakes:
             return self.mode.from_tensor(real)
         with unmetered(), torch.no_grad():
             bare = torch.empty(0, dtype=real.dtype, device="meta")
-            bare.set_(self._storage(real), real.storage_offset(), real.size(), real.stride())
+            bare.set_(self.twin_storage(real.untyped_storage()), real.storage_offset(), real.size(), real.stride())
         fake = FakeTensor(self.mode, bare, _HOST)
         if isinstance(real, nn.Parameter):
             return nn.Parameter(fake, requires_grad=real.requires_grad)
         return fake.requires_grad_(real.requires_grad) if real.is_leaf else fake
 
-    def _storage(self, real: Tensor) -> torch.UntypedStorage:
-        storage = real.untyped_storage()
+    def twin_storage(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        """The storage without memory that stands for a real one."""
+        if storage.device.type == "meta":
+            return storage
         known = self._storages.get(storage._cdata)
         if known is None:
             key = storage._cdata

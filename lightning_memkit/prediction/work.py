@@ -13,6 +13,10 @@ _aten = torch.ops.aten
 _FLASH_ON_CPU = _aten._scaled_dot_product_flash_attention_for_cpu
 _FLASH_BACKWARD_ON_CPU = _aten._scaled_dot_product_flash_attention_for_cpu_backward
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_MOVE_NOTHING = {
+    _aten.set_, _aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided,
+    _aten.resize_, _aten.detach_, _aten.lift_fresh,
+}  # fmt: skip
 COMMUNICATION = ("c10d", "_c10d_functional")  # namespaces
 
 
@@ -115,7 +119,9 @@ class WorkLog:
 def _operator(
     func: Any, args: Any, kwargs: dict[str, Any], out: Any, shapes: tuple[Any, Any]
 ) -> Operator | None:
-    """None for what only makes a view."""
+    """None for what only makes a view, or room."""
+    if func.overloadpacket in _MOVE_NOTHING:
+        return None
     operands, results = list(_tensors(args)), list(_tensors(out))
     operands += _tensors(kwargs)
     is_written = func._schema.is_mutable or func.namespace in COMMUNICATION

@@ -14,6 +14,7 @@ from lightning_memkit import (
     ActivationCheckpointing,
     Budget,
     ChunkedLoss,
+    GradientRelease,
     MemoryBudget,
     PureBF16Precision,
     plan,
@@ -79,7 +80,7 @@ def test_training_as_planned_takes_what_was_predicted(memory):
 
 
 def test_a_smaller_budget_gives_smaller_parts_and_the_table_says_why():
-    wide, tight = (plan(Language(), given_batch(), on_cpu(memory)) for memory in ("64MiB", "9MiB"))
+    wide, tight = (plan(Language(), given_batch(), on_cpu(memory)) for memory in ("64MiB", "7MiB"))
     assert wide.best.parts == 1
     assert tight.best.parts > 1
     assert "not needed: the whole batch fits with" in str(wide)
@@ -204,6 +205,77 @@ def test_modules_without_blocks_and_batches_without_rows():
     assert {row.parts for row in found.fitting} == {1}
 
 
+class Normed(Language):
+    def __init__(self) -> None:
+        super().__init__(lambda *args, **kwargs: torch.optim.AdamW(*args, **kwargs, fused=True), layers=2)
+        self.norm = nn.BatchNorm1d(256)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return F.cross_entropy(self.norm(self.logits(batch["ids"]).mean(1)), batch["labels"][:, 0])
+
+
+def test_what_can_not_run_is_a_row_that_says_so():
+    fixed = {"gradient_clip_val": 1.0, "callbacks": [ActivationCheckpointing("full")]}
+    found = plan(Normed(), given_batch(), on_cpu("64MiB"), trainer=fixed)
+    failed = [row.rejected for row in found.rows if "a step fails" in row.rejected]
+    assert failed  # Lightning refuses to clip under autocast what a fused optimizer unscales
+    assert all("does not allow for gradient clipping" in reason for reason in failed)
+    assert {row.family["precision"].name for row in found.fitting} >= {"float32"}
+    assert any("Batch normalization takes the statistics of each part" in note for note in found.notes)
+
+    class Broken(Language):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return self.logits(batch["no such key"])
+
+    with pytest.raises(KeyError, match="no such key"):
+        plan(Broken(), given_batch(), on_cpu("64MiB"), trainer=fixed)
+
+
+def test_modules_that_split_by_themselves_are_planned_whole():
+    class Manual(Language):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:  # pyright: ignore
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+
+    fixed = {"precision": "32-true", "callbacks": [ActivationCheckpointing("full")]}
+    found = plan(Manual(), given_batch(), on_cpu("64MiB"), trainer=fixed)
+    assert found.best.parts == 1
+    assert any("Manual optimizes manually" in note for note in found.notes)
+    released = {**fixed, "callbacks": [*fixed["callbacks"], GradientRelease()]}
+    found = plan(Language(), given_batch(), on_cpu("64MiB"), trainer=released)
+    assert found.best.parts == 1
+    assert [type(one).__name__ for one in found.trainer_kwargs()["callbacks"]] == [
+        "ActivationCheckpointing",
+        "GradientRelease",
+    ]
+
+
+def test_below_what_weights_and_gradients_take_one_prediction_says_the_floor():
+    found = plan(Language(), given_batch(), on_cpu("70KiB"))
+    assert "weights and gradients alone take" in str(found)
+    with pytest.raises(PlanError, match="the least is bfloat16.*takes"):
+        found.trainer_kwargs()
+
+
+def test_ranks_are_a_column_where_there_are_several():
+    fixed = {"devices": 4, "plugins": PureBF16Precision(), "callbacks": [ActivationCheckpointing("full")]}
+    found = plan(lambda: Language(width=256), given_batch(), Budget("1GiB", "a100-40gb"), trainer=fixed)
+    assert found.best.family["ranks"].name == "DDP"  # it sends the least
+    assert found.trainer_kwargs()["strategy"] == "ddp"
+    least = plan(
+        lambda: Language(width=256), given_batch(), Budget("1GiB", "a100-40gb", "memory"), trainer=fixed
+    )
+    assert least.best.family["ranks"].name == "FSDP2 stage 3"
+    with pytest.raises(PlanError, match="shards the module over ranks.*shard_blocks"):
+        least.trainer_kwargs()
+
+
 def test_nothing_of_the_users_is_touched():
     module, given = Language(), given_batch()
     before = {name: value.clone() for name, value in module.state_dict().items()}
@@ -314,7 +386,9 @@ def test_the_planned_config_runs_as_it_is(tmp_path, capsys, monkeypatch):
 def test_the_command_says_what_is_wrong(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = config(tmp_path)
-    assert main(["plan", "--config", path, "--device", "rtx9090"]) != 0
+    assert main(["plan", "--config", path, "--device", "rtx9090"]) == 2
     assert "device='rtx9090' is unknown; known are h200" in capsys.readouterr().err
+    assert main(["plan", "--config", path, "--output", str(tmp_path / "no such" / "plan.yaml")]) == 2
+    assert "in a folder that does not exist" in capsys.readouterr().err
     assert main(["plan", "--config", path, "--budget", "70KiB", "--device", "cpu"]) == 1
     assert "Nothing fits 70.00 KiB on the CPU" in capsys.readouterr().err
