@@ -2,10 +2,10 @@
 
 The small language model of examples/pretrain_causal_lm, without any choice for memory in its config, is planned for
 three budgets on this machine's CPU. Each plan's config is trained as it was written, in a process of its own, and
-torch's profiler says what the allocator handed out at most in its steps. (Before the first of them `MemoryBudget` keeps
-copies on the host, which on a CPU is where everything is: `start_of_budget`.) Then every configuration that fits one of the budgets is
-trained, in turns and fresh processes, and the order of its step times is compared with the plan's: Spearman's rank
-correlation, where times within 5 % count as ties.
+torch's profiler says what the allocator handed out at most in its steps. (Before the first of them `MemoryBudget`
+keeps copies on the host, which on a CPU is where everything is: `start_of_budget`.) Then every configuration that fits
+one of the budgets is trained, in turns and fresh processes, and the order of its step times is compared with the
+plan's: Spearman's rank correlation, where times within 5 % count as ties.
 """
 
 import json

@@ -8,8 +8,9 @@ from typing import Any
 from lightning_memkit.distributed.sharding import Sharding
 from lightning_memkit.prediction.devices import Device
 
-COLUMNS = ("precision", "ranks", "checkpointing", "loss")
+COLUMNS = ("precision", "ranks", "offload", "checkpointing", "loss")
 GIVEN, DDP = "as given", "DDP"
+STATES, ACTIVATIONS = "states on the host", "activations on the host"
 _STAGE_2, _STAGE_3 = "FSDP2 stage 2", "FSDP2 stage 3"
 # What does all that a choice does, and more.
 _HEAVIER = {
@@ -17,6 +18,7 @@ _HEAVIER = {
     "selective": ("full",),
     "every:2": ("full",),
     "own": ("chunked",),
+    "": (STATES, ACTIVATIONS),
     DDP: (_STAGE_2, _STAGE_3),
     _STAGE_2: (_STAGE_3,),
 }
@@ -115,6 +117,15 @@ def shardings() -> tuple[Choice, ...]:
         Choice(column="ranks", name=_STAGE_2, arguments={"strategy": Sharding(stage=2)}),
         Choice(column="ranks", name=_STAGE_3, arguments={"strategy": Sharding(stage=3)}),
     )
+
+
+def offloads(device: Device | None) -> tuple[Choice, ...]:
+    """What is kept in the host's memory, from nothing on; on the CPU everything is there."""
+    found = [Choice(column="offload", name="")]
+    if device is not None:
+        found.append(Choice(column="offload", name=ACTIVATIONS, callbacks=(Part(name="ActivationOffload"),)))
+        found.append(Choice(column="offload", name=STATES, callbacks=(Part(name="OptimizerOffload"),)))
+    return tuple(found)
 
 
 def checkpointings() -> tuple[Choice, ...]:

@@ -7,7 +7,7 @@ from itertools import groupby
 from lightning_memkit.memory.anatomy import CATEGORIES
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.planning.budget import Goal
-from lightning_memkit.planning.choices import DDP, Family, is_lighter
+from lightning_memkit.planning.choices import ACTIVATIONS, DDP, STATES, Family, is_lighter
 from lightning_memkit.planning.times import Times, part_seconds, reduced, step_seconds
 from lightning_memkit.prediction.lines import PeakLines
 from lightning_memkit.prediction.result import Prediction
@@ -15,6 +15,7 @@ from lightning_memkit.prediction.result import Prediction
 _MOST_TRIES = 5  # to confirm a micro-batch; the first is as a rule the last
 _FEW_ROWS = (2, 4)  # of the predictions that lines go through
 _WHOLE_BATCH = 0.8
+_APART = ("precision", "ranks", "offload")  # what keeps the least is known within such a group
 _LITTLE = 0.05  # of a step's time: a tie
 _NAMED = 4  # categories in a reason
 
@@ -77,6 +78,7 @@ class Problem:
         beside_bytes: what a prediction's total has that the budget is not for: a GPU's context.
         times: of operators.
         goal: as in `Budget`.
+        host_bytes_per_second: of copies to the host, where anything is offloaded.
     """
 
     predict: Callable[[Family, int], Prediction]
@@ -87,6 +89,7 @@ class Problem:
     beside_bytes: int
     times: Times
     goal: Goal
+    host_bytes_per_second: float = 1.0
 
     def parts(self, size: int) -> int:
         """Of a batch at a micro-batch."""
@@ -105,6 +108,10 @@ class Problem:
         parts = self.parts(size)
         taken = prediction.total_bytes - self.beside_bytes
         a_part, a_step = part_seconds(prediction.work, self.times), step_seconds(prediction.work, self.times)
+        if family["offload"].name == ACTIVATIONS:  # beside the arithmetic, to the host and back
+            a_part = max(a_part, 2 * prediction.host_bytes / self.host_bytes_per_second)
+        elif family["offload"].name == STATES:
+            a_step += 2 * prediction.host_bytes / self.host_bytes_per_second
         if family["ranks"].name == DDP:  # behind the last part's backward
             sent = self.times.seconds(reduced(prediction.anatomy.largest.get("gradients", 0)))
             a_step += max(0.0, sent - a_part)
@@ -136,7 +143,7 @@ def search(families: Sequence[Family], problem: Problem) -> tuple[tuple[Row, ...
         for family in families
         if family not in within
     ]
-    for _, group in groupby(within, key=lambda family: (family["precision"].name, family["ranks"].name)):
+    for _, group in groupby(within, key=lambda family: tuple(family[column].name for column in _APART)):
         inner = [family for family in group if family in left]
         rows += _of_one_precision(inner, problem, missing, found)
         left = _without(left, missing)

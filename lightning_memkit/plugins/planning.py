@@ -28,6 +28,7 @@ from lightning_memkit.planning.choices import (
     checkpointings,
     families,
     losses,
+    offloads,
     precisions,
     shardings,
 )
@@ -35,9 +36,11 @@ from lightning_memkit.planning.plan import Plan
 from lightning_memkit.planning.search import Problem, UnavailableError, search
 from lightning_memkit.planning.times import TimesByRates, TimesHere
 from lightning_memkit.plugins.activation_checkpointing import ActivationCheckpointing
+from lightning_memkit.plugins.activation_offload import ActivationOffload
 from lightning_memkit.plugins.chunked_loss import ChunkedLoss
 from lightning_memkit.plugins.gradient_release import GradientRelease
 from lightning_memkit.plugins.memory_budget import MemoryBudget
+from lightning_memkit.plugins.optimizer_offload import OptimizerOffload
 from lightning_memkit.plugins.prediction import predict_memory
 from lightning_memkit.prediction.result import Prediction
 
@@ -51,11 +54,11 @@ def plan(
 ) -> Plan:
     """The fastest configuration that fits a budget, and all others with the reason against them; nothing is allocated.
 
-    Precision, compensation, activation checkpointing, the loss, the micro-batch and, where `devices` are several, DDP
-    and FSDP2 are enumerated. Each is predicted as `predict_memory` does it, some seconds a prediction, unless its
-    weights and gradients alone are too much. What fits is ranked by the time of its operators: on this machine's CPU
-    they are measured one by one, for a GPU they follow from its rates. What is given in `trainer` is kept: a
-    precision, a strategy, a plugin or a callback of a kind leaves nothing of that kind to choose.
+    Precision, compensation, activation checkpointing, the loss, the micro-batch, on a GPU offload, and DDP and FSDP2
+    where `devices` are several, are enumerated. Each is predicted as `predict_memory` does it, some seconds a
+    prediction, unless its weights and gradients alone are too much. What fits is ranked by the time of its operators:
+    on this machine's CPU they are measured one by one, for a GPU they follow from its rates. What is given in
+    `trainer` is kept: a precision, a strategy, a plugin or a callback of a kind leaves nothing of that kind to choose.
 
     Args:
         module: a LightningModule, or a function without arguments that builds one.
@@ -80,6 +83,7 @@ def plan(
     }
     ranks, nodes = _ranks(given)
     columns["ranks"] = shardings() if ranks > 1 else (Choice(column="ranks", name=""),)
+    columns["offload"] = offloads(device)
     columns.update({name: (Choice(column=name, name=GIVEN),) for name in _given_columns(given)})
     seen = _looked_at(module)
     rows, sizes, notes = _sizes(batch, given, seen)
@@ -94,6 +98,7 @@ def plan(
         floor=_Floor(seen, ranks, keeps_gradients=not _releases(given)),
         times=TimesHere() if device is None else TimesByRates(device, nodes),
         goal=budget.goal,
+        host_bytes_per_second=1.0 if device is None else device.host_bytes_per_second,
     )
     found, missing = search(chosen, problem)
     notes += [f"No choice of {column} here: {reason}" for column, reason in missing.items()]
@@ -117,6 +122,8 @@ def _given_columns(given: Mapping[str, Any]) -> list[str]:
         found.append("precision")
     if given.get("strategy") not in (None, "auto"):
         found.append("ranks")
+    if any(isinstance(one, (ActivationOffload, OptimizerOffload)) for one in callbacks):
+        found.append("offload")
     if any(isinstance(one, ActivationCheckpointing) for one in callbacks):
         found.append("checkpointing")
     if any(isinstance(one, ChunkedLoss) for one in callbacks):

@@ -63,7 +63,9 @@ class Fakes:
             return self.mode.from_tensor(real)
         with unmetered(), torch.no_grad():
             bare = torch.empty(0, dtype=real.dtype, device="meta")
-            bare.set_(self.twin_storage(real.untyped_storage()), real.storage_offset(), real.size(), real.stride())
+            bare.set_(
+                self.twin_storage(real.untyped_storage()), real.storage_offset(), real.size(), real.stride()
+            )
         fake = FakeTensor(self.mode, bare, _HOST)
         if isinstance(real, nn.Parameter):
             return nn.Parameter(fake, requires_grad=real.requires_grad)

@@ -13,6 +13,7 @@ from lightning_memkit.planning.choices import (
     families,
     is_lighter,
     losses,
+    offloads,
     precisions,
 )
 from lightning_memkit.planning.search import Problem, UnavailableError, search
@@ -78,6 +79,7 @@ def all_families(**columns: tuple[Choice, ...]) -> list[Family]:
     found = {
         "precision": precisions(None),
         "ranks": (Choice(column="ranks", name=""),),
+        "offload": offloads(None),
         "checkpointing": checkpointings(),
         "loss": losses(),
         **columns,
