@@ -152,7 +152,7 @@ def test_below_the_floor_it_says_the_floor_and_its_parts():
 def test_a_card_that_is_not_here():
     class Wide(Language):
         def __init__(self) -> None:
-            super().__init__(width=14336, layers=1)
+            super().__init__(width=8192, layers=3)
 
     fixed = {"callbacks": [ActivationCheckpointing("full")]}
     found = plan(Wide, batch(8, 512), Budget("24GiB", "rtx4090"), trainer=fixed)  # 1.6 billion parameters
@@ -273,9 +273,7 @@ def test_below_what_weights_and_gradients_take_one_prediction_says_the_floor():
 
 def test_ranks_are_a_column_where_there_are_several():
     fixed = {"devices": 4, "plugins": PureBF16Precision(), "callbacks": [ActivationCheckpointing("full")]}
-    found = plan(
-        lambda: Language(width=256, layers=1), given_batch(), Budget("1GiB", "a100-40gb"), trainer=fixed
-    )
+    found = plan(lambda: Language(width=256), given_batch(), Budget("1GiB", "a100-40gb"), trainer=fixed)
     assert found.best.family["ranks"].name == "DDP"  # it sends the least
     assert found.trainer_kwargs()["strategy"] == "ddp"
     least = plan(
