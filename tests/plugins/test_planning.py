@@ -277,10 +277,7 @@ def test_ranks_are_a_column_where_there_are_several():
     assert found.best.family["ranks"].name == "DDP"  # it sends the least
     assert found.trainer_kwargs()["strategy"] == "ddp"
     least = plan(
-        lambda: Language(width=256, layers=1),
-        given_batch(),
-        Budget("1GiB", "a100-40gb", "memory"),
-        trainer=fixed,
+        lambda: Language(width=256), given_batch(), Budget("1GiB", "a100-40gb", "memory"), trainer=fixed
     )
     assert least.best.family["ranks"].name == "FSDP2 stage 3"
     with pytest.raises(PlanError, match="shards the module over ranks.*shard_blocks"):
