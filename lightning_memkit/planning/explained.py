@@ -6,14 +6,8 @@ from torch import Tensor, nn
 
 from lightning_memkit.memory.meter import tensors_in
 from lightning_memkit.planning.search import Row
-from lightning_memkit.prediction.closed_form import (
-    MOMENTS,
-    Blocks,
-    ParameterCounts,
-    Recipe,
-    VocabularyHead,
-    closed_form,
-)
+from lightning_memkit.prediction.by_hand import MOMENTS, Blocks, ParameterCounts, Recipe, VocabularyHead
+from lightning_memkit.prediction.closed_form import closed_form
 from lightning_memkit.prediction.result import Prediction
 
 _RECIPES = {

@@ -10,14 +10,8 @@ from torch.nn import functional as F
 
 from lightning_memkit import ActivationCheckpointing, PureBF16Precision, predict_memory
 from lightning_memkit.optim.bytes_per_parameter import bytes_per_parameter
-from lightning_memkit.prediction.closed_form import (
-    MOMENTS,
-    Blocks,
-    ParameterCounts,
-    Recipe,
-    VocabularyHead,
-    closed_form,
-)
+from lightning_memkit.prediction.by_hand import MOMENTS, Blocks, ParameterCounts, Recipe, VocabularyHead
+from lightning_memkit.prediction.closed_form import closed_form
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
 

@@ -1,0 +1,299 @@
+"""The terms of a calculation by hand: parameters, what training keeps of each, blocks of a transformer, logits.
+
+Sources: weights, gradients and states: Rajbhandari et al. 2019 (arXiv:1910.02054). Activations of a transformer's
+blocks: Korthikanti et al. 2022 (arXiv:2205.05198), section 4. Attention that keeps no scores: Dao et al. 2022
+(arXiv:2205.14135).
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from torch import nn
+
+from lightning_memkit.optim.bytes_per_parameter import BytesPerParameter
+from lightning_memkit.optim.modes import Mode, low_state_of
+
+Precision = Literal["32-true", "16-mixed", "bf16-mixed", "stored-copies", "16-true", "bf16-true"]
+
+MOMENTS = {"none": 0, "sgd": 0, "momentum": 1, "lion": 1, "rmsprop": 1, "adagrad": 1, "adam": 2, "adamw": 2}
+_STATE_BYTES = {"compact": 2, "exact": 4, "8-bit": 1}
+_WEIGHT_BYTES = {"stored-copies": 6, "16-true": 2, "bf16-true": 2}
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+_ZERO, _REDUCING, _FLASH = "arXiv:1910.02054", "arXiv:2205.05198", "arXiv:2205.14135"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Term:
+    """One line of a calculation by hand.
+
+    Attributes:
+        category: of `lightning_memkit.memory.anatomy.CATEGORIES`, as in a prediction.
+        name: what it is.
+        formula: how many bytes, with the numbers put in.
+        size_bytes: what that gives.
+        source: where the formula is from; empty where it is plain counting.
+    """
+
+    category: str
+    name: str
+    formula: str
+    size_bytes: int
+    source: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterCounts:
+    """How many values a model's parameters have; a tensor that several modules share (tied weights) counts once.
+
+    Args:
+        trained: those that get gradients.
+        frozen: those that don't.
+        embeddings: of the trained, those of embeddings: they keep 32-bit states beside 8-bit ones.
+        cast: of the trained, those that autocast casts: all but embeddings' and norms'. None for all.
+
+    Raises:
+        ValueError: a negative number, or more embeddings or cast parameters than trained ones.
+    """
+
+    trained: int
+    frozen: int = 0
+    embeddings: int = 0
+    cast: int | None = None
+
+    def __post_init__(self) -> None:
+        _refuse_below(self, 0)
+        for name in ("embeddings", "cast"):
+            count = getattr(self, name) or 0
+            if count > self.trained:
+                raise ValueError(
+                    f"{name}={count} is more than trained={self.trained}: count them in trained, too."
+                )
+
+    @staticmethod
+    def of(module: nn.Module) -> "ParameterCounts":
+        """Those of a module; it may be on the device "meta"."""
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        embedded, cast = set[int](), set[int]()
+        for owner in module.modules():
+            own = {id(parameter) for parameter in owner.parameters(recurse=False)}
+            if isinstance(owner, _EMBEDDINGS):
+                embedded |= own
+            elif "Norm" not in type(owner).__name__:
+                cast |= own
+        return ParameterCounts(
+            trained=sum(parameter.numel() for parameter in trained),
+            frozen=sum(one.numel() for one in module.parameters() if not one.requires_grad),
+            embeddings=sum(parameter.numel() for parameter in trained if id(parameter) in embedded),
+            cast=sum(parameter.numel() for parameter in trained if id(parameter) in cast),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What training keeps of each parameter.
+
+    The literature's 18 bytes a parameter of mixed precision with AdamW are ``"stored-copies"``: float32 weights (4),
+    16-bit copies (2), float32 gradients (4), two moments (8). Torch's autocast (``"16-mixed"``, ``"bf16-mixed"``)
+    stores no copies: 16 bytes, and 2 for each weight that was cast, as long as its region lasts or the backward
+    needs them. Pure bf16 is ``precision="bf16-true"`` with a compensation and ``states="compact"`` (10 bytes a
+    parameter) or ``"exact"`` (14).
+
+    Args:
+        precision: as in Lightning's `Trainer`, or ``"stored-copies"``.
+        optimizer: a key of `MOMENTS`.
+        states: ``"plain"``: the weight's dtype, as torch's optimizers have it; ``"compact"``: bfloat16;
+            ``"exact"``: float32; ``"8-bit"``: bitsandbytes', without its scales (1 in 64), float32 for embeddings.
+        compensation: what keeps the bits that bfloat16 weights lack, see `PureBF16Precision`.
+        float32_gradients: gradients of 16-bit weights are summed in float32.
+        frozen_weight_bytes: of a frozen parameter: 4, 2, 1 (8-bit) or 0.5 (4-bit); None for that of the trained.
+
+    Raises:
+        ValueError: an unknown option, or a compensation of weights that have all their bits.
+    """
+
+    precision: Precision = "32-true"
+    optimizer: str = "adamw"
+    states: Literal["plain", "compact", "exact", "8-bit"] = "plain"
+    compensation: Mode = "none"
+    float32_gradients: bool = False
+    frozen_weight_bytes: float | None = None
+
+    def __post_init__(self) -> None:
+        known = {
+            "precision": Precision.__args__,  # pyright: ignore[reportAttributeAccessIssue]
+            "optimizer": MOMENTS,
+            "states": ("plain", *_STATE_BYTES),
+            "compensation": Mode.__args__,  # pyright: ignore[reportAttributeAccessIssue]
+        }
+        for name, values in known.items():
+            if getattr(self, name) not in values:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is unknown; write one of {', '.join(values)}."
+                )
+        if self.compensation != "none" and self.precision != "bf16-true":
+            raise ValueError(
+                f"compensation={self.compensation!r} is for bfloat16 weights, which precision={self.precision!r} has "
+                "not: write precision='bf16-true', or compensation='none'."
+            )
+        if self.frozen_weight_bytes is not None and self.frozen_weight_bytes <= 0:
+            raise ValueError(
+                f"frozen_weight_bytes={self.frozen_weight_bytes} is not positive; write 0.5 for 4 bits."
+            )
+
+    @property
+    def state_bytes(self) -> int:
+        """Of one moment of one parameter."""
+        return _STATE_BYTES.get(self.states, self.gradient_dtype_bytes)
+
+    @property
+    def gradient_dtype_bytes(self) -> int:
+        """Of one value in the dtype that the optimizer sees."""
+        return 2 if self.precision.endswith("-true") and self.precision != "32-true" else 4
+
+    @property
+    def per_parameter(self) -> BytesPerParameter:
+        """Bytes of a trained parameter; embeddings under 8-bit states have more."""
+        return BytesPerParameter(
+            weights=_WEIGHT_BYTES.get(self.precision, 4),
+            gradients=4 if self.float32_gradients else self.gradient_dtype_bytes,
+            states=MOMENTS[self.optimizer] * self.state_bytes,
+            compensation=0 if low_state_of(self.compensation) is None else 2,
+        )
+
+    def terms(self, parameters: ParameterCounts) -> Iterator[Term]:
+        """Weights, gradients, states, compensation, and autocast's copies."""
+        each, trained = self.per_parameter, parameters.trained
+        exceptions = parameters.embeddings if self.states == "8-bit" else 0
+        frozen_bytes = each.weights if self.frozen_weight_bytes is None else self.frozen_weight_bytes
+        wide = 4 * MOMENTS[self.optimizer]
+        cast = trained if parameters.cast is None else parameters.cast
+        yield _per_value("weights", "weights", trained, each.weights)
+        yield _per_value("weights", "frozen weights", parameters.frozen, frozen_bytes)
+        yield _per_value("gradients", "gradients", trained, each.gradients)
+        yield _per_value("optimizer_states", f"states of {self.optimizer}", trained - exceptions, each.states)
+        yield _per_value("optimizer_states", "32-bit states of embeddings", exceptions, wide)
+        yield _per_value("compensation", "compensation", trained, each.compensation)
+        if self.precision.endswith("-mixed"):
+            yield _per_value("saved_activations", "autocast's copies of weights", cast, 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """A transformer's blocks, and what each keeps for the backward.
+
+    In 16 bits with dropout, attention written out and an MLP of 4 hidden widths with GELU: s·b·h·(34 + 5·a·s/h) bytes
+    a layer (s tokens a row, b rows, h hidden values, a heads). Of the 34 the norms have 4, attention 11, the MLP 19;
+    the 5 are scores after softmax (2), dropout's mask (1), scores after dropout (2). Flash attention keeps no
+    scores but a float32 a row of them.
+
+    Args:
+        layers: how many blocks.
+        hidden: width of the tokens between blocks.
+        heads: of attention.
+        length: tokens a row.
+        rows: of a batch.
+        value_bytes: of an activation.
+        mask_bytes: of an element of dropout's mask: 1 on CUDA, `value_bytes` on the CPU, 0 without dropout.
+        keeps_scores: attention is written out; False for kernels such as flash attention's.
+        mlp_width: None for 4 times `hidden`.
+        mlp_tensors: tensors of that width that the MLP keeps: 2 with GELU (its input and result), 1 with ReLU,
+            4 with SwiGLU.
+        checkpointed: whole blocks are made again in the backward, one at a time, from their inputs.
+
+    Raises:
+        ValueError: a size below 1, or a negative number of bytes.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    length: int
+    rows: int = 1
+    value_bytes: int = 2
+    mask_bytes: int = 1
+    keeps_scores: bool = True
+    mlp_width: int | None = None
+    mlp_tensors: int = 2
+    checkpointed: bool = False
+
+    def __post_init__(self) -> None:
+        _refuse_below(self, 1, but=("mask_bytes", "keeps_scores", "checkpointed"))
+        if self.mask_bytes < 0:
+            raise ValueError(f"mask_bytes={self.mask_bytes} is negative; write 0 without dropout.")
+
+    def terms(self) -> Iterator[Term]:
+        """What the blocks keep, and with activation checkpointing what one takes while it is made again."""
+        copies = 1 if self.checkpointed else self.layers
+        category = "temporaries" if self.checkpointed else "saved_activations"
+        names = (
+            ("one block made again", "its scores") if self.checkpointed else ("blocks", "attention scores")
+        )
+        tokens, shape = self.length * self.rows, f"{self.length:,}·{self.rows:,}"
+        if self.checkpointed:
+            size = self.layers * tokens * self.hidden * self.value_bytes
+            formula = f"{self.layers} layers × {shape}·{self.hidden:,} × {self.value_bytes}"
+            yield as_term("saved_activations", "inputs of the blocks", formula, size, _REDUCING)
+        width = 4 * self.hidden if self.mlp_width is None else self.mlp_width
+        # The inputs of two norms, of the projections to q, k, v, of the last projection, of the MLP; and q, k, v.
+        each = self.value_bytes * (8 + self.mlp_tensors * width / self.hidden) + 2 * self.mask_bytes
+        formula = f"{copies} layers × {shape}·{self.hidden:,} × {each:g}"
+        yield as_term(category, names[0], formula, copies * tokens * self.hidden * each, _REDUCING)
+        if self.keeps_scores:
+            score = self.value_bytes * (2 if self.mask_bytes else 1) + self.mask_bytes
+            formula = f"{copies} layers × {self.heads}·{shape}·{self.length:,} × {score}"
+            size = copies * self.heads * tokens * self.length * score
+            yield as_term(category, names[1], formula, size, _REDUCING)
+        else:
+            formula = f"{copies} layers × {self.heads}·{shape} × 4"
+            yield as_term(category, "sums of scores", formula, copies * self.heads * tokens * 4, _FLASH)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VocabularyHead:
+    """Logits over a vocabulary, and what cross-entropy makes of them.
+
+    As the backward begins there are the log-softmax, its gradient and the gradient of the logits: three tensors of
+    tokens · vocabulary values. In the forward there are the logits and the log-softmax.
+
+    Args:
+        tokens: positions that get logits.
+        vocabulary: classes.
+        value_bytes: of a logit as the loss takes it: 4, in 16 bits, too, where autocast or the model casts them.
+
+    Raises:
+        ValueError: a size below 1.
+    """
+
+    tokens: int
+    vocabulary: int
+    value_bytes: int = 4
+
+    def __post_init__(self) -> None:
+        _refuse_below(self, 1)
+
+    def terms(self) -> Iterator[Term]:
+        """What is kept for the backward, and what its beginning makes."""
+        formula = f"{self.tokens:,}·{self.vocabulary:,} × {self.value_bytes}"
+        size = self.tokens * self.vocabulary * self.value_bytes
+        yield as_term("saved_activations", "log-softmax", formula, size)
+        yield as_term("temporaries", "its gradient", formula, size)
+        yield as_term("temporaries", "gradient of logits", formula, size)
+
+
+def _per_value(category: str, name: str, count: int, each: float) -> Term:
+    return as_term(category, name, f"{count:,} × {each:g}", count * each, _ZERO)
+
+
+def as_term(category: str, name: str, formula: str, size: float, source: str = "") -> Term:
+    """A term, its bytes rounded."""
+    return Term(category=category, name=name, formula=formula, size_bytes=round(size), source=source)
+
+
+def _refuse_below(given: Any, least: int, but: Iterable[str] = ()) -> None:
+    for field in fields(given):
+        value = getattr(given, field.name)
+        if field.name not in but and value is not None and value < least:
+            raise ValueError(
+                f"{field.name}={value} of {type(given).__name__} is below {least}, the least it can be."
+            )
