@@ -6,6 +6,9 @@ torch's profiler says what the allocator handed out at most in its steps. (Befor
 keeps copies on the host, which on a CPU is where everything is: `start_of_budget`.) Then every configuration that fits
 one of the budgets is trained, in turns and fresh processes, and the order of its step times is compared with the
 plan's: Spearman's rank correlation, where times within 5 % count as ties.
+
+At last models that no such machine holds are planned: a Llama of 8 billion parameters on one card of 24 GiB, and one
+of 70 billion on 64 cards, with what they take.
 """
 
 import json
@@ -28,8 +31,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from benchmarks.__main__ import main_of
 from benchmarks.harness import Options, Report
+from benchmarks.prediction_ranks import Llama
 from examples.pretrain_causal_lm.model import CausalLM
-from lightning_memkit import Budget, Plan, plan
+from lightning_memkit import ActivationCheckpointing, Budget, ChunkedLoss, Plan, PureBF16Precision, plan
 from lightning_memkit.memory.units import format_bytes, parse_bytes
 from lightning_memkit.planning.search import Row
 from lightning_memkit.prediction.contained import contained
@@ -37,6 +41,10 @@ from lightning_memkit.prediction.contained import contained
 ROOT = Path(__file__).parents[1]
 BUDGETS, ORDERED_AT = ("200MiB", "60MiB", "30MiB"), "30MiB"
 ROUNDS, STEPS, TIE = 3, 5, 1.05
+LARGE = (
+    ("8b", Budget("24GiB", "rtx4090"), {}),
+    ("70b", Budget("auto", "h100-80gb"), {"devices": 8, "num_nodes": 8}),
+)
 _RUN = """
 import json, sys
 from lightning_memkit import MemoryBudget
@@ -75,6 +83,7 @@ def run(options: Options) -> Report:
     rows += [
         compared(row, own, predicted, measured) for row, own in zip(found.fitting, measured, strict=True)
     ]
+    rows += [] if options.quick else [large(*shape) for shape in LARGE]
     figures = {
         "budgets": len(budgets),
         "peak_over_budget_max": max(float(row["of_budget"]) for row in rows[: len(budgets)]),  # pyright: ignore
@@ -194,6 +203,28 @@ def compared(row: Row, own: float, predicted: list[float], measured: list[float]
         "predicted": round(row.seconds / min(predicted), 3),
         "measured": round(own / min(measured), 3),
         "of_budget": "",
+        "start_of_budget": "",
+        "error_pct": "",
+    }
+
+
+def large(shape: str, budget: Budget, given: dict[str, Any]) -> dict[str, object]:
+    """The best of a plan, or what takes the least where nothing fits."""
+    ids = torch.zeros(8, 4096, dtype=torch.int64)
+    fixed = {
+        "plugins": PureBF16Precision(),
+        "callbacks": [ActivationCheckpointing("full"), ChunkedLoss()],
+        **given,
+    }
+    found = plan(partial(Llama, shape), {"input_ids": ids, "labels": ids}, budget, trainer=fixed)
+    predicted = [row for row in found.rows if row.taken_bytes]
+    row = found.best if found.fitting else min(predicted, key=lambda row: row.taken_bytes)
+    verdict = "fits" if row.fits else row.rejected
+    return {
+        "what": f"{shape} on {given.get('devices', 1) * given.get('num_nodes', 1)} {budget.device}: {row.family}",
+        "predicted": format_bytes(row.taken_bytes),
+        "measured": verdict,
+        "of_budget": round(row.taken_bytes / budget.bytes(), 4),
         "start_of_budget": "",
         "error_pct": "",
     }
