@@ -63,4 +63,5 @@ def _global_state() -> dict:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that fork go first: autograd works in no fork of a process that has used an accelerator."""
-    items.sort(key=lambda item: "prediction" not in item.nodeid.partition("::")[0])
+    early = ("prediction", "planning")
+    items.sort(key=lambda item: not any(name in item.nodeid.partition("::")[0] for name in early))
