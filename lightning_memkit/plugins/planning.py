@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 import lightning_memkit
 from lightning_memkit.activations.checkpointing import checkpoint_modules
+from lightning_memkit.data.sampling_order import GlobalNumbers
 from lightning_memkit.distributed.sharding import Sharding
 from lightning_memkit.errors import NoEffectWarning
 from lightning_memkit.loss.switch import use_chunked_loss
@@ -175,12 +176,15 @@ def _looked_at(module: Any) -> torch.nn.Module:
     """The module, or what a function builds, without memory; an empty one where that can't be."""
     if isinstance(module, LightningModule):
         return module
+    numbers = GlobalNumbers()  # a constructor may draw
     with warnings.catch_warnings(), torch.device("meta"):
         warnings.simplefilter("ignore")
         try:
             return module()
         except Exception:  # the prediction will tell
             return torch.nn.Module()
+        finally:
+            numbers.restore()
 
 
 class _Floor:

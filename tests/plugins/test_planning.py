@@ -295,6 +295,15 @@ def test_nothing_of_the_users_is_touched():
     assert module._trainer is None
     assert len(callbacks) == 1
     assert all(torch.equal(given[name], value) for name, value in given_batch().items())
+    fixed = {"precision": "32-true", "callbacks": [ActivationCheckpointing("full")]}
+    plan(Drawing, given, on_cpu("1MiB"), trainer=fixed)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+class Drawing(Language):
+    def __init__(self) -> None:
+        super().__init__(layers=1)
+        self.drawn = torch.randn((), device="cpu")  # not on "meta": the generator goes on
 
 
 # The work of a step

@@ -27,6 +27,7 @@ FAST = [
     Case(strategy="stage 2", extra="clipped"),
     Case(strategy="stage 3", policy="full"),
     Case(strategy="stage 3", precision="kahan", optimizer="loop"),
+    Case(strategy="stage 3", precision="kahan", extra="accumulated"),
     Case(strategy="in configure_model", precision="kahan", policy="full"),
 ]
 
