@@ -1,21 +1,23 @@
 """How long a step's operators take: by a device's rates, or measured one by one on the device that is here."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from lightning_memkit.activations.planned import run_recorded
 from lightning_memkit.prediction.devices import Device
-from lightning_memkit.prediction.work import Operator, TensorShape, Work
+from lightning_memkit.prediction.work import MADE_AGAIN, RECORDED, Operator, TensorShape, Work
 
 # Of the data sheet's peaks, what large matrix products and copies reach.
 _OF_PEAK_FLOPS, _OF_PEAK_BYTES = 0.6, 0.8
 _LAUNCH_SECONDS = 5e-6
 _MOST_BYTES = 1 << 28  # of operands that are made for a measurement
 _RUNS, _ENOUGH_SECONDS = (3, 20), 0.03  # at least and at most; others' work disturbs short runs
+_CHAIN, _CHAIN_RUNS, _SMALL = 32, 10, TensorShape((8, 8), (8, 1), torch.float32)
 
 
 class Times(Protocol):
@@ -68,6 +70,8 @@ class TimesByRates:
 
     def seconds(self, operator: Operator) -> float:
         """Of one run."""
+        if operator.is_python:
+            return 0.0
         if operator.communicates:
             return max(operator.moved_bytes / self._sent, _LAUNCH_SECONDS)
         computes = operator.flops / self._flops[operator.is_16_bit]
@@ -91,6 +95,8 @@ class TimesHere:
         return self._known[operator]
 
     def _measured(self, operator: Operator) -> float:
+        if operator.is_python:
+            return _taping_here()[operator.name]
         function = None if operator.communicates else _function(operator.name)
         if function is None or operator.moved_bytes > _MOST_BYTES:
             return self._estimated(operator)
@@ -147,6 +153,42 @@ def _tensor(shape: TensorShape) -> Tensor:
 
 def _value(dtype: torch.dtype) -> float:
     return 0.5 if dtype.is_floating_point else 1 if dtype is torch.bool else 0
+
+
+@lru_cache(maxsize=1)
+def _taping_here() -> dict[str, float]:
+    """What Python takes an operator that a tape records, and one that it makes again."""
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        plain, recorded, again = (
+            _best(lambda keep=keep: _chain(keep)) for keep in (None, lambda _: True, lambda _: False)
+        )
+        alone = _timed(torch.ops.aten.tanh.default, Operator("", (_SMALL,), (), 0, 0, is_16_bit=False))
+    return {
+        RECORDED: max(0.0, recorded - plain) / _CHAIN,
+        MADE_AGAIN: max(0.0, (again - recorded) / _CHAIN - alone),
+    }
+
+
+def _chain(keep: Callable[[Any], bool] | None) -> None:
+    """Forward and backward of a block of small operators."""
+    x = _tensor(_SMALL).requires_grad_()
+
+    def forward(y: Tensor) -> Tensor:
+        for _ in range(_CHAIN):
+            y = y.tanh()
+        return y
+
+    out = forward(x) if keep is None else run_recorded(forward, (x,), {}, keep)
+    out.sum().backward()
+
+
+def _best(run: Callable[[], None]) -> float:
+    seconds = []
+    for _ in range(_CHAIN_RUNS):
+        before = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - before)
+    return min(seconds)
 
 
 @lru_cache(maxsize=2)

@@ -26,6 +26,7 @@ from lightning_memkit.prediction.host_memory import HostMemory, offloads
 from lightning_memkit.prediction.known_values import KnownValues
 from lightning_memkit.prediction.own_kernels import without_kernels
 from lightning_memkit.prediction.persona import as_on_cuda
+from lightning_memkit.prediction.recording import noted_recording
 from lightning_memkit.prediction.result import Prediction
 from lightning_memkit.prediction.work import WorkLog
 from lightning_memkit.prediction.workspaces import Workspaces
@@ -68,6 +69,7 @@ class Simulation(AnatomyMeter):
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             stack.enter_context(without_kernels(self.work))
+            stack.enter_context(noted_recording(self.work))
             stack.enter_context(casts_in_place())
             stack.enter_context(_unrecognised())
             if self._device is None:

@@ -18,6 +18,10 @@ _MOVE_NOTHING = {
     _aten.resize_, _aten.detach_, _aten.lift_fresh,
 }  # fmt: skip
 COMMUNICATION = ("c10d", "_c10d_functional")  # namespaces
+RECORDED, MADE_AGAIN = (
+    "memkit.recorded",
+    "memkit.made_again",
+)  # by a tape: what Python does beside the operator
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,11 @@ class Operator:
     flops: int
     moved_bytes: int
     is_16_bit: bool
+
+    @property
+    def is_python(self) -> bool:
+        """Whether it stands for what Python does, which a GPU does not wait for."""
+        return self.name in (RECORDED, MADE_AGAIN)
 
     @property
     def communicates(self) -> bool:
@@ -102,6 +111,10 @@ class WorkLog:
         """A kernel of memkit's own would have run in the optimizer's step."""
         operator = Operator(name, (), (), 0, moved_bytes, is_16_bit=True)
         self._counts[True][operator] += 1
+
+    def note_python(self, name: str) -> None:
+        """Python has done something beside an operator of a part: `RECORDED` or `MADE_AGAIN`."""
+        self._counts[False][Operator(name, (), (), 0, 0, is_16_bit=False)] += 1
 
     def forget(self) -> None:
         """Begin anew."""

@@ -26,7 +26,7 @@ from lightning_memkit.planning.times import TimesByRates, TimesHere
 from lightning_memkit.plugins.prediction import predict_memory
 from lightning_memkit.prediction.contained import contained
 from lightning_memkit.prediction.devices import DEVICES
-from lightning_memkit.prediction.work import Operator
+from lightning_memkit.prediction.work import MADE_AGAIN, RECORDED, Operator
 from tests.plugins.test_prediction import Language, Loader, batch
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
@@ -356,6 +356,23 @@ def test_every_operator_of_a_step_has_a_time_here():
         assert 0 < times.seconds(operator) < 10
     unknown = Operator("nobody.knows.this", (), (), flops=10**9, moved_bytes=10**6, is_16_bit=False)
     assert times.seconds(unknown) > 0
+
+
+def test_what_python_does_for_recorded_operators_is_counted():
+    """A tape's own bookkeeping: once an operator of the forward, and once for each that runs again."""
+
+    def counted(*callbacks: Any) -> tuple[float, float]:
+        part = predict_memory(Language(), given_batch(), trainer={"callbacks": list(callbacks)}).work.part
+        of = {name: sum(n for op, n in part.items() if op.name == name) for name in (RECORDED, MADE_AGAIN)}
+        return of[RECORDED], of[MADE_AGAIN]
+
+    assert counted() == (0, 0)
+    recorded, again = counted(ActivationCheckpointing("selective"))
+    assert recorded > again > 0
+    assert counted(ActivationCheckpointing("full")) == (0, 0)
+    both = [Operator(name, (), (), 0, 0, is_16_bit=False) for name in (RECORDED, MADE_AGAIN)]
+    assert all(0 <= TimesHere().seconds(operator) < 1e-2 for operator in both)
+    assert [TimesByRates(DEVICES["t4"]).seconds(operator) for operator in both] == [0, 0]
 
 
 # The command
