@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -43,9 +44,25 @@ _COMPILED_TWICE = (
 _Runner = Callable[[nn.Module, Callable[..., Any], tuple, dict[str, Any], Switch], Any]
 
 
+@dataclass(frozen=True)
+class Checkpointed:
+    """What `checkpoint_modules` has done; called, it is undone.
+
+    Attributes:
+        plan: what chooses by bytes, under a policy that does.
+    """
+
+    undo: Callable[[], None]
+    plan: BudgetPlan | None = None
+
+    def __call__(self) -> None:
+        """Put the forwards back."""
+        self.undo()
+
+
 def checkpoint_modules(
     module: nn.Module, policy: str = "full", *, blocks: Sequence[BlockPattern] | None = None
-) -> Callable[[], None]:
+) -> Checkpointed:
     """Keep less of a module's forward and make it again in backward; costs up to one more forward of its blocks.
 
     Loss and gradients stay bitwise the same: random numbers, autocast and default dtype are those of the first
@@ -68,7 +85,7 @@ def checkpoint_modules(
         blocks: classes, or globs over module and class names, in place of the blocks found by themselves.
 
     Returns:
-        The undo: a function that puts the forwards back.
+        The undo: called, it puts the forwards back.
 
     Raises:
         ValueError: the policy is unknown; a transformers model says that it does not support checkpointing and
@@ -84,10 +101,11 @@ def checkpoint_modules(
     chosen = parsed.select(found) if isinstance(parsed, EveryKthBlock) else found
     if not chosen:
         _report_nothing(module, blocks)
-        return lambda: None
+        return Checkpointed(lambda: None)
     _refuse_second_checkpointing(module)
     switch = Switch()
-    runners, root = _runners(parsed, module, [block for _, block in chosen])
+    plan = BudgetPlan(parsed, module, len(chosen)) if isinstance(parsed, SavedBytes) else None
+    runners, root = _runners(plan or parsed, [block for _, block in chosen])
     undos = [_patch(block, "forward", run, switch) for (_, block), run in zip(chosen, runners, strict=True)]
     if root is not None:
         # Lightning calls a LightningModule's training_step and not its forward.
@@ -99,7 +117,7 @@ def checkpoint_modules(
         for put_back in undos:
             put_back()
 
-    return undo
+    return Checkpointed(undo, plan)
 
 
 def _report_nothing(module: nn.Module, blocks: Sequence[BlockPattern] | None) -> None:
@@ -141,17 +159,14 @@ def _refuse_second_checkpointing(module: nn.Module) -> None:
             )
 
 
-def _runners(
-    policy: Policy, module: nn.Module, blocks: list[nn.Module]
-) -> tuple[list[_Runner], _Runner | None]:
+def _runners(policy: Policy | BudgetPlan, blocks: list[nn.Module]) -> tuple[list[_Runner], _Runner | None]:
     """What runs the forward of each block, and that of the whole module where the policy needs to see it."""
     if isinstance(policy, CompiledBlocks):
         compiled = CompiledForward(policy.budget, blocks)
         return [_compiled(compiled)] * len(blocks), None
-    if isinstance(policy, SavedBytes):
-        plan = BudgetPlan(policy, module, len(blocks))
+    if isinstance(policy, BudgetPlan):
         refuse = _refuse_compiler(_BUDGET_COMPILED)
-        return [_planned(plan, index, refuse) for index in range(len(blocks))], _root(plan, refuse)
+        return [_planned(policy, index, refuse) for index in range(len(blocks))], _root(policy, refuse)
     if isinstance(policy, SavedOperators):
         return [_selective(policy, len(blocks))] * len(blocks), None
     return [_whole(block) for block in blocks], None

@@ -3,6 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -73,6 +74,20 @@ class BudgetPlan:
         self._forward = 0  # the number of root forwards begun; blocks called without one count as of one
         self._measured_in: int | None = None
         self._counted: dict[int, StorageWeakRef] = {}
+        self._warned = False
+
+    @property
+    def makes_again(self) -> bool:
+        """Whether a choice that was made leaves anything to be made again."""
+        return any(choice.keep is not None for chosen in self._chosen.values() for choice in chosen.values())
+
+    def resize(self, by_bytes: int) -> None:
+        """Let the budget be so much larger, or smaller; what was measured stays, the choice is made anew."""
+        size = self._policy.size_bytes
+        if size is None:
+            raise ValueError("A budget that is a fraction has no bytes to be changed; give it in bytes.")
+        self._policy = replace(self._policy, size_bytes=max(1, size + by_bytes))
+        self._chosen.clear()
         self._warned = False
 
     # --- the whole model -------------------------------------------------------------------------------------

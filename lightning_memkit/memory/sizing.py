@@ -28,6 +28,9 @@ class Sizing:
         return f"micro-batch {self.micro_batch_size}, peak {format_bytes(self.peak_bytes)} (tried: {sizes})"
 
 
+TOLERANCE = 0.05  # by which a measured peak may differ from the predicted one
+
+
 class NothingFitsError(Exception):
     """Not even a micro-batch of 1 fits; carries its peak where it could be measured."""
 
@@ -36,47 +39,114 @@ class NothingFitsError(Exception):
         self.peak_bytes = peak_bytes
 
 
-def largest_fitting(
-    peak_of: Callable[[int], int | None], *, usable_bytes: int, most: int, most_trials: int = 8
-) -> Sizing:
-    """The largest size up to `most` that was measured to fit; a handful of trials.
+def part_sizes(most: int) -> list[int]:
+    """The sizes up to `most` that give another number of parts each, rising: of 8 samples 1, 2, 3, 4 and 8."""
+    return sorted({-(-most // parts) for parts in range(1, most + 1)})
 
-    Two small sizes give a line; its guess is tried, and each result moves the line or closes the interval.
-    Only sizes that give another number of parts are tried: with 8 samples, 5, 6 and 7 all make two.
+
+class Forecast:
+    """Predicted peaks, which measured ones correct: once, where they are off by more than 5 %.
+
+    Args:
+        peak_of: the predicted peak of a size.
+        factor: measured over predicted, as earlier runs on this device had it.
+    """
+
+    def __init__(self, peak_of: Callable[[int], float], factor: float = 1.0) -> None:
+        self._peak_of = peak_of
+        self._factor = factor
+        self._corrections = 1
+        self.ratio: float | None = None
+
+    def peak_bytes(self, size: int) -> float:
+        """The peak that is expected by now."""
+        return self._peak_of(size) * self._factor
+
+    def is_confirmed(self, trial: Trial) -> bool:
+        """Whether a measured peak is as expected; where it is not, what is expected follows it, once."""
+        if trial.peak_bytes is None:
+            return False
+        if self.ratio is None:
+            self.ratio = trial.peak_bytes / self._peak_of(trial.micro_batch_size)
+        off = trial.peak_bytes / self.peak_bytes(trial.micro_batch_size) - 1
+        if abs(off) <= TOLERANCE:
+            return True
+        if self._corrections:
+            self._corrections -= 1
+            self._factor *= 1 + off
+        return False
+
+
+def largest_fitting(
+    peak_of: Callable[[int], int | None],
+    *,
+    usable_bytes: int,
+    most: int,
+    most_trials: int = 8,
+    forecast: Forecast | None = None,
+) -> Sizing:
+    """The largest size up to `most` that was measured to fit; a handful of trials, one where a forecast holds.
+
+    Two small sizes give a line; its guess is tried, and each result moves the line or closes the interval. A forecast
+    makes the first guess: a size that is as large as predicted is taken at once. Only sizes that give another number
+    of parts are tried: with 8 samples, 5, 6 and 7 all make two.
 
     Args:
         peak_of: measures a size; None where it runs out of memory.
         usable_bytes: the peak must not pass it.
         most: the samples of the effective batch.
         most_trials: how many sizes may be measured.
+        forecast: what is predicted of sizes.
 
     Raises:
         NothingFitsError: a size of 1 does not fit.
     """
-    candidates = sorted({-(-most // parts) for parts in range(1, most + 1)})
+    candidates = part_sizes(most)
     trials: list[Trial] = []
+    low, high = -1, len(candidates)  # indices: the largest that fits, the smallest that does not
 
-    def fits(size: int) -> bool:
-        trials.append(Trial(micro_batch_size=size, peak_bytes=peak_of(size)))
+    def tried(index: int) -> Trial:
+        nonlocal low, high
+        trials.append(Trial(micro_batch_size=candidates[index], peak_bytes=peak_of(candidates[index])))
         peak = trials[-1].peak_bytes
-        return peak is not None and peak <= usable_bytes
+        if peak is not None and peak <= usable_bytes:
+            low = max(low, index)
+        else:
+            high = min(high, index)
+        return trials[-1]
 
-    if not fits(candidates[0]):
-        raise NothingFitsError(trials[0].peak_bytes)
-    low, high = 0, len(candidates)  # indices: the largest that fits, the smallest that does not
-    while high - low > 1 and len(trials) < most_trials:
+    settled = forecast is not None and _as_forecast(tried, forecast, candidates, usable_bytes)
+    if low < 0 and high > 0:
+        tried(0)
+    if low < 0:
+        raise NothingFitsError(trials[-1].peak_bytes)
+    while not settled and high - low > 1 and len(trials) < most_trials:
         # The line's guess, and after a miss bisection in turn: a peak with a flat start has no useful line.
         bisect = high < len(candidates) and len(trials) % 2 == 0
         guess = (low + high) // 2 if bisect else _reached(candidates, low, high, trials, usable_bytes)
-        index = min(max(guess, low + 1), high - 1)
-        if fits(candidates[index]):
-            low = index
-        else:
-            high = index
+        tried(min(max(guess, low + 1), high - 1))
     best = next(trial for trial in trials if trial.micro_batch_size == candidates[low])
     return Sizing(
         micro_batch_size=best.micro_batch_size, peak_bytes=best.peak_bytes or 0, trials=tuple(trials)
     )
+
+
+def _as_forecast(
+    tried: Callable[[int], Trial], forecast: Forecast, candidates: list[int], usable_bytes: int
+) -> bool:
+    """Try what is expected to be the largest that fits, and once more where that was wrong; whether one fits."""
+    open_to = range(len(candidates))
+    for _ in range(2):
+        reached = [index for index in open_to if forecast.peak_bytes(candidates[index]) <= usable_bytes]
+        if not reached:
+            return False
+        trial = tried(reached[-1])
+        fits = trial.peak_bytes is not None and trial.peak_bytes <= usable_bytes
+        confirmed = forecast.is_confirmed(trial)
+        open_to = range(reached[-1] + 1, len(candidates)) if fits else range(reached[-1])
+        if fits and (confirmed or all(forecast.peak_bytes(candidates[i]) > usable_bytes for i in open_to)):
+            return True
+    return False
 
 
 def _reached(candidates: list[int], low: int, high: int, trials: list[Trial], usable_bytes: int) -> int:

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_memkit.memory.sizing import Sizing
+from lightning_memkit.memory.sizing import Sizing, part_sizes
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.micro_batching import SplitError, WeighBy, Weigher, batch_size, weigher
 from lightning_memkit.plugins import _seam
+from lightning_memkit.plugins._forecast import Foreseen, foreseen
 from lightning_memkit.plugins._options import BudgetOptions
 from lightning_memkit.plugins._parts import PartsRunner
 from lightning_memkit.plugins._probe import Weighing
@@ -21,7 +22,7 @@ from lightning_memkit.plugins._shortfall import ran_dry
 from lightning_memkit.plugins._sizing import AccumulationWindow, BudgetError, choose_size, verify_whole
 from lightning_memkit.plugins._token_parts import form_by_tokens
 from lightning_memkit.plugins._trials import Trials
-from lightning_memkit.plugins._tuned_sizes import TunedSizes, question_of
+from lightning_memkit.plugins._tuned_sizes import TunedSize, TunedSizes, question_of
 from lightning_memkit.plugins._tuning import SizeTuning, clock_may_choose
 from lightning_memkit.plugins._worst_batch import scanned_once
 
@@ -58,6 +59,7 @@ class PartsChoice:
         self._window = window
         self._resumed = resumed
         self._tuned_sizes: TunedSizes | None = None
+        self._remembered: TunedSize | None = None
         self._warned = ""
         self._keeps_rows = False  # as the resumed run did, where parts formed by tokens had run out of memory
 
@@ -107,10 +109,11 @@ class PartsChoice:
             partition.whole, self._runner.unsplittable = True, str(error)
             return sizing
         self._window.open(step.trainer, total)
+        foreseen = self._foresee(step, total)  # the probe's backward may end what forks can do
         self._settle(step)
         if options.micro_batch_size != "auto":
             self._check(splits=options.micro_batch_size < total)
-        sizing = self._size(step)
+        sizing = self._size(step, foreseen)
         partition.micro_batch_size = sizing.micro_batch_size
         if not self._keeps_rows:
             form_by_tokens(step, self._trials, partition, options.usable_bytes)
@@ -150,22 +153,31 @@ class PartsChoice:
         options = self._options
         return options.micro_batch_size == options.weigh_by == "auto" and options.split is None
 
-    def _size(self, step: _seam.Step) -> Sizing:
+    def _foresee(self, step: _seam.Step, total: int) -> Foreseen | None:
+        """What is predicted, where the size is open and no earlier run has found it."""
+        self._tuned_sizes = self._cache_of(step)
+        self._remembered = self._tuned_sizes.recall() if self._tuned_sizes is not None else None
+        is_resumed = self._resumed.get("micro_batch_size") is not None
+        if self._options.micro_batch_size != "auto" or is_resumed or self._remembered is not None:
+            return None
+        return foreseen(step, self._options, part_sizes(total))
+
+    def _size(self, step: _seam.Step, foreseen: Foreseen | None) -> Sizing:
         """What the user says holds; else a resumed run's size, if it still fits; else the largest that fits."""
         if self._mismatch and self._all_open:
             try:
                 return choose_size(step, self._trials, **self._known, given=batch_size(step.batch))
             except BudgetError as error:
                 raise BudgetError(f"{self._mismatch} Whole it does not fit: {error}") from None
-        self._tuned_sizes = self._cache_of(step)
         if self._options.micro_batch_size == "auto" and self._resumed.get("micro_batch_size") is not None:
             sizing = self._resumed_size(step)
             if sizing is not None:
                 return sizing
-        tuned = self._tuned_sizes.recall() if self._tuned_sizes is not None else None
-        remembered = tuned.micro_batch_size if tuned is not None else None
+        remembered = self._remembered.micro_batch_size if self._remembered is not None else None
         given = self._options.micro_batch_size
-        return choose_size(step, self._trials, **self._known, given=given, remembered=remembered)
+        return choose_size(
+            step, self._trials, **self._known, given=given, remembered=remembered, foreseen=foreseen
+        )
 
     def _resumed_size(self, step: _seam.Step) -> Sizing | None:
         """The size of the run that is resumed; those that it was still timing, where it had not settled on one."""

@@ -121,7 +121,7 @@ class EvaluationSizes:
                 return None
             return peak.part_bytes + (peak.other_outputs_bytes if with_outputs else 0)
 
-        options: dict[str, int] = {"usable_bytes": usable, "most": extent.rows, "most_trials": _MOST_TRIALS}
+        options: dict[str, Any] = {"usable_bytes": usable, "most": extent.rows, "most_trials": _MOST_TRIALS}
         try:
             sizing = largest_fitting(partial(peak_of, with_outputs=not known.outputs_pass), **options)
         except NothingFitsError:

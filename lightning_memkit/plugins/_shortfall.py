@@ -77,8 +77,13 @@ class Needs:
         return self.peak - max(part - kept - activations, step - kept - temporaries)
 
 
-def shortfall(needs: Needs, size: int, usable: int, headroom: float = 0.05) -> str:
-    """The error's text: by how much a part of `size` samples passes the usable bytes, why, and the remedies."""
+def shortfall(
+    needs: Needs, size: int, usable: int, headroom: float = 0.05, predicted: str = ""
+) -> str:
+    """The error's text: by how much a part of `size` samples passes the usable bytes, why, and the remedies.
+
+    `predicted` says which whole configurations were predicted to fit.
+    """
     kept = (
         f"weights {format_bytes(needs.weights)}, gradients {format_bytes(needs.gradients)}, optimizer states "
         f"{format_bytes(needs.states)}"
@@ -97,7 +102,8 @@ def shortfall(needs: Needs, size: int, usable: int, headroom: float = 0.05) -> s
     remedies = _remedies(needs)
     smaller = ['a smaller micro_batch_size, or "auto"'] if size > 1 else []
     larger = [] if needs.part_peak is None else [_larger_budget(needs, headroom)]
-    return f"{head} What would help: {'; '.join([*smaller, *remedies, *larger])}."
+    fits = f" {predicted}" if predicted else ""
+    return f"{head}{fits} What would help: {'; '.join([*smaller, *remedies, *larger])}."
 
 
 def ran_dry(step: _seam.Step, phase: str, failure: str, smallest: Trial | None) -> str:

@@ -5,16 +5,20 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from lightning.pytorch import Trainer
+from torch import Tensor
 
-from lightning_memkit.memory.sizing import NothingFitsError, Sizing, Trial, largest_fitting
+from lightning_memkit.memory.sizing import Forecast, NothingFitsError, Sizing, Trial, largest_fitting
 from lightning_memkit.memory.speed import smaller_sizes
 from lightning_memkit.micro_batching import batch_size
 from lightning_memkit.plugins import _seam
+from lightning_memkit.plugins._forecast import Foreseen
+from lightning_memkit.plugins._policy import policy_of
 from lightning_memkit.plugins._ranks import largest_of_ranks
 from lightning_memkit.plugins._shortfall import Needs, shortfall
 from lightning_memkit.plugins._tensors import tensors_of
 from lightning_memkit.plugins._trials import Trials
 from lightning_memkit.plugins._worst_batch import worst_batch
+from lightning_memkit.prediction.residuals import keep_residual, residual_of
 
 _MOST_TRIALS = 8
 
@@ -31,6 +35,7 @@ def choose_size(
     headroom: float,
     given: int | Literal["auto"],
     remembered: int | None = None,
+    foreseen: Foreseen | None = None,
 ) -> Sizing:
     """The largest part of the worst batch that was measured to fit, or the given one verified; at most 8 trials.
 
@@ -41,6 +46,7 @@ def choose_size(
         headroom: the fraction of the budget that stays free.
         given: the user's or a resumed run's size, or `"auto"`.
         remembered: with `"auto"`, an earlier run's answer: taken if it fits, which costs one trial.
+        foreseen: with `"auto"`, what was predicted: taken if it fits, which costs one trial.
 
     Raises:
         BudgetError: not even a micro-batch of 1 fits, or the given size does not.
@@ -48,45 +54,84 @@ def choose_size(
     usable = int(budget_bytes * (1 - headroom))
     total = int(largest_of_ranks(step.trainer, [batch_size(step.batch)])[0])
     set_gradient_parts(step.trainer, total)
+    policy, forecast = policy_of(step.trainer), None
+    if foreseen is not None and foreseen.peaks:
+        forecast = Forecast(foreseen.peaks.__getitem__, residual_of(foreseen.device))
     with trials.optimizer_state(step) as (states, step_peak):
-        part_peak: int | None = None
+        peaks = _Peaks(step, trials, states, step_peak, total)
 
-        def peak_of(size: int, limit: int | None) -> int | None:
-            nonlocal part_peak
-            set_gradient_parts(step.trainer, -(-total // size))
-            part = worst_batch(step.trainer, step.batch, size)
-            part_peak = trials.peak_of(step, part, [*states, *tensors_of(step.batch)], limit)
-            return _largest_of_ranks(step.trainer, None if part_peak is None else max(part_peak, step_peak))
-
-        def refusal(size: int) -> BudgetError:
-            needs = Needs.measured(step, part_peak=part_peak, step_peak=step_peak, states=states)
-            return BudgetError(shortfall(needs, size, usable, headroom))
-
-        if given == "auto":
+        def search() -> Sizing | None:
+            if given != "auto":
+                return _verified(min(given, total), peaks.of(min(given, total)), usable)
             try:
                 # A part of 1 is measured without a limit: its peak says by how much the budget is short.
-                sizing = _automatic(
-                    lambda size: peak_of(size, None if size == 1 else usable), usable, total, remembered
+                return _automatic(
+                    lambda size: peaks.of(size, None if size == 1 else usable),
+                    usable,
+                    total,
+                    remembered,
+                    forecast,
                 )
             except NothingFitsError:
-                raise refusal(1) from None
-            if sizing.candidates == ():
-                sizing = _with_candidates(step, sizing, lambda size: peak_of(size, usable), usable, total)
-        else:
-            size = min(given, total)
-            sizing = _verified(size, peak_of(size, None), usable)
-            if sizing is None:
-                raise refusal(size)
+                return None
+
+        sizing = search()
+        if sizing is None and policy.tightened(peaks.of_part, usable):
+            sizing = search()
+        if sizing is None:
+            needs = Needs.measured(step, part_peak=peaks.of_part_here, step_peak=step_peak, states=states)
+            predicted = "" if foreseen is None else foreseen.remedy
+            size = 1 if given == "auto" else min(given, total)
+            raise BudgetError(shortfall(needs, size, usable, headroom, predicted))
+        sizing = policy.loosened(sizing, lambda size: peaks.of(size, usable), usable)
+        if given == "auto" and sizing.candidates == ():
+            sizing = _with_candidates(step, sizing, lambda size: peaks.of(size, usable), usable, total)
+    if foreseen is not None and forecast is not None and forecast.ratio is not None:
+        keep_residual(foreseen.device, forecast.ratio)
     set_gradient_parts(step.trainer, -(-total // sizing.micro_batch_size))
     return sizing
 
 
+class _Peaks:
+    """Measures the peaks of parts of the worst batch, of which several make a step.
+
+    Attributes:
+        of_part_here: of the last trial's forward and backward on this rank; None where it ran out of memory.
+        of_part: the largest of all ranks'.
+    """
+
+    def __init__(
+        self, step: _seam.Step, trials: Trials, states: list[Tensor], step_peak: int, total: int
+    ) -> None:
+        self.of_part_here: int | None = None
+        self.of_part: int | None = None
+        self._step, self._trials, self._total = step, trials, total
+        self._states, self._step_peak = states, step_peak
+
+    def of(self, size: int, limit: int | None = None) -> int | None:
+        """The peak with parts of a size, the optimizer's step included; None where a rank ran out of memory."""
+        step = self._step
+        set_gradient_parts(step.trainer, -(-self._total // size))
+        part = worst_batch(step.trainer, step.batch, size)
+        held = [*self._states, *tensors_of(step.batch)]
+        self.of_part_here = self._trials.peak_of(step, part, held, limit)
+        self.of_part = _largest_of_ranks(step.trainer, self.of_part_here)
+        of_step = int(largest_of_ranks(step.trainer, [self._step_peak])[0])
+        return None if self.of_part is None else max(self.of_part, of_step)
+
+
 def _automatic(
-    peak_of: Callable[[int], int | None], usable: int, total: int, remembered: int | None
+    peak_of: Callable[[int], int | None],
+    usable: int,
+    total: int,
+    remembered: int | None,
+    forecast: Forecast | None = None,
 ) -> Sizing:
     """The remembered size if it fits, else the largest that does."""
     if remembered is None:
-        return largest_fitting(peak_of, usable_bytes=usable, most=total, most_trials=_MOST_TRIALS)
+        return largest_fitting(
+            peak_of, usable_bytes=usable, most=total, most_trials=_MOST_TRIALS, forecast=forecast
+        )
     size = min(remembered, total)
     peak = peak_of(size)
     sizing = _verified(size, peak, usable)

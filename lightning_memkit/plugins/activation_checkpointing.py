@@ -1,12 +1,13 @@
 """The Lightning adapter of `checkpoint_modules`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_memkit.activations.blocks import refuse_single_pattern
-from lightning_memkit.activations.checkpointing import checkpoint_modules
+from lightning_memkit.activations.checkpointing import Checkpointed, checkpoint_modules
+from lightning_memkit.activations.planned import BudgetPlan
 from lightning_memkit.activations.policies import parse_policy
 from lightning_memkit.memory.measure import budget_bytes
 
@@ -24,7 +25,8 @@ class ActivationCheckpointing(Callback):
             saves attention and every second matmul of each block, `selective:attention,matmul/2,silu` the operators
             it names. `budget:x` (such as `budget:0.5` or `budget:2GiB`) keeps the saved activations within a fraction
             of what they are without, or within bytes, at the least recomputation. `auto` does so for what the
-            MemoryBudget beside it allows, `auto:22GiB` for a whole step of that size. `compile:x` compiles each block
+            MemoryBudget beside it allows, and once more where the peak that this has measured is off by more than
+            5 %; `auto:22GiB` for a whole step of that size. `compile:x` compiles each block
             with torch's own memory budget of x, or with another, and a warning, where x does not lower the peak.
         blocks: names of the blocks in place of those found: globs over module names (`encoder.layers.*`) and
             class names (`Llama*Layer`).
@@ -41,10 +43,15 @@ class ActivationCheckpointing(Callback):
             refuse_single_pattern(blocks)
         self.policy = policy
         self.blocks = None if blocks is None else list(blocks)
-        self._undo: Callable[[], None] | None = None
+        self._undo: Checkpointed | None = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(policy={self.policy!r}, blocks={self.blocks!r})"
+
+    @property
+    def chosen_for_step(self) -> BudgetPlan | None:
+        """What `"auto"` chooses with, while fitting; `MemoryBudget` corrects it by the peak that it has measured."""
+        return self._undo.plan if self._undo is not None and self.policy == "auto" else None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Patch a model that exists by now, so that later hooks (a trial of the worst batch) see it so."""

@@ -1,0 +1,170 @@
+"""What `MemoryBudget` predicts before it measures: the peaks of all sizes, and what would fit where none does."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard
+
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from lightning_memkit.memory.units import format_bytes
+from lightning_memkit.planning.budget import Budget
+from lightning_memkit.planning.search import Row
+from lightning_memkit.plugins import _seam
+from lightning_memkit.plugins._options import BudgetOptions
+from lightning_memkit.plugins._tensors import tensors_of
+from lightning_memkit.plugins._worst_batch import worst_batch
+from lightning_memkit.plugins.activation_checkpointing import ActivationCheckpointing
+from lightning_memkit.prediction.contained import contained
+from lightning_memkit.prediction.lines import PeakLines
+from lightning_memkit.prediction.result import Prediction
+
+PAYS_FROM_PARAMETERS = 10_000_000  # a trial of less takes less than a prediction
+_SIZES, _LEAST_ROWS = (2, 4), 8  # the lines' ends; with fewer rows there is little to choose from
+_MOST_SECONDS = 180.0
+_KEPT_CALLBACKS = ("lightning_memkit.", "lightning.pytorch.callbacks.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Foreseen:
+    """What was predicted of a run that is about to start.
+
+    Attributes:
+        peaks: predicted bytes by micro-batch; none where what is saved is chosen to fill the budget.
+        remedy: what would fit, in words, where no micro-batch does.
+        device: whose residual is to be kept.
+    """
+
+    peaks: Mapping[int, int] = field(default_factory=dict)
+    remedy: str = ""
+    device: str = "cpu"
+
+
+def foreseen(step: _seam.Step, options: BudgetOptions, sizes: Sequence[int]) -> Foreseen | None:
+    """The predicted peaks of sizes, from two predictions in a fork; None where measuring them is cheaper, or must do.
+
+    Called before the first step, when the model is where it will be trained and nothing has run on the device yet:
+    autograd works in no fork of a process in which it has.
+    """
+    trainer = step.trainer
+    root = trainer.strategy.root_device
+    parameters = sum(parameter.numel() for parameter in trainer.lightning_module.parameters())
+    if trainer.world_size > 1 or parameters < PAYS_FROM_PARAMETERS or max(sizes) < _LEAST_ROWS:
+        return None
+    if root.type not in ("cpu", "cuda"):
+        return None
+    budget = Budget(options.budget_bytes, "cpu" if root.type == "cpu" else "auto", "speed", options.headroom)
+    # Read here: a loader's workers answer their own process alone.
+    parts = {size: worst_batch(trainer, step.batch, size) for size in (*_SIZES, max(sizes))}
+    try:
+        return contained(
+            lambda: _predicted(trainer, step.batch, parts, sizes, budget), timeout_s=_MOST_SECONDS
+        )
+    except Exception as error:  # whatever a step, or its prediction, may raise
+        said = str(error).strip().splitlines()
+        rank_zero_info(f"MemoryBudget measures sizes without a prediction: {said[0] if said else error!r}")
+        return None
+
+
+def _predicted(
+    trainer: Trainer, batch: Any, parts: Mapping[int, Any], sizes: Sequence[int], budget: Budget
+) -> Foreseen:
+    """In a fork: take our plugins off the module, and predict it as a new Trainer would train it."""
+    from lightning_memkit.plugins.prediction import predict_memory  # it knows MemoryBudget by name
+
+    given, module, device = as_given(trainer), trainer.lightning_module, budget.target()
+    parts = {size: part if device is None else _alone(part) for size, part in parts.items()}
+    beside = 0 if device is None else device.context_bytes
+    predictions = {
+        size: predict_memory(module, parts[size], trainer=given, device=device or "cpu") for size in _SIZES
+    }
+    peak_of = _lines(predictions, beside)
+    rest = 0 if device is not None else _beside_parts(batch, parts[_SIZES[0]])
+    peaks = {size: peak_of(size) + rest for size in sizes}
+    fits = min(peaks.values()) <= budget.usable_bytes()
+    return Foreseen(
+        peaks={} if any(map(_is_automatic, vars(trainer)["callbacks"])) else peaks,
+        remedy="" if fits else _remedy(module, parts[max(sizes)], budget, given),
+        device="cpu" if device is None else device.name,
+    )
+
+
+def _alone(part: Any) -> Any:
+    return apply_to_collection(part, Tensor, Tensor.clone)
+
+
+def _beside_parts(batch: Any, part: Any) -> int:
+    """On the CPU the whole batch is where its parts are; those that are views of it count it themselves."""
+    held = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(part)}
+    storages = {one.data_ptr(): one.nbytes() for one in (t.untyped_storage() for t in tensors_of(batch))}
+    return sum(size for address, size in storages.items() if address not in held)
+
+
+def _lines(predictions: Mapping[int, Prediction], beside_bytes: int) -> Any:
+    low, high = (predictions[size] for size in _SIZES)
+    over = (high.total_bytes - beside_bytes) / max(1, high.peak_bytes)  # of a GPU's allocator
+    try:
+        lines = PeakLines.through(predictions)
+    except ValueError:  # other operators for other sizes
+        slope = (high.peak_bytes - low.peak_bytes) / (_SIZES[1] - _SIZES[0])
+        return lambda size: int(over * (high.peak_bytes + slope * (size - _SIZES[1])))
+    return lambda size: int(over * lines.peak_bytes(size))
+
+
+def _remedy(module: Any, batch: Any, budget: Budget, given: dict[str, Any]) -> str:
+    """The fastest that changes no numbers, and the fastest of all that fits; the least where nothing does."""
+    from lightning_memkit.plugins.planning import plan
+
+    constraints = {**given, "accumulate_grad_batches": 1}
+    if constraints.get("precision") == "32-true":  # Lightning's default is no choice
+        del constraints["precision"]
+    found = plan(module, batch, budget, trainer=constraints)
+    if not found.fitting:
+        least = min((row for row in found.rows if row.taken_bytes), key=lambda row: row.taken_bytes)
+        return f"Nothing that may be chosen fits, as predicted; the least is {_said(least)}."
+    exact = next((row for row in found.fitting if not row.family.changes), None)
+    rows = [row for row in dict.fromkeys((exact, found.best)) if row is not None]
+    return f"What fits, as predicted: {'; or '.join(map(_said, rows))}."
+
+
+def _said(row: Row) -> str:
+    changes = f"changes {row.family.changes}" if row.family.changes else "changes no numbers"
+    size = format_bytes(row.taken_bytes)
+    return f"{row.family} with a micro-batch of {row.micro_batch_size}, predicted at {size} ({changes})"
+
+
+def as_given(trainer: Trainer) -> dict[str, Any]:
+    """The arguments of a Trainer for a prediction; takes our plugins off the module for good: only in a fork."""
+    callbacks: list[Callback] = vars(trainer)["callbacks"]
+    ours = [one for one in callbacks if type(one).__module__.startswith(_KEPT_CALLBACKS[0])]
+    for callback in reversed(ours):
+        callback.teardown(trainer, trainer.lightning_module, "fit")
+    precision = trainer.precision_plugin
+    precision.teardown()
+    known = type(precision).__module__.startswith("lightning.")
+    algorithm: Any = trainer.gradient_clip_algorithm
+    return {
+        **({"precision": str(precision.precision)} if known else {"plugins": [precision]}),
+        "callbacks": [
+            _predictable(one)
+            for one in callbacks
+            if type(one).__module__.startswith(_KEPT_CALLBACKS) and type(one).__name__ != "MemoryBudget"
+        ],
+        # Two parts are enough: from the second on gradients are there.
+        "accumulate_grad_batches": max(2, trainer.accumulate_grad_batches),
+        "gradient_clip_val": trainer.gradient_clip_val,
+        "gradient_clip_algorithm": None if algorithm is None else algorithm.value,
+    }
+
+
+def _predictable(callback: Callback) -> Callback:
+    """What "auto" comes to for the largest parts: everything is made again."""
+    if _is_automatic(callback):
+        return ActivationCheckpointing("full", callback.blocks)
+    return callback
+
+
+def _is_automatic(callback: Callback) -> TypeGuard[ActivationCheckpointing]:
+    return isinstance(callback, ActivationCheckpointing) and callback.policy == "auto"
