@@ -21,6 +21,7 @@ from lightning_memkit.optim.methods import (
     give_step_back,
     has_own_step,
     living,
+    local_optimizer,
     refuse_closures,
     replaced_step,
     stock_step,
@@ -153,7 +154,8 @@ def compensate(
     with ``"exact"``. Parameters of other dtypes are stepped by the same call, as they are.
 
     Args:
-        optimizer: any optimizer that steps each parameter by itself. One that combines values over the whole
+        optimizer: any optimizer that steps each parameter by itself; of a `ZeroRedundancyOptimizer` the one within
+            is compensated, which has this rank's share. One that combines values over the whole
             model is shown all of it at once, 16 bytes a parameter, where its groups tell (Prodigy,
             D-Adaptation, ``max_grad_norm``); any other that does so needs ``bucket_bytes`` to match.
         mode: ``"split"`` keeps the exact float32 weight, ``"kahan"`` about 16 bits of it, ``"stochastic"``
@@ -175,6 +177,9 @@ def compensate(
     """
     check_options(mode, states)
     refuse_unsupported(optimizer)
+    # ZeRO-1's own step knows no weights: it has the optimizer within step, whose groups and states are the rank's
+    # share. Shadows shown to the outer one would be stepped by nobody, and undo the step when they are written back.
+    optimizer = local_optimizer(optimizer)
     if compensation_of(optimizer) is not None:
         raise ValueError(
             f"This {type(optimizer).__name__} is compensated already: one compensation an optimizer; "
@@ -209,15 +214,15 @@ def _mend_loading(optimizer: Optimizer) -> None:
 
 
 def compensation_of(optimizer: Optimizer) -> Compensation | None:
-    """The handle of a compensated optimizer; None for any other."""
-    return optimizer.__dict__.get(_MARK)
+    """The handle of a compensated optimizer, or of the one within ZeRO-1's; None for any other."""
+    return local_optimizer(optimizer).__dict__.get(_MARK)
 
 
 def refuse_unsupported(optimizer: Optimizer) -> None:
     """Refuse optimizers that can't step bucket by bucket from given gradients.
 
     Raises:
-        TypeError: the step demands a closure.
+        TypeError: the step demands a closure, or is part of DDP's backward.
         ValueError: a group asks for a differentiable step.
     """
     name = type(optimizer).__name__
@@ -227,4 +232,9 @@ def refuse_unsupported(optimizer: Optimizer) -> None:
             "optimizer itself (of ScheduleFree a class such as AdamWScheduleFree), or train in float32 "
             "(precision='32-true')."
         )
-    refuse_closures(optimizer, "a compensated bfloat16 step")
+    if getattr(optimizer, "_overlap_with_ddp", False):
+        raise TypeError(
+            f"{name}(overlap_with_ddp=True) steps inside DDP's backward, by functions instead of an optimizer, which "
+            "a compensated bfloat16 step can't do; leave it False."
+        )
+    refuse_closures(local_optimizer(optimizer), "a compensated bfloat16 step")

@@ -1,9 +1,10 @@
 """The step of one optimizer: its own, replacements that don't keep it alive, and what none of them can do."""
 
 import inspect
+import sys
 from collections.abc import Callable
 from functools import update_wrapper, wraps
-from typing import Any
+from typing import Any, cast
 from weakref import ref
 
 import torch
@@ -21,6 +22,14 @@ class WeakMethod:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function with its owner."""
         return self.__func__(self._owner(), *args, **kwargs)
+
+
+def local_optimizer(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that steps this rank's share of the weights: the one within ZeRO-1's, else the given one."""
+    # Whoever has such an optimizer has imported it; importing it here would warn.
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    zero: Any = getattr(module, "ZeroRedundancyOptimizer", ())
+    return cast(Any, optimizer).optim if isinstance(optimizer, zero) else optimizer
 
 
 def living(reference: "ref[Optimizer]") -> Optimizer:

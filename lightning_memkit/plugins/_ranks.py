@@ -19,18 +19,17 @@ step again, in parts that are smaller by the same rule. Who calls what, in a ste
    `optimizer_steps` nothing can be retried: raise.
 """
 
-import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import Trainer
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from lightning_memkit.distributed.catch_up import why_no_catch_up
 from lightning_memkit.distributed.ddp import why_no_late_reduction
 from lightning_memkit.distributed.fsdp2 import sharded_states
+from lightning_memkit.optim.methods import local_optimizer
 from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._rank_alone import Ranks
 from lightning_memkit.plugins._ranks_together import DataParallel, Sharded
@@ -52,14 +51,6 @@ def largest_of_ranks(trainer: Trainer, values: Sequence[float]) -> list[float]:
 def any_rank(trainer: Trainer, truth: bool) -> bool:
     """Whether it holds on at least one rank."""
     return largest_of_ranks(trainer, [float(truth)])[0] > 0
-
-
-def local_optimizer(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that steps this rank's share of the weights: the one within ZeRO-1's, else the given one."""
-    # Whoever has such an optimizer has imported it; importing it here would warn.
-    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    zero: Any = getattr(module, "ZeroRedundancyOptimizer", ())
-    return cast(Any, optimizer).optim if isinstance(optimizer, zero) else optimizer
 
 
 def averages_after_backward(trainer: Trainer, model: DistributedDataParallel) -> bool:
