@@ -14,6 +14,7 @@ _HOME = {
     "Budget": "planning.budget",
     "ChunkedLoss": "plugins.chunked_loss",
     "ContaminationProbe": "plugins.contamination",
+    "FSDP2Strategy": "plugins.fsdp2",
     "GradientRelease": "plugins.gradient_release",
     "LoaderTuner": "plugins.loader_tuner",
     "LossPerplexity": "plugins.perplexity",
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from lightning_memkit.plugins.chunked_loss import ChunkedLoss as ChunkedLoss
     from lightning_memkit.plugins.cli import MemkitCLI as MemkitCLI
     from lightning_memkit.plugins.contamination import ContaminationProbe as ContaminationProbe
+    from lightning_memkit.plugins.fsdp2 import FSDP2Strategy as FSDP2Strategy
     from lightning_memkit.plugins.gradient_release import GradientRelease as GradientRelease
     from lightning_memkit.plugins.loader_tuner import LoaderTuner as LoaderTuner
     from lightning_memkit.plugins.memory_budget import MemoryBudget as MemoryBudget

@@ -2,6 +2,8 @@
 
 import ast
 import inspect
+import json
+import os
 import re
 import subprocess
 import sys
@@ -48,6 +50,12 @@ KINDS = {
     if inspect.isclass(thing) and issubclass(thing, kind)
 }
 TRAINED = sorted(name for name, kind in KINDS.items() if kind is not pl.LightningDataModule)
+# A process group lasts as long as its process: these train on two ranks of their own.
+TRAINED.remove("FSDP2Strategy")
+# A run has one strategy, FSDP2 has its own way of offloading states, and gradients are released on one device only.
+OTHERS = {"OnDeviceStrategy", "OptimizerOffload", "GradientRelease", "ActivationOffload"}
+BESIDE_FSDP2 = [("FSDP2Strategy",)] + [("FSDP2Strategy", name) for name in TRAINED if name not in OTHERS]
+BESIDE_FSDP2.append(("FSDP2Strategy", *(name for name in TRAINED if name not in OTHERS)))
 COMBINATIONS = [(name,) for name in TRAINED] + list(combinations(TRAINED, 2)) + [tuple(TRAINED)]
 # What a plugin can't do without; everything else is at its default.
 NEEDED: dict[str, dict[str, Any]] = {
@@ -241,7 +249,8 @@ def where(plugins: list) -> dict:
     """The Trainer's arguments for the device: a CPU, or one whose memory isn't the host's where that matters."""
     strategy = next((plugin for plugin in plugins if isinstance(plugin, Strategy)), "auto")
     if not OFFLOADING & {type(plugin).__name__ for plugin in plugins}:
-        return {"accelerator": "cpu", "strategy": strategy}
+        ranks = int(os.environ.get("WORLD_SIZE", 1))
+        return {"accelerator": "cpu", "devices": ranks, "strategy": strategy}
     if isinstance(strategy, Strategy):
         return {"strategy": lightning_memkit.OnDeviceStrategy("fake:0", FakeAccelerator()), "devices": 1}
     return on_fake_device()
@@ -280,6 +289,20 @@ def test_plugins_train_and_resume_bitwise(names: tuple[str, ...], tmp_path: Path
     assert all(torch.equal(resumed[key], straight[key]) for key in straight)
 
 
+def test_plugins_train_and_resume_bitwise_beside_fsdp2_on_two_ranks(tmp_path: Path) -> None:
+    run = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "tests.two_ranks_pairs"]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", *run, str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found == {"+".join(names): "" for names in BESIDE_FSDP2}
+
+
 def test_the_page_on_combining_shows_the_pairs_that_are_tested() -> None:
     page = (ROOT / "docs" / "combining.md").read_text()
     header, _, *rows = re.findall(r"^\|(.+)\|$", page, re.MULTILINE)
@@ -290,7 +313,7 @@ def test_the_page_on_combining_shows_the_pairs_that_are_tested() -> None:
         shown |= {
             frozenset((down, other)) for other, cell in zip(across, cells, strict=True) if cell == "tested"
         }
-    assert shown == {frozenset(pair) for pair in COMBINATIONS if len(pair) == 2}
+    assert shown == {frozenset(pair) for pair in (*COMBINATIONS, *BESIDE_FSDP2) if len(pair) == 2}
 
 
 def test_version_is_the_same_everywhere() -> None:

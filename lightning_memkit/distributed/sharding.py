@@ -3,10 +3,16 @@
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 
 from lightning_memkit.activations.blocks import BlockPattern, find_blocks, refuse_single_pattern
 from lightning_memkit.errors import NoEffectWarning
@@ -20,6 +26,7 @@ class Sharding:
         stage: 3 frees a block's gathered weights after its forward and gathers them again for the backward; 2 keeps
             them from forward to backward: more memory, one all-gather less.
         blocks: patterns as for `find_blocks`; None finds them.
+        cpu_offload: shards of weights and gradients lie in the host's memory, and so do an optimizer's states.
 
     Raises:
         ValueError: the stage is neither, or `blocks` is no list of patterns.
@@ -27,6 +34,7 @@ class Sharding:
 
     stage: int = 3
     blocks: Sequence[BlockPattern] | None = None
+    cpu_offload: bool = False
 
     def __post_init__(self) -> None:
         if self.stage not in (2, 3):
@@ -53,7 +61,7 @@ def shard_blocks(
 
     Args:
         module: not yet sharded.
-        mesh: of one dimension.
+        mesh: of one dimension; of two, the first counts copies of the module, whose gradients are averaged.
         sharding: stage and blocks; stage 3 by default.
         mixed_precision: the dtypes that weights are gathered in and gradients reduced in; by default their own.
         forward_methods: methods of `module` beside `forward` that use its parameters, such as `"training_step"`.
@@ -62,12 +70,14 @@ def shard_blocks(
         The blocks that were sharded, by name.
 
     Raises:
-        ValueError: the mesh has several dimensions.
+        ValueError: the mesh has more dimensions.
     """
     sharding = sharding or Sharding()
-    if mesh.ndim != 1:
+    if mesh.ndim > 2 or (mesh.ndim == 2 and "tensor_parallel" in (mesh.mesh_dim_names or ())):
         raise ValueError(f'The mesh has {mesh.ndim} dimensions; give one of them: mesh["data_parallel"].')
-    policy = mixed_precision or MixedPrecisionPolicy()
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": mixed_precision or MixedPrecisionPolicy()}
+    if sharding.cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     blocks = find_blocks(module, sharding.blocks)
     if not blocks:
         looked_for = "repeated blocks" if sharding.blocks is None else f"blocks that match {sharding.blocks}"
@@ -78,9 +88,9 @@ def shard_blocks(
             stacklevel=2,
         )
     for _, block in blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=sharding.stage == 3, mp_policy=policy)
+        fully_shard(block, reshard_after_forward=sharding.stage == 3, **options)
     # The backward begins with the root, so freeing it after the forward would gather it twice in a row.
-    fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+    fully_shard(module, reshard_after_forward=False, **options)
     for name in forward_methods:
         register_fsdp_forward_method(module, name)
     return blocks

@@ -162,6 +162,16 @@ def install(trainer: Trainer, driver: Driver) -> Undo:
     return undo
 
 
+def keep_samplers(trainer: Trainer) -> None:
+    """Leave the loaders' samplers as they are: on one device there is nothing to be distributed, or shuffled."""
+    trainer._accelerator_connector.use_distributed_sampler = False
+
+
+def epoch_of(trainer: Trainer) -> int:
+    """How many epochs of a fit are over, those of the run that is resumed included."""
+    return trainer.fit_loop.epoch_progress.current.processed
+
+
 def keep_batches_on_host(trainer: Trainer) -> tuple[Callable[[Any], Any], Undo]:
     """Leave training batches where the loader put them; returns the transfer of a part, and the undo.
 

@@ -1,0 +1,189 @@
+"""FSDP2 for any LightningModule: its blocks are found, cast, sharded, and only then given their optimizers."""
+
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from itertools import chain
+from typing import Any, Literal
+
+from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
+from lightning.pytorch.strategies.model_parallel import _materialize_distributed_module
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from lightning_memkit.distributed.sharding import Sharding, shard_blocks
+from lightning_memkit.plugins import _seam
+from lightning_memkit.plugins.strategies import add_random_state
+
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+class FSDP2Strategy(ModelParallelStrategy):
+    """Each of n ranks keeps 1/n of weights, gradients and optimizer states, and gathers a block when it is needed.
+
+    Any LightningModule, with no code for it: its repeated blocks are found and sharded with `fully_shard`, and the
+    rest of it as one. Optimizers are made afterwards, from what is sharded. A module that shards itself in
+    `configure_model` is left as it is. All ranks share one copy by default, on one node and on several. The price:
+    every block is gathered twice a step (stage 2: once) and its gradients are reduced, which hides behind the
+    arithmetic where the links are fast. On one device it is what offloads parameters and gradients.
+    `Trainer(strategy="memkit_fsdp2")` names it once this class is imported. Not yet verified on a GPU.
+
+    Args:
+        stage: ZeRO's. 3 frees a block's gathered weights after its forward; 2 keeps them until its backward.
+        blocks: names of the blocks in place of those found: globs over module names (`encoder.layers.*`) and class
+            names.
+        replicas: how many copies of the model there are (hybrid sharding); `"nodes"`: one a node, so that weights
+            are gathered within it, and only gradients cross the network.
+        cpu_offload: keep shards of weights, gradients and states in the host's memory, where the optimizer steps.
+        mixed_precision: the dtypes that weights are gathered and used in (`param_dtype`) and gradients reduced in
+            (`reduce_dtype`); by default those that the precision gives the weights.
+        save_distributed_checkpoint: each rank writes its shard into a folder; else rank 0 writes one file.
+        process_group_backend: as in Lightning; by default NCCL on CUDA and gloo on the CPU.
+        timeout: of collectives.
+
+    Raises:
+        ValueError: an argument is outside its range, the ranks can't be divided by `replicas`, or (at setup) an
+            optimizer holds parameters that are not the sharded module's.
+
+    Source: torch.distributed.fsdp.fully_shard; Rajbhandari et al., ZeRO, 2020, arXiv:1910.02054.
+    """
+
+    strategy_name = "memkit_fsdp2"
+
+    def __init__(
+        self,
+        stage: int = 3,
+        blocks: Sequence[str] | None = None,
+        replicas: int | Literal["nodes"] = 1,
+        cpu_offload: bool = False,
+        mixed_precision: MixedPrecisionPolicy | None = None,
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
+        super().__init__(
+            tensor_parallel_size=1,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        self.sharding = Sharding(stage=stage, blocks=blocks, cpu_offload=cpu_offload)
+        if replicas != "nodes" and (not isinstance(replicas, int) or replicas < 1):
+            raise ValueError(f'replicas={replicas!r} is no number of copies; write 1, 2, ... or "nodes".')
+        self.replicas: int | Literal["nodes"] = replicas
+        self.mixed_precision = mixed_precision
+
+    def __repr__(self) -> str:
+        sharding = self.sharding
+        blocks = None if sharding.blocks is None else list(sharding.blocks)
+        return (
+            f"{type(self).__name__}(stage={sharding.stage}, blocks={blocks!r}, replicas={self.replicas!r}, "
+            f"cpu_offload={sharding.cpu_offload}, mixed_precision={self.mixed_precision!r}, "
+            f"save_distributed_checkpoint={self._save_distributed_checkpoint})"
+        )
+
+    def connect(self, model: LightningModule) -> None:
+        """Attach the model, and the callback that keeps the random state in checkpoints."""
+        super().connect(model)
+        trainer = getattr(model, "_trainer", None)
+        if isinstance(trainer, Trainer):
+            add_random_state(trainer)
+
+    def setup_environment(self) -> None:
+        """Make the mesh: all ranks take part in data parallelism."""
+        ranks = self.num_nodes * self.num_processes
+        copies = self.num_nodes if self.replicas == "nodes" else self.replicas
+        if ranks % copies:
+            raise ValueError(
+                f"replicas={self.replicas!r} copies can't be spread over {ranks} ranks: they have to divide them."
+            )
+        self._data_parallel_size = ranks
+        super().setup_environment()
+        trainer = getattr(self.lightning_module, "_trainer", None)
+        if ranks == 1 and isinstance(trainer, Trainer):
+            _seam.keep_samplers(trainer)
+
+    def setup(self, trainer: Trainer) -> None:
+        """Cast, shard, and only then make the optimizers."""
+        assert self.model is not None
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        self.model = self.precision_plugin.convert_module(self.model)
+        module = self.lightning_module
+        assert isinstance(module, LightningModule)
+        if not any(isinstance(part, FSDPModule) for part in module.modules()):
+            methods = [name for name in _STEPS if callable(getattr(module, name, None))]
+            shard_blocks(
+                module,
+                self.sharding_mesh,
+                self.sharding,
+                mixed_precision=self.mixed_precision,
+                forward_methods=methods,
+            )
+        _materialize_distributed_module(module, self.root_device)
+        self.model_to_device()
+        self.barrier()
+        fits = trainer.state.fn == TrainerFn.FITTING
+        if fits:
+            self.setup_optimizers(trainer)
+            _refuse_stale(self.optimizers, module)
+        self.setup_precision_plugin()
+        if fits and not self.sharding.cpu_offload:
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Tell the sampler its epoch now; Lightning does when a resumed run has begun to read, in epoch 0's order."""
+        module = self.lightning_module
+        trainer = getattr(module, "_trainer", None)
+        if isinstance(trainer, Trainer) and trainer.state.fn == TrainerFn.FITTING:
+            _set_sampler_epoch(dataloader, _seam.epoch_of(trainer))
+        return dataloader
+
+    @property
+    def sharding_mesh(self) -> DeviceMesh:
+        """The ranks that share a copy; with several copies the first dimension counts those."""
+        copies = self.num_nodes if self.replicas == "nodes" else self.replicas
+        if copies == 1:
+            return self.device_mesh["data_parallel"]
+        shape = (copies, self.world_size // copies)
+        return init_device_mesh(self.root_device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+    def model_to_device(self) -> None:
+        """Move what is not sharded; shards are where they belong."""
+        assert self.model is not None
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            if not isinstance(tensor, DTensor):
+                tensor.data = tensor.data.to(self.root_device)
+
+    def _get_process_group_backend(self) -> str:
+        backend = super()._get_process_group_backend()
+        # Norms of what lies on the host are reduced there.
+        return "cpu:gloo,cuda:nccl" if self.sharding.cpu_offload and backend == "nccl" else backend
+
+
+def _refuse_stale(optimizers: Sequence[Any], module: nn.Module) -> None:
+    """An optimizer made before sharding holds parameters that no step uses: it would train nothing, silently."""
+    own = set(module.parameters())
+    stale = sum(parameter not in own for parameter in _parameters(optimizers))
+    if stale:
+        raise ValueError(
+            f"{stale} parameter(s) of the optimizer are not the sharded module's, so that nothing would be trained: "
+            "make the optimizer in configure_optimizers, from self.parameters(); with LightningCLI use memkit "
+            "(MemkitCLI), which makes the config's optimizer there."
+        )
+
+
+def _parameters(optimizers: Sequence[Any]) -> Iterator[nn.Parameter]:
+    return chain.from_iterable(
+        group["params"] for optimizer in optimizers for group in optimizer.param_groups
+    )
+
+
+if FSDP2Strategy.strategy_name not in StrategyRegistry.available_strategies():
+    StrategyRegistry.register(FSDP2Strategy.strategy_name, FSDP2Strategy)

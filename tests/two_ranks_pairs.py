@@ -1,0 +1,51 @@
+"""Run by torchrun in test_package.py: FSDP2Strategy beside other plugins, trained, and resumed from a checkpoint."""
+
+import json
+import sys
+import traceback
+import warnings
+from pathlib import Path
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from tests.plugins.ranks import leave
+from tests.test_package import BESIDE_FSDP2, fit
+
+
+def trained(
+    names: tuple[str, ...], folder: Path, epochs: int, resume: Path | None = None
+) -> dict[str, torch.Tensor]:
+    _, weights = fit(names, folder, epochs, resume)
+    return {
+        name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in weights.items()
+    }
+
+
+def verdict(names: tuple[str, ...], folder: Path) -> str:
+    """Empty where the resumed run ends with the very weights of the one in one go."""
+    straight = trained(names, folder / "straight", 2)
+    begun = trained(names, folder / "half", 1)
+    resumed = trained(names, folder / "half", 2, folder / "half" / "1.ckpt")
+    if all(torch.equal(begun[name], straight[name]) for name in straight):
+        return "nothing was trained in the second epoch"
+    differing = [name for name in straight if not torch.equal(resumed[name], straight[name])]
+    return f"resumed otherwise: {differing}" if differing else ""
+
+
+def main(folder: str) -> None:
+    warnings.simplefilter("ignore")
+    found = {}
+    for names in BESIDE_FSDP2:
+        try:
+            found["+".join(names)] = verdict(names, Path(folder) / "+".join(names))
+        except Exception:
+            found["+".join(names)] = traceback.format_exc()[-2000:]
+    if torch.distributed.get_rank() == 0:
+        Path(folder, "found.json").write_text(json.dumps(found))
+    leave()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(sys.argv[1])
