@@ -54,8 +54,8 @@ TRAINED = sorted(name for name, kind in KINDS.items() if kind is not pl.Lightnin
 TRAINED.remove("FSDP2Strategy")
 # A run has one strategy, FSDP2 has its own way of offloading states, and gradients are released on one device only.
 OTHERS = {"OnDeviceStrategy", "OptimizerOffload", "GradientRelease", "ActivationOffload"}
-BESIDE_FSDP2 = [("FSDP2Strategy",)] + [("FSDP2Strategy", name) for name in TRAINED if name not in OTHERS]
-BESIDE_FSDP2.append(("FSDP2Strategy", *(name for name in TRAINED if name not in OTHERS)))
+SHARDABLE = tuple(name for name in TRAINED if name not in OTHERS)
+BESIDE_FSDP2 = [("FSDP2Strategy", *names) for names in ((), *((name,) for name in SHARDABLE), SHARDABLE)]
 COMBINATIONS = [(name,) for name in TRAINED] + list(combinations(TRAINED, 2)) + [tuple(TRAINED)]
 # What a plugin can't do without; everything else is at its default.
 NEEDED: dict[str, dict[str, Any]] = {
