@@ -26,10 +26,13 @@ class WeakMethod:
 
 def local_optimizer(optimizer: Optimizer) -> Optimizer:
     """The optimizer that steps this rank's share of the weights: the one within ZeRO-1's, else the given one."""
+    return cast(Any, optimizer).optim if _is_zero_redundancy(optimizer) else optimizer
+
+
+def _is_zero_redundancy(optimizer: Optimizer) -> bool:
     # Whoever has such an optimizer has imported it; importing it here would warn.
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    zero: Any = getattr(module, "ZeroRedundancyOptimizer", ())
-    return cast(Any, optimizer).optim if isinstance(optimizer, zero) else optimizer
+    return isinstance(optimizer, getattr(module, "ZeroRedundancyOptimizer", ()))
 
 
 def living(reference: "ref[Optimizer]") -> Optimizer:
@@ -106,6 +109,23 @@ def refuse_closures(optimizer: Optimizer, what: str) -> None:
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError(f"{name} has differentiable=True, and {what} can't be; leave it False.")
+
+
+def refuse_zero_redundancy(optimizer: Optimizer, what: str) -> None:
+    """Refuse ZeRO-1's, whose step hands on to an optimizer within, sends weights, and looks at nothing it is shown.
+
+    Args:
+        optimizer: any.
+        what: the way of stepping that shows an optimizer a part of its parameters, as the subject of a sentence.
+
+    Raises:
+        TypeError: it is one.
+    """
+    if _is_zero_redundancy(optimizer):
+        raise TypeError(
+            f"{type(optimizer).__name__} steps and sends the weights of this rank's share all at once, which {what} "
+            "can't follow; shard weights and states by FSDP2 instead, or use an optimizer such as AdamW."
+        )
 
 
 def refuse_sums_over_the_model(optimizer: Optimizer, what: str) -> None:

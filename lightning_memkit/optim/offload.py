@@ -24,6 +24,7 @@ from lightning_memkit.optim.methods import (
     living,
     refuse_closures,
     refuse_sums_over_the_model,
+    refuse_zero_redundancy,
     replaced_step,
     stock_step,
 )
@@ -142,7 +143,7 @@ def offload_states(
     Raises:
         ValueError: the states are offloaded already, are paged by bitsandbytes, or belong to sharded parameters;
             the optimizer combines values over the model.
-        TypeError: the optimizer's step demands a closure, such as LBFGS's.
+        TypeError: the optimizer's step demands a closure, such as LBFGS's, or is ZeRO-1's.
     """
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes={bucket_bytes} must be 1 or more; 64 MiB is {BUCKET_BYTES}.")
@@ -171,6 +172,7 @@ def _refuse(optimizer: Optimizer) -> None:
         raise ValueError(
             f"The states of this {name} are offloaded already; call .undo() on the first handle."
         )
+    refuse_zero_redundancy(optimizer, "a step in buckets")
     refuse_closures(optimizer, "a step in buckets")
     refuse_sums_over_the_model(optimizer, "a step in buckets")
     if getattr(optimizer, "is_paged", False):

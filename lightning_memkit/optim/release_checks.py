@@ -7,16 +7,21 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_memkit.optim.methods import refuse_closures, refuse_sums_over_the_model
+from lightning_memkit.optim.methods import (
+    refuse_closures,
+    refuse_sums_over_the_model,
+    refuse_zero_redundancy,
+)
 
 
 def refuse_unreleasable(optimizer: Optimizer) -> None:
     """Refuse optimizers whose step needs all gradients at once.
 
     Raises:
-        TypeError: the step demands a closure.
+        TypeError: the step demands a closure, or is ZeRO-1's.
         ValueError: the step combines gradients over the model, or is to be differentiable.
     """
+    refuse_zero_redundancy(optimizer, "a step within backward")
     refuse_closures(optimizer, "a step within backward")
     refuse_sums_over_the_model(optimizer, "a step within backward")
 

@@ -11,6 +11,8 @@ from torch import Tensor, distributed, nn
 from torch.optim import AdamW, Optimizer
 
 from lightning_memkit.optim.compensation import compensate, compensation_of
+from lightning_memkit.optim.gradient_release import release_gradients
+from lightning_memkit.optim.offload import offload_states
 from lightning_memkit.prediction.contained import contained
 
 # what torch's own module of ZeRO-1 says when it is imported
@@ -118,3 +120,17 @@ def test_what_steps_inside_the_backward_is_refused(tmp_path):
 
     (message,) = on_ranks(work, tmp_path, ranks=1)
     assert "ZeroRedundancyOptimizer(overlap_with_ddp=True) steps inside DDP's backward" in message
+
+
+def test_steps_in_parts_are_refused(tmp_path):
+    def work() -> list[str]:
+        said = []
+        for change in (offload_states, release_gradients):
+            with pytest.raises(TypeError) as caught:
+                change(zero(network()))
+            said.append(str(caught.value))
+        return said
+
+    (said,) = on_ranks(work, tmp_path, ranks=1)
+    assert "all at once, which a step in buckets can't follow" in said[0]
+    assert "all at once, which a step within backward can't follow" in said[1]
