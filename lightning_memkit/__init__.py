@@ -28,6 +28,7 @@ _HOME = {
     "PackedDataModule": "plugins.packed_data",
     "Plan": "planning.plan",
     "PureBF16Precision": "plugins.precision",
+    "ZeRO1Strategy": "plugins.zero1",
     "checkpoint_modules": "activations.checkpointing",
     "compensate": "optim.compensation",
     "linear_cross_entropy": "loss.head",
@@ -76,6 +77,7 @@ if TYPE_CHECKING:
     from lightning_memkit.plugins.precision import PureBF16Precision as PureBF16Precision
     from lightning_memkit.plugins.prediction import predict_memory as predict_memory
     from lightning_memkit.plugins.strategies import OnDeviceStrategy as OnDeviceStrategy
+    from lightning_memkit.plugins.zero1 import ZeRO1Strategy as ZeRO1Strategy
 
 
 def __getattr__(name: str) -> Any:

@@ -51,11 +51,14 @@ KINDS = {
 }
 TRAINED = sorted(name for name, kind in KINDS.items() if kind is not pl.LightningDataModule)
 # A process group lasts as long as its process: these train on two ranks of their own.
-TRAINED.remove("FSDP2Strategy")
-# A run has one strategy, FSDP2 has its own way of offloading states, and gradients are released on one device only.
+ON_RANKS = ("FSDP2Strategy", "ZeRO1Strategy")
+TRAINED = [name for name in TRAINED if name not in ON_RANKS]
+# A run has one strategy, offloading is for those that share no states, and gradients are released on one device only.
 OTHERS = {"OnDeviceStrategy", "OptimizerOffload", "GradientRelease", "ActivationOffload"}
-SHARDABLE = tuple(name for name in TRAINED if name not in OTHERS)
-BESIDE_FSDP2 = [("FSDP2Strategy", *names) for names in ((), *((name,) for name in SHARDABLE), SHARDABLE)]
+BESIDE = tuple(name for name in TRAINED if name not in OTHERS)
+COMBINATIONS_ON_RANKS = [
+    (strategy, *names) for strategy in ON_RANKS for names in ((), *((name,) for name in BESIDE), BESIDE)
+]
 COMBINATIONS = [(name,) for name in TRAINED] + list(combinations(TRAINED, 2)) + [tuple(TRAINED)]
 # What a plugin can't do without; everything else is at its default.
 NEEDED: dict[str, dict[str, Any]] = {
@@ -289,7 +292,7 @@ def test_plugins_train_and_resume_bitwise(names: tuple[str, ...], tmp_path: Path
     assert all(torch.equal(resumed[key], straight[key]) for key in straight)
 
 
-def test_plugins_train_and_resume_bitwise_beside_fsdp2_on_two_ranks(tmp_path: Path) -> None:
+def test_plugins_train_and_resume_bitwise_on_two_ranks(tmp_path: Path) -> None:
     run = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "tests.two_ranks_pairs"]
     done = subprocess.run(
         [sys.executable, "-W", "ignore", *run, str(tmp_path)],
@@ -300,7 +303,7 @@ def test_plugins_train_and_resume_bitwise_beside_fsdp2_on_two_ranks(tmp_path: Pa
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads((tmp_path / "found.json").read_text())
-    assert found == {"+".join(names): "" for names in BESIDE_FSDP2}
+    assert found == {"+".join(names): "" for names in COMBINATIONS_ON_RANKS}
 
 
 def test_the_page_on_combining_shows_the_pairs_that_are_tested() -> None:
@@ -313,7 +316,7 @@ def test_the_page_on_combining_shows_the_pairs_that_are_tested() -> None:
         shown |= {
             frozenset((down, other)) for other, cell in zip(across, cells, strict=True) if cell == "tested"
         }
-    assert shown == {frozenset(pair) for pair in (*COMBINATIONS, *BESIDE_FSDP2) if len(pair) == 2}
+    assert shown == {frozenset(pair) for pair in (*COMBINATIONS, *COMBINATIONS_ON_RANKS) if len(pair) == 2}
 
 
 def test_version_is_the_same_everywhere() -> None:

@@ -1,4 +1,4 @@
-"""Run by torchrun in test_package.py: FSDP2Strategy beside other plugins, trained, and resumed from a checkpoint."""
+"""Run by torchrun in test_package.py: strategies beside other plugins, trained, and resumed from a checkpoint."""
 
 import json
 import sys
@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.plugins.ranks import leave
-from tests.test_package import BESIDE_FSDP2, fit
+from tests.test_package import COMBINATIONS_ON_RANKS, fit
 
 
 def trained(
@@ -36,7 +36,7 @@ def verdict(names: tuple[str, ...], folder: Path) -> str:
 def main(folder: str) -> None:
     warnings.simplefilter("ignore")
     found = {}
-    for names in BESIDE_FSDP2:
+    for names in COMBINATIONS_ON_RANKS:
         try:
             found["+".join(names)] = verdict(names, Path(folder) / "+".join(names))
         except Exception:

@@ -161,25 +161,27 @@ class Trials:
         held = [*self._module.parameters(), *self._module.buffers(), *tensors_of(step.batch)]
         held += [p.grad for p in parameters if p.grad is not None]
         device = self._trainer.strategy.root_device
-        held += states_on(device, local_optimizer(step.optimizer))
+        # ZeRO's own step would send what is put back here to ranks that have no copy of it.
+        optimizer = local_optimizer(step.optimizer)
+        held += states_on(device, optimizer)
         meter = peak_meter(device, held)
         try:
-            with meter, _without_hooks(step.optimizer):
-                journal = journal_of(local_optimizer(step.optimizer))
+            with meter, _without_hooks(optimizer):
+                journal = journal_of(optimizer)
                 # A device that is too full for copies leaves them to the host: they need not fit.
                 counts_copies = device.type == "cpu" or journal is None
                 with nullcontext() if counts_copies or journal is None else journal.paused():
-                    step.optimizer.step()
+                    optimizer.step()
                 if journal is not None:
                     with journal.measuring():
-                        step.optimizer.step()
+                        optimizer.step()
                     if journal.needed and counts_copies:  # those of states, which a first step does not have
-                        step.optimizer.step()
+                        optimizer.step()
         except (RuntimeError, TypeError) as error:  # sparse gradients only, or a closure is asked for
             if is_out_of_memory(error):
                 raise
             warnings.warn(
-                f"MemoryBudget could not try a step of {type(step.optimizer).__name__} ({error}); its state is "
+                f"MemoryBudget could not try a step of {type(optimizer).__name__} ({error}); its state is "
                 "not in the verified peak.",
                 stacklevel=2,
             )

@@ -5,7 +5,6 @@ from datetime import timedelta
 from itertools import chain
 from typing import Any, Literal
 
-from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
@@ -19,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_memkit.distributed.sharding import Sharding, shard_blocks
 from lightning_memkit.plugins import _seam
-from lightning_memkit.plugins.strategies import add_random_state
+from lightning_memkit.plugins.strategies import add_random_state, tell_epoch
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -139,10 +138,7 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         """Tell the sampler its epoch now; Lightning does when a resumed run has begun to read, in epoch 0's order."""
-        module = self.lightning_module
-        trainer = getattr(module, "_trainer", None)
-        if isinstance(trainer, Trainer) and trainer.state.fn == TrainerFn.FITTING:
-            _set_sampler_epoch(dataloader, _seam.epoch_of(trainer))
+        tell_epoch(self.lightning_module, dataloader)
         return dataloader
 
     @property

@@ -6,12 +6,15 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_memkit.initialization import build_on
+from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._eight_bit import adapt_bitsandbytes_in
 from lightning_memkit.plugins.random_state import RandomState
 
@@ -119,6 +122,13 @@ def add_random_state(trainer: Trainer) -> None:
     callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
     if not any(isinstance(callback, RandomState) for callback in callbacks):
         callbacks.insert(0, RandomState())
+
+
+def tell_epoch(module: LightningModule | None, dataloader: object) -> None:
+    """Let a training loader's sampler know how many epochs are over, before it is asked for an order."""
+    trainer = getattr(module, "_trainer", None)
+    if isinstance(trainer, Trainer) and trainer.state.fn == TrainerFn.FITTING:
+        _set_sampler_epoch(dataloader, _seam.epoch_of(trainer))
 
 
 def _device(name: str) -> torch.device:

@@ -48,6 +48,7 @@ def check(found: dict[str, Any], precision: str) -> None:
 CASES = [
     (2, "FSDP2Strategy", {"stage": 3}, "32-true"),
     (2, "FSDP2Strategy", {"stage": 2}, "kahan"),
+    (2, "ZeRO1Strategy", {}, "32-true"),
     *[
         pytest.param(ranks, name, options, precision, marks=pytest.mark.slow)
         for ranks, name, options, precision in [
@@ -56,6 +57,9 @@ CASES = [
             (4, "FSDP2Strategy", {"stage": 2}, "32-true"),
             (4, "FSDP2Strategy", {"stage": 3, "replicas": 2}, "32-true"),
             (2, "FSDP2Strategy", {"stage": 3, "cpu_offload": True}, "32-true"),
+            (2, "ZeRO1Strategy", {}, "kahan"),
+            (4, "ZeRO1Strategy", {}, "32-true"),
+            (4, "ZeRO1Strategy", {}, "kahan"),
             (2, "ddp", {}, "32-true"),
             (4, "ddp", {}, "32-true"),
         ]
@@ -71,6 +75,10 @@ def test_ranks_train_as_one_process_does(tmp_path, ranks, name, options, precisi
         shared = ranks // options.get("replicas", 1)
         kept, one = sum(found["kept"].values()), sum(alone(precision)["kept"].values())
         assert kept == pytest.approx(one / shared, rel=0.05)
+    if name == "ZeRO1Strategy":  # whole parameters are shared out: not all shares are alike
+        one = alone(precision)["kept"]
+        assert found["kept"]["weights"] == one["weights"]
+        assert found["kept"]["states"] == pytest.approx(one["states"] / ranks, rel=0.5)
 
 
 def test_the_optimizer_of_a_config_trains_what_is_sharded(tmp_path):
