@@ -9,8 +9,11 @@ plan's: Spearman's rank correlation, where times within 5 % count as ties. Whole
 step by step as `paired_ratio` pairs them; the first configuration is timed twice a round, and `self_ratio` says how
 far its two medians are apart.
 
-At last models that no such machine holds are planned: a Llama of 8 billion parameters on one card of 24 GiB, and one
-of 70 billion on 64 cards, with what they take.
+At last models that no such machine holds are planned: a Llama of 8 billion parameters on one card of 24 GiB, with one
+row and with eight, and one of 70 billion on 64 cards, with what they take. `memkit plan` prints the whole tables:
+
+    memkit plan --config benchmarks/llama_8b.yaml --budget 24GiB --device rtx4090 --explain
+    memkit plan --config benchmarks/llama_70b.yaml --device h100-80gb --explain
 """
 
 import json
@@ -33,19 +36,20 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from benchmarks.__main__ import main_of
 from benchmarks.harness import Options, Report
-from benchmarks.prediction_ranks import Llama
+from benchmarks.prediction_ranks import LENGTH, Llama
 from examples.pretrain_causal_lm.model import CausalLM
 from lightning_memkit import ActivationCheckpointing, Budget, ChunkedLoss, Plan, PureBF16Precision, plan
 from lightning_memkit.memory.units import format_bytes, parse_bytes
-from lightning_memkit.planning.search import Row
+from lightning_memkit.planning.problem import Row
 from lightning_memkit.prediction.contained import contained
 
 ROOT = Path(__file__).parents[1]
 BUDGETS, ORDERED_AT = ("200MiB", "60MiB", "30MiB"), "30MiB"
 ROUNDS, STEPS, TIE = 3, 5, 1.05
 LARGE = (
-    ("8b", Budget("24GiB", "rtx4090"), {}),
-    ("70b", Budget("auto", "h100-80gb"), {"devices": 8, "num_nodes": 8}),
+    ("8b", 1, Budget("24GiB", "rtx4090"), {}),
+    ("8b", 8, Budget("24GiB", "rtx4090"), {}),
+    ("70b", 8, Budget("auto", "h100-80gb"), {"devices": 8, "num_nodes": 8}),
 )
 _RUN = """
 import json, sys
@@ -213,20 +217,38 @@ def compared(row: Row, own: float, predicted: list[float], measured: list[float]
     }
 
 
-def large(shape: str, budget: Budget, given: dict[str, Any]) -> dict[str, object]:
+class LlamaRows(Llama):
+    """A Llama of a shape with a loader of its own: so many rows of 4,096 tokens."""
+
+    def __init__(self, shape: str, rows: int) -> None:
+        super().__init__(shape)
+        self.rows = rows
+
+    def train_dataloader(self) -> list[dict[str, torch.Tensor]]:
+        """One batch."""
+        return [ids_and_labels(self.rows)]
+
+
+def ids_and_labels(rows: int) -> dict[str, torch.Tensor]:
+    """Zeros: values don't matter to a prediction."""
+    ids = torch.zeros(rows, LENGTH, dtype=torch.int64, device="cpu")
+    return {"input_ids": ids, "labels": ids}
+
+
+def large(shape: str, rows: int, budget: Budget, given: dict[str, Any]) -> dict[str, object]:
     """The best of a plan, or what takes the least where nothing fits."""
-    ids = torch.zeros(8, 4096, dtype=torch.int64)
     fixed = {
         "plugins": PureBF16Precision(),
         "callbacks": [ActivationCheckpointing("full"), ChunkedLoss()],
         **given,
     }
-    found = plan(partial(Llama, shape), {"input_ids": ids, "labels": ids}, budget, trainer=fixed)
+    found = plan(partial(Llama, shape), ids_and_labels(rows), budget, trainer=fixed)
     predicted = [row for row in found.rows if row.taken_bytes]
     row = found.best if found.fitting else min(predicted, key=lambda row: row.taken_bytes)
     verdict = "fits" if row.fits else row.rejected
+    ranks = given.get("devices", 1) * given.get("num_nodes", 1)
     return {
-        "what": f"{shape} on {given.get('devices', 1) * given.get('num_nodes', 1)} {budget.device}: {row.family}",
+        "what": f"{shape}, {row.micro_batch_size} of {rows} rows, on {ranks} {budget.device}: {row.family}",
         "predicted": format_bytes(row.taken_bytes),
         "measured": verdict,
         "of_budget": round(row.taken_bytes / budget.bytes(), 4),

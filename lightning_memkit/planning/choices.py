@@ -6,19 +6,24 @@ from itertools import product
 from typing import Any
 
 from lightning_memkit.distributed.sharding import Sharding
+from lightning_memkit.planning.eight_bit import EightBit
 from lightning_memkit.prediction.devices import Device
 
-COLUMNS = ("precision", "ranks", "offload", "checkpointing", "loss")
+COLUMNS = ("precision", "ranks", "offload", "gradients", "states", "checkpointing", "loss")
 GIVEN, DDP = "as given", "DDP"
 STATES, ACTIVATIONS = "states on the host", "activations on the host"
-_STAGE_2, _STAGE_3 = "FSDP2 stage 2", "FSDP2 stage 3"
-# What does all that a choice does, and more.
+STATES_AND_ACTIVATIONS = "states and activations on the host"
+RELEASED, EIGHT_BIT = "gradients released", "8-bit states"
+_STAGE_2, _STAGE_3, _MIXED_16 = "FSDP2 stage 2", "FSDP2 stage 3", "mixed float16"
+# What does all that a choice does, and more. An 8-bit step moves less, but nobody needs its rounding where all fits.
 _HEAVIER = {
     "none": ("selective", "every:2", "full"),
     "selective": ("full",),
     "every:2": ("full",),
     "own": ("chunked",),
-    "": (STATES, ACTIVATIONS),
+    "": (STATES, ACTIVATIONS, STATES_AND_ACTIVATIONS, RELEASED, EIGHT_BIT),
+    STATES: (STATES_AND_ACTIVATIONS,),
+    ACTIVATIONS: (STATES_AND_ACTIVATIONS,),
     DDP: (_STAGE_2, _STAGE_3),
     _STAGE_2: (_STAGE_3,),
 }
@@ -48,6 +53,7 @@ class Choice:
         arguments: of the Trainer.
         plugins: of the Trainer.
         callbacks: of the Trainer.
+        optimizer: in the place of the module's own.
     """
 
     column: str
@@ -56,6 +62,7 @@ class Choice:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     plugins: tuple[Part, ...] = ()
     callbacks: tuple[Part, ...] = ()
+    optimizer: EightBit | None = None
 
 
 @dataclass(frozen=True)
@@ -72,8 +79,24 @@ class Family:
         """What it changes in the numbers; empty where it changes nothing."""
         return ", ".join(choice.changes for choice in self.choices if choice.changes)
 
+    @property
+    def is_released(self) -> bool:
+        """Whether the optimizer steps within the backward, which takes the whole batch at once."""
+        return self["gradients"].name in (RELEASED, GIVEN)
+
+    @property
+    def optimizer(self) -> EightBit | None:
+        """What is in the place of the module's own optimizer; None where that stays."""
+        return self["states"].optimizer
+
+    @property
+    def names(self) -> list[str]:
+        """Of what is chosen, in the table; that a precision is given is said, since the others go with it."""
+        given = [GIVEN] if self["precision"].name == GIVEN else []
+        return [*given, *(choice.name for choice in self.choices if choice.name not in ("", GIVEN))]
+
     def __str__(self) -> str:
-        return ", ".join(choice.name for choice in self.choices if choice.name)
+        return ", ".join(self.names) or GIVEN
 
 
 def precisions(device: Device | None) -> tuple[Choice, ...]:
@@ -82,7 +105,7 @@ def precisions(device: Device | None) -> tuple[Choice, ...]:
     if device is not None and not device.has_bfloat16:
         mixed = Choice(
             column="precision",
-            name="mixed float16",
+            name=_MIXED_16,
             changes="float16 arithmetic",
             arguments={"precision": "16-mixed"},
         )
@@ -121,11 +144,32 @@ def shardings() -> tuple[Choice, ...]:
 
 def offloads(device: Device | None) -> tuple[Choice, ...]:
     """What is kept in the host's memory, from nothing on; on the CPU everything is there."""
-    found = [Choice(column="offload", name="")]
-    if device is not None:
-        found.append(Choice(column="offload", name=ACTIVATIONS, callbacks=(Part(name="ActivationOffload"),)))
-        found.append(Choice(column="offload", name=STATES, callbacks=(Part(name="OptimizerOffload"),)))
-    return tuple(found)
+    plain = Choice(column="offload", name="")
+    if device is None:
+        return (plain,)
+    states, activations = Part(name="OptimizerOffload"), Part(name="ActivationOffload")
+    return (
+        plain,
+        Choice(column="offload", name=ACTIVATIONS, callbacks=(activations,)),
+        Choice(column="offload", name=STATES, callbacks=(states,)),
+        Choice(column="offload", name=STATES_AND_ACTIVATIONS, callbacks=(states, activations)),
+    )
+
+
+def releases() -> tuple[Choice, ...]:
+    """Gradients that wait for the step, and such that are used up as they come."""
+    return (
+        Choice(column="gradients", name=""),
+        Choice(column="gradients", name=RELEASED, callbacks=(Part(name="GradientRelease"),)),
+    )
+
+
+def optimizer_states(instead: EightBit) -> tuple[Choice, ...]:
+    """The optimizer as it is, and with a byte a moment."""
+    return (
+        Choice(column="states", name=""),
+        Choice(column="states", name=EIGHT_BIT, changes="states in 8 bits", optimizer=instead),
+    )
 
 
 def checkpointings() -> tuple[Choice, ...]:
@@ -152,8 +196,24 @@ def losses() -> tuple[Choice, ...]:
 
 def families(columns: Mapping[str, tuple[Choice, ...]]) -> Iterator[Family]:
     """All combinations; within a precision from the one that computes the least to the one that keeps the least."""
-    for chosen in product(*(columns[column] for column in COLUMNS)):
+    choices = ({column: (Choice(column=column, name=""),) for column in COLUMNS}) | dict(columns)
+    for chosen in product(*(choices[column] for column in COLUMNS)):
         yield Family(chosen)
+
+
+def refusal(family: Family) -> str:
+    """Why two of its choices can't go together; empty where they can."""
+    shards = isinstance(family["ranks"].arguments.get("strategy"), Sharding)
+    released = family["gradients"].name == RELEASED
+    if released and family["ranks"].name == DDP:
+        return "DDP reduces gradients after the hooks that would step on them"
+    if released and family["precision"].name == _MIXED_16:
+        return "float16's scaler looks for overflows in all gradients before the step"
+    if shards and family["offload"].name in (STATES, STATES_AND_ACTIVATIONS):
+        return "states of sharded parameters can't be offloaded here"
+    if shards and family["states"].name == EIGHT_BIT:
+        return "bitsandbytes steps whole tensors, and FSDP2 shards them"
+    return ""
 
 
 def is_lighter(one: Family, other: Family) -> bool:

@@ -1,14 +1,15 @@
 """The rules of thumb behind a plan: bytes a parameter, and a row by hand beside its prediction."""
 
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, get_args
 
 from torch import Tensor, nn
 
-from lightning_memkit.memory.meter import tensors_in
-from lightning_memkit.planning.search import Row
-from lightning_memkit.prediction.by_hand import MOMENTS, Blocks, ParameterCounts, Recipe, VocabularyHead
-from lightning_memkit.prediction.closed_form import closed_form
-from lightning_memkit.prediction.result import Prediction
+from lightning_memkit.planning.placed import Placement, chunked_head, gathered
+from lightning_memkit.planning.problem import Row
+from lightning_memkit.prediction.by_hand import Blocks, ParameterCounts, Precision, Recipe, VocabularyHead
+from lightning_memkit.prediction.closed_form import ClosedForm, closed_form
 
 _RECIPES = {
     "float32": Recipe(),
@@ -42,24 +43,35 @@ def bytes_a_parameter() -> str:
     return "\n".join(lines)
 
 
-def beside_prediction(row: Row, module: nn.Module, batch: Any) -> str:
+def beside_prediction(row: Row, module: nn.Module, batch: Any, given: Mapping[str, Any] | None = None) -> str:
     """A row by hand, term by term with formulas, then beside its prediction; takes no time.
 
     Args:
         row: with its prediction.
         module: for the number of parameters and the shapes of a transformers model; it may be on "meta".
         batch: of the row's micro-batch.
+        given: the Trainer's arguments that were planned with.
     """
-    prediction = row.prediction
+    prediction, given = row.prediction, given or {}
     if prediction is None:
         raise ValueError(f"{row.family} was not predicted: {row.rejected}.")
-    counts = ParameterCounts.of(module)
-    recipe = _recipe(row, counts, prediction)
-    blocks, head = _shapes(module, batch, row, recipe)
-    tensors = list(tensors_in([batch]))
-    by_hand = closed_form(
-        counts, recipe=recipe, blocks=blocks, head=head, inputs_bytes=sum(one.nbytes for one in tensors)
+    counts, placement = ParameterCounts.of(module), Placement.of(row, given)
+    recipe = _recipe(row, counts, placement, given)
+    blocks, head, hidden = _shapes(module, batch, placement, recipe)
+    tensors = {id(one): one for one in _tensors_in(batch)}.values()
+    plain = closed_form(
+        counts,
+        recipe=recipe,
+        blocks=blocks,
+        head=None if placement.is_chunked else head,
+        inputs_bytes=sum(one.nbytes for one in tensors),
     )
+    terms = [*placement.of_terms(plain.terms, module, blocks.layers if blocks else 0)]
+    value_bytes = 4 if recipe.precision == "32-true" else 2
+    terms += gathered(module, placement.stage, value_bytes) if placement.stage else ()
+    if head is not None and placement.is_chunked:
+        terms += chunked_head(head.tokens, hidden, head.vocabulary, value_bytes)
+    by_hand = ClosedForm(terms=tuple(terms))
     note = (
         []
         if blocks
@@ -68,50 +80,81 @@ def beside_prediction(row: Row, module: nn.Module, batch: Any) -> str:
     return "\n".join([str(by_hand), "", str(by_hand.beside(prediction)), *note])
 
 
-def _recipe(row: Row, counts: ParameterCounts, prediction: Prediction) -> Recipe:
-    """As the row trains; of what was given, as the prediction shows it."""
-    name = _OF_FAMILY.get(row.family["precision"].name)
+def _tensors_in(batch: Any) -> Iterator[Tensor]:
+    """Of a batch: alone, in lists and mappings, or in an object's attributes."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        yield from _tensors_in(list(batch.values()))
+    elif isinstance(batch, (list, tuple)):
+        for item in batch:
+            yield from _tensors_in(item)
+    elif hasattr(batch, "__dict__"):
+        yield from _tensors_in(vars(batch))
+
+
+def _recipe(row: Row, counts: ParameterCounts, placement: Placement, given: Mapping[str, Any]) -> Recipe:
+    """As the row trains; the optimizer, and what else only the module knows, as the prediction shows it."""
+    prediction = row.prediction
+    assert prediction is not None
+    recipe = _of_precision(row, counts, given)
     largest = prediction.anatomy.largest
-    if name is None:  # as given
-        kept = largest.get("weights", 0) / max(1, counts.trained + counts.frozen)
-        compensated = largest.get("compensation", 0) > 0
-        if kept > 3:
-            name = "float32"
-        elif compensated:
-            compact = largest.get("optimizer_states", 0) <= 5 * counts.trained
-            name = "bfloat16, Kahan, compact states" if compact else "bfloat16, split, exact states"
-    recipe = Recipe(precision="bf16-true") if name is None else _RECIPES[name]
-    moments = round(largest.get("optimizer_states", 0) / max(1, counts.trained) / recipe.state_bytes)
-    optimizer = next((known for known in ("adamw", "momentum", "sgd") if MOMENTS[known] == moments), "adamw")
-    sums = largest.get("gradients", 0) > 3 * counts.trained and recipe.precision == "bf16-true"
-    return Recipe(
-        precision=recipe.precision,
-        optimizer=optimizer,
-        states=recipe.states,
-        compensation=recipe.compensation,
-        float32_gradients=sums,
+    sums = (
+        recipe.precision == "bf16-true"
+        and largest.get("gradients", 0) * placement.shares > 3 * counts.trained
     )
+    recipe = replace(
+        recipe,
+        states=recipe.states if row.family.optimizer is None else "8-bit",
+        float32_gradients=sums and not placement.is_released,
+    )
+    kept = prediction.host_bytes if placement.states_on_host else largest.get("optimizer_states", 0)
+
+    def away(optimizer: str) -> float:
+        form = closed_form(counts, recipe=replace(recipe, optimizer=optimizer))
+        own = form.category_bytes("optimizer_states")
+        own += form.category_bytes("compensation") if placement.states_on_host else 0
+        return abs(own / placement.shares - kept)
+
+    return replace(recipe, optimizer=min(("adamw", "momentum", "sgd"), key=away))
+
+
+def _of_precision(row: Row, counts: ParameterCounts, given: Mapping[str, Any]) -> Recipe:
+    """What is kept of a parameter."""
+    name = _OF_FAMILY.get(row.family["precision"].name)
+    if name is not None:
+        return _RECIPES[name]
+    plugins = given.get("plugins") or []
+    for plugin in plugins if isinstance(plugins, (list, tuple)) else [plugins]:
+        if hasattr(plugin, "compensation"):
+            return Recipe(precision="bf16-true", compensation=plugin.compensation, states=plugin.states)
+    precision = str(given.get("precision"))
+    if precision in get_args(Precision):
+        return Recipe(precision=precision)  # pyright: ignore[reportArgumentType]
+    assert row.prediction is not None
+    weights = row.prediction.anatomy.largest.get("weights", 0) / max(1, counts.trained + counts.frozen)
+    return Recipe() if weights > 3 else Recipe(precision="bf16-true")
 
 
 def _shapes(
-    module: nn.Module, batch: Any, row: Row, recipe: Recipe
-) -> tuple[Blocks | None, VocabularyHead | None]:
-    """Of a model with a config as the transformers package has them, and a batch with token ids."""
+    module: nn.Module, batch: Any, placement: Placement, recipe: Recipe
+) -> tuple[Blocks | None, VocabularyHead | None, int]:
+    """Blocks, head and width of a model with a config as transformers has them, for a batch with token ids."""
     configs = (getattr(one, "config", None) for one in module.modules())
     config: Any = next((one for one in configs if hasattr(one, "to_dict")), None)
-    ids = next((one for one in tensors_in([batch]) if one.dim() == 2 and not one.is_floating_point()), None)
+    ids = next((one for one in _tensors_in(batch) if one.dim() == 2 and not one.is_floating_point()), None)
     if config is None or ids is None:
-        return None, None
+        return None, None, 0
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     if any(
         not getattr(config, name, None)
         for name in ("num_hidden_layers", "hidden_size", "num_attention_heads")
     ):
-        return None, None
-    return _blocks(config, ids, row, recipe), _head(config, ids)
+        return None, None, 0
+    return _blocks(config, ids, placement, recipe), _head(config, ids), config.hidden_size
 
 
-def _blocks(config: Any, ids: Tensor, row: Row, recipe: Recipe) -> Blocks:
+def _blocks(config: Any, ids: Tensor, placement: Placement, recipe: Recipe) -> Blocks:
     gated = getattr(config, "hidden_act", "") in ("silu", "swish")
     dropout = any(getattr(config, name, 0) for name in ("hidden_dropout_prob", "resid_pdrop", "dropout"))
     return Blocks(
@@ -125,7 +168,7 @@ def _blocks(config: Any, ids: Tensor, row: Row, recipe: Recipe) -> Blocks:
         keeps_scores=getattr(config, "_attn_implementation", "") == "eager",
         mlp_width=getattr(config, "intermediate_size", None),
         mlp_tensors=4 if gated else 2,
-        checkpointed=row.family["checkpointing"].name == "full",
+        checkpointed=placement.policy == "full",
     )
 
 

@@ -11,7 +11,7 @@ from lightning_memkit.errors import PlanError
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.planning.budget import Budget
 from lightning_memkit.planning.choices import Part
-from lightning_memkit.planning.search import Row
+from lightning_memkit.planning.problem import Row
 
 _MIB = 1 << 20
 _NAMED_TOGETHER = 4  # configurations of one precision with one reason
@@ -27,6 +27,7 @@ class Plan:
         rows_of_batch: samples of the loader's batch.
         given: the Trainer's arguments that were given, which are kept.
         notes: what was not considered, and why.
+        hint: what else would take less, where nothing fits.
     """
 
     budget: Budget
@@ -34,6 +35,7 @@ class Plan:
     rows_of_batch: int
     given: Mapping[str, Any] = field(default_factory=dict, repr=False)
     notes: tuple[str, ...] = ()
+    hint: str = ""
 
     @property
     def best(self) -> Row:
@@ -54,6 +56,7 @@ class Plan:
             raise PlanError(
                 f"Nothing fits {self.budget} less {self.budget.headroom:.0%} headroom; {floor}. Train fewer of the "
                 "parameters (adapters), a smaller model, shorter rows, or on more devices."
+                + (f" {self.hint}" if self.hint else "")
             )
         return self.rows[0]
 
@@ -70,10 +73,17 @@ class Plan:
         return {"plugins": plugins, "callbacks": [*callbacks, *self._memory_budget(row)]}
 
     def trainer_kwargs(self, row: Row | None = None) -> dict[str, Any]:
-        """The Trainer's arguments: `Trainer(**plan.trainer_kwargs())`; those that were given are among them."""
-        kwargs = self._arguments(row or self.best)
+        """The Trainer's arguments: `Trainer(**plan.trainer_kwargs())`; those that were given are among them.
+
+        Raises:
+            PlanError: nothing fits, or a Trainer alone can't train so: the message says what to write.
+        """
+        row = row or self.best
+        if row.family.optimizer is not None:
+            raise PlanError(_write_the_optimizer(row))
+        kwargs = {name: _built(value) for name, value in self._arguments(row).items()}
         for kind, parts in self.parts(row).items():
-            built = [getattr(lightning_memkit, part.name)(**part.options) for part in parts]
+            built = [_built(part) for part in parts]
             kept = self.given.get(kind) or []
             kept = list(kept) if isinstance(kept, (list, tuple)) else [kept]
             if kept or built:
@@ -84,14 +94,21 @@ class Plan:
         """A LightningCLI config with the plan in its `trainer` section; what was there is kept.
 
         Args:
-            config: the config that was planned for; without one the `trainer` section alone is made.
+            config: the config that was planned for; without one the `trainer` section alone is made. Its `optimizer`
+                section is another only with 8-bit states, which are planned for where they were asked for.
             row: another row than the best.
+
+        Raises:
+            PlanError: nothing fits, or a config alone can't train so: the message says what to write.
         """
+        row = row or self.best
         found: dict[str, Any] = copy.deepcopy(dict(config or {}))
+        if row.family.optimizer is not None:
+            found["optimizer"] = _optimizer_section(row, found.get("optimizer"))
         trainer = found.setdefault("trainer", {}) or {}
-        for name, value in self._arguments(row or self.best).items():
+        for name, value in self._arguments(row).items():
             if name not in self.given:
-                trainer[name] = value
+                trainer[name] = value.as_yaml() if isinstance(value, Part) else value
         for kind, parts in self.parts(row).items():
             kept = trainer.get(kind) or []
             kept = kept if isinstance(kept, list) else [kept]
@@ -124,27 +141,27 @@ class Plan:
         if rejected:
             lines += ["", "Rejected:"]
             lines += [f"  {which}: {reason}" for reason, which in _by_reason(rejected).items()]
-        lines += ["", *self.notes] if self.notes else []
+        notes = [*self.notes, self.hint] if self.hint else self.notes
+        lines += ["", *notes] if notes else []
         return "\n".join(line.rstrip() for line in lines)
 
     def _arguments(self, row: Row) -> dict[str, Any]:
-        if any(isinstance(choice.arguments.get("strategy"), Sharding) for choice in row.family.choices):
-            raise PlanError(
-                f"{row.family} shards the module over ranks, which no strategy here does by itself yet: write "
-                "configure_model with lightning_memkit.distributed.sharding.shard_blocks(self, "
-                'self.device_mesh["data_parallel"], Sharding(stage=...)), and train with ModelParallelStrategy.'
-            )
+        """Of the Trainer, without plugins and callbacks; a strategy of memkit's own as a `Part`."""
         arguments = {
             name: value for name, value in self.given.items() if name not in ("plugins", "callbacks")
         }
         for choice in row.family.choices:
             arguments.update(choice.arguments)
+        sharding = arguments.get("strategy")
+        if isinstance(sharding, Sharding):
+            arguments["strategy"] = Part(name="FSDP2Strategy", options={"stage": sharding.stage})
         return arguments
 
     def _memory_budget(self, row: Row) -> Iterator[Part]:
         """What keeps the plan while training; the user's own stays alone."""
         own = {type(callback).__name__ for callback in _listed(self.given.get("callbacks"))}
-        if own & {"MemoryBudget", "GradientRelease"}:  # the latter takes steps that can't be repeated
+        # Its trial step has all gradients alive, and what steps within backward can't be repeated.
+        if "MemoryBudget" in own or row.family.is_released:
             return
         size = self.budget.bytes()
         yield Part(
@@ -155,6 +172,28 @@ class Plan:
                 "headroom": self.budget.headroom,
             },
         )
+
+
+def _built(value: Any) -> Any:
+    return getattr(lightning_memkit, value.name)(**value.options) if isinstance(value, Part) else value
+
+
+def _write_the_optimizer(row: Row) -> str:
+    instead = row.family.optimizer
+    assert instead is not None
+    return (
+        f"{row.family} takes bitsandbytes' optimizer, and the optimizer is the module's: write `{instead.line}` in "
+        f"configure_optimizers in the place of {instead.replaces}, import bitsandbytes, and plan again."
+    )
+
+
+def _optimizer_section(row: Row, section: Any) -> dict[str, Any]:
+    """The config's optimizer with 8-bit states."""
+    instead = row.family.optimizer
+    named = section.get("class_path", "") if isinstance(section, Mapping) else ""
+    if instead is None or named.rpartition(".")[2] != instead.replaces:
+        raise PlanError(_write_the_optimizer(row))
+    return instead.as_yaml(section)
 
 
 def _listed(value: Any) -> list[Any]:
@@ -173,8 +212,8 @@ def _together(rows: list[Row]) -> str:
     """Precision by precision; the other choices where they are few."""
     said: dict[str, list[str]] = {}
     for row in rows:
-        precision, *others = row.family.choices
-        said.setdefault(precision.name, []).append(", ".join(choice.name for choice in others if choice.name))
+        precision, *others = row.family.names
+        said.setdefault(precision, []).append(", ".join(others) or "nothing else")
     return "; ".join(
         f"{precision}, {' | '.join(others)}"
         if len(others) <= _NAMED_TOGETHER

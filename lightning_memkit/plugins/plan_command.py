@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, get_args
 
@@ -11,13 +12,14 @@ import yaml
 from jsonargparse import Namespace
 from lightning.pytorch import LightningModule
 
+from lightning_memkit.initialization import build_on
 from lightning_memkit.micro_batching import batch_size, split_batch
 from lightning_memkit.planning.budget import Budget, Goal
 from lightning_memkit.planning.explained import beside_prediction, bytes_a_parameter
 from lightning_memkit.planning.plan import Plan
-from lightning_memkit.planning.search import Row
-from lightning_memkit.plugins.cli import MemkitCLI
-from lightning_memkit.plugins.planning import plan
+from lightning_memkit.planning.problem import Row
+from lightning_memkit.plugins.cli import MemkitCLI, target_dtype
+from lightning_memkit.plugins.planning import OptimizerStates, plan
 from lightning_memkit.prediction.devices import DEVICES
 
 _DESCRIPTION = (
@@ -40,6 +42,12 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--goal", default="speed", choices=get_args(Goal), help="what to be best at")
     found.add_argument(
         "--headroom", default=0.05, type=float, help="the fraction of the budget to leave free"
+    )
+    found.add_argument(
+        "--optimizer-states",
+        default="given",
+        choices=get_args(OptimizerStates),
+        help="open: in 8 bits, too, by bitsandbytes' optimizer in the place of torch's; changes numbers",
     )
     found.add_argument(
         "--explain", action="store_true", help="the first by hand, term by term, beside its prediction"
@@ -68,14 +76,14 @@ def run(words: Sequence[str]) -> int:
         return 2
     configs = [word for name in options.config for word in ("--config", name)]
     cli = ConfiguredRun(["fit", *configs, *further])
-    found = cli.plan(budget)
+    found = cli.plan(budget, options.optimizer_states)
     print(found)
     if options.explain:
         print(f"\n{bytes_a_parameter()}\n")
         row = next((row for row in found.rows if row.prediction is not None), None)
         if row is not None:
             print(f"{row.family}, micro-batch {row.micro_batch_size}, by hand and as predicted:\n")
-            print(cli.beside_prediction(row))
+            print(cli.beside_prediction(row, found.given))
     found.best  # noqa: B018  raises where nothing fits
     if options.output:
         Path(options.output).write_text(cli.planned_yaml(found))
@@ -107,16 +115,28 @@ class ConfiguredRun(MemkitCLI):
     def _run_subcommand(self, subcommand: str) -> None:
         """Nothing: what is run is the plan."""
 
-    def plan(self, budget: Budget) -> Plan:
+    def plan(self, budget: Budget, optimizer_states: OptimizerStates = "given") -> Plan:
         """Plan for the model and the first batch of the training data."""
         given = {
             name: value for name, value in self._built("model").trainer.items() if self._says(name, value)
         }
-        return plan(self.build_model, self.first_batch(), budget, trainer=given)
+        return plan(
+            self.build_model,
+            self.first_batch(),
+            budget,
+            trainer=given,
+            optimizer_states=optimizer_states,
+        )
+
+    def _add_instantiators(self) -> None:
+        super(MemkitCLI, self)._add_instantiators()  # those of `fit` choose a device, and allocate there
 
     def build_model(self) -> LightningModule:
-        """The model, with the optimizer that the config names."""
-        self.config_init = Namespace({str(self.subcommand): self._built("data", "trainer")})
+        """The model at the dtype of the config, where tensors are made here, with the optimizer that it names."""
+        dtype = target_dtype(self._section.get("trainer", Namespace()))
+        with nullcontext() if dtype is None else build_on(None, dtype):
+            built = self._built("data", "trainer")
+        self.config_init = Namespace({str(self.subcommand): built})
         self.model = self._get(self.config_init, "model")
         self._add_configure_optimizers_method_to_model(self.subcommand)
         return self.model
@@ -139,13 +159,13 @@ class ConfiguredRun(MemkitCLI):
         except StopIteration:
             raise ValueError("The training data of the config gives no batch to plan for.") from None
 
-    def beside_prediction(self, row: Row) -> str:
+    def beside_prediction(self, row: Row, given: Mapping[str, Any]) -> str:
         """A row by hand, beside its prediction."""
         batch, size = self.first_batch(), row.micro_batch_size
         rows = batch_size(batch)
         part = batch if size >= rows else split_batch(batch, [size, rows - size])[0]
         with torch.device("meta"):
-            return beside_prediction(row, self.build_model(), part)
+            return beside_prediction(row, self.build_model(), part, given)
 
     def planned_yaml(self, found: Plan) -> str:
         """The config with the best of the plan in it."""

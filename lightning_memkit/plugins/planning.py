@@ -1,49 +1,38 @@
 """Plan the training of a LightningModule: the fastest configuration whose predicted peak fits."""
 
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, get_args
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-import lightning_memkit
-from lightning_memkit.activations.checkpointing import checkpoint_modules
 from lightning_memkit.data.sampling_order import GlobalNumbers
-from lightning_memkit.distributed.sharding import Sharding
-from lightning_memkit.errors import NoEffectWarning
-from lightning_memkit.loss.switch import use_chunked_loss
-from lightning_memkit.micro_batching import SplitError, batch_size, split_batch
+from lightning_memkit.memory.units import format_bytes
+from lightning_memkit.micro_batching import SplitError, batch_size
+from lightning_memkit.planning import choices
 from lightning_memkit.planning.budget import Budget
-from lightning_memkit.planning.choices import (
-    COLUMNS,
-    GIVEN,
-    Choice,
-    Family,
-    Part,
-    checkpointings,
-    families,
-    losses,
-    offloads,
-    precisions,
-    shardings,
-)
+from lightning_memkit.planning.choices import COLUMNS, GIVEN, Choice, Family, refusal
+from lightning_memkit.planning.floor import Floor
 from lightning_memkit.planning.plan import Plan
-from lightning_memkit.planning.search import Problem, UnavailableError, search
+from lightning_memkit.planning.problem import Problem, Row, UnavailableError
+from lightning_memkit.planning.search import search
 from lightning_memkit.planning.times import TimesByRates, TimesHere
+from lightning_memkit.plugins._planned_optimizer import eight_bit_for
+from lightning_memkit.plugins._planned_predictions import Parts, Predictions, listed
 from lightning_memkit.plugins.activation_checkpointing import ActivationCheckpointing
 from lightning_memkit.plugins.activation_offload import ActivationOffload
 from lightning_memkit.plugins.chunked_loss import ChunkedLoss
 from lightning_memkit.plugins.gradient_release import GradientRelease
 from lightning_memkit.plugins.memory_budget import MemoryBudget
 from lightning_memkit.plugins.optimizer_offload import OptimizerOffload
-from lightning_memkit.plugins.prediction import predict_memory
-from lightning_memkit.prediction.result import Prediction
+from lightning_memkit.prediction.devices import Device
+
+OptimizerStates = Literal["given", "open"]
+_RELEASES = choices.releases()
 
 
 def plan(
@@ -52,58 +41,101 @@ def plan(
     budget: Budget | str | int | float = "auto",
     *,
     trainer: Mapping[str, Any] | None = None,
+    optimizer_states: OptimizerStates = "given",
 ) -> Plan:
     """The fastest configuration that fits a budget, and all others with the reason against them; nothing is allocated.
 
-    Precision, compensation, activation checkpointing, the loss, the micro-batch, on a GPU offload, and DDP and FSDP2
-    where `devices` are several, are enumerated. Each is predicted as `predict_memory` does it, some seconds a
-    prediction, unless its weights and gradients alone are too much. What fits is ranked by the time of its operators:
-    on this machine's CPU they are measured one by one, for a GPU they follow from its rates. What is given in
-    `trainer` is kept: a precision, a strategy, a plugin or a callback of a kind leaves nothing of that kind to choose.
+    Precision, compensation, activation checkpointing, the loss, the micro-batch, gradient release, on a GPU offload,
+    and DDP and FSDP2 where `devices` are several, are enumerated. Each is predicted as `predict_memory` does it, some
+    seconds a prediction, unless its weights and gradients alone are too much. What fits is ranked by the time of its
+    operators: on this machine's CPU they are measured one by one, for a GPU they follow from its rates. What is given
+    in `trainer` is kept: a precision, a strategy, a plugin or a callback of a kind leaves nothing of that kind to
+    choose. So is the optimizer, unless its states are left open.
 
     Args:
         module: a LightningModule, or a function without arguments that builds one.
         batch: what the loader will yield: the effective batch, which is trained in parts where it does not fit.
         budget: a `Budget`, or its memory.
         trainer: arguments of the `Trainer` that will train.
+        optimizer_states: ``"given"``: as the module's optimizer has them; ``"open"``: in 8 bits, too, by the optimizer
+            of bitsandbytes that takes the same steps (for Adam, AdamW and SGD with momentum). Changes numbers.
 
     Returns:
         The plan: `Trainer(**plan(...).trainer_kwargs())` trains as planned.
 
     Raises:
         PredictionError: the module's step can't be predicted.
-        ValueError: the budget or an argument of the trainer is outside its range.
+        ValueError: the budget or an argument is outside its range.
     """
+    if optimizer_states not in get_args(OptimizerStates):
+        known = " or ".join(map(repr, get_args(OptimizerStates)))
+        raise ValueError(f"optimizer_states={optimizer_states!r} is unknown; write {known}.")
     budget = budget if isinstance(budget, Budget) else Budget(budget)
     given = dict(trainer or {})
-    device = budget.target()
-    columns = {
-        "precision": precisions(device),
-        "checkpointing": checkpointings(),
-        "loss": losses(),
-    }
-    ranks, nodes = _ranks(given)
-    columns["ranks"] = shardings() if ranks > 1 else (Choice(column="ranks", name=""),)
-    columns["offload"] = offloads(device)
-    columns.update({name: (Choice(column=name, name=GIVEN),) for name in _given_columns(given)})
+    device, (ranks, nodes) = budget.target(), _ranks(given)
     seen = _looked_at(module)
     rows, sizes, notes = _sizes(batch, given, seen)
-    chosen = [family for family in families(columns) if budget.goal != "exact" or not family.changes]
-    predictions = _Predictions(module, _Parts(batch, rows, on_cpu=device is None), given, device or "cpu")
+    predictions = Predictions(module, Parts(batch, rows, on_cpu=device is None), given, device or "cpu")
+    columns, missing = _columns(given, device, ranks), dict[str, str]()
+    ask = partial(predictions.ask, rows=sizes[0])
+    if optimizer_states == "open":
+        try:
+            columns["states"] = choices.optimizer_states(eight_bit_for(ask))
+        except UnavailableError as error:
+            missing[error.column] = error.reason
+    if columns["gradients"] is _RELEASES and (why := _why_unreleased(given, device)):
+        columns["gradients"], missing["gradients"] = _RELEASES[:1], why
+    families = [one for one in choices.families(columns) if budget.goal != "exact" or not one.changes]
     problem = Problem(
         predict=predictions,
         rows=rows,
         sizes=sizes,
         usable_bytes=budget.usable_bytes(),
         beside_bytes=0 if device is None else device.context_bytes,
-        floor=_Floor(seen, ranks, keeps_gradients=not _releases(given)),
+        floor=Floor(seen, ranks),
         times=TimesHere() if device is None else TimesByRates(device, nodes),
         goal=budget.goal,
         host_bytes_per_second=1.0 if device is None else device.host_bytes_per_second,
     )
-    found, missing = search(chosen, problem)
-    notes += [f"No choice of {column} here: {reason}" for column, reason in missing.items()]
-    return Plan(budget=budget, rows=found, rows_of_batch=rows, given=given, notes=tuple(notes))
+    found, unavailable = search(families, problem)
+    notes += [f"No choice of {column} here: {reason}" for column, reason in (missing | unavailable).items()]
+    closed = optimizer_states == "given" and budget.goal != "exact"
+    hint = _hint(found, problem, ask) if closed and not any(row.fits for row in found) else ""
+    return Plan(budget=budget, rows=found, rows_of_batch=rows, given=given, notes=tuple(notes), hint=hint)
+
+
+def _columns(given: Mapping[str, Any], device: Device | None, ranks: int) -> dict[str, tuple[Choice, ...]]:
+    """What may be chosen, column by column."""
+    columns = {
+        "precision": choices.precisions(device),
+        "ranks": choices.shardings() if ranks > 1 else (Choice(column="ranks", name=""),),
+        "offload": choices.offloads(device),
+        "gradients": _RELEASES,
+        "checkpointing": choices.checkpointings(),
+        "loss": choices.losses(),
+    }
+    return columns | {name: (Choice(column=name, name=GIVEN),) for name in _given_columns(given)}
+
+
+def _hint(rows: Sequence[Row], problem: Problem, ask: Callable[[Callback], None]) -> str:
+    """What 8-bit states would make of the least that there is, where the optimizer has them."""
+    predicted = [row for row in rows if row.taken_bytes]
+    least = min(predicted, key=lambda row: row.taken_bytes, default=None)
+    try:
+        instead = eight_bit_for(ask)
+    except UnavailableError:
+        return ""
+    except Exception:  # of the user's step, which the rows tell
+        return ""
+    _, choice = choices.optimizer_states(instead)
+    said = f"{instead.replaces} could keep its states in 8 bits, which changes numbers and is yours to choose"
+    how = 'optimizer_states="open" (memkit plan --optimizer-states open) plans with them.'
+    if least is None:
+        return f"{said}: {how}"
+    family = Family(tuple(choice if one.column == choice.column else one for one in least.family.choices))
+    row = Row(family=family) if refusal(family) else problem.row(family, least.micro_batch_size)
+    takes = f"; {row.family}, micro-batch {row.micro_batch_size}, takes {format_bytes(row.taken_bytes)}"
+    return f"{said}{takes if row.taken_bytes else ''}: {how}"
 
 
 def _ranks(given: Mapping[str, Any]) -> tuple[int, int]:
@@ -117,7 +149,7 @@ def _ranks(given: Mapping[str, Any]) -> tuple[int, int]:
 
 def _given_columns(given: Mapping[str, Any]) -> list[str]:
     """The columns that the user has decided."""
-    callbacks, plugins = _listed(given.get("callbacks")), _listed(given.get("plugins"))
+    callbacks, plugins = listed(given.get("callbacks")), listed(given.get("plugins"))
     found = []
     if given.get("precision") is not None or any(isinstance(one, (Precision, str)) for one in plugins):
         found.append("precision")
@@ -125,6 +157,8 @@ def _given_columns(given: Mapping[str, Any]) -> list[str]:
         found.append("ranks")
     if any(isinstance(one, (ActivationOffload, OptimizerOffload)) for one in callbacks):
         found.append("offload")
+    if _releases(given):
+        found.append("gradients")
     if any(isinstance(one, ActivationCheckpointing) for one in callbacks):
         found.append("checkpointing")
     if any(isinstance(one, ChunkedLoss) for one in callbacks):
@@ -143,7 +177,7 @@ def _sizes(
     whole = _why_whole(given, module)
     if whole:
         return rows, (rows,), [f"The batch is taken whole: {whole}."]
-    for callback in _listed(given.get("callbacks")):
+    for callback in listed(given.get("callbacks")):
         if isinstance(callback, MemoryBudget):
             note = f"The MemoryBudget that was given stays: its budget is {callback.budget!r}"
             if callback.micro_batch_size == "auto":
@@ -156,7 +190,7 @@ def _sizes(
 
 
 def _releases(given: Mapping[str, Any]) -> bool:
-    return any(isinstance(one, GradientRelease) for one in _listed(given.get("callbacks")))
+    return any(isinstance(one, GradientRelease) for one in listed(given.get("callbacks")))
 
 
 def _all_sizes(rows: int) -> tuple[int, ...]:
@@ -169,6 +203,19 @@ def _why_whole(given: Mapping[str, Any], module: torch.nn.Module) -> str:
         return f"{type(module).__name__} optimizes manually, and splits by itself (micro_batches)"
     if _releases(given):
         return "GradientRelease takes one part a step"
+    return ""
+
+
+def _why_unreleased(given: Mapping[str, Any], device: Device | None) -> str:
+    """What is given that released gradients can't go with, and that a prediction does not show."""
+    if any(isinstance(one, MemoryBudget) for one in listed(given.get("callbacks"))):
+        return "the trial step of the MemoryBudget that was given has all gradients alive."
+    precisions = [
+        given.get("precision"),
+        *(getattr(one, "precision", one) for one in listed(given.get("plugins"))),
+    ]
+    if device is not None and any(str(one) in ("16", "16-mixed") for one in precisions):
+        return "the scaler of float16 looks for overflows in all gradients before the step."
     return ""
 
 
@@ -185,105 +232,3 @@ def _looked_at(module: Any) -> torch.nn.Module:
             return torch.nn.Module()
         finally:
             numbers.restore()
-
-
-class _Floor:
-    """What weights and gradients take on a rank, whatever else is chosen: a bound that needs no prediction."""
-
-    def __init__(self, module: torch.nn.Module, ranks: int, *, keeps_gradients: bool) -> None:
-        self._parameters = list(module.parameters())
-        self._ranks, self._keeps_gradients = ranks, keeps_gradients
-
-    def __call__(self, family: Family) -> int:
-        """Bytes of a rank."""
-        is_16_bit = any(part.name == "PureBF16Precision" for part in family["precision"].plugins)
-        most = 2 if is_16_bit or family["precision"].name == GIVEN else 4
-        strategy = family["ranks"].arguments.get("strategy")
-        shared = self._ranks if isinstance(strategy, Sharding) or family["ranks"].name == GIVEN else 1
-        sizes = [(one.numel() * min(most, one.element_size()), one.requires_grad) for one in self._parameters]
-        weights = sum(size for size, _ in sizes)
-        gradients = sum(size for size, is_trained in sizes if is_trained) if self._keeps_gradients else 0
-        gathered = isinstance(strategy, Sharding) and strategy.stage == 2
-        return (weights if gathered else weights // shared) + gradients // shared
-
-
-class _Parts:
-    """A batch, and parts of it: on a GPU a part is alone there, on the CPU the whole batch is where its part is."""
-
-    def __init__(self, batch: Any, rows: int, *, on_cpu: bool) -> None:
-        self.batch, self.rows, self._on_cpu = batch, rows, on_cpu
-
-    def first(self, size: int) -> Any:
-        """Of so many rows."""
-        if size >= self.rows:
-            return self.batch
-        part = split_batch(self.batch, [size, self.rows - size])[0]
-        return part if self._on_cpu else apply_to_collection(part, Tensor, Tensor.clone)
-
-
-class _Predictions:
-    """Predicts a family at a micro-batch, once."""
-
-    def __init__(self, module: Any, parts: _Parts, given: Mapping[str, Any], device: Any) -> None:
-        self._module, self._parts, self._device = module, parts, device
-        self._given = dict(given)
-        self._given["callbacks"] = [
-            one for one in _listed(given.get("callbacks")) if not isinstance(one, MemoryBudget)
-        ]
-        self._known: dict[tuple[Family, int], Prediction] = {}
-
-    def __call__(self, family: Family, size: int) -> Prediction:
-        if (family, size) not in self._known:
-            self._known[family, size] = self._predicted(family, size)
-        return self._known[family, size]
-
-    def _predicted(self, family: Family, size: int) -> Prediction:
-        options, callbacks = dict(self._given), list(self._given["callbacks"])
-        for choice in family.choices:
-            options.update(choice.arguments)
-        plugins = [_built(part) for choice in family.choices for part in choice.plugins]
-        if plugins:
-            options["plugins"] = [*_listed(self._given.get("plugins")), *plugins]
-        added = [_built(part) for choice in family.choices for part in choice.callbacks]
-        options["callbacks"] = [_Needs(added), *callbacks, *added]
-        if size < self._parts.rows:  # two parts are enough: from the second on gradients are there
-            options["accumulate_grad_batches"] = max(2, int(options.get("accumulate_grad_batches") or 1))
-        return predict_memory(self._module, self._parts.first(size), trainer=options, device=self._device)
-
-
-class _Needs(Callback):
-    """Refuses choices that a module has nothing for, before the callbacks that would warn, or fail."""
-
-    def __init__(self, callbacks: list[Callback]) -> None:
-        self._needs_blocks = any(isinstance(one, ActivationCheckpointing) for one in callbacks)
-        self._needs_heads = any(isinstance(one, ChunkedLoss) for one in callbacks)
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if not is_overridden("configure_model", pl_module):
-            self._check(pl_module)
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if is_overridden("configure_model", pl_module):
-            self._check(pl_module)
-
-    def _check(self, module: LightningModule) -> None:
-        if self._needs_heads:
-            try:
-                use_chunked_loss(module)()
-            except ValueError as error:
-                raise UnavailableError("loss", str(error)) from error
-        if self._needs_blocks:
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("error", NoEffectWarning)
-                    checkpoint_modules(module)()
-            except (ValueError, NoEffectWarning) as error:
-                raise UnavailableError("checkpointing", str(error)) from error
-
-
-def _built(part: Part) -> Any:
-    return getattr(lightning_memkit, part.name)(**part.options)
-
-
-def _listed(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, (list, tuple)) else [] if value is None else [value]

@@ -16,7 +16,8 @@ from lightning_memkit.planning.choices import (
     offloads,
     precisions,
 )
-from lightning_memkit.planning.search import Problem, UnavailableError, search
+from lightning_memkit.planning.problem import Problem, UnavailableError
+from lightning_memkit.planning.search import search
 from lightning_memkit.prediction.devices import DEVICES
 from lightning_memkit.prediction.result import Prediction
 from lightning_memkit.prediction.work import Operator, Work

@@ -14,6 +14,7 @@ from lightning_memkit import (
     ActivationCheckpointing,
     Budget,
     ChunkedLoss,
+    FSDP2Strategy,
     GradientRelease,
     MemoryBudget,
     PureBF16Precision,
@@ -156,7 +157,9 @@ def test_a_card_that_is_not_here():
 
     fixed = {"callbacks": [ActivationCheckpointing("full")]}
     found = plan(Wide, batch(8, 512), Budget("24GiB", "rtx4090"), trainer=fixed)  # 1.6 billion parameters
-    on_the_card = [row for row in found.fitting if not row.family["offload"].name]
+    on_the_card = [
+        row for row in found.fitting if not row.family["offload"].name and not row.family.is_released
+    ]
     assert {row.family["precision"].name for row in on_the_card} == {"bfloat16, Kahan"}
     assert len(found.fitting) > len(on_the_card)  # with states on the host others fit
     assert found.best.taken_bytes <= 0.95 * DEVICES["rtx4090"].usable_bytes
@@ -280,8 +283,13 @@ def test_ranks_are_a_column_where_there_are_several():
         lambda: Language(width=256), given_batch(), Budget("1GiB", "a100-40gb", "memory"), trainer=fixed
     )
     assert least.best.family["ranks"].name == "FSDP2 stage 3"
-    with pytest.raises(PlanError, match="shards the module over ranks.*shard_blocks"):
-        least.trainer_kwargs()
+    strategy = least.trainer_kwargs()["strategy"]
+    assert isinstance(strategy, FSDP2Strategy)
+    assert strategy.sharding.stage == 3
+    assert least.config()["trainer"]["strategy"] == {
+        "class_path": "lightning_memkit.FSDP2Strategy",
+        "init_args": {"stage": 3},
+    }
 
 
 def test_nothing_of_the_users_is_touched():

@@ -1,0 +1,92 @@
+"""bitsandbytes' optimizers with 8-bit states in the place of torch's: which there are, as code and in a config."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+# By the exact class: what a subclass does is its own.
+_OPTIONS: dict[type[Optimizer], tuple[str, ...]] = {
+    Adam: ("lr", "betas", "eps", "weight_decay"),
+    AdamW: ("lr", "betas", "eps", "weight_decay"),
+    SGD: ("lr", "momentum", "dampening", "weight_decay"),
+}
+_NOT_THERE = ("amsgrad", "maximize", "nesterov", "dampening", "differentiable")  # in bitsandbytes' steps
+_OF_BITSANDBYTES = ("lr", "betas", "eps", "weight_decay", "initial_lr")  # in its groups
+
+
+@dataclass(frozen=True, kw_only=True)
+class EightBit:
+    """An optimizer of bitsandbytes in the place of one of torch's; moments in 8 bits, changes numbers.
+
+    Attributes:
+        replaces: torch's class.
+        options: its options.
+    """
+
+    replaces: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The class of bitsandbytes."""
+        return f"{self.replaces}8bit"
+
+    @property
+    def line(self) -> str:
+        """What `configure_optimizers` is to say."""
+        options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        return f"bitsandbytes.optim.{self.name}(self.parameters(), {options})"
+
+    def as_yaml(self, section: Mapping[str, Any]) -> dict[str, Any]:
+        """The `optimizer` section of a config, in the place of torch's."""
+        given = section.get("init_args") or {}
+        kept = {name: given[name] for name in self.options if given.get(name) is not None}
+        return {"class_path": f"bitsandbytes.optim.{self.name}", "init_args": kept}
+
+
+def eight_bit_of(optimizer: Optimizer) -> EightBit:
+    """What takes the same steps with 8-bit states.
+
+    Raises:
+        ValueError: bitsandbytes has no such optimizer.
+    """
+    kind = type(optimizer)
+    if kind not in _OPTIONS:
+        known = ", ".join(known.__name__ for known in _OPTIONS)
+        raise ValueError(
+            f"{kind.__name__} has no 8-bit equivalent that is known here; of torch's have {known}"
+        )
+    for group in optimizer.param_groups:
+        for name in _NOT_THERE:
+            if group.get(name):
+                raise ValueError(f"{kind.__name__}({name}={group[name]!r}) has no 8-bit equivalent")
+        if kind is SGD and not group["momentum"]:
+            raise ValueError("SGD without momentum keeps no states")
+        if kind is Adam and group["weight_decay"] and not group.get("decoupled_weight_decay"):
+            raise ValueError(
+                f"Adam(weight_decay={group['weight_decay']}) adds the decay to the gradient, which bitsandbytes' Adam "
+                "takes from the weight; AdamW has an 8-bit equivalent"
+            )
+    options = {name: optimizer.defaults[name] for name in _OPTIONS[kind]}
+    return EightBit(replaces=kind.__name__, options=options)
+
+
+def with_8_bit_states(optimizer: Optimizer) -> Optimizer:
+    """One of bitsandbytes over the same parameters, groups and options; before the first step.
+
+    Raises:
+        ValueError: bitsandbytes has no such optimizer.
+        ModuleNotFoundError: it is not installed.
+    """
+    found = eight_bit_of(optimizer)
+    kind = getattr(import_module("bitsandbytes.optim"), found.name)
+    groups = []
+    for group in optimizer.param_groups:
+        own = {name: group[name] for name in _OF_BITSANDBYTES if name in group}
+        if "momentum" in group:
+            own["betas"] = (group["momentum"], group["dampening"])
+        groups.append({"params": group["params"], **own})
+    return kind(groups, **found.options)

@@ -1,0 +1,120 @@
+"""A calculation by hand where not all is on one device at once: on ranks, on the host, in chunks, used as it comes."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from lightning_memkit.activations.blocks import find_blocks
+from lightning_memkit.distributed.sharding import Sharding
+from lightning_memkit.planning.choices import ACTIVATIONS, GIVEN, STATES, STATES_AND_ACTIVATIONS
+from lightning_memkit.planning.problem import Row
+from lightning_memkit.prediction.by_hand import Term, as_term
+
+_SHARED = ("weights", "gradients", "optimizer_states", "compensation")
+_STATES = ("optimizer_states", "compensation")
+_SHARDED = "arXiv:2304.11277"
+_BLOCKS_HERE = 2  # of offloaded activations: one is used while another comes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where a row keeps what.
+
+    Attributes:
+        policy: of activation checkpointing; empty without.
+        is_chunked: the loss has no logits of the whole part.
+        is_released: gradients are used as they come.
+        states_on_host: between steps.
+        activations_on_host: between forward and backward.
+        shares: over how many ranks each weight is spread.
+        stage: of FSDP2; 0 without.
+    """
+
+    policy: str = ""
+    is_chunked: bool = False
+    is_released: bool = False
+    states_on_host: bool = False
+    activations_on_host: bool = False
+    shares: int = 1
+    stage: int = 0
+
+    @staticmethod
+    def of(row: Row, given: Mapping[str, Any]) -> "Placement":
+        """What a row chooses, and what was given."""
+        callbacks = given.get("callbacks") or []
+        callbacks = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
+        named = {type(one).__name__: one for one in callbacks}
+        family, ranks = row.family, row.prediction.ranks if row.prediction is not None else 1
+        policy, offload = family["checkpointing"].name, family["offload"].name
+        if policy == GIVEN:
+            policy = getattr(named.get("ActivationCheckpointing"), "policy", "")
+        strategy = family["ranks"].arguments.get("strategy")
+        return Placement(
+            policy="" if policy == "none" else policy,
+            is_chunked=family["loss"].name == "chunked" or "ChunkedLoss" in named,
+            is_released=family.is_released,
+            states_on_host=offload in (STATES, STATES_AND_ACTIVATIONS) or "OptimizerOffload" in named,
+            activations_on_host=offload in (ACTIVATIONS, STATES_AND_ACTIVATIONS)
+            or "ActivationOffload" in named,
+            shares=ranks if isinstance(strategy, Sharding) else 1,
+            stage=strategy.stage if isinstance(strategy, Sharding) else 0,
+        )
+
+    def of_terms(self, terms: tuple[Term, ...], module: nn.Module, layers: int) -> Iterator[Term]:
+        """The terms as this placement has them.
+
+        Args:
+            terms: of one device that holds all.
+            module: with the shapes of its parameters.
+            layers: of its blocks; 0 where they are not known.
+        """
+        trained = [one.numel() for one in module.parameters() if one.requires_grad]
+        count, largest = sum(trained), max(trained, default=0)
+        for term in terms:
+            if self.is_released and term.category == "gradients":
+                yield _part(replace(term, category="temporaries"), "the largest gradient", largest, count)
+            elif self.states_on_host and term.category in _STATES:
+                visiting = replace(term, category="temporaries")
+                yield _part(visiting, f"{term.name} of the largest parameter", largest, count)
+            elif self.shares > 1 and term.category in _SHARED:
+                size = term.size_bytes / self.shares
+                yield as_term(term.category, term.name, f"{term.formula} / {self.shares}", size, term.source)
+            elif self.activations_on_host and layers and term.name in ("blocks", "inputs of the blocks"):
+                formula, size = f"{_BLOCKS_HERE} of {term.formula}", term.size_bytes * _BLOCKS_HERE / layers
+                yield as_term(term.category, term.name, formula, size, term.source)
+            else:
+                yield term
+
+
+def gathered(module: nn.Module, stage: int, value_bytes: int) -> Iterator[Term]:
+    """What FSDP2 has of other ranks' weights: a block and the next, at stage 2 all, the rest; a block's gradients."""
+    counts = [sum(one.numel() for one in block.parameters()) for _, block in find_blocks(module)]
+    if not counts:
+        return
+    rest, largest = sum(one.numel() for one in module.parameters()) - sum(counts), max(counts)
+    kept = ("a block and the next gathered", f"2·{largest:,}", 2 * largest)
+    if stage == 2:
+        kept = (f"{len(counts)} blocks gathered", f"{sum(counts):,}", sum(counts))
+    others = (("the rest gathered", f"{rest:,}", rest), ("a block's gradients", f"{largest:,}", largest))
+    for name, formula, count in (kept, *others):
+        yield as_term("communication", name, f"{formula} × {value_bytes}", count * value_bytes, _SHARDED)
+
+
+def chunked_head(tokens: int, hidden: int, vocabulary: int, value_bytes: int) -> Iterator[Term]:
+    """A loss without logits: the gradients that its forward makes, and a chunk of logits."""
+    formula = f"{vocabulary:,}·{hidden:,}"
+    weight = vocabulary * hidden
+    yield as_term(
+        "saved_activations", "gradient of the head", f"{formula} × {value_bytes}", weight * value_bytes
+    )
+    size = tokens * hidden * value_bytes
+    name = "gradient of its input"
+    yield as_term("saved_activations", name, f"{tokens:,}·{hidden:,} × {value_bytes}", size)
+    yield as_term("temporaries", "a chunk of logits", f"{formula} × 4 / 3", max(weight * 4 / 3, 1 << 25))
+
+
+def _part(term: Term, name: str, of: int, count: int) -> Term:
+    each = term.size_bytes / max(1, count)
+    return as_term(term.category, name, f"{of:,} × {each:g}", of * each, term.source)

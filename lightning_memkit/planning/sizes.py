@@ -1,0 +1,95 @@
+"""The micro-batch of a configuration: the largest that fits, from a few predictions and the lines through them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from lightning_memkit.planning.choices import Family
+from lightning_memkit.planning.problem import Problem, Row
+from lightning_memkit.planning.times import part_seconds
+from lightning_memkit.prediction.lines import PeakLines
+
+_MOST_TRIES = 5  # to confirm a micro-batch; the first is as a rule the last
+_FEW_ROWS = (2, 4)  # of the predictions that lines go through
+_WHOLE_BATCH = 0.8
+
+
+def best_size(family: Family, problem: Problem) -> Row:
+    """The largest micro-batch that fits: fewer parts are faster; for the least memory the smallest."""
+    sizes = problem.sizes_of(family)
+    *smaller, whole = sizes
+    known: dict[int, Row] = {}
+
+    def row(size: int) -> Row:
+        if size not in known:
+            known[size] = problem.row(family, size)
+        return known[size]
+
+    if problem.goal == "memory" or not smaller:
+        return row(sizes[0])
+    if not row(sizes[0]).fits:
+        return row(sizes[0])
+    # A single row is no good end of a line: what is a copy for several is a view for one.
+    few = [size for size in smaller if size in _FEW_ROWS] or [sizes[0]]
+    if not row(few[-1]).fits:
+        smaller, few = smaller[: smaller.index(few[-1])], [sizes[0], few[-1]]
+    reach = _reach([row(size) for size in few], problem)
+    # Of the whole batch nothing is accumulated: it takes less than the line through parts says.
+    if few[0] in _FEW_ROWS and reach(whole) * _WHOLE_BATCH <= problem.usable_bytes and row(whole).fits:
+        return row(whole)
+    size = max((size for size in smaller if reach(size) <= problem.usable_bytes), default=sizes[0])
+    return _estimated([row(size) for size in few], size, reach(size), problem)
+
+
+def _estimated(rows: Sequence[Row], size: int, taken: float, problem: Problem) -> Row:
+    """A micro-batch by those that were predicted: its time grows as theirs does."""
+    last = rows[-1]
+    a_part = [part_seconds(row.prediction.work, problem.times) for row in rows if row.prediction is not None]
+    each = a_part[-1] / last.micro_batch_size
+    if len(rows) > 1:
+        slope = (a_part[-1] - a_part[0]) / (last.micro_batch_size - rows[0].micro_batch_size)
+        each = min(each, max(slope, 0.0))
+    more = a_part[-1] + each * (size - last.micro_batch_size)
+    a_step = last.seconds - a_part[-1] * problem.rows / last.micro_batch_size
+    seconds = more * problem.rows / size + a_step
+    gain = 1 - (each * problem.rows + a_step) / seconds
+    known = next((row for row in rows if row.micro_batch_size == size), None)
+    if known is not None:
+        return replace(known, gain=gain)
+    return replace(
+        last,
+        rejected="",
+        micro_batch_size=size,
+        parts=problem.parts(size),
+        taken_bytes=int(taken),
+        seconds=seconds,
+        gain=gain,
+        exact=False,
+    )
+
+
+def _reach(rows: Sequence[Row], problem: Problem) -> Callable[[int], float]:
+    """From a micro-batch to what it takes, by the lines through some."""
+    last = rows[-1]
+    predictions = {row.micro_batch_size: row.prediction for row in rows if row.prediction is not None}
+    if len(predictions) < 2 or last.prediction is None:
+        return lambda size: float(last.taken_bytes)
+    # Of a GPU's allocator: what it reserves over what is alive, nearly in proportion.
+    over = last.taken_bytes / max(1, last.prediction.peak_bytes)
+    try:
+        lines = PeakLines.through(predictions)
+    except ValueError:  # other operators for other sizes
+        first = rows[0]
+        slope = (last.taken_bytes - first.taken_bytes) / (last.micro_batch_size - first.micro_batch_size)
+        return lambda size: last.taken_bytes + slope * (size - last.micro_batch_size)
+    return lambda size: lines.peak_bytes(size) * over
+
+
+def confirmed(row: Row, problem: Problem) -> Row:
+    """The row predicted; with the next smaller micro-batch where it takes more than was estimated."""
+    sizes = problem.sizes_of(row.family)
+    smaller = [size for size in sizes if size <= row.micro_batch_size]
+    for size in reversed(smaller[-_MOST_TRIES:]):
+        found = problem.row(row.family, size)
+        if found.fits:
+            return found
+    return problem.row(row.family, sizes[0])
