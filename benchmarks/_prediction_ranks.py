@@ -13,9 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
 
-from lightning_memkit import ActivationCheckpointing, PureBF16Precision
-from lightning_memkit.distributed.sharding import Sharding
-from lightning_memkit.plugins._sharded_prediction import ShardedStrategy
+from lightning_memkit import ActivationCheckpointing, FSDP2Strategy, PureBF16Precision
 from lightning_memkit.plugins.prediction import predict_memory
 
 VOCABULARY, LENGTH, WIDTH, ROWS = 509, 32, 96, 4  # a prime: ranks' shares are uneven
@@ -147,13 +145,13 @@ def options(case: Case, *, real: bool) -> dict[str, Any]:
     kinds: dict[str, Any] = {
         "ddp views": lambda: DDPStrategy(gradient_as_bucket_view=True),
         "ddp unused": lambda: "ddp_find_unused_parameters_true",
-        "stage 2": lambda: Sharding(stage=2),
+        "stage 2": lambda: FSDP2Strategy(stage=2),
         "stage 3": lambda: "memkit_fsdp2",
         "in configure_model": lambda: ModelParallelStrategy(case.ranks, 1),
     }
     strategy = kinds.get(case.strategy, lambda: "ddp")()
     if real and case.strategy.startswith("stage"):
-        strategy = ShardedStrategy(Sharding(stage=int(case.strategy[-1])))
+        strategy = FSDP2Strategy(stage=int(case.strategy[-1]))
     extras: dict[str, Any] = {
         "mixed": {"precision": "bf16-mixed"},
         "clipped": {"gradient_clip_val": 1.0},

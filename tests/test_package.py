@@ -53,11 +53,16 @@ TRAINED = sorted(name for name, kind in KINDS.items() if kind is not pl.Lightnin
 # A process group lasts as long as its process: these train on two ranks of their own.
 ON_RANKS = ("FSDP2Strategy", "ZeRO1Strategy")
 TRAINED = [name for name in TRAINED if name not in ON_RANKS]
-# A run has one strategy, offloading is for those that share no states, and gradients are released on one device only.
-OTHERS = {"OnDeviceStrategy", "OptimizerOffload", "GradientRelease", "ActivationOffload"}
-BESIDE = tuple(name for name in TRAINED if name not in OTHERS)
+# A run has one strategy; offloading is for those that share no states, and DDP hears of no released gradient.
+OTHERS = {"OnDeviceStrategy", "OptimizerOffload", "ActivationOffload"}
+BESIDE = {
+    "FSDP2Strategy": tuple(name for name in TRAINED if name not in OTHERS),
+    "ZeRO1Strategy": tuple(name for name in TRAINED if name not in {*OTHERS, "GradientRelease"}),
+}
 COMBINATIONS_ON_RANKS = [
-    (strategy, *names) for strategy in ON_RANKS for names in ((), *((name,) for name in BESIDE), BESIDE)
+    (strategy, *names)
+    for strategy, others in BESIDE.items()
+    for names in ((), *((name,) for name in others), others)
 ]
 COMBINATIONS = [(name,) for name in TRAINED] + list(combinations(TRAINED, 2)) + [tuple(TRAINED)]
 # What a plugin can't do without; everything else is at its default.

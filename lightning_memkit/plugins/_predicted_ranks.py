@@ -8,13 +8,15 @@ from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
 
 from lightning_memkit.distributed.sharding import Sharding
-from lightning_memkit.plugins._sharded_prediction import OneOfMany, ShardedStrategy
+from lightning_memkit.plugins._sharded_prediction import OneOfMany
+from lightning_memkit.plugins.fsdp2 import FSDP2Strategy
+from lightning_memkit.plugins.zero1 import ZeRO1Strategy
 
 _ONE_DEVICE = ("auto", "memkit")
 _DDP = "ddp"
 _KNOWN = (
-    '"ddp", DDPStrategy(...), "memkit_fsdp2", Sharding(stage=2) or ModelParallelStrategy(data_parallel_size=..., '
-    "tensor_parallel_size=1)"
+    '"ddp", DDPStrategy(...), "memkit_zero1", "memkit_fsdp2", FSDP2Strategy(...) or '
+    "ModelParallelStrategy(data_parallel_size=..., tensor_parallel_size=1)"
 )
 
 
@@ -75,10 +77,14 @@ def _plugins(options: Mapping[str, Any]) -> list[Any]:
 
 
 def _strategy(strategy: Any, ranks: int) -> Strategy:
-    if strategy == "memkit_fsdp2":
-        return ShardedStrategy(Sharding())
+    if strategy == FSDP2Strategy.strategy_name:
+        return FSDP2Strategy()
+    if strategy == ZeRO1Strategy.strategy_name:
+        return _without_processes(ZeRO1Strategy())
     if isinstance(strategy, Sharding):
-        return ShardedStrategy(strategy)
+        found = FSDP2Strategy()
+        found.sharding = strategy
+        return found
     if strategy == "auto":
         return DDPStrategy()  # Lightning's choice for several devices
     if isinstance(strategy, str) and strategy.partition("_find_unused_parameters_")[0] in _started(_DDP):
@@ -90,14 +96,22 @@ def _strategy(strategy: Any, ranks: int) -> Strategy:
                 "DDPStrategy with ddp_comm_hook or model_averaging_period can't be predicted: what the hook keeps is "
                 "its own. Predict without, and add the hook's bytes (PowerSGD's: two low-rank factors a weight)."
             )
-        strategy = _unplaced(strategy)
-        strategy._start_method = "popen"  # of which there is none: the cluster's processes exist
-        return strategy
-    if isinstance(strategy, ShardedStrategy):
+        return _without_processes(_unplaced(strategy))
+    if isinstance(strategy, FSDP2Strategy):
+        if strategy.replicas != 1:
+            raise ValueError(
+                f"FSDP2Strategy(replicas={strategy.replicas!r}) can't be predicted; predict the ranks that share a "
+                "copy: replicas=1, and as many devices as there are for each."
+            )
         return _unplaced(strategy)
     if isinstance(strategy, ModelParallelStrategy):
         return _unplaced(_data_parallel(strategy, ranks))
     raise ValueError(f"strategy={_shown(strategy)} can't be predicted. For several ranks write {_KNOWN}.")
+
+
+def _without_processes(strategy: Any) -> Any:
+    strategy._start_method = "popen"  # of which there is none: the cluster's processes exist
+    return strategy
 
 
 def _unplaced(strategy: Any) -> Any:

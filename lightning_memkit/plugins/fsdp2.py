@@ -154,7 +154,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         """Move what is not sharded; shards are where they belong."""
         assert self.model is not None
         for tensor in (*self.model.parameters(), *self.model.buffers()):
-            if not isinstance(tensor, DTensor):
+            if not isinstance(tensor, DTensor) and tensor.device != self.root_device:
                 tensor.data = tensor.data.to(self.root_device)
 
     def _get_process_group_backend(self) -> str:

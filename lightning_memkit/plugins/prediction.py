@@ -101,8 +101,8 @@ def predict_memory(
         trainer: arguments of the `Trainer` that will train: `precision`, `plugins`, `callbacks`,
             `accumulate_grad_batches`, `gradient_clip_val`; for several ranks `devices` and `num_nodes` as numbers, and
             `strategy`: `"ddp"` and its variants, a `DDPStrategy`, a `ModelParallelStrategy` with
-            `tensor_parallel_size=1`, `"memkit_fsdp2"` or a `Sharding` for FSDP2 of a module as it is. How long it
-            trains, what it logs and its accelerator don't matter here. Callbacks that only watch are left out.
+            `tensor_parallel_size=1`, `"memkit_fsdp2"`, an `FSDP2Strategy`, `"memkit_zero1"` or a `ZeRO1Strategy`. How
+            long it trains, what it logs and its accelerator don't matter here. Callbacks that only watch are left out.
         device: `"cpu"`, the name of a GPU (`"rtx4090"`, `"a100-40gb"`; `prediction.devices.DEVICES` has all), or a
             `Device` that describes one.
         timeout_s: seconds after which the prediction is given up; in a fork only.

@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParalle
 
 from benchmarks._measured_prediction_ranks import TRAINING, Measured, measured, peak_bytes
 from benchmarks._prediction_ranks import Case, Trained, batch, build, predict
-from lightning_memkit import predict_memory
+from lightning_memkit import FSDP2Strategy, predict_memory
 from lightning_memkit.distributed.sharding import Sharding
 from lightning_memkit.errors import PredictionError
 from lightning_memkit.prediction.caching_allocator import CachingAllocator
@@ -113,6 +113,15 @@ def test_the_anatomy_is_what_is_known_by_hand():
     assert three["weights"] == pytest.approx(weights / 8, rel=0.03)
     assert three["optimizer_states"] == pytest.approx(2 * three["weights"], rel=0.01)
     assert two["communication"] > three["communication"]
+
+
+def test_strategies_by_name_are_predicted_as_what_they_stand_for():
+    """ZeRO-1 by the module's own hand, and FSDP2 at its default stage."""
+    for own, name, theirs in (("zero1", "memkit_zero1", "ddp"), ("stage 3", "memkit_fsdp2", FSDP2Strategy())):
+        one = predict_memory(build(Case(strategy=own)), batch(), trainer={"strategy": theirs, "devices": 4})
+        plain = build(Case(strategy="ddp"))
+        other = predict_memory(plain, batch(), trainer={"strategy": name, "devices": 4})
+        assert one.peak_bytes == other.peak_bytes
 
 
 def test_a_model_that_one_rank_can_t_hold_is_sharded_without_memory():
