@@ -72,6 +72,7 @@ class Problem:
         times: of operators.
         goal: as in `Budget`.
         host_bytes_per_second: of copies to the host, where anything is offloaded.
+        residual: measured over predicted bytes, as earlier runs on the device had it.
     """
 
     predict: Callable[[Family, int], Prediction]
@@ -83,6 +84,7 @@ class Problem:
     times: Times
     goal: Goal
     host_bytes_per_second: float = 1.0
+    residual: float = 1.0
 
     def sizes_of(self, family: Family) -> Sequence[int]:
         """The micro-batches that a family may have: released gradients can't be added up over parts."""
@@ -103,7 +105,7 @@ class Problem:
             reason = f"a step fails: {type(error).__name__}: {said[0] if said else ''}"
             return Row(family=family, micro_batch_size=size, rejected=reason, failed=error)
         parts = self.parts(size)
-        taken = prediction.total_bytes - self.beside_bytes
+        taken = round((prediction.total_bytes - self.beside_bytes) * self.residual)
         a_part, a_step = self._seconds(family, prediction)
         return Row(
             family=family,

@@ -30,9 +30,11 @@ from lightning_memkit.plugins.gradient_release import GradientRelease
 from lightning_memkit.plugins.memory_budget import MemoryBudget
 from lightning_memkit.plugins.optimizer_offload import OptimizerOffload
 from lightning_memkit.prediction.devices import Device
+from lightning_memkit.prediction.residuals import residual_of
 
 OptimizerStates = Literal["given", "open"]
-_RELEASES = choices.releases()
+
+_TOLD = 0.005  # a residual of less is not worth a note
 
 
 def plan(
@@ -76,16 +78,12 @@ def plan(
     seen = _looked_at(module)
     rows, sizes, notes = _sizes(batch, given, seen)
     predictions = Predictions(module, Parts(batch, rows, on_cpu=device is None), given, device or "cpu")
-    columns, missing = _columns(given, device, ranks), dict[str, str]()
     ask = partial(predictions.ask, rows=sizes[0])
-    if optimizer_states == "open":
-        try:
-            columns["states"] = choices.optimizer_states(eight_bit_for(ask))
-        except UnavailableError as error:
-            missing[error.column] = error.reason
-    if columns["gradients"] is _RELEASES and (why := _why_unreleased(given, device)):
-        columns["gradients"], missing["gradients"] = _RELEASES[:1], why
+    columns, missing = _columns(given, device, ranks, ask if optimizer_states == "open" else None)
     families = [one for one in choices.families(columns) if budget.goal != "exact" or not one.changes]
+    residual = residual_of("cpu" if device is None else device.name)
+    if abs(residual - 1) >= _TOLD:
+        notes.append(f"Bytes are {residual:.1%} of what is predicted, as earlier runs on this device had it.")
     problem = Problem(
         predict=predictions,
         rows=rows,
@@ -96,6 +94,7 @@ def plan(
         times=TimesHere() if device is None else TimesByRates(device, nodes),
         goal=budget.goal,
         host_bytes_per_second=1.0 if device is None else device.host_bytes_per_second,
+        residual=residual,
     )
     found, unavailable = search(families, problem)
     notes += [f"No choice of {column} here: {reason}" for column, reason in (missing | unavailable).items()]
@@ -104,17 +103,27 @@ def plan(
     return Plan(budget=budget, rows=found, rows_of_batch=rows, given=given, notes=tuple(notes), hint=hint)
 
 
-def _columns(given: Mapping[str, Any], device: Device | None, ranks: int) -> dict[str, tuple[Choice, ...]]:
-    """What may be chosen, column by column."""
+def _columns(
+    given: Mapping[str, Any], device: Device | None, ranks: int, ask: Callable[[Callback], None] | None
+) -> tuple[dict[str, tuple[Choice, ...]], dict[str, str]]:
+    """What may be chosen, column by column, and why nothing of some; `ask` says that the states are open."""
     columns = {
         "precision": choices.precisions(device),
         "ranks": choices.shardings() if ranks > 1 else (Choice(column="ranks", name=""),),
         "offload": choices.offloads(device),
-        "gradients": _RELEASES,
+        "gradients": choices.releases(),
         "checkpointing": choices.checkpointings(),
         "loss": choices.losses(),
     }
-    return columns | {name: (Choice(column=name, name=GIVEN),) for name in _given_columns(given)}
+    decided, missing = _given_columns(given), dict[str, str]()
+    if "gradients" not in decided and (why := _why_unreleased(given, device)):
+        columns["gradients"], missing["gradients"] = columns["gradients"][:1], why
+    if ask is not None:
+        try:
+            columns["states"] = choices.optimizer_states(eight_bit_for(ask))
+        except UnavailableError as error:
+            missing[error.column] = error.reason
+    return columns | {name: (Choice(column=name, name=GIVEN),) for name in decided}, missing
 
 
 def _hint(rows: Sequence[Row], problem: Problem, ask: Callable[[Callback], None]) -> str:

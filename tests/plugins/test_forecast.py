@@ -7,7 +7,14 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 
-from lightning_memkit import ActivationCheckpointing, ActivationOffload, MemoryBudget, PureBF16Precision
+from lightning_memkit import (
+    ActivationCheckpointing,
+    ActivationOffload,
+    Budget,
+    MemoryBudget,
+    PureBF16Precision,
+    plan,
+)
 from lightning_memkit.memory.sizing import Sizing
 from lightning_memkit.memory.units import parse_bytes
 from lightning_memkit.plugins import _choice, _forecast
@@ -156,6 +163,24 @@ def test_the_residual_of_a_run_is_kept_and_expected_in_the_next(predicting, monk
     monkeypatch.setenv("MEMKIT_TUNING_CACHE", "1")
     (tmp_path / "lightning_memkit" / "prediction_residuals" / "cpu.json").write_text("{")
     assert residual_of("cpu") == 1.0
+
+
+def test_a_plan_counts_on_the_residual_of_its_device(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("MEMKIT_TUNING_CACHE", "1")
+    given = {"precision": "32-true", "callbacks": [ActivationCheckpointing("full")]}
+
+    def taken() -> tuple[int, str]:
+        found = plan(Language(), batch(ROWS, LENGTH), Budget("1GiB", "cpu", "memory"), trainer=given)
+        return found.best.taken_bytes, str(found)
+
+    plain, said = taken()
+    assert "earlier runs" not in said
+    keep_residual("cpu", 1.2)
+    keep_residual("rtx4090", 1.9)
+    more, said = taken()
+    assert more == round(1.2 * plain)
+    assert "120.0% of what is predicted, as earlier runs on this device had it" in said
 
 
 def test_where_nothing_fits_it_says_what_would_as_predicted(predicting):
