@@ -21,7 +21,7 @@ from lightning_memkit.prediction.contained import contained
 from lightning_memkit.prediction.lines import PeakLines
 from lightning_memkit.prediction.result import Prediction
 
-PAYS_FROM_PARAMETERS = 10_000_000  # a trial of less takes less than a prediction
+PAYS_FROM_PARAMETERS = 100_000_000  # trials of less take less than a prediction
 _SIZES, _LEAST_ROWS = (2, 4), 8  # the lines' ends; with fewer rows there is little to choose from
 _MOST_SECONDS = 180.0
 _KEPT_CALLBACKS = ("lightning_memkit.", "lightning.pytorch.callbacks.")
