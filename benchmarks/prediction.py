@@ -26,6 +26,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from benchmarks import _prediction_gpu
 from benchmarks.__main__ import main_of
 from benchmarks._prediction_models import Subject, subjects
 from benchmarks.harness import Options, Report
@@ -132,6 +133,32 @@ def run(options: Options) -> Report:
         "deepspeed_median_error_pct": float(np.median(off["deepspeed"])),
     }
     return Report("prediction", figures, rows)
+
+
+def run_gpu(options: Options) -> Report:
+    """Models of 1 and 8 billion parameters against what CUDA's allocator hands out and reserves."""
+    warnings.simplefilter("ignore")
+    cases = _prediction_gpu.QUICK if options.quick else _prediction_gpu.CASES
+    # All first: forks predict nothing once this process has used the GPU.
+    predictions = [_prediction_gpu.predicted(case) for case in cases]
+    rows: list[dict[str, object]] = []
+    errors: dict[str, list[float]] = {"allocated": [], "reserved": []}
+    for case, prediction in zip(cases, predictions, strict=True):
+        peaks = _prediction_gpu.measured(case)
+        said = {"allocated": prediction.peak_bytes, "reserved": prediction.reserved_bytes}
+        for name, values in errors.items():
+            values.append(100 * (said[name] / peaks[name] - 1))
+        rows.append(
+            dict[str, object](what=f"{case.shape}, {case.precision}, {case.policy}, {case.micro_batch}")
+            | {f"predicted_{name}_bytes": count for name, count in said.items()}
+            | {f"measured_{name}_bytes": count for name, count in peaks.items()}
+            | {f"{name}_error_pct": round(values[-1], 3) for name, values in errors.items()}
+        )
+    figures: dict[str, float | int | bool] = {"cases": len(rows)}
+    for name, values in errors.items():
+        figures[f"{name}_median_error_pct"] = float(np.median(np.abs(values)))
+        figures[f"{name}_max_error_pct"] = float(np.abs(values).max())
+    return Report("prediction_gpu", figures, rows)
 
 
 def cells(seed: int) -> list[Cell]:

@@ -241,3 +241,21 @@ def test_benchmarks_leave_the_clock_to_the_harness() -> None:
             for node in ast.walk(ast.parse(source))
         ):
             assert "paired_ratio" in source, name
+
+
+def test_the_gpu_part_of_predictions_sets_each_beside_its_measurement(monkeypatch) -> None:
+    from benchmarks import _prediction_gpu, prediction
+    from lightning_memkit.plugins.prediction import predict_memory
+    from tests.plugins.test_prediction import Language, batch
+
+    found = predict_memory(Language(), batch(), device="h200")
+    monkeypatch.setattr(_prediction_gpu, "predicted", lambda case: found)
+    monkeypatch.setattr(
+        _prediction_gpu,
+        "measured",
+        lambda case: {"allocated": found.peak_bytes, "reserved": 2 * found.reserved_bytes},
+    )
+    figures = prediction.run_gpu(Options(quick=False, seed=0)).figures
+    assert figures["cases"] == len(_prediction_gpu.CASES)
+    assert figures["allocated_max_error_pct"] == 0
+    assert figures["reserved_median_error_pct"] == 50

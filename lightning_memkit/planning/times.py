@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_memkit.activations.planned import run_recorded
+from lightning_memkit.errors import PredictionError
+from lightning_memkit.prediction.contained import contained
 from lightning_memkit.prediction.devices import Device
 from lightning_memkit.prediction.work import MADE_AGAIN, RECORDED, Operator, TensorShape, Work
 
@@ -17,6 +20,7 @@ _OF_PEAK_FLOPS, _OF_PEAK_BYTES = 0.6, 0.8
 _LAUNCH_SECONDS = 5e-6
 _MOST_BYTES = 1 << 28  # of operands that are made for a measurement
 _RUNS, _ENOUGH_SECONDS = (3, 20), 0.03  # at least and at most; others' work disturbs short runs
+_CPU = torch.device("cpu")
 _CHAIN, _CHAIN_RUNS, _SMALL = 32, 10, TensorShape((8, 8), (8, 1), torch.float32)
 
 
@@ -79,13 +83,20 @@ class TimesByRates:
 
 
 class TimesHere:
-    """Each operator runs a few times on this machine's CPU, on data of its shapes; some milliseconds a shape.
+    """Each operator runs a few times on a device of this machine, on data of its shapes; some milliseconds a shape.
 
     Operands of more than 256 MiB are not made: such an operator is taken to reach the rates of a large product and a
-    large copy. An operator that can't run alone (its values matter) is taken so, too.
+    large copy. An operator that can't run alone (its values matter, or the device has another) is taken so, too. Not
+    yet verified on a GPU.
+
+    Args:
+        device: where operators run.
+        others: times what they can't say: communication.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu", others: Times | None = None) -> None:
+        self._device = torch.device(device)
+        self._others = others
         self._known: dict[Operator, float] = {}
 
     def seconds(self, operator: Operator) -> float:
@@ -95,35 +106,51 @@ class TimesHere:
         return self._known[operator]
 
     def _measured(self, operator: Operator) -> float:
-        if operator.is_python:
-            return _taping_here()[operator.name]
+        if operator.is_python:  # a GPU does not wait for it
+            return _taping_here()[operator.name] if self._device.type == "cpu" else 0.0
+        if operator.communicates and self._others is not None:
+            return self._others.seconds(operator)
         function = None if operator.communicates else _function(operator.name)
         if function is None or operator.moved_bytes > _MOST_BYTES:
             return self._estimated(operator)
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                return _timed(function, operator)
+            with torch.no_grad(), _same_random_state(self._device):
+                return _timed(function, operator, self._device)
         except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
             return self._estimated(operator)
 
     def _estimated(self, operator: Operator) -> float:
-        flops, moved = _rates_here(operator.is_16_bit)
+        flops, moved = _rates_here(self._device, operator.is_16_bit)
         return max(operator.flops / flops, operator.moved_bytes / moved)
 
 
-def _timed(function: Any, operator: Operator) -> float:
-    args, kwargs = _real(operator.args), {name: _real(value) for name, value in operator.kwargs}
+def _same_random_state(device: torch.device) -> AbstractContextManager[None]:
+    if device.type == "cpu":
+        return torch.random.fork_rng(devices=[])
+    return torch.random.fork_rng(device_type=device.type)
+
+
+def _timed(function: Any, operator: Operator, device: torch.device = _CPU) -> float:
+    with device:
+        args, kwargs = _real(operator.args), {name: _real(value) for name, value in operator.kwargs}
     function(*args, **kwargs)
     best, began = float("inf"), time.perf_counter()
     least, most = _RUNS
     for run in range(most):
+        _wait_for(device)
         before = time.perf_counter()
         function(*args, **kwargs)
+        _wait_for(device)
         now = time.perf_counter()
         best = min(best, now - before)
         if run + 1 >= least and now - began > _ENOUGH_SECONDS:
             break
     return best
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize()
 
 
 def _function(name: str) -> Any:
@@ -157,7 +184,17 @@ def _value(dtype: torch.dtype) -> float:
 
 @lru_cache(maxsize=1)
 def _taping_here() -> dict[str, float]:
-    """What Python takes an operator that a tape records, and one that it makes again."""
+    """What Python takes an operator that a tape records, and one that it makes again.
+
+    Measured in a fork: where there is a GPU, a backward here would end what forks can predict.
+    """
+    try:
+        return contained(_taping)
+    except (RuntimeError, PredictionError, AttributeError):  # no forks, or no autograd in them any more
+        return {RECORDED: 0.0, MADE_AGAIN: 0.0}
+
+
+def _taping() -> dict[str, float]:
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         plain, recorded, again = (
             _best(lambda keep=keep: _chain(keep)) for keep in (None, lambda _: True, lambda _: False)
@@ -191,8 +228,8 @@ def _best(run: Callable[[], None]) -> float:
     return min(seconds)
 
 
-@lru_cache(maxsize=2)
-def _rates_here(is_16_bit: bool) -> tuple[float, float]:
+@lru_cache(maxsize=4)
+def _rates_here(device: torch.device, is_16_bit: bool) -> tuple[float, float]:
     """Operations and bytes a second of a large product and a large copy."""
     dtype = torch.bfloat16 if is_16_bit else torch.float32
     square = TensorShape((1024, 1024), (1024, 1), dtype)
@@ -200,6 +237,6 @@ def _rates_here(is_16_bit: bool) -> tuple[float, float]:
     product = Operator("aten.mm.default", (square, square), (), 2 * 1024**3, 0, is_16_bit)
     copy = Operator("aten.copy_.default", (long, long), (), 0, 8 << 24, is_16_bit=False)
     return (
-        product.flops / _timed(torch.ops.aten.mm.default, product),
-        copy.moved_bytes / _timed(torch.ops.aten.copy_.default, copy),
+        product.flops / _timed(torch.ops.aten.mm.default, product, device),
+        copy.moved_bytes / _timed(torch.ops.aten.copy_.default, copy, device),
     )

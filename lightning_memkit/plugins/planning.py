@@ -20,7 +20,7 @@ from lightning_memkit.planning.floor import Floor
 from lightning_memkit.planning.plan import Plan
 from lightning_memkit.planning.problem import Problem, Row, UnavailableError
 from lightning_memkit.planning.search import search
-from lightning_memkit.planning.times import TimesByRates, TimesHere
+from lightning_memkit.planning.times import Times, TimesByRates, TimesHere
 from lightning_memkit.plugins._planned_optimizer import eight_bit_for
 from lightning_memkit.plugins._planned_predictions import Parts, Predictions, listed
 from lightning_memkit.plugins.activation_checkpointing import ActivationCheckpointing
@@ -91,7 +91,7 @@ def plan(
         usable_bytes=budget.usable_bytes(),
         beside_bytes=0 if device is None else device.context_bytes,
         floor=Floor(seen, ranks),
-        times=TimesHere() if device is None else TimesByRates(device, nodes),
+        times=_times(budget, device, nodes),
         goal=budget.goal,
         host_bytes_per_second=1.0 if device is None else device.host_bytes_per_second,
         residual=residual,
@@ -101,6 +101,14 @@ def plan(
     closed = optimizer_states == "given" and budget.goal != "exact"
     hint = _hint(found, problem, ask) if closed and not any(row.fits for row in found) else ""
     return Plan(budget=budget, rows=found, rows_of_batch=rows, given=given, notes=tuple(notes), hint=hint)
+
+
+def _times(budget: Budget, device: Device | None, nodes: int) -> Times:
+    """Measured where the device is here; by its rates where it is not."""
+    if device is None:
+        return TimesHere()
+    by_rates = TimesByRates(device, nodes)
+    return TimesHere("cuda", by_rates) if budget.device == "auto" else by_rates
 
 
 def _columns(
@@ -127,24 +135,24 @@ def _columns(
 
 
 def _hint(rows: Sequence[Row], problem: Problem, ask: Callable[[Callback], None]) -> str:
-    """What 8-bit states would make of the least that there is, where the optimizer has them."""
-    predicted = [row for row in rows if row.taken_bytes]
-    least = min(predicted, key=lambda row: row.taken_bytes, default=None)
+    """What 8-bit states would make of the least that there is, where the optimizer has them and they take less."""
+    least = min((row for row in rows if row.taken_bytes), key=lambda row: row.taken_bytes, default=None)
+    if least is None:
+        return ""
     try:
         instead = eight_bit_for(ask)
-    except UnavailableError:
-        return ""
-    except Exception:  # of the user's step, which the rows tell
+    except Exception:  # there is none, or the user's step fails, which the rows tell
         return ""
     _, choice = choices.optimizer_states(instead)
-    said = f"{instead.replaces} could keep its states in 8 bits, which changes numbers and is yours to choose"
-    how = 'optimizer_states="open" (memkit plan --optimizer-states open) plans with them.'
-    if least is None:
-        return f"{said}: {how}"
     family = Family(tuple(choice if one.column == choice.column else one for one in least.family.choices))
     row = Row(family=family) if refusal(family) else problem.row(family, least.micro_batch_size)
-    takes = f"; {row.family}, micro-batch {row.micro_batch_size}, takes {format_bytes(row.taken_bytes)}"
-    return f"{said}{takes if row.taken_bytes else ''}: {how}"
+    if not 0 < row.taken_bytes < least.taken_bytes:
+        return ""
+    return (
+        f"{instead.replaces} could keep its states in 8 bits, which changes numbers and is yours to choose; "
+        f"{row.family}, micro-batch {row.micro_batch_size}, takes {format_bytes(row.taken_bytes)}: "
+        'optimizer_states="open" (memkit plan --optimizer-states open) plans with them.'
+    )
 
 
 def _ranks(given: Mapping[str, Any]) -> tuple[int, int]:
