@@ -1,0 +1,190 @@
+"""Files and folders that appear whole or not at all: written beside, brought to disk, then renamed.
+
+A kill leaves a `.NAME.XXXX.memkit-partial` behind. Its writer held a lock, which ends with the process: the next save
+into that folder recognises what nobody holds any more, and removes it.
+"""
+
+import ctypes
+import errno
+import os
+import secrets
+import shutil
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+try:
+    import fcntl
+except ImportError:  # Windows: there an open file can't be removed, which serves as the lock
+    fcntl = None
+
+PARTIAL = ".memkit-partial"
+PREVIOUS = ".memkit-previous"
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+@contextmanager
+def new_file(target: Path) -> Iterator[BinaryIO]:
+    """A file to write; it takes the place of ``target`` when the block ends, and vanishes if it raises."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(target.parent)
+    while True:
+        partial = _partial(target)
+        file = partial.open("xb", buffering=0)
+        if _lock(file.fileno()):
+            break
+        file.close()
+    with file:
+        try:
+            yield file
+            os.fsync(file.fileno())
+            put(partial, target)
+        finally:
+            remove(partial)
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A folder to fill; it takes the place of ``target`` when the block ends, and vanishes if it raises.
+
+    Files within are brought to disk by whoever writes them.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(target.parent)
+    while True:
+        partial = _partial(target)
+        partial.mkdir()
+        descriptor = _open_folder(partial)
+        if descriptor is None or _lock(descriptor):
+            break
+        os.close(descriptor)
+    try:
+        yield partial
+        sync_folder(partial)
+        put(partial, target)
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+        remove(partial)
+
+
+def put(partial: Path, target: Path) -> None:
+    """Rename ``partial`` to ``target``, whatever stands there; at no moment is there nothing."""
+    is_file = not _is_folder(partial) and not _is_folder(target)
+    if is_file or not os.path.lexists(target):
+        partial.replace(target)
+    elif not _exchange(partial, target):
+        # This file system can't exchange two names. A kill between the two renames leaves the last good checkpoint
+        # under another name, from which `recover` takes it back.
+        previous = target.with_name(f".{target.name}{PREVIOUS}")
+        remove(previous)
+        target.replace(previous)
+        partial.replace(target)
+        remove(previous)
+    sync_folder(target.parent)
+    remove(partial)
+
+
+def recover(target: Path) -> None:
+    """Undo the first half of a replacement that was killed between its two renames."""
+    previous = target.with_name(f".{target.name}{PREVIOUS}")
+    if not os.path.lexists(target) and previous.exists():
+        with suppress(FileNotFoundError):  # another rank was faster
+            previous.replace(target)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder, if there is one; a folder loses its name first, so that no half of it can be read."""
+    if not _is_folder(path):
+        path.unlink(missing_ok=True)
+        return
+    if not path.name.endswith((PARTIAL, PREVIOUS)):
+        path = path.replace(_partial(path))
+    while path.exists():
+        with suppress(FileNotFoundError):  # another process removes it, too
+            shutil.rmtree(path)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what killed saves have left in a folder, and finish their renames."""
+    for previous in folder.glob(f".*{PREVIOUS}"):
+        target = previous.with_name(previous.name[1 : -len(PREVIOUS)])
+        if os.path.lexists(target):
+            remove(previous)
+        else:
+            recover(target)
+    for partial in folder.glob(f".*{PARTIAL}"):
+        try:
+            _remove_if_abandoned(partial)
+        except OSError as error:
+            warnings.warn(
+                f"{partial} is left over from a killed save and can't be removed: {error}.", stacklevel=3
+            )
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring a folder's entries to disk."""
+    descriptor = _open_folder(folder)
+    if descriptor is not None:
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in (
+                errno.EINVAL,
+                errno.ENOTSUP,
+            ):  # some network file systems know no such thing
+                raise
+        finally:
+            os.close(descriptor)
+
+
+def _partial(target: Path) -> Path:
+    return target.with_name(f".{target.name}.{secrets.token_hex(4)}{PARTIAL}")
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def _open_folder(folder: Path) -> int | None:
+    return None if os.name == "nt" else os.open(folder, os.O_RDONLY)
+
+
+def _lock(descriptor: int) -> bool:
+    """Hold a file or folder until it is closed; False if another process has just taken it for abandoned."""
+    if fcntl is None:
+        return True
+    with suppress(OSError):  # file systems without locks: what is left over there stays
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    return os.fstat(descriptor).st_nlink > 0
+
+
+def _remove_if_abandoned(partial: Path) -> None:
+    if fcntl is None:
+        remove(partial)
+        return
+    try:
+        descriptor = os.open(partial, os.O_RDONLY)
+    except FileNotFoundError:
+        return  # finished in this moment
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return  # somebody writes it
+        remove(partial)
+    finally:
+        os.close(descriptor)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two names in one step, where the system can."""
+    if not sys.platform.startswith("linux"):
+        return False
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    return not renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)

@@ -1,0 +1,57 @@
+"""One thread that writes checkpoints, in order, while training goes on."""
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+_log = logging.getLogger(__name__)
+
+
+class BackgroundWriter:
+    """Runs jobs one after the other in a thread; the process waits for them at its end.
+
+    After a job that failed no other runs, until `wait` has raised its error: to remove an old checkpoint after the
+    new one could not be written would leave none.
+    """
+
+    def __init__(self) -> None:
+        self._executor: ThreadPoolExecutor | None = None
+        self._jobs: list[Future[None]] = []
+        self._error: BaseException | None = None
+
+    def submit(self, job: Callable[[], object]) -> None:
+        """Have a job run after those before it."""
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="memkit-checkpoints")
+        self._jobs.append(self._executor.submit(self._run, job))
+
+    def wait(self) -> None:
+        """Return when all jobs are done.
+
+        Raises:
+            BaseException: that of the first job that failed, once.
+        """
+        jobs, self._jobs = self._jobs, []
+        for job in jobs:
+            job.result()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Wait, and end the thread; the next job starts another."""
+        try:
+            self.wait()
+        finally:
+            if self._executor is not None:
+                self._executor.shutdown()
+                self._executor = None
+
+    def _run(self, job: Callable[[], object]) -> None:
+        if self._error is not None:
+            return
+        try:
+            job()
+        except BaseException as error:
+            self._error = error
+            _log.error("A checkpoint could not be written: %s", error)  # `wait` may never be called again

@@ -1,0 +1,85 @@
+"""Save and load a checkpoint that is one file."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_memkit.checkpoints import streamed
+from lightning_memkit.checkpoints.atomic import new_file, recover
+from lightning_memkit.checkpoints.documents import Document, encode
+from lightning_memkit.checkpoints.pickles import read_torch_file
+
+
+def save(state: Any, path: str | Path) -> None:
+    """Write a nested state as one safetensors file; no second copy in memory, and at no moment half a file.
+
+    Weights, what is below ``state["state_dict"]``, have their own names in it, for whoever reads safetensors. Tied
+    weights are written once. What is tied by other views of the same memory is written as often as it occurs.
+
+    Args:
+        state: dicts, lists, tuples and sets of tensors and primitives, nested.
+        path: of the file; one that stands there is replaced when the new one is on disk.
+
+    Raises:
+        CheckpointError: something is neither a tensor nor a primitive; nothing is written then.
+        OSError: the file can't be written.
+    """
+    write_document(encode(state), Path(path))
+
+
+def write_document(document: Document, path: Path) -> None:
+    """`save` for what `encode` gave."""
+    with new_file(path) as file:
+        streamed.write(document, file)
+
+
+def load(path: str | Path, map_location: Any = None) -> Any:
+    """The state in a file that `save` or `torch.save` wrote; nothing in it is ever run.
+
+    Tensors on the CPU are a private map of the file: they take no memory of their own until somebody writes to them.
+
+    Args:
+        path: of the file.
+        map_location: where tensors shall be, as for `torch.load`; a function leaves them on the CPU.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointError: the file is damaged, or needs code to be read.
+    """
+    path = Path(path)
+    recover(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist, or is no file; give the path of a checkpoint.")
+    if not streamed.is_safetensors(path):
+        return read_torch_file(path, "cpu" if map_location is None else map_location)
+    state = streamed.read(path)
+    device = map_location.get("cpu") if isinstance(map_location, dict) else map_location
+    return state if device is None or callable(device) else _moved(state, torch.device(device), {})
+
+
+def snapshot(document: Document) -> Document:
+    """The document with copies of its tensors in host memory, for a writer that works while training goes on."""
+    copies = {name: _host_copy(tensor) for name, tensor in document.tensors.items()}
+    return Document(document.structure, copies, document.aliases)
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
+
+
+def _moved(value: Any, device: torch.device, done: dict[int, Tensor]) -> Any:
+    """The state on a device; what is one tensor in two places stays one."""
+    if isinstance(value, Tensor):
+        if id(value) not in done:
+            done[id(value)] = value.to(device)
+        return done[id(value)]
+    if isinstance(value, dict):
+        for key, item in value.items():
+            value[key] = _moved(item, device, done)
+        return value
+    if type(value) in (list, tuple):
+        return type(value)(_moved(item, device, done) for item in value)
+    return value

@@ -1,0 +1,39 @@
+"""Checkpoints that `torch.save` wrote, read without running anything that stands in them."""
+
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_memkit.checkpoints.errors import CheckpointError
+
+
+def read_torch_file(path: Path, map_location: Any = "cpu") -> Any:
+    """What `torch.save` wrote, under ``weights_only=True``; tensors are a private map of the file.
+
+    Raises:
+        CheckpointError: it can't be read without running code, or not at all.
+    """
+    try:
+        mapped = zipfile.is_zipfile(path) or None  # older files are copied into memory
+        return torch.load(path, map_location=map_location, weights_only=True, mmap=mapped)
+    except Exception as error:  # of whatever kind: torch reads a stray file as instructions
+        raise CheckpointError(_reason(path, error)) from error
+
+
+def _reason(path: Path, error: Exception) -> str:
+    # torch wraps whatever goes wrong in an UnpicklingError; only some of them mean that the file asks for code.
+    lines = [line.strip() for line in str(error).splitlines()]
+    asks = next((line for line in lines if "nsupported" in line or "not an allowed" in line), None)
+    if isinstance(error, pickle.UnpicklingError) and asks is not None:
+        return (
+            f"{path} can't be read with weights_only=True: {asks} It holds more than tensors and primitives; nothing "
+            "of it was run. If you trust the file, load it with torch.load(..., weights_only=False), drop what is not "
+            "data, and save it again."
+        )
+    return (
+        f"{path} is no checkpoint that torch can read ({type(error).__name__}); it may be cut off, or be a file of "
+        "another kind."
+    )

@@ -1,0 +1,81 @@
+"""At no moment is there half a checkpoint, or none: kills, failures, leftovers."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_memkit.checkpoints import atomic
+from lightning_memkit.checkpoints.files import load, save
+
+ROOT = Path(__file__).parents[2]
+KINDS = ["file", "folder", "folder in two renames"]
+
+
+def kill(kind: str, folder: Path, kills: int) -> dict:
+    command = [sys.executable, "-m", "tests.checkpoints.killed", kind, str(folder), str(kills)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="forks and kills")
+@pytest.mark.parametrize(
+    ("kind", "kills"),
+    [*[(kind, 3) for kind in KINDS], *[pytest.param(kind, 30, marks=pytest.mark.slow) for kind in KINDS]],
+)
+def test_a_kill_at_any_moment_leaves_the_last_good_checkpoint(kind: str, kills: int, tmp_path: Path) -> None:
+    found = kill(kind, tmp_path, kills)
+    assert found["left"] == ["last.ckpt"]
+    if kills > 10:
+        assert found["interrupted"] >= 5  # kills fell into the middle of saves
+
+
+def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch) -> None:
+    save({"n": torch.ones(2)}, tmp_path / "last.ckpt")
+
+    def fail(_: int) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("os.fsync", fail)
+    with pytest.raises(OSError, match="disk full"):
+        save({"n": torch.zeros(2)}, tmp_path / "last.ckpt")
+    monkeypatch.undo()
+    assert torch.equal(load(tmp_path / "last.ckpt")["n"], torch.ones(2))
+    assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def test_what_another_process_is_writing_is_no_leftover(tmp_path: Path) -> None:
+    with atomic.new_file(tmp_path / "one.ckpt") as file:
+        file.write(b"half")
+        save({}, tmp_path / "two.ckpt")
+        assert len(list(tmp_path.iterdir())) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one.ckpt", "two.ckpt"]
+    assert (tmp_path / "one.ckpt").read_bytes() == b"half"
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_files_and_folders_take_each_others_place(exchange: bool, tmp_path: Path, monkeypatch) -> None:
+    if not exchange:
+        monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
+    path = tmp_path / "x.ckpt"
+    for round_ in range(2):
+        with atomic.new_folder(path) as folder:
+            (folder / "part").write_text(str(round_))
+        assert (path / "part").read_text() == str(round_)
+        save({"round": round_}, path)
+        assert load(path) == {"round": round_}
+        with atomic.new_folder(path) as folder:
+            (folder / "part").write_text("again")
+    path.rename(tmp_path / "real.ckpt")
+    path.symlink_to("real.ckpt")  # as ModelCheckpoint(save_last="link") leaves it
+    with atomic.new_folder(path) as folder:
+        (folder / "part").write_text("not through the link")
+    assert (tmp_path / "real.ckpt" / "part").read_text() == "again"
+    assert not path.is_symlink()
+    atomic.remove(path)
+    atomic.remove(path)
+    assert [left.name for left in tmp_path.iterdir()] == ["real.ckpt"]
