@@ -99,14 +99,12 @@ def _recipe(row: Row, counts: ParameterCounts, placement: Placement, given: Mapp
     assert prediction is not None
     recipe = _of_precision(row, counts, given)
     largest = prediction.anatomy.largest
-    sums = (
-        recipe.precision == "bf16-true"
-        and largest.get("gradients", 0) * placement.shares > 3 * counts.trained
-    )
+    # FSDP2 adds up in the dtype of the weights.
+    alone = placement.shares == 1 and not placement.is_released and recipe.precision == "bf16-true"
     recipe = replace(
         recipe,
         states=recipe.states if row.family.optimizer is None else "8-bit",
-        float32_gradients=sums and not placement.is_released,
+        float32_gradients=alone and largest.get("gradients", 0) > 3 * counts.trained,
     )
     kept = prediction.host_bytes if placement.states_on_host else largest.get("optimizer_states", 0)
 

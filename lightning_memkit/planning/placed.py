@@ -97,9 +97,14 @@ def gathered(module: nn.Module, stage: int, value_bytes: int) -> Iterator[Term]:
     kept = ("a block and the next gathered", f"2·{largest:,}", 2 * largest)
     if stage == 2:
         kept = (f"{len(counts)} blocks gathered", f"{sum(counts):,}", sum(counts))
-    others = (("the rest gathered", f"{rest:,}", rest), ("a block's gradients", f"{largest:,}", largest))
-    for name, formula, count in (kept, *others):
-        yield as_term("communication", name, f"{formula} × {value_bytes}", count * value_bytes, _SHARDED)
+    terms = (
+        ("communication", *kept),
+        ("communication", "the rest gathered", f"{rest:,}", rest),
+        ("gradients", "a block's gradients, whole", f"{largest:,}", largest),
+        ("communication", "the same on their way", f"{largest:,}", largest),
+    )
+    for category, name, formula, count in terms:
+        yield as_term(category, name, f"{formula} × {value_bytes}", count * value_bytes, _SHARDED)
 
 
 def chunked_head(tokens: int, hidden: int, vocabulary: int, value_bytes: int) -> Iterator[Term]:
