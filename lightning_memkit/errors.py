@@ -13,6 +13,10 @@ class PlanError(RuntimeError):
     """Nothing that may be chosen fits the budget: the message says the least that there is, and its parts."""
 
 
+class WeightsError(ValueError):
+    """Weights can't be taken from where they were said to be; the module is as it was."""
+
+
 class MissingPackageError(ImportError):
     """An optional package is needed for what was asked."""
 

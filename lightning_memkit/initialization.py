@@ -1,33 +1,19 @@
 """Build any module on its device at its dtype, with the values that float32 initialisation would have given."""
 
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_memkit.lending import Lending, is_shared
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 _HIGH_PRECISION = (torch.float32, torch.float64)
-_STAGED_NAMES = frozenset({"data", "T", "mT", "H", "mH"})  # properties that give an alias of the values
-_METADATA = frozenset(
-    "size dim ndimension numel nelement stride element_size storage_offset is_contiguous is_floating_point "
-    "is_complex is_same_size get_device requires_grad_ register_hook register_post_accumulate_grad_hook "
-    "untyped_storage data_ptr is_shared __hash__ __len__ __repr__ __format__ __reduce_ex__".split()
-)
-_FACTORIES = frozenset(
-    getattr(torch, name)
-    for name in (
-        "empty empty_like empty_strided zeros zeros_like ones ones_like full full_like rand rand_like randn "
-        "randn_like normal tensor as_tensor eye linspace logspace arange from_numpy"
-    ).split()
-)
 _active = threading.local()
 
 
@@ -59,6 +45,44 @@ def build_on(device: torch.device | str | int | None, dtype: torch.dtype = torch
     parameter (`parametrizations.orthogonal`) fails: apply it after the context. Modules that build in other
     threads are not covered.
     """
+    with _building(device, dtype, empty=False):
+        yield
+
+
+@contextmanager
+def build_empty(
+    device: torch.device | str | int | None, dtype: torch.dtype = torch.float32
+) -> Iterator[None]:
+    """Modules constructed inside have parameters without memory (on the meta device) and buffers that are real.
+
+    Rotary tables, masks and position ids are those of plain construction, ties stay tied. A parameter whose
+    constructor computes its values has memory until the module registers it. Give the parameters memory and values
+    with `weights.load_weights(module, ..., device=)` or `materialization.materialize`, after sharding where it is
+    sharded: then each rank holds its shard alone.
+
+    Args:
+        device: where buffers are created; None leaves the current default device.
+        dtype: of the parameters, as in `build_on`.
+
+    Raises:
+        ValueError: as in `build_on`.
+
+    Limits: a buffer that a constructor computes from a parameter has no memory either; `materialize` names it unless
+    an initialiser fills it.
+    """
+    with _building(device, dtype, empty=True):
+        yield
+
+
+def settle() -> None:
+    """Round what an open `build_on` has lent out into its parameters, so that they can be read and written."""
+    staging: _Staging | None = getattr(_active, "staging", None)
+    if staging is not None:
+        staging.settle()
+
+
+@contextmanager
+def _building(device: torch.device | str | int | None, dtype: torch.dtype, empty: bool) -> Iterator[None]:
     if dtype not in (*_LOW_PRECISION, *_HIGH_PRECISION):
         raise ValueError(f"dtype={dtype} can't hold trainable parameters; use bfloat16, float16 or float32.")
     outer: _Staging | None = getattr(_active, "staging", None)
@@ -70,14 +94,16 @@ def build_on(device: torch.device | str | int | None, dtype: torch.dtype = torch
         if outer is None:
             stack.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(dtype if dtype in _HIGH_PRECISION else torch.float32)
-            if dtype in _LOW_PRECISION:
-                stack.enter_context(_staging(None if device is None else torch.device(device), dtype))
+        if outer is None and (empty or dtype in _LOW_PRECISION):
+            place = None if device is None else torch.device(device)
+            stack.enter_context(_staging(_Staging(place, dtype, empties=empty)))
+        elif outer is not None and empty:
+            stack.enter_context(outer.on_meta())
         yield
 
 
 @contextmanager
-def _staging(device: torch.device | None, dtype: torch.dtype) -> Iterator[None]:
-    staging = _Staging(device, dtype)
+def _staging(staging: "_Staging") -> Iterator[None]:
     handle = register_module_parameter_registration_hook(staging.on_registration)
     copy = nn.Parameter.__deepcopy__
     twin = lambda parameter, memo: staging.deepcopy(copy, parameter, memo)  # noqa: E731
@@ -93,123 +119,96 @@ def _staging(device: torch.device | None, dtype: torch.dtype) -> Iterator[None]:
         staging.close()
 
 
-class _Staging(TorchFunctionMode):
+class _Staging(Lending):
     """Keeps parameters at the target dtype and lends a float32 copy of one of them at a time.
 
     Attributes:
         dtype: the parameters' target dtype.
     """
 
-    def __init__(self, device: torch.device | None, dtype: torch.dtype) -> None:
+    def __init__(self, device: torch.device | None, dtype: torch.dtype, *, empties: bool = False) -> None:
         super().__init__()
         self.dtype = dtype
+        self._empties = empties  # parameters lose their memory once they are registered
         self._device = device
         self._thread = threading.get_ident()
-        self._staged = WeakIdKeyDictionary()  # parameters at the target dtype, by identity
         self._shared: list[nn.Parameter] = []  # still float32: another tensor holds their storage
-        self._copies: list[tuple[nn.Parameter, Tensor]] = []  # float32 copies not yet dropped
 
     def on_registration(self, module: nn.Module, name: str, parameter: Any) -> None:
         """Cast a parameter that a module registers; the object stays the same, so ties stay tied."""
         if threading.get_ident() != self._thread:
             return
         with torch._C.DisableTorchFunction():
-            self._write_back()
-            if _castable(parameter) and not isinstance(module, _NormBase):
+            self.write_back()
+            wide = self._empties and getattr(parameter, "dtype", None) == self.dtype
+            if (_castable(parameter) or wide) and not isinstance(module, _NormBase):
                 self._cast_or_wait(parameter)
+            elif self._empties and isinstance(parameter, nn.Parameter) and not parameter.is_meta:
+                _to_meta(parameter, parameter.dtype)
 
     def deepcopy(self, copy: Callable[[Any, dict], Any], parameter: nn.Parameter, memo: dict) -> nn.Parameter:
         """Copy a parameter at its own dtype: modules that clone their layers register nothing."""
         if threading.get_ident() != self._thread:
             return copy(parameter, memo)
         with torch._C.DisableTorchFunction():
-            self._write_back()
+            self.write_back()
             twin = copy(parameter, memo)
-            if parameter in self._staged:
-                self._staged[twin] = True
+            if parameter in self._lent:
+                self._lent[twin] = True
             elif _castable(twin):
                 self._cast_or_wait(twin)
         return twin
 
+    @contextmanager
+    def on_meta(self) -> Iterator[None]:
+        """Parameters registered inside get no memory."""
+        self._empties, before = True, self._empties
+        try:
+            yield
+        finally:
+            self._empties = before
+
     def close(self) -> None:
         """Write the last copy back and cast what waited."""
-        self._write_back()
+        self.write_back()
         for parameter in self._shared:
             self._cast(parameter)
         self._copies.clear()
         self._shared.clear()
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        parameters = [value for value in _flat(args, kwargs) if self._is_staged(value)]
-        if not parameters:
-            if func in _FACTORIES:
-                self._write_back()
-            return func(*args, **kwargs)
-        name = func.__name__
-        if name == "__set__":
-            return self._replace_values(func, args)
-        if sys._getframe(1).f_globals.get("__name__", "").startswith("torch.distributed"):
-            self._write_back()  # sharding takes the parameters as they are, not to initialise them
-            return func(*args, **kwargs)
-        field = func.__self__.__name__ if name == "__get__" else ""
-        if field == "dtype":
-            return torch.float32  # constructors compute in the dtype that they see
-        if name in _METADATA or (field and field not in _STAGED_NAMES):
-            return func(*args, **kwargs)
-        written = parameters[0]
-        copy = self._copy_of(written)
-        replaced = {id(value): value.float() for value in parameters[1:] if value is not written}
-        replaced[id(written)] = copy
-        out = func(*_replace(args, replaced), **_replace(kwargs, replaced))
-        in_place = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
-        return written if out is copy and in_place else out
-
-    def _is_staged(self, value: Any) -> bool:
-        return isinstance(value, nn.Parameter) and value in self._staged
-
-    def _replace_values(self, func: Any, args: tuple) -> Any:
+    def on_set(self, func: Any, args: tuple) -> Any:
         """Such as `parameter.data = ...`: new values take the copy's place and are cast in their turn."""
         parameter = args[0]
-        self._write_back()
+        self.write_back()
         self._copies = [(other, copy) for other, copy in self._copies if other is not parameter]
-        out = func(*args)
+        out = func(parameter, args[1].to("meta")) if parameter.is_meta else func(*args)
         if parameter.dtype != self.dtype:
-            del self._staged[parameter]
+            del self._lent[parameter]
             if _castable(parameter):
                 self._cast_or_wait(parameter)
         return out
 
-    def _copy_of(self, parameter: nn.Parameter) -> Tensor:
-        index = next((i for i, (known, _) in enumerate(self._copies) if known is parameter), None)
-        if index is None:
-            self._write_back()  # before the new copy is made, so that one is alive at a time
-            self._copies.append((parameter, parameter.detach().float()))
-            index = -1
-        return self._copies[index][1]
-
-    def _write_back(self) -> None:
-        """Round the copies into their parameters; keep only those that someone else still holds an alias of."""
-        kept = []
-        for parameter, copy in self._copies:
-            parameter.detach().copy_(copy)
-            if _is_shared(copy):
-                kept.append((parameter, copy))
-        self._copies = kept
+    def write_back(self) -> None:
+        """Round the copies into their parameters, and cast those that waited for an alias to go."""
+        super().write_back()
         waiting, self._shared = self._shared, []
         for parameter in waiting:
             self._cast_or_wait(parameter)
 
     def _cast_or_wait(self, parameter: nn.Parameter) -> None:
         # An alias may still be initialised: casting now would cut it off from the parameter.
-        if _is_shared(parameter):
+        if is_shared(parameter):
             self._shared.append(parameter)
         else:
             self._cast(parameter)
 
     def _cast(self, parameter: nn.Parameter) -> None:
-        parameter.data = parameter.data.to(device=self._device, dtype=self.dtype)
-        self._staged[parameter] = True
+        if self._empties and not parameter.is_meta:
+            _to_meta(parameter, self.dtype)
+        else:
+            device = parameter.device if parameter.is_meta else self._device
+            parameter.data = parameter.data.to(device=device, dtype=self.dtype)
+        self._lent[parameter] = True
 
 
 def _castable(parameter: Any) -> bool:
@@ -220,24 +219,10 @@ def _castable(parameter: Any) -> bool:
     )
 
 
-def _is_shared(tensor: Tensor) -> bool:
-    """Whether tensors other than this one hold its storage."""
-    count = getattr(torch._C, "_storage_Use_Count", None)
-    # Two uses are ours: the tensor's own and the Python storage's.
-    return count is not None and count(tensor.untyped_storage()._cdata) > 2
-
-
-def _flat(args: tuple, kwargs: dict[str, Any]) -> Iterator[Any]:
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, (list, tuple)):
-            yield from value
-        else:
-            yield value
-
-
-def _replace(value: Any, replaced: dict[int, Tensor]) -> Any:
-    if isinstance(value, dict):
-        return {key: _replace(item, replaced) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_replace(item, replaced) for item in value)
-    return replaced.get(id(value), value)
+def _to_meta(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    """Take a parameter's memory; it stays the same object."""
+    if type(parameter) is not nn.UninitializedParameter:
+        bare = torch.empty_like(parameter.data, device="meta", dtype=dtype)
+        empty = torch.Tensor._make_subclass(type(parameter), bare, parameter.requires_grad)
+        vars(empty).update(vars(parameter))
+        torch.utils.swap_tensors(parameter, empty)

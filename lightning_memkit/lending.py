@@ -1,0 +1,126 @@
+"""Lend a float32 copy of one parameter at a time to code that initialises it, and write the copy back."""
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+_ALIASES = frozenset({"data", "T", "mT", "H", "mH"})  # properties that give an alias of the values
+_METADATA = frozenset(
+    "size dim ndimension numel nelement stride element_size storage_offset is_contiguous is_floating_point "
+    "is_complex is_same_size get_device requires_grad_ register_hook register_post_accumulate_grad_hook "
+    "untyped_storage data_ptr is_shared __hash__ __len__ __repr__ __format__ __reduce_ex__".split()
+)
+_FACTORIES = frozenset(
+    getattr(torch, name)
+    for name in (
+        "empty empty_like empty_strided zeros zeros_like ones ones_like full full_like rand rand_like randn "
+        "randn_like normal tensor as_tensor eye linspace logspace arange from_numpy"
+    ).split()
+)
+
+
+class Lending(TorchFunctionMode):
+    """Within it, code that reads or writes a lent parameter works on a float32 copy, written back before the next.
+
+    A subclass says which parameters are lent, and may say what their copies are and where they go.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lent = WeakIdKeyDictionary()  # by identity
+        self._copies: list[tuple[nn.Parameter, Tensor]] = []  # float32 copies not yet dropped
+
+    def whole(self, parameter: nn.Parameter) -> Tensor:
+        """A copy of a parameter to work on."""
+        return parameter.detach().to(_wide(parameter), copy=True)
+
+    def put(self, parameter: nn.Parameter, copy: Tensor) -> None:
+        """Take the values of a copy."""
+        parameter.detach().copy_(copy)
+
+    def on_set(self, func: Any, args: tuple) -> Any:
+        """Take new values in place of the old: `parameter.data = values`."""
+        return func(*args)
+
+    def settle(self) -> None:
+        """Write copies back and forget them, aliases or not: what holds one writes to nothing from here on."""
+        self.write_back()
+        self._copies.clear()
+
+    def write_back(self) -> None:
+        """Round the copies into their parameters; keep only those that someone else still holds an alias of."""
+        kept = []
+        for parameter, copy in self._copies:
+            self.put(parameter, copy)
+            if is_shared(copy):
+                kept.append((parameter, copy))
+        self._copies = kept
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        parameters = [value for value in _flat(args, kwargs) if self._is_lent(value)]
+        if not parameters:
+            if func in _FACTORIES:
+                self.write_back()
+            return func(*args, **kwargs)
+        name = func.__name__
+        if name == "__set__":
+            return self.on_set(func, args)
+        if sys._getframe(1).f_globals.get("__name__", "").startswith("torch.distributed"):
+            self.write_back()  # sharding takes the parameters as they are, not to initialise them
+            return func(*args, **kwargs)
+        field = func.__self__.__name__ if name == "__get__" else ""
+        if field == "dtype":
+            return _wide(parameters[0])  # constructors compute in the dtype that they see
+        if name in _METADATA or (field and field not in _ALIASES):
+            return func(*args, **kwargs)
+        written = parameters[0]
+        copy = self._copy_of(written)
+        replaced = {id(value): self.whole(value) for value in parameters[1:] if value is not written}
+        replaced[id(written)] = copy
+        out = func(*_replace(args, replaced), **_replace(kwargs, replaced))
+        in_place = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+        return written if out is copy and in_place else out
+
+    def _is_lent(self, value: Any) -> bool:
+        return isinstance(value, nn.Parameter) and value in self._lent
+
+    def _copy_of(self, parameter: nn.Parameter) -> Tensor:
+        index = next((i for i, (known, _) in enumerate(self._copies) if known is parameter), None)
+        if index is None:
+            self.write_back()  # before the new copy is made, so that one is alive at a time
+            self._copies.append((parameter, self.whole(parameter)))
+            index = -1
+        return self._copies[index][1]
+
+
+def _wide(parameter: Tensor) -> torch.dtype:
+    return torch.promote_types(parameter.dtype, torch.float32)
+
+
+def is_shared(tensor: Tensor) -> bool:
+    """Whether tensors other than this one hold its storage."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    # Two uses are ours: the tensor's own and the Python storage's.
+    return count is not None and count(tensor.untyped_storage()._cdata) > 2
+
+
+def _flat(args: tuple, kwargs: dict[str, Any]) -> Iterator[Any]:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, (list, tuple)):
+            yield from value
+        else:
+            yield value
+
+
+def _replace(value: Any, replaced: dict[int, Tensor]) -> Any:
+    if isinstance(value, dict):
+        return {key: _replace(item, replaced) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_replace(item, replaced) for item in value)
+    return replaced.get(id(value), value)

@@ -1,0 +1,190 @@
+"""Give parameters without memory their memory and the values of their modules' own initialisation."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_memkit.distributed.fsdp2 import parameter_groups, sharded_states
+from lightning_memkit.distributed.shards import local_box, local_part
+from lightning_memkit.lending import Lending
+
+_INITIALISERS = ("reset_parameters", "_reset_parameters")
+
+
+def materialize(module: nn.Module, device: torch.device | str) -> None:
+    """Give what is on the meta device memory and initial values; beside the module one float32 tensor is in memory.
+
+    Each rank gets memory for its shard alone, and its part of the values that one process would have drawn: an
+    initialiser works on a whole float32 copy of one parameter at a time, and every rank draws what rank 0 draws.
+    What has memory keeps its values: load weights first, and this initialises the rest. Ties stay tied.
+
+    Values are those of the initialisers in the order of the modules, `reset_parameters` (or `_reset_parameters`), and
+    in transformers' models their `initialize_weights`. They are not those of a plain construction for the same seed,
+    where constructors draw in another order or more often: construct in `build_on` where that counts.
+
+    Args:
+        module: sharded (`fully_shard`) or not.
+        device: of the memory.
+
+    Raises:
+        ValueError: a module has no initialiser that sets all its parameters and buffers; named with the remedy.
+    """
+    fresh = {id(tensor): tensor for tensor in _tensors(module) if tensor.is_meta}
+    if not fresh:
+        return
+    kept = [(buffer, buffer.clone()) for buffer in module.buffers() if not buffer.is_meta]
+    give_memory(module, fresh.values(), device)
+    tensors = list(fresh.values())
+    with torch.no_grad():
+        for tensor in tensors:
+            _mark_unset(local_part(tensor))
+        shards = _Shards(module, set(fresh))
+        with _one_random_state(tensors, torch.device(device)), torch.device(device):
+            with shards:
+                _initialise(module, set(fresh))
+            shards.settle()
+        for buffer, values in kept:
+            buffer.copy_(values)
+    _refuse_unset(module, set(fresh))
+
+
+def give_memory(module: nn.Module, tensors: Iterable[Tensor], device: torch.device | str) -> None:
+    """Give tensors of a module that are on the meta device memory, uninitialised; they stay the same objects.
+
+    Of a DTensor each rank gets its shard's. Optimizers, ties and FSDP2 keep holding the parameters.
+
+    Args:
+        module: sharded or not.
+        tensors: parameters and buffers of it.
+        device: of the memory.
+    """
+    with torch._C.DisableTorchFunction():
+        for tensor in tensors:
+            if tensor.is_meta:
+                _swap_in(tensor, device)
+    for group in parameter_groups(sharded_states(module)):
+        for parameter in group.fsdp_params:
+            parameter.reset_sharded_param()  # FSDP2 keeps views of the memory, padded and pinned
+
+
+def _swap_in(tensor: Tensor, device: torch.device | str) -> None:
+    real: Tensor = torch.empty_like(tensor.detach(), device=device)
+    if isinstance(tensor, DTensor):
+        real = nn.Parameter(real, requires_grad=tensor.requires_grad)
+    elif isinstance(tensor, nn.Parameter):
+        real = torch.Tensor._make_subclass(type(tensor), real, tensor.requires_grad)
+    attributes = {
+        name: value for name, value in tensor.__dict__.items() if name not in ("_local_tensor", "_spec")
+    }
+    vars(real).update(attributes)
+    torch.utils.swap_tensors(tensor, real)
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+class _Shards(Lending):
+    """Lends initialisers whole float32 copies of parameters, sharded or not, and keeps what has values already."""
+
+    def __init__(self, module: nn.Module, fresh: set[int]) -> None:
+        super().__init__()
+        self._fresh = fresh
+        for parameter in module.parameters():
+            plain = parameter.dtype == torch.float32 and not isinstance(parameter, DTensor)
+            if parameter.is_floating_point() and not (plain and id(parameter) in fresh):
+                self._lent[parameter] = True
+
+    def whole(self, parameter: nn.Parameter) -> Tensor:
+        """All of a parameter, gathered from the ranks where it is sharded."""
+        values = parameter.detach()
+        values = values.full_tensor() if isinstance(values, DTensor) else values
+        return values.to(torch.promote_types(values.dtype, torch.float32), copy=True)
+
+    def put(self, parameter: nn.Parameter, copy: Tensor) -> None:
+        """Keep this rank's part of a parameter that had no values."""
+        if id(parameter) in self._fresh:
+            box = tuple(slice(*ends) for ends in local_box(parameter))
+            local_part(parameter).copy_(copy[box])
+
+    def on_set(self, func: Any, args: tuple) -> Any:
+        """Take the values alone: memory and sharding stay."""
+        self.settle()
+        self.put(args[0], args[1])
+
+
+def _initialise(part: nn.Module, fresh: set[int]) -> None:
+    if not any(id(tensor) in fresh for tensor in _tensors(part)):
+        return
+    if callable(getattr(part, "initialize_weights", None)) and hasattr(part, "_init_weights"):
+        for inner in part.modules():  # transformers would skip what it has initialised once, on meta
+            inner.__dict__.pop("_is_hf_initialized", None)
+        part.initialize_weights()  # pyright: ignore[reportCallIssue]
+        return
+    for child in part.children():
+        _initialise(child, fresh)
+    own = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
+    everything = all(id(tensor) in fresh for tensor in part.parameters())
+    if any(id(tensor) in fresh for tensor in own) or everything:
+        run = next(
+            (getattr(part, name) for name in _INITIALISERS if callable(getattr(part, name, None))), None
+        )
+        if run is not None:
+            run()
+
+
+@contextmanager
+def _one_random_state(tensors: Iterable[Tensor], device: torch.device) -> Iterator[None]:
+    """Let all ranks draw what rank 0 draws: a shard is a part of one whole, and copies have to be alike."""
+    if not distributed.is_initialized() or not any(isinstance(tensor, DTensor) for tensor in tensors):
+        yield
+        return
+    sources: list[Any] = [torch]
+    if device.type != "cpu":
+        sources.append(torch.get_device_module(device))
+    own = [source.get_rng_state() for source in sources]
+    shared = list(own)
+    distributed.broadcast_object_list(shared, src=0)
+    for source, state in zip(sources, shared, strict=True):
+        source.set_rng_state(state)
+    yield
+    for source, mine, theirs in zip(sources, own, shared, strict=True):
+        if not torch.equal(mine, theirs):
+            source.set_rng_state(mine)
+
+
+def _mark_unset(values: Tensor) -> None:
+    if values.is_floating_point() or values.is_complex():
+        values.fill_(float("nan"))
+    elif values.dtype != torch.bool:
+        values.fill_(torch.iinfo(values.dtype).max)
+
+
+def _is_unset(values: Tensor) -> bool:
+    if not values.numel():
+        return False
+    if values.is_complex():
+        return bool(values.sum().isnan())
+    if values.is_floating_point():
+        return bool(values.sum(dtype=torch.float64).isnan())  # NaN anywhere; no tensor of flags is made
+    return values.dtype == torch.bool or bool(values.max() == torch.iinfo(values.dtype).max)
+
+
+def _refuse_unset(module: nn.Module, fresh: set[int]) -> None:
+    named = (*module.named_parameters(), *module.named_buffers())
+    unset = [name for name, tensor in named if id(tensor) in fresh and _is_unset(local_part(tensor))]
+    if unset:
+        owners = dict.fromkeys(name.rpartition(".")[0] for name in unset)
+        kinds = ", ".join(
+            f"{path or 'the module'} ({type(module.get_submodule(path)).__name__})" for path in owners
+        )
+        raise ValueError(
+            f"{', '.join(unset[:10])}{' and more' if len(unset) > 10 else ''}: no initialiser sets them; they have no "
+            f"values. Give {kinds} a reset_parameters() that does, load weights that hold them, or construct on the "
+            "device: build_on keeps values, build_empty keeps buffers."
+        )

@@ -1,0 +1,164 @@
+"""Weights in files: safetensors and torch checkpoints, single or named by an index."""
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_memkit.errors import MissingPackageError, WeightsError
+from lightning_memkit.weights.source import Box, Entry, Source, copy_in_pieces
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+class SafetensorsFile:
+    """One safetensors file, mapped while a tensor is read.
+
+    Raises:
+        WeightsError: it is cut short or no safetensors file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.entries: dict[str, Entry] = {}
+        with self._open() as file:
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                header = file.get_slice(name)
+                kind = header.get_dtype()
+                if kind not in _DTYPES:
+                    raise WeightsError(
+                        f"{path}: {name} is stored as {kind}, which torch can't load here; convert the file."
+                    )
+                self.entries[name] = Entry(tuple(header.get_shape()), _DTYPES[kind])
+
+    def copy_into(self, name: str, box: Box, target: Tensor) -> None:
+        """Write a box of a tensor; the file is mapped anew, since pages that were read stay in memory until then."""
+        with self._open() as file:
+            if not box:
+                target.copy_(file.get_tensor(name))
+                return
+            stored = file.get_slice(name)
+            copy_in_pieces(lambda part: stored[tuple(slice(*ends) for ends in part)], box, target)
+
+    def _open(self) -> Any:
+        try:
+            from safetensors import SafetensorError, safe_open
+        except ImportError:
+            raise MissingPackageError("safetensors", f"reading {self._path.name}", "hf") from None
+        try:
+            return safe_open(self._path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise WeightsError(
+                f"{self._path} is cut short or no safetensors file ({error}); nothing was loaded: fetch it again."
+            ) from error
+
+
+class TorchFile:
+    """One file of `torch.save`, mapped, its pickle restricted to tensors; a `state_dict` within it is what counts.
+
+    Raises:
+        WeightsError: it is cut short, of the format before torch 1.6, holds no tensors, or its pickle names code.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._tensors = _tensors_of(_load(path), path)
+        self.entries = {name: Entry(tuple(t.shape), t.dtype) for name, t in self._tensors.items()}
+
+    def copy_into(self, name: str, box: Box, target: Tensor) -> None:
+        """Write a box of a tensor."""
+        stored = self._tensors[name]
+        copy_in_pieces(lambda part: stored[tuple(slice(*ends) for ends in part)], box, target)
+
+
+class IndexedFiles:
+    """Tensors spread over the files that an index names.
+
+    Raises:
+        WeightsError: the index can't be read, a file is not there, or one lacks what the index says it holds.
+    """
+
+    def __init__(self, index: Path) -> None:
+        try:
+            places: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise WeightsError(
+                f"{index} is no index: it has no weight_map ({error!r}); fetch it again."
+            ) from error
+        files = sorted(set(places.values()))
+        beside = index.parent.resolve()
+        # A name from outside the folder would read what the user didn't point at.
+        strange = [name for name in files if (beside / name).resolve().parent != beside]
+        missing = [name for name in files if not (index.parent / name).is_file()]
+        if strange or missing:
+            raise WeightsError(
+                f"{index} names {', '.join(strange or missing)}, "
+                + ("outside its folder" if strange else f"not in {index.parent}")
+                + f" ({len(strange or missing)} of {len(files)} files); nothing was loaded: fetch the whole folder."
+            )
+        opened = {name: open_file(index.parent / name) for name in files}
+        self._places = {name: opened[file] for name, file in places.items()}
+        lost = [name for name, source in self._places.items() if name not in source.entries]
+        if lost:
+            raise WeightsError(
+                f"{index}: {lost[0]} is not in {places[lost[0]]} ({len(lost)} such names); nothing was loaded: index "
+                "and files are of different models, so fetch both again."
+            )
+        self.entries = {name: source.entries[name] for name, source in self._places.items()}
+
+    def copy_into(self, name: str, box: Box, target: Tensor) -> None:
+        """Write a box of a tensor from the file that has it."""
+        self._places[name].copy_into(name, box, target)
+
+
+def open_file(path: Path) -> Source:
+    """Open one file by its name: `.safetensors`, or else what `torch.save` wrote."""
+    return SafetensorsFile(path) if path.suffix == ".safetensors" else TorchFile(path)
+
+
+def _load(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise WeightsError(
+            f"{path}: its pickle holds more than tensors and plain data, which would run code; it was refused and "
+            f"nothing was run ({str(error).splitlines()[0]}); save the weights as safetensors, or a state_dict alone."
+        ) from error
+    except RuntimeError as error:
+        if "mmap can only be used" in str(error):
+            raise WeightsError(
+                f"{path} is of torch's format before 1.6, which can't be mapped; load it and torch.save it once more."
+            ) from error
+        raise WeightsError(
+            f"{path} is cut short or no torch checkpoint ({str(error).splitlines()[0]}); nothing was loaded: fetch it "
+            "again."
+        ) from error
+
+
+def _tensors_of(content: Any, path: Path) -> dict[str, Tensor]:
+    if isinstance(content, dict) and isinstance(content.get("state_dict"), dict):
+        content = content["state_dict"]
+    found = content.items() if isinstance(content, dict) else ()
+    tensors = {name: value for name, value in found if isinstance(value, Tensor)}
+    if not tensors:
+        keys = ", ".join(map(str, list(content)[:8])) if isinstance(content, dict) else type(content).__name__
+        raise WeightsError(
+            f"{path} holds no tensors by name but {keys}; give a file of a state_dict, or a Lightning checkpoint."
+        )
+    return tensors

@@ -1,0 +1,211 @@
+"""Stream weights into a module, tensor by tensor, each rank its shard alone."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from lightning_memkit.distributed.shards import local_box, local_part
+from lightning_memkit.errors import WeightsError
+from lightning_memkit.initialization import settle
+from lightning_memkit.materialization import give_memory
+from lightning_memkit.weights.files import IndexedFiles, open_file
+from lightning_memkit.weights.source import Entry, Source
+
+Renames = Mapping[str, str | None]
+
+_INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_NAMES_SHOWN = 10
+
+
+@dataclass(frozen=True)
+class LoadedWeights:
+    """What became of the names of a source and of a module.
+
+    Args:
+        loaded: names of the module's tensors that got values; one of the names of a tied tensor.
+        missing: the module's, not in the source: they are as they were.
+        unexpected: the source's, not in the module.
+    """
+
+    loaded: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+
+
+def load_weights(
+    module: nn.Module,
+    source: str | os.PathLike[str],
+    *,
+    strict: bool = True,
+    rename: Renames | None = None,
+    device: torch.device | str | None = None,
+) -> LoadedWeights:
+    """Stream weights from files into a module in place; beside it at most 16 MiB and one mapped tensor are in memory.
+
+    Each tensor goes straight to its parameter's device and dtype, with the values of `tensor.to(dtype)`; of a DTensor
+    each rank reads its shard. Headers, names and shapes of everything are checked before the first value is written.
+    Tied parameters need one of their names. Buffers outside the state dict stay as they are.
+
+    Args:
+        module: its parameters and persistent buffers are filled; those on the meta device get memory first.
+        source: a `.safetensors` file; an index of several (`model.safetensors.index.json`) or the folder with it; a
+            file of `torch.save` (a state dict, or Lightning's checkpoint); a folder of torch.distributed.checkpoint.
+        strict: refuse names that only the source or only the module has; False leaves them, as the result says.
+        rename: beginnings of the source's names, and what stands in their place in the module: `{"": "model."}` where
+            the module keeps the model as `self.model`. The longest that fits counts; None skips such names.
+        device: where parameters on the meta device get their memory.
+
+    Returns:
+        The names that were loaded, missing and unexpected.
+
+    Raises:
+        WeightsError: a file is missing, cut short, or would run code when it is read; names or shapes differ; a
+            tensor can't be held by the parameter's dtype; meta parameters and no device. The module is as it was.
+        MissingPackageError: safetensors is not installed.
+
+    Limits: of a tie whose names are all in the source, the first one's values count. The pages that a file of
+    `torch.save` is mapped to stay in the system's cache until the end.
+    """
+    opened = open_source(Path(source))
+    with (
+        torch.no_grad(),
+        torch._C.DisableTorchFunction(),
+    ):  # contexts of defaults and of initialisers stay out of it
+        settle()
+        targets = _targets(module)
+        tables = {name for name, _ in module.named_buffers(remove_duplicate=False)} - targets.keys()
+        plan, result = _match(opened.entries, targets, dict(rename or {}), tables)
+        _refuse(str(source), plan, result if strict else LoadedWeights(), targets)
+        _ready(module, [targets[name] for name in plan], device)
+        targets = _targets(module)
+        for name, stored in plan.items():
+            target = targets[name]
+            opened.copy_into(stored[0], local_box(target), local_part(target))
+    return result
+
+
+def open_source(path: Path) -> Source:
+    """Read the headers of what weights a path names.
+
+    Raises:
+        WeightsError: there is nothing that can be read, or it is not whole.
+    """
+    if path.is_file():
+        return IndexedFiles(path) if path.suffix == ".json" else open_file(path)
+    if not path.exists():
+        raise WeightsError(
+            f"{path} doesn't exist; name a .safetensors file, an index, a torch checkpoint or a folder."
+        )
+    for name in _INDICES:
+        if (path / name).is_file():
+            return IndexedFiles(path / name)
+    if (path / ".metadata").is_file():
+        from lightning_memkit.weights.folder import DistributedFolder  # it loads torch.distributed.checkpoint
+
+        return DistributedFolder(path)
+    files = sorted(path.glob("*.safetensors")) or sorted(path.glob("pytorch_model.bin"))
+    if len(files) != 1:
+        found = ", ".join(file.name for file in files) or "none"
+        raise WeightsError(
+            f"{path} has no index ({_INDICES[0]}), no .metadata, and not one file of weights (found: {found}); "
+            "name the file or its index."
+        )
+    return open_file(files[0])
+
+
+def _targets(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by each of their names."""
+    found: dict[str, Tensor] = {}
+    for path, part in module.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        kept = {n: b for n, b in part._buffers.items() if n not in part._non_persistent_buffers_set}
+        for name, tensor in {**part._parameters, **kept}.items():
+            if tensor is not None:
+                found[prefix + name] = tensor
+    return found
+
+
+def _match(
+    entries: Mapping[str, Entry],
+    targets: Mapping[str, Tensor],
+    rename: dict[str, str | None],
+    tables: set[str],
+) -> tuple[dict[str, tuple[str, Entry]], LoadedWeights]:
+    """The module's names, each with the source's; ties by the first name that the source has."""
+    renamed: dict[str, str] = {}
+    for stored in entries:
+        name = _renamed(stored, rename)
+        if name in renamed:
+            raise WeightsError(
+                f"rename makes {name} of {renamed[name]} and of {stored}; give them different names."
+            )
+        if name is not None:
+            renamed[name] = stored
+    plan: dict[str, tuple[str, Entry]] = {}
+    filled: set[int] = set()
+    for name, target in targets.items():
+        if name in renamed and id(target) not in filled:
+            plan[name] = renamed[name], entries[renamed[name]]
+            filled.add(id(target))
+    missing = [name for name, target in targets.items() if id(target) not in filled]
+    unexpected = [stored for name, stored in renamed.items() if name not in targets and name not in tables]
+    return plan, LoadedWeights(list(plan), missing, unexpected)
+
+
+def _renamed(name: str, rename: dict[str, str | None]) -> str | None:
+    fits = [start for start in rename if name.startswith(start)]
+    if not fits:
+        return name
+    start = max(fits, key=len)
+    put = rename[start]
+    return None if put is None else put + name[len(start) :]
+
+
+def _refuse(
+    source: str,
+    plan: Mapping[str, tuple[str, Entry]],
+    result: LoadedWeights,
+    targets: Mapping[str, Tensor],
+) -> None:
+    lines = []
+    wrong = [f"{name}: {why}" for name, (_, entry) in plan.items() if (why := _why_not(entry, targets[name]))]
+    for title, names in (
+        ("Missing in the source", result.missing),
+        ("Unexpected, not in the module", result.unexpected),
+        ("Mismatched", wrong),
+    ):
+        if names:
+            more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+            lines.append(f"{title} ({len(names)}): {', '.join(names[:_NAMES_SHOWN])}{more}.")
+    if not plan and not lines:
+        lines.append("No name of the source is one of the module's.")
+    if lines:
+        raise WeightsError(
+            f"The weights of {source} don't fit the module; nothing was loaded. {' '.join(lines)} Where names differ "
+            'by their beginning, write rename={"": "model."} or {"model.": ""}; strict=False leaves missing and '
+            "unexpected names; a shape that differs needs a module of the shape stored."
+        )
+
+
+def _why_not(entry: Entry, target: Tensor) -> str:
+    if entry.shape != tuple(target.shape):
+        return f"stored {entry.shape}, in the module {tuple(target.shape)}"
+    stored, own = entry.dtype, target.dtype
+    same_kind = stored.is_floating_point == own.is_floating_point and stored.is_complex == own.is_complex
+    fits = same_kind and (stored == own or torch.bool not in (stored, own))
+    return "" if fits else f"stored {stored}, in the module {own}"
+
+
+def _ready(module: nn.Module, targets: list[Tensor], device: torch.device | str | None) -> None:
+    meta = [tensor for tensor in targets if tensor.is_meta]
+    if meta and device is None:
+        raise WeightsError(
+            f"{len(meta)} tensors of the module are on the meta device and no device is named for them; write "
+            'load_weights(..., device="cuda").'
+        )
+    if device is not None:
+        give_memory(module, meta, device)

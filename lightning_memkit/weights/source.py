@@ -1,0 +1,53 @@
+"""What a source of weights offers: names with shapes and dtypes, and boxes of values written where they belong."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+Box = tuple[tuple[int, int], ...]  # first and past-the-last index along each dimension
+PIECE_BYTES = 16 * 2**20  # a copy between devices and dtypes at once makes a temporary of this size
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A stored tensor.
+
+    Args:
+        shape: its sizes.
+        dtype: as stored.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Source(Protocol):
+    """Files whose headers were read and found whole; no values were."""
+
+    entries: dict[str, Entry]
+
+    def copy_into(self, name: str, box: Box, target: Tensor) -> None:
+        """Write a box of a stored tensor into a plain tensor of that size, at the target's dtype and device."""
+        ...
+
+
+def whole(entry: Entry) -> Box:
+    """The box that is all of a tensor."""
+    return tuple((0, size) for size in entry.shape)
+
+
+def copy_in_pieces(read: Callable[[Box], Tensor], box: Box, target: Tensor) -> None:
+    """Copy a box along its first dimension, a piece at a time: no second copy of a large tensor is ever alive."""
+    if target.ndim == 0:
+        target.copy_(read(box))
+        return
+    (start, stop), rest = box[0], box[1:]
+    row_bytes = max(1, math.prod(b - a for a, b in rest) * max(target.element_size(), 4))
+    rows = max(1, PIECE_BYTES // row_bytes)
+    for first in range(start, stop, rows):
+        last = min(first + rows, stop)
+        target[first - start : last - start].copy_(read(((first, last), *rest)))
