@@ -98,7 +98,7 @@ def gathered(module: nn.Module, stage: int, value_bytes: int) -> Iterator[Term]:
     if stage == 2:
         kept = (f"{len(counts)} blocks gathered", f"{sum(counts):,}", sum(counts))
     terms = (
-        ("communication", *kept),
+        ("communication", kept[0], kept[1], kept[2]),
         ("communication", "the rest gathered", f"{rest:,}", rest),
         ("gradients", "a block's gradients, whole", f"{largest:,}", largest),
         ("communication", "the same on their way", f"{largest:,}", largest),
