@@ -2,7 +2,10 @@
 
 import ast
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -146,3 +149,44 @@ def test_readme_and_make_name_the_configs_that_exist() -> None:
         named = re.findall(r"examples/[\w/]+\.yaml", text.read_text(encoding="utf-8"))
         assert named
         assert all((ROOT / name).is_file() for name in named), named
+
+
+MIXTURE = ROOT / "examples" / "mixture_of_experts"
+
+
+@pytest.mark.usefixtures("at_root")
+def test_a_mixture_of_experts_trains_within_its_budget(tmp_path: Path, corpus: Path, capsys) -> None:
+    configs = [f"--config={MIXTURE / name}" for name in ("moe.yaml", "demo.yaml")]
+    tiny = [option for option in TINY if "log_every" not in option]
+    steps = ["--trainer.max_steps=12", "--model.warmup_steps=2", "--trainer.log_every_n_steps=4"]
+    folder = [f"--trainer.default_root_dir={tmp_path}", "--trainer.logger=false", "--trainer.accelerator=cpu"]
+    assert (
+        main(["fit", *configs, *tiny, *steps, f"--data.source={corpus}", *folder])
+        == 0
+    )
+    printed = capsys.readouterr().out
+    losses = [float(found) for found in re.findall(r"loss ([\d.]+)", printed)]
+    assert losses[-1] < losses[0]
+    assert "experts: 2 layers of 8, 2 for a token" in printed
+
+
+def test_mixtral_shares_its_experts_between_two_ranks(tmp_path: Path, corpus: Path) -> None:
+    words = [
+        "fit", f"--config={MIXTURE / 'mixtral_two_ranks.yaml'}", f"--data.source={corpus}", "--data.context=32",
+        "--trainer.max_steps=4", "--trainer.log_every_n_steps=1", f"--trainer.default_root_dir={tmp_path}",
+        "--trainer.accelerator=cpu",
+    ]  # fmt: skip
+    run = "import sys; from lightning_memkit.cli import main; sys.exit(main(sys.argv[1:]))"
+    script = tmp_path / "run.py"  # started again for the second rank
+    script.write_text(run)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(script), *words],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    losses = [float(found) for found in re.findall(r"loss ([\d.]+)", done.stdout)]
+    assert losses[-1] < losses[0]
+    resident, held = re.search(
+        r"([\d.]+) MiB are resident experts, ([\d.]+) MiB of them on this rank", done.stdout
+    ).groups()  # pyright: ignore
+    assert float(held) == pytest.approx(float(resident) / 2, rel=0.01)

@@ -39,8 +39,12 @@ class Block(nn.Module):
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         mixed = self.attention(rotate(query, rotation), rotate(key, rotation), value, cu_seqlens=cu_seqlens)
         x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
-        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
-        return x + self.down(F.silu(gate) * up)
+        return x + self.mlp(self.mlp_norm(x))
+
+    def mlp(self, x: Tensor) -> Tensor:
+        """Features [rows, length, width] of each token by itself."""
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
 
 
 def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
