@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.planning.budget import Budget
-from lightning_memkit.planning.search import Row
+from lightning_memkit.planning.problem import Row
 from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._options import BudgetOptions
 from lightning_memkit.plugins._tensors import tensors_of

@@ -8,7 +8,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import lightning_memkit
 from lightning_memkit.activations.checkpointing import checkpoint_modules
@@ -24,7 +23,6 @@ from lightning_memkit.plugins.gradient_release import GradientRelease
 from lightning_memkit.plugins.memory_budget import MemoryBudget
 from lightning_memkit.plugins.prediction import predict_memory
 from lightning_memkit.prediction.result import Prediction
-from lightning_memkit.prediction.simulation import Simulation
 
 
 class Parts:
@@ -82,8 +80,7 @@ class Predictions:
         if plugins:
             options["plugins"] = [*listed(self._given.get("plugins")), *plugins]
         added = [_built(part) for choice in family.choices for part in choice.callbacks]
-        own: list[Callback] = [] if self._device == "cpu" else [_SetUpOnTheHost()]
-        own += [EightBitStates()] if family.optimizer is not None else []
+        own = [EightBitStates()] if family.optimizer is not None else []
         options["callbacks"] = [*own, _Needs(added), *callbacks, *added]
         if size < self._parts.rows:  # two parts are enough: from the second on gradients are there
             options["accumulate_grad_batches"] = max(2, int(options.get("accumulate_grad_batches") or 1))
@@ -132,17 +129,6 @@ class _Needs(Callback):
             raise UnavailableError("gradients", str(error)) from error
         finally:
             release._stop()
-
-
-class _SetUpOnTheHost(Callback):
-    """Forgets what set-up took: a module is built and cast on the host, and comes to a GPU as it is trained."""
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        for mode in _get_current_dispatch_mode_stack():
-            if isinstance(mode, Simulation):
-                mode.records = [record for record in mode.records if record.died is None]
-                mode._timeline.clear()
-                mode.reset_peak()
 
 
 def _built(part: Part) -> Any:

@@ -297,10 +297,7 @@ class _Phases(Callback):
         self._simulation = simulation
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if isinstance(self._simulation, RankSimulation):
-            self._simulation.begin_training(pl_module)
-        else:
-            self._simulation.watch(pl_module)
+        self._simulation.begin_training(pl_module)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int

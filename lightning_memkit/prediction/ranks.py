@@ -74,9 +74,7 @@ class RankSimulation(Simulation):
 
     def begin_training(self, module: nn.Module) -> None:
         """Set-up is over, of which what is alive counts: whole weights were the host's until they were sharded."""
-        self.records = [record for record in self.records if record.died is None]
-        self._timeline.clear()
-        self.reset_peak()
+        self._forget_setup()
         self.watch(module)
 
     def result(self) -> Prediction:

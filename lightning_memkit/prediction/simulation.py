@@ -102,6 +102,18 @@ class Simulation(AnatomyMeter):
         self._names = {id(submodule): name for name, submodule in module.named_modules()}
         self._parameters = [module.parameters]
 
+    def begin_training(self, module: nn.Module) -> None:
+        """Set-up is over. A module is built and cast on the host, and comes to a GPU as it is trained."""
+        if self._device is not None:
+            self._forget_setup()
+        self.watch(module)
+
+    def _forget_setup(self) -> None:
+        """Count what is alive, and nothing that has gone."""
+        self.records = [record for record in self.records if record.died is None]
+        self._timeline.clear()
+        self.reset_peak()
+
     def begin_step(self, batch: Iterable[Tensor] = ()) -> None:
         """A batch has come: what follows is a step."""
         if self._has_stepped:  # the first step makes the states: what the last one does counts
