@@ -28,6 +28,7 @@ _HOME = {
     "PackedDataModule": "plugins.packed_data",
     "Plan": "planning.plan",
     "PureBF16Precision": "plugins.precision",
+    "StreamingCheckpointIO": "plugins.checkpoint_io",
     "ZeRO1Strategy": "plugins.zero1",
     "checkpoint_modules": "activations.checkpointing",
     "compensate": "optim.compensation",
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
         ActivationCheckpointing as ActivationCheckpointing,
     )
     from lightning_memkit.plugins.activation_offload import ActivationOffload as ActivationOffload
+    from lightning_memkit.plugins.checkpoint_io import StreamingCheckpointIO as StreamingCheckpointIO
     from lightning_memkit.plugins.chunked_loss import ChunkedLoss as ChunkedLoss
     from lightning_memkit.plugins.cli import MemkitCLI as MemkitCLI
     from lightning_memkit.plugins.contamination import ContaminationProbe as ContaminationProbe

@@ -18,7 +18,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from jsonargparse import ArgumentParser
-from lightning.pytorch.plugins import Precision
+from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.strategies import Strategy
 from torch import nn
 
@@ -46,7 +46,7 @@ PUBLIC = {name: getattr(lightning_memkit, name) for name in lightning_memkit.__a
 KINDS = {
     name: kind
     for name, thing in PUBLIC.items()
-    for kind in (pl.Callback, Precision, Strategy, pl.LightningDataModule)
+    for kind in (pl.Callback, Precision, Strategy, CheckpointIO, pl.LightningDataModule)
     if inspect.isclass(thing) and issubclass(thing, kind)
 }
 TRAINED = sorted(name for name, kind in KINDS.items() if kind is not pl.LightningDataModule)
@@ -276,7 +276,7 @@ def fit(names: tuple[str, ...], folder: Path, epochs: int, resume: Path | None =
         enable_checkpointing=False,
         default_root_dir=folder,
         callbacks=[plugin for plugin in plugins if isinstance(plugin, pl.Callback)],
-        plugins=[plugin for plugin in plugins if isinstance(plugin, Precision)],
+        plugins=[plugin for plugin in plugins if isinstance(plugin, (Precision, CheckpointIO))],
         **where(plugins),
     )
     model = Blocks()

@@ -23,12 +23,14 @@ except ImportError:  # Windows: there an open file can't be removed, which serve
 
 PARTIAL = ".memkit-partial"
 PREVIOUS = ".memkit-previous"
+CONTENTS = ".metadata"  # what makes a folder one of torch.distributed.checkpoint
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 @contextmanager
 def new_file(target: Path) -> Iterator[BinaryIO]:
     """A file to write; it takes the place of ``target`` when the block ends, and vanishes if it raises."""
+    _refuse_other_folders(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(target.parent)
     while True:
@@ -52,6 +54,7 @@ def new_folder(target: Path) -> Iterator[Path]:
 
     Files within are brought to disk by whoever writes them.
     """
+    _refuse_other_folders(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(target.parent)
     while True:
@@ -139,6 +142,14 @@ def sync_folder(folder: Path) -> None:
                 raise
         finally:
             os.close(descriptor)
+
+
+def _refuse_other_folders(target: Path) -> None:
+    """A checkpoint takes the place of a checkpoint; somebody's folder of other things stays."""
+    if _is_folder(target) and not (target / CONTENTS).is_file() and any(target.iterdir()):
+        raise IsADirectoryError(
+            f"{target} is a folder that holds other things than a checkpoint; give another path."
+        )
 
 
 def _partial(target: Path) -> Path:

@@ -1,14 +1,16 @@
 """FSDP2 for any LightningModule: its blocks are found, cast, sharded, and only then given their optimizers."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from itertools import chain
+from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
-from lightning.pytorch.strategies.model_parallel import _materialize_distributed_module
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
@@ -16,9 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+from lightning_memkit.checkpoints.atomic import recover, remove
+from lightning_memkit.checkpoints.sharded import is_sharded
 from lightning_memkit.distributed.sharding import Sharding, shard_blocks
-from lightning_memkit.plugins import _seam
-from lightning_memkit.plugins.strategies import add_random_state, tell_epoch
+from lightning_memkit.initialization import build_empty, build_on
+from lightning_memkit.materialization import materialize
+from lightning_memkit.plugins import _seam, _sharded_checkpoints
+from lightning_memkit.plugins.checkpoint_io import StreamingCheckpointIO
+from lightning_memkit.plugins.strategies import add_random_state, parameter_dtype, tell_epoch
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -77,6 +84,8 @@ class FSDP2Strategy(ModelParallelStrategy):
             raise ValueError(f'replicas={replicas!r} is no number of copies; write 1, 2, ... or "nodes".')
         self.replicas: int | Literal["nodes"] = replicas
         self.mixed_precision = mixed_precision
+        # Set by `InitialWeights`, and run once.
+        self.initial_weights: Callable[[nn.Module, torch.device], None] | None = None
 
     def __repr__(self) -> str:
         sharding = self.sharding
@@ -113,9 +122,11 @@ class FSDP2Strategy(ModelParallelStrategy):
         assert self.model is not None
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        self.model = self.precision_plugin.convert_module(self.model)
         module = self.lightning_module
         assert isinstance(module, LightningModule)
+        if not any(parameter.is_meta for parameter in module.parameters()):
+            self._load_initial_weights(module)  # before the cast, of which a precision may keep the rest
+        self.model = self.precision_plugin.convert_module(self.model)
         if not any(isinstance(part, FSDPModule) for part in module.modules()):
             methods = [name for name in _STEPS if callable(getattr(module, name, None))]
             shard_blocks(
@@ -125,7 +136,8 @@ class FSDP2Strategy(ModelParallelStrategy):
                 mixed_precision=self.mixed_precision,
                 forward_methods=methods,
             )
-        _materialize_distributed_module(module, self.root_device)
+        self._load_initial_weights(module)
+        materialize(module, self._home)
         self.model_to_device()
         self.barrier()
         fits = trainer.state.fn == TrainerFn.FITTING
@@ -135,6 +147,27 @@ class FSDP2Strategy(ModelParallelStrategy):
         self.setup_precision_plugin()
         if fits and not self.sharding.cpu_offload:
             _optimizers_to_device(self.optimizers, self.root_device)
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Modules made inside are on the device at the precision's dtype; empty, their parameters have no memory."""
+        dtype = parameter_dtype(self.precision_plugin)
+        if dtype is None:
+            with super().tensor_init_context(empty_init):
+                yield
+            return
+        build = build_empty if empty_init or self.initial_weights is not None else build_on
+        with self.precision_plugin.tensor_init_context(), build(self.root_device, dtype):
+            yield
+
+    def _load_initial_weights(self, module: LightningModule) -> None:
+        load, self.initial_weights = self.initial_weights, None
+        if load is not None:
+            load(module, self._home)
+
+    @property
+    def _home(self) -> torch.device:
+        return torch.device("cpu") if self.sharding.cpu_offload else self.root_device
 
     def process_dataloader(self, dataloader: object) -> object:
         """Tell the sampler its epoch now; Lightning does when a resumed run has begun to read, in epoch 0's order."""
@@ -156,6 +189,56 @@ class FSDP2Strategy(ModelParallelStrategy):
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             if not isinstance(tensor, DTensor) and tensor.device != self.root_device:
                 tensor.data = tensor.data.to(self.root_device)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
+    ) -> None:
+        """Write a folder to which every rank adds its share, or one file; the last one stays until it is whole."""
+        path = self.broadcast(filepath)
+        if not self._save_distributed_checkpoint:
+            if self.is_global_zero:
+                if is_sharded(Path(path)) and not isinstance(self.checkpoint_io, StreamingCheckpointIO):
+                    remove(Path(path))  # Lightning's own would write into the folder
+                self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+        elif storage_options is not None:
+            raise TypeError(
+                f"storage_options={storage_options!r} is for a CheckpointIO, and ranks that write together use none; "
+                "set save_distributed_checkpoint=False."
+            )
+        else:
+            _sharded_checkpoints.save(checkpoint, Path(path), self.checkpoint_io)
+
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load a folder or a file, whatever number of ranks has saved it; nothing in it is run."""
+        path = self.broadcast(checkpoint_path)
+        assert self.model is not None
+        assert self.lightning_module is not None
+        strict = self.lightning_module.strict_loading
+        recover(Path(path))
+        if Path(path).is_dir():
+            return _sharded_checkpoints.load_folder(
+                Path(path), self.model, self.optimizers, weights_only, strict
+            )
+        io = self.checkpoint_io
+        if weights_only is False and not isinstance(io, StreamingCheckpointIO):
+            return super().load_checkpoint(path, weights_only=weights_only)
+        io = io if isinstance(io, StreamingCheckpointIO) else StreamingCheckpointIO()
+        checkpoint = io.load_checkpoint(path, weights_only=weights_only)
+        return _sharded_checkpoints.load_file(checkpoint, self.model, self.optimizers, strict)
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Remove a checkpoint; a folder loses its name first."""
+        if self.is_global_zero and self._save_distributed_checkpoint:
+            remove(Path(filepath))
+        elif self.is_global_zero:
+            self.checkpoint_io.remove_checkpoint(filepath)
+
+    def teardown(self) -> None:
+        """End as Lightning does, and wait for a checkpoint that is being written."""
+        super().teardown()
+        self.checkpoint_io.teardown()
 
     def _get_process_group_backend(self) -> str:
         backend = super()._get_process_group_backend()

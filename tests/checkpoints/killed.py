@@ -28,6 +28,7 @@ def save_file(number: int, path: Path) -> None:
 
 def save_folder(number: int, path: Path) -> None:
     with atomic.new_folder(path) as folder:
+        (folder / ".metadata").touch()
         for name, tensor in state_of(number).items():
             save(tensor, folder / f"{name}.ckpt")
 

@@ -64,11 +64,13 @@ def test_files_and_folders_take_each_others_place(exchange: bool, tmp_path: Path
     path = tmp_path / "x.ckpt"
     for round_ in range(2):
         with atomic.new_folder(path) as folder:
+            (folder / ".metadata").touch()
             (folder / "part").write_text(str(round_))
         assert (path / "part").read_text() == str(round_)
         save({"round": round_}, path)
         assert load(path) == {"round": round_}
         with atomic.new_folder(path) as folder:
+            (folder / ".metadata").touch()
             (folder / "part").write_text("again")
     path.rename(tmp_path / "real.ckpt")
     path.symlink_to("real.ckpt")  # as ModelCheckpoint(save_last="link") leaves it
@@ -79,3 +81,13 @@ def test_files_and_folders_take_each_others_place(exchange: bool, tmp_path: Path
     atomic.remove(path)
     atomic.remove(path)
     assert [left.name for left in tmp_path.iterdir()] == ["real.ckpt"]
+
+
+def test_a_folder_of_other_things_is_never_replaced(tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.txt").write_text("1")
+    with pytest.raises(IsADirectoryError, match="holds other things than a checkpoint"):
+        save({}, tmp_path / "thesis")
+    with pytest.raises(IsADirectoryError), atomic.new_folder(tmp_path / "thesis"):
+        pass
+    assert (tmp_path / "thesis" / "chapter.txt").exists()

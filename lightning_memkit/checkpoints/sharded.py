@@ -1,0 +1,293 @@
+"""Checkpoints that are folders of torch.distributed.checkpoint: each rank writes and reads its share.
+
+torch reads two things in such a folder as pickles with all their code: the table of contents and what is no tensor.
+Here the first may name torch's own records only, and the second is read with ``weights_only=True``.
+"""
+
+import io
+import os
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.utils._pytree import tree_map_only
+
+from lightning_memkit.checkpoints.atomic import CONTENTS, new_folder
+from lightning_memkit.checkpoints.documents import encode
+from lightning_memkit.checkpoints.errors import CheckpointError
+from lightning_memkit.checkpoints.pickles import read_torch_file
+
+REST = "meta.pt"  # Lightning's name for what is not shared out
+_RECORDS = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+        "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"Path", "PosixPath", "WindowsPath"},
+    "pathlib._local": {"Path", "PosixPath", "WindowsPath"},
+}  # fmt: skip
+_Result = TypeVar("_Result")
+
+
+def is_sharded(path: Path) -> bool:
+    """Whether there is a folder of torch.distributed.checkpoint."""
+    return (path / CONTENTS).is_file()
+
+
+def save_sharded(shares: dict[str, Any], rest: Any, target: Path) -> None:
+    """Write a folder to which every rank adds its share; it takes the place of ``target`` when it is whole.
+
+    Every rank calls it with the same path on a file system that all of them see.
+
+    Args:
+        shares: nested dicts and lists of tensors, sharded or not, and primitives.
+        rest: what the first rank writes beside them (`meta.pt`): tensors and primitives.
+        target: of the folder.
+
+    Raises:
+        CheckpointError: something is neither a tensor nor a primitive, or another rank could not write.
+        OSError: the folder can't be written.
+    """
+    encode(rest)
+    encode(tree_map_only(Tensor, lambda _: None, shares))
+    with ExitStack() as opened:
+        partial = _first_does(lambda: opened.enter_context(new_folder(target)))
+        try:
+            with _alone_or_not():
+                dcp.save(shares, checkpoint_id=partial)
+        except CheckpointException as error:
+            raise _plain(error, f"{target} could not be written") from error
+
+        def finish() -> None:
+            with (partial / REST).open("xb") as file:
+                torch.save(rest, file)
+                file.flush()
+                os.fsync(file.fileno())
+            opened.close()
+
+        _first_does(finish)
+
+
+def load_sharded(state: dict[str, Any], folder: Path) -> None:
+    """Fill tensors, sharded over whatever ranks there are, from a folder that any number of ranks has written.
+
+    Every rank calls it.
+
+    Args:
+        state: as it was saved; tensors are written into, other values replaced.
+        folder: what `save_sharded`, or Lightning, has written.
+
+    Raises:
+        CheckpointError: a file is missing or cut off, asks for code, or a tensor is missing or of another shape.
+    """
+    reader = _Reader(folder)
+    reader.refuse_missing()
+    try:
+        with _alone_or_not():
+            dcp.load(state, storage_reader=reader, planner=_Planner())
+    except CheckpointException as error:
+        raise _plain(error, f"{folder} can't be loaded") from error
+
+
+def load_rest(folder: Path) -> Any:
+    """What the first rank wrote beside the shares."""
+    if not (folder / REST).is_file():
+        raise CheckpointError(f"{folder} has no {REST}: a part is missing. Copy the whole folder again.")
+    return read_torch_file(folder / REST)
+
+
+def gather(folder: Path, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Any]:
+    """All shares of a folder as one nested state in host memory, by one process without the ranks.
+
+    Args:
+        folder: what `save_sharded`, or Lightning, has written.
+        wanted: by the name of a top entry, whether to read it.
+    """
+    reader = _Reader(folder)
+    reader.refuse_missing()
+    contents = reader.read_metadata()
+    paths = contents.planner_data or {name: (name,) for name in contents.state_dict_metadata}
+    flat: dict[str, Any] = {
+        name: torch.empty(stored.size, dtype=stored.properties.dtype)
+        if isinstance(stored, TensorStorageMetadata)
+        else None
+        for name, stored in contents.state_dict_metadata.items()
+        if wanted(str(paths[name][0]))
+    }
+    planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    try:
+        with _alone_or_not():
+            dcp.load(flat, storage_reader=reader, planner=planner, no_dist=True)
+    except CheckpointException as error:
+        raise _plain(error, f"{folder} can't be read") from error
+    nested: dict[Any, Any] = {}
+    for name, value in flat.items():
+        _put(nested, paths[name], value)
+    return _as_lists(nested)
+
+
+class _Reader(dcp.FileSystemReader):
+    """torch's reader of a folder, but for what it would unpickle."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The table of contents, of torch's own records only."""
+        path = Path(self.path, CONTENTS)
+        if not path.is_file():
+            raise CheckpointError(
+                f"{self.path} has no {CONTENTS}: it is no sharded checkpoint, or a part of it is missing."
+            )
+        try:
+            metadata = _Records(io.BytesIO(path.read_bytes())).load()
+        except CheckpointError as error:
+            raise CheckpointError(f"{path} {error}") from None
+        except Exception as error:  # of whatever kind: a damaged pickle is a stray list of instructions
+            raise CheckpointError(
+                f"{path} is damaged ({error!r}); copy the whole folder again, or load another checkpoint."
+            ) from error
+        if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+            raise CheckpointError(f"{path} is no table of contents of torch.distributed.checkpoint.")
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+    def refuse_missing(self) -> None:
+        """Say which files are not there, or too short, before anything is loaded."""
+        needed: dict[str, int] = {}
+        for place in self.read_metadata().storage_data.values():
+            end = place.offset + place.length
+            needed[place.relative_path] = max(end, needed.get(place.relative_path, 0))
+        for name, size in sorted(needed.items()):
+            file = Path(self.path, name)
+            if Path(name).name != name:
+                raise CheckpointError(
+                    f"{self.path} refers to {name!r}, which is not in it; nothing was loaded."
+                )
+            found = file.stat().st_size if file.is_file() else None
+            if found is None or found < size:
+                state = "is missing" if found is None else f"is cut off: {found:,} of at least {size:,} bytes"
+                raise CheckpointError(
+                    f"{file} {state}; nothing was loaded. Copy the whole folder again, or load another checkpoint."
+                )
+
+
+class _Planner(dcp.DefaultLoadPlanner):
+    """torch's planner, but for what it would unpickle, and with its mismatches said in one line."""
+
+    def set_up_planner(
+        self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Compare what is wanted with what is there."""
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        stored = {} if metadata is None else metadata.state_dict_metadata
+        missing = sorted(name for name in self.state_dict if name not in stored)
+        if missing:
+            some = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+            raise CheckpointError(
+                f"it has no {some} ({len(missing)} missing): it is of another model or optimizer."
+            )
+        for name, value in self.state_dict.items():
+            record = stored[name]
+            if not isinstance(value, Tensor) or not isinstance(record, TensorStorageMetadata):
+                continue
+            if value.shape != record.size:
+                raise CheckpointError(
+                    f"{name} has shape {tuple(record.size)} in it and {tuple(value.shape)} here; build the module "
+                    "with the options that it was saved with."
+                )
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        """Take a value that is no tensor."""
+        name = read_item.dest_index.fqn
+        try:
+            loaded = torch.load(value, map_location="cpu", weights_only=True)
+        except Exception as error:
+            reason = next(iter(str(error).splitlines()), "")
+            raise CheckpointError(
+                f"its {name} is more than tensors and primitives and was not read: nothing of it was run ({reason})."
+            ) from error
+        if self.flatten_state_dict:
+            _set(self.original_state_dict, self.mappings[name], loaded)
+        else:
+            self.state_dict[name] = loaded
+
+
+class _Records(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        """Torch's records and dtypes; anything else is refused before it is imported."""
+        if name in _RECORDS.get(module, ()):
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise CheckpointError(
+            f"asks for {module}.{name}, which no table of contents needs and which could run code: it was refused "
+            "and nothing was run. Load a checkpoint of your own."
+        )
+
+
+@contextmanager
+def _alone_or_not() -> Iterator[None]:
+    """One process is a number of ranks like any other; torch warns of it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield
+
+
+def _first_does(call: Callable[[], _Result]) -> _Result:
+    """The result on rank 0, given to all ranks; if it fails there, all fail."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return call()
+    outcome: list[Any] = [None, None]
+    failure: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = call()
+        except Exception as error:
+            failure, outcome[1] = error, f"{type(error).__name__}: {error}"
+    dist.broadcast_object_list(outcome, src=0)
+    if failure is not None:
+        raise failure
+    if outcome[1] is not None:
+        raise CheckpointError(f"Rank 0 could not write the checkpoint: {outcome[1]}")
+    return outcome[0]
+
+
+def _plain(error: CheckpointException, what: str) -> CheckpointError:
+    """One line of what torch reports as tracebacks of all ranks."""
+    rank, (cause, _) = next(iter(error.failures.items()))
+    reason = str(cause) if isinstance(cause, CheckpointError) else f"{type(cause).__name__}: {cause}"
+    return CheckpointError(f"{what} (rank {rank}): {reason}")
+
+
+def _set(state: Any, path: tuple[Any, ...], value: Any) -> None:
+    for step in path[:-1]:
+        state = state[step]
+    state[path[-1]] = value
+
+
+def _put(nested: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
+    for step in path[:-1]:
+        nested = nested.setdefault(step, {})
+    nested[path[-1]] = value
+
+
+def _as_lists(nested: Any) -> Any:
+    """Lists where keys count up from 0; torch notes them as paths with numbers."""
+    if not isinstance(nested, dict):
+        return nested
+    values = {key: _as_lists(value) for key, value in nested.items()}
+    if values and all(type(key) is int for key in values) and sorted(values) == list(range(len(values))):
+        return [values[number] for number in range(len(values))]
+    return values

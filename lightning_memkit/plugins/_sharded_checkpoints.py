@@ -1,0 +1,80 @@
+"""What `FSDP2Strategy` saves and loads: a folder to which every rank adds its share, or one file of all of it."""
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.strategies.model_parallel import (
+    _load_raw_module_state,
+    _rekey_optimizer_state_if_needed,
+)
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import Optimizer
+
+from lightning_memkit.checkpoints import sharded
+from lightning_memkit.checkpoints.errors import CheckpointError
+from lightning_memkit.errors import NoEffectWarning
+from lightning_memkit.plugins.checkpoint_io import StreamingCheckpointIO
+
+_OPTIMIZER = "optimizer_"  # as Lightning names an optimizer's share, with its number
+
+
+def save(checkpoint: dict[str, Any], path: Path, checkpoint_io: Any) -> None:
+    """Write a checkpoint as a folder, on all ranks; what Lightning's ModelParallelStrategy resumes, too."""
+    if isinstance(checkpoint_io, StreamingCheckpointIO) and checkpoint_io.asynchronous:
+        warnings.warn(
+            "asynchronous=True has no effect on sharded checkpoints, which the ranks write together; set "
+            "save_distributed_checkpoint=False for one file that a thread writes.",
+            NoEffectWarning,
+            stacklevel=2,
+        )
+    shares = {"state_dict": checkpoint.pop("state_dict")}
+    states = checkpoint.pop("optimizer_states", [])
+    shares |= {f"{_OPTIMIZER}{number}": state for number, state in enumerate(states)}
+    sharded.save_sharded(shares, checkpoint, path)
+
+
+def load_folder(
+    path: Path, module: nn.Module, optimizers: Sequence[Optimizer], weights_only: bool | None, strict: bool
+) -> dict[str, Any]:
+    """Load a folder into what the ranks hold now, however many have written it; gives what was not shared out."""
+    weights = {"state_dict": get_model_state_dict(module)}
+    sharded.load_sharded(weights, path)
+    module.load_state_dict(weights["state_dict"], strict=strict)
+    for number, optimizer in enumerate(optimizers):  # one at a time: their states are copies on the CPU
+        name = f"{_OPTIMIZER}{number}"
+        state = {name: get_optimizer_state_dict(module, optimizer)}
+        sharded.load_sharded(state, path)
+        options = StateDictOptions(cpu_offload=True)
+        set_optimizer_state_dict(module, optimizer, optim_state_dict=state[name], options=options)
+    if weights_only is False:  # whoever says so trusts the file
+        return torch.load(path / sharded.REST, map_location="cpu", weights_only=False)
+    return sharded.load_rest(path)
+
+
+def load_file(
+    checkpoint: dict[str, Any], module: nn.Module, optimizers: Sequence[Optimizer], strict: bool
+) -> dict[str, Any]:
+    """Give each rank its share of a loaded whole checkpoint; gives what was not shared out."""
+    _load_raw_module_state(checkpoint.pop("state_dict"), module, strict=strict)
+    states = checkpoint.get("optimizer_states", [])
+    if len(states) < len(optimizers):
+        raise CheckpointError(
+            f"The checkpoint has the states of {len(states)} optimizer(s) and the module has {len(optimizers)}; it "
+            "was saved with save_weights_only=True, or by another module. Load its weights alone with "
+            "load_from_checkpoint."
+        )
+    options = StateDictOptions(broadcast_from_rank0=True, full_state_dict=True, strict=strict)
+    for optimizer, state in zip(optimizers, states, strict=False):
+        if state["state"]:
+            state = _rekey_optimizer_state_if_needed(state, module)
+        set_optimizer_state_dict(module, optimizer, optim_state_dict=state, options=options)
+    return checkpoint
