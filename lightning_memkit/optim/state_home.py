@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lightning_memkit.optim.modes import LOW_STATES
 from lightning_memkit.optim.pieces import Slot
 
 _BYTES_BEFORE_THE_FIRST_STEP = 8  # a value: two float32 moments, as most optimizers keep
@@ -253,6 +254,8 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 
 
 def _bytes_of(optimizer: Optimizer, parameter: Parameter) -> int:
-    if parameter not in optimizer.state:
-        return _BYTES_BEFORE_THE_FIRST_STEP * parameter.numel()
-    return sum(tensor.nbytes for tensor in tensors_of(optimizer.state[parameter]))
+    state = optimizer.state.get(parameter, {})
+    held = sum(tensor.nbytes for tensor in tensors_of(state))
+    if all(name in LOW_STATES for name in state):  # compensation comes before the optimizer's own
+        held += _BYTES_BEFORE_THE_FIRST_STEP * parameter.numel()
+    return held

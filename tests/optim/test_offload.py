@@ -14,9 +14,11 @@ from torch import nn
 from torch.nn import Parameter
 
 from lightning_memkit.errors import NoEffectWarning
+from lightning_memkit.optim import state_home
 from lightning_memkit.optim.compensation import compensate
 from lightning_memkit.optim.gradient_release import release_gradients
 from lightning_memkit.optim.offload import offload_of, offload_states
+from lightning_memkit.optim.split import LOW_HALF
 from lightning_memkit.optim.state_home import tensors_of
 from lightning_memkit.testing import fake_device
 from tests.optim.helpers import OPTIMIZERS, all_tensors, assert_same_bits, shapes_for, two_groups
@@ -492,3 +494,13 @@ def test_what_can_not_be_offloaded_is_refused():
         whole_model = torch.optim.SGD([{"params": shown, **options}])
         with pytest.raises(ValueError, match="can't see"):
             offload_states(whole_model)
+
+
+def test_buckets_of_the_first_compensated_step_count_on_the_states_to_come():
+    parameter = torch.nn.Parameter(torch.zeros(1000))
+    optimizer = torch.optim.AdamW([parameter])
+    assert state_home._bytes_of(optimizer, parameter) == 8000
+    optimizer.state[parameter] = {LOW_HALF: torch.zeros(1000, dtype=torch.int16)}
+    assert state_home._bytes_of(optimizer, parameter) == 10_000
+    optimizer.state[parameter]["exp_avg"] = torch.zeros(1000, dtype=torch.bfloat16)
+    assert state_home._bytes_of(optimizer, parameter) == 4000
