@@ -1,5 +1,6 @@
 """Give parameters without memory their memory and the values of their modules' own initialisation."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,7 +25,8 @@ def materialize(module: nn.Module, device: torch.device | str) -> None:
 
     Values are those of the initialisers in the order of the modules, `reset_parameters` (or `_reset_parameters`), and
     in transformers' models their `initialize_weights`. They are not those of a plain construction for the same seed,
-    where constructors draw in another order or more often: construct in `build_on` where that counts.
+    where constructors draw in another order or more often: construct in `build_on` where that counts. A tied
+    parameter gets those of the first module that has it.
 
     Args:
         module: sharded (`fully_shard`) or not.
@@ -45,7 +47,7 @@ def materialize(module: nn.Module, device: torch.device | str) -> None:
         shards = _Shards(module, set(fresh))
         with _one_random_state(tensors, torch.device(device)), torch.device(device):
             with shards:
-                _initialise(module, set(fresh))
+                _initialise(module, shards)
             shards.settle()
         for buffer, values in kept:
             buffer.copy_(values)
@@ -94,11 +96,19 @@ class _Shards(Lending):
 
     def __init__(self, module: nn.Module, fresh: set[int]) -> None:
         super().__init__()
-        self._fresh = fresh
+        self.fresh = fresh
+        owners = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
+        self._tied = {key for key, count in owners.items() if count > 1}
         for parameter in module.parameters():
             plain = parameter.dtype == torch.float32 and not isinstance(parameter, DTensor)
-            if parameter.is_floating_point() and not (plain and id(parameter) in fresh):
+            if parameter.is_floating_point() and not (plain and id(parameter) in fresh - self._tied):
                 self._lent[parameter] = True
+
+    def keep_tied(self, owner: nn.Module) -> None:
+        """Let the values that a tied parameter got from its first owner's initialiser stand."""
+        with torch._C.DisableTorchFunction():
+            self.settle()
+        self.fresh -= self._tied & {id(parameter) for parameter in owner.parameters(recurse=False)}
 
     def whole(self, parameter: nn.Parameter) -> Tensor:
         """All of a parameter, gathered from the ranks where it is sharded."""
@@ -108,7 +118,7 @@ class _Shards(Lending):
 
     def put(self, parameter: nn.Parameter, copy: Tensor) -> None:
         """Keep this rank's part of a parameter that had no values."""
-        if id(parameter) in self._fresh:
+        if id(parameter) in self.fresh:
             box = tuple(slice(*ends) for ends in local_box(parameter))
             local_part(parameter).copy_(copy[box])
 
@@ -118,7 +128,8 @@ class _Shards(Lending):
         self.put(args[0], args[1])
 
 
-def _initialise(part: nn.Module, fresh: set[int]) -> None:
+def _initialise(part: nn.Module, shards: _Shards) -> None:
+    fresh = shards.fresh
     if not any(id(tensor) in fresh for tensor in _tensors(part)):
         return
     if callable(getattr(part, "initialize_weights", None)) and hasattr(part, "_init_weights"):
@@ -127,7 +138,7 @@ def _initialise(part: nn.Module, fresh: set[int]) -> None:
         part.initialize_weights()  # pyright: ignore[reportCallIssue]
         return
     for child in part.children():
-        _initialise(child, fresh)
+        _initialise(child, shards)
     own = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
     everything = all(id(tensor) in fresh for tensor in part.parameters())
     if any(id(tensor) in fresh for tensor in own) or everything:
@@ -136,6 +147,7 @@ def _initialise(part: nn.Module, fresh: set[int]) -> None:
         )
         if run is not None:
             run()
+            shards.keep_tied(part)
 
 
 @contextmanager

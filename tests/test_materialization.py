@@ -114,6 +114,17 @@ def test_values_are_those_of_plain_initialisation_where_the_draws_come_in_the_sa
         assert torch.equal(ours.state_dict()[key], value), key
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_a_tied_parameter_is_initialised_by_its_first_owner(dtype):
+    with build_empty("cpu", dtype):
+        ours = nn.Sequential(nn.Embedding(50, 64), nn.Linear(64, 50))
+        ours[1].weight = ours[0].weight
+    materialize(ours, "cpu")
+    assert ours[1].weight is ours[0].weight
+    assert float(ours[0].weight.detach().float().std()) == pytest.approx(1, rel=0.1)
+    assert float(ours[1].bias.detach().abs().max()) <= 64**-0.5
+
+
 def test_what_has_values_keeps_them():
     with build_empty("cpu", BF16):
         ours = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))

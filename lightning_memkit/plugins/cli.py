@@ -123,6 +123,13 @@ class MemkitCLI(LightningCLI):
         add_random_state(trainer)
         return trainer
 
+    def _parse_ckpt_path(self) -> None:
+        with readable_by_torch(self.config):
+            super()._parse_ckpt_path()
+        # Parsing made a new config, from the stand-in's path.
+        if self.config.get("subcommand"):
+            self.config[self.config.subcommand]["ckpt_path"] = path
+
     def _add_instantiators(self) -> None:
         super()._add_instantiators()
         trainer = self._get(self.config, "trainer", default=Namespace())
@@ -277,6 +284,7 @@ def _configure_late(
 def _import_plugins() -> None:
     """Import every public plugin: the parser knows classes by their bare names once they are imported."""
     import lightning_memkit
+    import lightning_memkit.plugins.initial_weights
 
     for name in lightning_memkit.__all__:
         getattr(lightning_memkit, name)

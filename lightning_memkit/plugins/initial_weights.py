@@ -1,0 +1,71 @@
+"""The Lightning adapter of `load_weights`: training starts from weights in files."""
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+
+from lightning_memkit.materialization import materialize
+from lightning_memkit.plugins.fsdp2 import FSDP2Strategy
+from lightning_memkit.replacing import replace_method
+from lightning_memkit.weights import load_weights
+
+
+class InitialWeights(Callback):
+    """Starts a module from weights in files, under any strategy; beside the model at most one mapped tensor is read.
+
+    The LightningModule needs no code for it. Weights are streamed in once, straight to each parameter's device and
+    dtype: when the run is set up, or right after `configure_model`. Under `FSDP2Strategy` each rank reads its shard,
+    and what `configure_model` builds has no memory before that. A checkpoint that is resumed counts instead.
+
+    Args:
+        source: a `.safetensors` file, an index or a folder of them, a torch or Lightning checkpoint, or a folder of
+            torch.distributed.checkpoint.
+        rename: beginnings of the names in the source, and what stands for them in the LightningModule:
+            `{"": "model."}` where it keeps the model as `self.model`; null skips such names.
+        strict: refuse names that only one of the two has; false leaves them as they are initialised.
+
+    Raises:
+        WeightsError: at setup, where the files are not whole or don't fit; nothing was loaded then.
+    """
+
+    def __init__(
+        self, source: str, rename: Mapping[str, str | None] | None = None, strict: bool = True
+    ) -> None:
+        self.source = source
+        self.rename = dict(rename or {})
+        self.strict = strict
+        self._loaded: weakref.ref[nn.Module] | None = None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(source={self.source!r}, rename={self.rename!r}, strict={self.strict})"
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Load into a module that exists; see to it that a later one is loaded where it is built or sharded."""
+        if self._loaded is not None and self._loaded() is pl_module:
+            return  # a test after training tests what was trained
+        strategy = trainer.strategy
+        if isinstance(strategy, FSDP2Strategy):
+            strategy.initial_weights = self.load
+        elif is_overridden("configure_model", pl_module):
+            self._load_after_configure_model(pl_module, strategy.root_device)
+        else:
+            self.load(pl_module, strategy.root_device)
+
+    def load(self, module: nn.Module, device: torch.device) -> None:
+        """Load the weights; the device is for parameters that have no memory yet."""
+        load_weights(module, self.source, strict=self.strict, rename=self.rename, device=device)
+        materialize(module, device)
+        self._loaded = weakref.ref(module)
+
+    def _load_after_configure_model(self, module: LightningModule, device: torch.device) -> None:
+        def configure_model(own: Any, plain: Any) -> None:
+            undo()
+            plain()
+            self.load(own, device)
+
+        undo = replace_method(module, "configure_model", configure_model)

@@ -1,0 +1,145 @@
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+"""Training starts from weights in files, under any strategy, with no code in the module."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from safetensors.torch import save_file
+
+from lightning_memkit import MemkitCLI, OnDeviceStrategy
+from lightning_memkit.errors import WeightsError
+from lightning_memkit.plugins.initial_weights import InitialWeights
+from tests.plugins.noise import NOISE
+from tests.plugins.several_ranks import LENGTH, Language, Loader
+from tests.plugins.two_ranks_initial_weights import Early, Late, fit
+
+pytestmark = NOISE
+POSITIONS = torch.linspace(-1, 1, LENGTH)[:, None]
+
+
+def values() -> dict[str, torch.Tensor]:
+    torch.manual_seed(11)
+    return {name: torch.randn_like(v) for name, v in Language().state_dict().items() if name != "head.weight"}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("weights") / "w.safetensors"
+    save_file(values(), path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def ranks(source: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    path = tmp_path_factory.mktemp("ranks") / "found.pt"
+    run = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        *run,
+        "-m",
+        "tests.plugins.two_ranks_initial_weights",
+        str(path),
+        source,
+    ]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return torch.load(path)
+
+
+def check(begun: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> None:
+    for name, value in values().items():
+        assert torch.equal(begun[name], value.to(dtype)), name
+    assert torch.equal(begun["head.weight"], begun["embedding.weight"])
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        ("FSDP2, early", torch.float32),
+        ("FSDP2, late", torch.bfloat16),
+        ("FSDP2, late, Kahan", torch.bfloat16),
+        ("FSDP2, late, offloaded", torch.float32),
+        ("DDP, early", torch.float32),
+        ("DDP, late", torch.float32),
+    ],
+)
+def test_ranks_start_from_the_weights(case, dtype, ranks):
+    check(ranks[case]["begun"], dtype)
+    if case != "FSDP2, late":  # Lightning's bf16-true casts tables
+        assert torch.equal(ranks[case]["positions"], POSITIONS)
+    assert ranks[case]["was_empty"] == case.startswith("FSDP2, late")
+
+
+def test_the_split_form_keeps_what_a_cast_drops(ranks):
+    for name, value in values().items():  # its high half is cut off, not rounded
+        high = ranks["FSDP2, early, split"]["begun"][name].float()
+        assert float((high - value).abs().max()) <= 2**-7 * float(value.abs().max()), name
+
+
+def test_without_files_initialisers_fill_the_shards(ranks):
+    assert all(torch.isfinite(value).all() for value in ranks["own"].values())
+    assert torch.equal(ranks["own"]["scale"], torch.ones(32))
+    assert torch.equal(ranks["own"]["layers.0.norm.weight"], torch.ones(32))
+    assert float(ranks["own"]["embedding.weight"].std()) == pytest.approx(1, rel=0.1)
+
+
+@pytest.mark.parametrize("strategy", ["auto", OnDeviceStrategy])
+@pytest.mark.parametrize("kind", [Early, Late])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "kahan"])
+def test_one_device_starts_from_the_weights(kind, strategy, precision, source):
+    module = fit(kind(), strategy if strategy == "auto" else strategy(), source, precision)
+    check(module.begun, torch.float32 if precision == "32-true" else torch.bfloat16)
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")
+def test_a_test_after_training_tests_what_was_trained_and_a_resumed_checkpoint_counts(source, tmp_path):
+    class Tested(Late):
+        def test_step(self, batch, batch_idx):
+            self.tested = self.scale.detach().clone()
+
+    options = {
+        "accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
+        "enable_model_summary": False, "default_root_dir": tmp_path,
+    }  # fmt: skip
+    module, callback = Tested(), InitialWeights(source)
+    trainer = Trainer(**options, max_steps=2, callbacks=[callback])
+    trainer.fit(module, Loader(0, 1))
+    trained = module.scale.detach().clone()
+    trainer.test(module, Loader(0, 1), verbose=False)
+    assert torch.equal(module.tested, trained)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    again = Tested()
+    resumed = Trainer(**options, max_steps=3, callbacks=[InitialWeights(source)])
+    resumed.fit(again, Loader(0, 1), ckpt_path=tmp_path / "last.ckpt")
+    assert torch.equal(again.begun["scale"], trained)
+
+
+def test_files_that_do_not_fit_are_refused_at_setup(tmp_path):
+    save_file({"scale": torch.ones(3)}, tmp_path / "w.safetensors")
+    with pytest.raises(WeightsError, match=r"scale: stored \(3,\), in the module \(32,\)"):
+        fit(Early(), "auto", str(tmp_path / "w.safetensors"))
+
+
+def test_a_config_names_the_weights(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    callback = f"{{class_path: InitialWeights, init_args: {{source: {source}, rename: {{old.: null}}}}}}"
+    cli = MemkitCLI(
+        Early,
+        args=[
+            "--seed_everything=0",
+            "--trainer.accelerator=cpu",
+            "--trainer.logger=false",
+            f"--trainer.callbacks=[{callback}]",
+        ],
+        run=False,
+        save_config_callback=None,
+    )
+    (found,) = [one for one in cli.trainer.callbacks if isinstance(one, InitialWeights)]
+    assert repr(found) == f"InitialWeights(source={source!r}, rename={{'old.': None}}, strict=True)"

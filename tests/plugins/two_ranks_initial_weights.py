@@ -1,0 +1,97 @@
+"""Run by torchrun in test_initial_weights.py: modules start from weights in files, on two ranks."""
+
+import os
+import sys
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from torch.distributed.tensor import DTensor
+
+from lightning_memkit import FSDP2Strategy, PureBF16Precision
+from lightning_memkit.initialization import build_empty
+from lightning_memkit.plugins.initial_weights import InitialWeights
+from tests.plugins.ranks import leave
+from tests.plugins.several_ranks import Language, Loader
+
+
+class Early(Language):
+    """Built in its constructor; notes its weights when training begins."""
+
+    def on_fit_start(self) -> None:
+        self.begun = {
+            name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+            for name, value in self.state_dict().items()
+        }
+        self.first = self.get_buffer("positions").clone()
+
+
+class Late(Early):
+    """Built in `configure_model`."""
+
+    def __init__(self) -> None:
+        super(Language, self).__init__()
+        self.was_empty = False
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "layers"):
+            built = Language()
+            self.embedding, self.layers, self.head, self.scale = (
+                built.embedding, built.layers, built.head, built.scale
+            )  # fmt: skip
+            self.register_buffer("positions", built.get_buffer("positions"), persistent=False)
+            self.was_empty = all(parameter.is_meta for parameter in self.parameters())
+
+
+class Empty(Late):
+    """Without weights from files: its modules' own initialisers fill the shards."""
+
+    def configure_model(self) -> None:
+        with build_empty("cpu"):
+            super().configure_model()
+
+    def reset_parameters(self) -> None:
+        self.scale.detach().fill_(1)
+
+
+def fit(module: Any, strategy: Any, source: str, precision: str = "32-true") -> Any:
+    given: dict[str, Any] = {"precision": precision}
+    if precision in ("kahan", "split"):
+        given = {"plugins": [PureBF16Precision(compensation=precision)]}  # pyright: ignore[reportArgumentType]
+    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    trainer = Trainer(
+        **given, strategy=strategy, max_steps=1, accelerator="cpu", devices=ranks,
+        callbacks=[InitialWeights(source)] if source else [], logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+    )  # fmt: skip
+    trainer.fit(module, Loader(rank, ranks))
+    return module
+
+
+def main(path: str, source: str) -> None:
+    found: dict[str, Any] = {}
+    cases = {
+        "FSDP2, early": (Early, FSDP2Strategy(), "32-true"),
+        "FSDP2, late": (Late, FSDP2Strategy(), "bf16-true"),
+        "FSDP2, late, Kahan": (Late, FSDP2Strategy(), "kahan"),
+        "FSDP2, early, split": (Early, FSDP2Strategy(), "split"),
+        "FSDP2, late, offloaded": (Late, FSDP2Strategy(cpu_offload=True), "32-true"),
+        "DDP, early": (Early, "ddp", "32-true"),
+        "DDP, late": (Late, "ddp", "32-true"),
+    }
+    for name, (kind, strategy, precision) in cases.items():
+        torch.manual_seed(0)
+        module = fit(kind(), strategy, source, precision)
+        found[name] = {
+            "begun": module.begun, "positions": module.first, "was_empty": getattr(module, "was_empty", False)
+        }  # fmt: skip
+    torch.manual_seed(5)
+    found["own"] = fit(Empty(), FSDP2Strategy(), "").begun
+    if int(os.environ["RANK"]) == 0:
+        torch.save(found, path)
+    leave()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(*sys.argv[1:])
