@@ -28,6 +28,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_memkit.initialization import build_on
+from lightning_memkit.plugins._config_checkpoint import readable_by_torch
 from lightning_memkit.plugins._eight_bit import adapt_bitsandbytes_in
 from lightning_memkit.plugins._optimizer_names import classes_named_in
 from lightning_memkit.plugins.config_errors import explain, refused_by_a_class
@@ -124,10 +125,9 @@ class MemkitCLI(LightningCLI):
         return trainer
 
     def _parse_ckpt_path(self) -> None:
-        with readable_by_torch(self.config):
+        with readable_by_torch(self.config) as path:
             super()._parse_ckpt_path()
-        # Parsing made a new config, from the stand-in's path.
-        if self.config.get("subcommand"):
+        if path is not None:  # the config is another one now
             self.config[self.config.subcommand]["ckpt_path"] = path
 
     def _add_instantiators(self) -> None:
