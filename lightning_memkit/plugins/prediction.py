@@ -4,11 +4,10 @@ import copy
 import inspect
 import logging
 import os
-import re
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,17 +22,13 @@ from lightning.pytorch.callbacks import (
     ThroughputMonitor,
     Timer,
 )
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedOperatorException,
-)
 from torch.optim import Optimizer
 
 from lightning_memkit.data.sampling_order import GlobalNumbers
 from lightning_memkit.errors import PredictionError
 from lightning_memkit.memory.meter import unmetered
 from lightning_memkit.plugins._predicted_ranks import many_ranks
+from lightning_memkit.plugins._prediction_errors import check_batch, explained
 from lightning_memkit.plugins._sharded_prediction import ddp_in_buckets
 from lightning_memkit.plugins._tensors import tensors_of
 from lightning_memkit.plugins.loader_tuner import LoaderTuner
@@ -45,7 +40,6 @@ from lightning_memkit.prediction.ranks import RankSimulation
 from lightning_memkit.prediction.result import Prediction
 from lightning_memkit.prediction.simulation import Simulation
 
-_NO_FAKE_KERNEL = re.compile(r"no fake impl registered for .*?\(?([\w.]+::[\w.]+)")
 _NO_AUTOGRAD_IN_FORKS = "autograd's threading in combination with fork"
 _STEPS = 2  # the first makes the optimizer's states, the second has them from its beginning
 _WATCHERS = (
@@ -108,13 +102,14 @@ def predict_memory(
         timeout_s: seconds after which the prediction is given up; in a fork only.
 
     Raises:
-        PredictionError: the step needs a value that only training knows (it names the line), or an operator whose
-            results' shapes torch can't tell, or no optimizer step was taken.
+        PredictionError: the step needs a value that only training knows, or what only the Trainer that trains has (it
+            names the line), or an operator whose results' shapes torch can't tell, or no optimizer step was taken.
         TypeError: `module` is none of these.
-        ValueError: `trainer` has an argument that can't be predicted, the number of ranks doesn't follow from it, or
-            the device is unknown.
+        ValueError: the batch holds tensors that are not dense, `trainer` has an argument that can't be predicted, the
+            number of ranks doesn't follow from it, or the device is unknown.
     """
     options, ranks = _checked(dict(trainer or {}))
+    check_batch(batch)
     target = None if device == "cpu" else device_named(device)
 
     def simulation() -> Simulation:
@@ -244,7 +239,7 @@ def _fit(
     if isinstance(source, LightningModule):
         simulation.take(source)
     in_ranks = ddp_in_buckets(simulation) if isinstance(simulation, RankSimulation) else nullcontext()
-    with tempfile.TemporaryDirectory(prefix="memkit-") as folder, simulation, in_ranks, _explained():
+    with tempfile.TemporaryDirectory(prefix="memkit-") as folder, simulation, in_ranks, explained():
         module = source if isinstance(source, LightningModule) else source()
         if not isinstance(module, LightningModule):
             raise TypeError(
@@ -265,7 +260,7 @@ def _fit(
 def _steps(step: Callable[[Any], Any], batch: Any, simulation: Simulation) -> Prediction:
     """A training step that is a function; changes what it works on for good."""
     warnings.simplefilter("ignore")
-    with simulation, _explained():
+    with simulation, explained():
         for given in _Batches(batch, _STEPS):
             simulation.begin_step(tensors_of(given))
             step(given)
@@ -315,24 +310,3 @@ class _Phases(Callback):
         for optimizer in trainer.optimizers:
             self._simulation.mark_states(optimizer)
         self._simulation.end_step()
-
-
-@contextmanager
-def _explained() -> Iterator[None]:
-    """What torch says of values and shapes that fake tensors don't have, in words that help."""
-    try:
-        yield
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise PredictionError(
-            f"The step asks {error.func} for what only values tell. Compute it from the batch's integers, or leave it "
-            "out of the step that is predicted."
-        ) from error
-    except (UnsupportedOperatorException, RuntimeError) as error:
-        found = _NO_FAKE_KERNEL.search(str(error))
-        name = error.func if isinstance(error, UnsupportedOperatorException) else found and found[1]
-        if name is None:
-            raise
-        raise PredictionError(
-            f"torch can't tell the shape of what {name} gives: it has no fake kernel. Register one with "
-            "torch.library.register_fake, or predict a module that does without."
-        ) from error

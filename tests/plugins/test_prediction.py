@@ -428,3 +428,43 @@ def test_a_process_that_has_used_an_accelerator_predicts_on_a_copy(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+class Scaled(Language):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) * self.trainer.datamodule.scale  # pyright: ignore
+
+
+class Logging(Language):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.logger.log_metrics({"step": batch_idx})  # pyright: ignore
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(("module", "line"), [(Scaled, "datamodule.scale"), (Logging, "logger.log_metrics")])
+def test_a_step_that_needs_the_trainer_that_trains_is_told_so(module, line):
+    with pytest.raises(PredictionError, match=f"only the Trainer that trains has.*{line}"):
+        predict_memory(module(), batch())
+
+
+def test_other_errors_of_a_step_are_the_users():
+    class Wrong(Language):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            nothing: Any = None
+            return nothing.loss
+
+    with pytest.raises(AttributeError, match="loss"):
+        predict_memory(Wrong(), batch())
+
+
+@pytest.mark.parametrize(
+    ("build", "kind"),
+    [
+        (lambda ids: ids.to_sparse(), "sparse_coo"),
+        (lambda ids: torch.nested.nested_tensor(list(ids)), "nested"),
+    ],
+)
+def test_a_batch_that_has_no_twin_is_refused(build, kind):
+    given = {**batch(), "ids": build(batch()["ids"])}
+    with pytest.raises(ValueError, match=f"a tensor that is .*{kind}, and predictions run on dense ones"):
+        predict_memory(Language(), given)
