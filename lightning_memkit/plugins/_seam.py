@@ -169,7 +169,8 @@ def keep_samplers(trainer: Trainer) -> None:
 
 def epoch_of(trainer: Trainer) -> int:
     """How many epochs of a fit are over, those of the run that is resumed included."""
-    return trainer.fit_loop.epoch_progress.current.processed
+    current: Any = trainer.fit_loop.epoch_progress.current
+    return current.processed
 
 
 def keep_batches_on_host(trainer: Trainer) -> tuple[Callable[[Any], Any], Undo]:
