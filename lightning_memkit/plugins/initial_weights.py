@@ -16,7 +16,7 @@ from lightning_memkit.weights import load_weights
 
 
 class InitialWeights(Callback):
-    """Starts a module from weights in files, under any strategy; beside the model at most one mapped tensor is read.
+    """Starts a module from weights in files, under any strategy; beside the model 16 MiB at a time are read.
 
     The LightningModule needs no code for it. Weights are streamed in once, straight to each parameter's device and
     dtype: when the run is set up, or right after `configure_model`. Under `FSDP2Strategy` each rank reads its shard,

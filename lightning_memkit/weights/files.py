@@ -49,13 +49,15 @@ class SafetensorsFile:
                 self.entries[name] = Entry(tuple(header.get_shape()), _DTYPES[kind])
 
     def copy_into(self, name: str, box: Box, target: Tensor) -> None:
-        """Write a box of a tensor; the file is mapped anew, since pages that were read stay in memory until then."""
+        """Write a box of a tensor."""
+        copy_in_pieces(lambda part: self._read(name, part), box, target)
+
+    def _read(self, name: str, part: Box) -> Tensor:
+        # Mapped anew for each piece: pages that were read stay in this process's memory until the map is gone.
         with self._open() as file:
-            if not box:
-                target.copy_(file.get_tensor(name))
-                return
-            stored = file.get_slice(name)
-            copy_in_pieces(lambda part: stored[tuple(slice(*ends) for ends in part)], box, target)
+            return (
+                file.get_slice(name)[tuple(slice(*ends) for ends in part)] if part else file.get_tensor(name)
+            )
 
     def _open(self) -> Any:
         try:

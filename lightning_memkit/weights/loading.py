@@ -44,7 +44,7 @@ def load_weights(
     rename: Renames | None = None,
     device: torch.device | str | None = None,
 ) -> LoadedWeights:
-    """Stream weights from files into a module in place; beside it at most 16 MiB and one mapped tensor are in memory.
+    """Stream weights from files into a module in place; beside it 16 MiB at a time are in memory, or one row.
 
     Each tensor goes straight to its parameter's device and dtype, with the values of `tensor.to(dtype)`; of a DTensor
     each rank reads its shard. Headers, names and shapes of everything are checked before the first value is written.
@@ -67,8 +67,9 @@ def load_weights(
             tensor can't be held by the parameter's dtype; meta parameters and no device. The module is as it was.
         MissingPackageError: safetensors is not installed.
 
-    Limits: of a tie whose names are all in the source, the first one's values count. The pages that a file of
-    `torch.save` is mapped to stay in the system's cache until the end.
+    Limits: of a tie whose names are all in the source, the first one's values count. A file of `torch.save` is mapped
+    as a whole, and stays so until the end, in pages that the system takes back when it needs them; of a folder of
+    torch.distributed.checkpoint one stored piece is read at a time, the share of one rank of one tensor.
     """
     opened = open_source(Path(source))
     with (
