@@ -12,7 +12,7 @@ COMMANDS = {
     "test": "One evaluation epoch over the test set.",
     "predict": "Predictions for the data of a config.",
     "plan": "The fastest configuration of a config that fits a budget, before anything is allocated.",
-    "consolidate": "A bfloat16 checkpoint as a float32 one, which plain training loads.",
+    "consolidate": "A sharded, streamed or bfloat16 checkpoint as one file that plain Lightning loads.",
     "doctor": "What this machine offers, and what memkit will therefore use.",
 }
 INTERRUPTED = 130
@@ -127,23 +127,47 @@ def _short(error: Exception) -> str:
 def _consolidate(words: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="memkit consolidate",
-        description="Turn a checkpoint of PureBF16Precision into one that float32 training loads: weights are the "
-        "float32 values that were trained (exact for split, about 16 bits for kahan), optimizer states are float32. "
-        "Loops, schedulers, callbacks and hyperparameters are kept. The file is read with weights_only=True.",
+        description="Turn a checkpoint, a file or the folder that several ranks wrote, into one file that plain "
+        "Lightning loads. Of PureBF16Precision's, weights are the float32 values that were trained (exact for split, "
+        "about 16 bits for kahan) and optimizer states float32. Loops, schedulers, callbacks and hyperparameters are "
+        "kept. What is read is read with weights_only=True.",
     )
     parser.add_argument(
-        "source", metavar="IN.ckpt", help="what Trainer.save_checkpoint or ModelCheckpoint wrote"
+        "source",
+        metavar="IN.ckpt",
+        help="what Trainer.save_checkpoint or ModelCheckpoint wrote: a file or a folder",
+    )
+    parser.add_argument("target", nargs="?", metavar="OUT.ckpt", help="the same as --output")
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        help="the file to write; it appears whole or not at all. *.safetensors: the weights alone, in that format",
     )
     parser.add_argument(
-        "target", metavar="OUT.ckpt", help="the file to write; it appears whole or not at all"
+        "--weights-only",
+        action="store_true",
+        help="leave out optimizer states, loops, schedulers and callbacks",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace OUT.ckpt if it exists")
+    parser.add_argument(
+        "--keep-dtypes",
+        action="store_true",
+        help="bfloat16 stays bfloat16, to be resumed by PureBF16Precision",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
     options = parser.parse_args(words)
+    if (options.target is None) == (options.output is None):
+        parser.error("name the file to write, once: OUT.ckpt or --output FILE")
 
-    from lightning_memkit.optim.consolidate import consolidate_file
+    from lightning_memkit.optim.consolidated_files import consolidate_file
 
     try:
-        target = consolidate_file(options.source, options.target, overwrite=options.overwrite)
+        target = consolidate_file(
+            options.source,
+            options.target or options.output,
+            overwrite=options.overwrite,
+            weights_only=options.weights_only,
+            keep_dtypes=options.keep_dtypes,
+        )
     except (OSError, ValueError) as error:
         if os.environ.get("MEMKIT_DEBUG"):
             traceback.print_exc()

@@ -26,11 +26,17 @@ def read_torch_file(path: Path, map_location: Any = "cpu") -> Any:
 def _reason(path: Path, error: Exception) -> str:
     # torch wraps whatever goes wrong in an UnpicklingError; only some of them mean that the file asks for code.
     lines = [line.strip() for line in str(error).splitlines()]
-    asks = next((line for line in lines if "nsupported" in line or "not an allowed" in line), None)
+    # "Unsupported operand" is what a text file is to it, too.
+    words = (
+        ("nsupported", "not an allowed")
+        if zipfile.is_zipfile(path)
+        else ("nsupported global", "not an allowed")
+    )
+    asks = next((line for line in lines if any(word in line for word in words)), None)
     if isinstance(error, pickle.UnpicklingError) and asks is not None:
         return (
             f"{path} can't be read with weights_only=True: {asks} It holds more than tensors and primitives; nothing "
-            "of it was run. If you trust the file, load it with torch.load(..., weights_only=False), drop what is not "
+            "of it was run. If you trust the file, load it with torch.load(..., weights_only=False), drop what is no "
             "data, and save it again."
         )
     return (

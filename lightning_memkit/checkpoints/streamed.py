@@ -5,7 +5,7 @@ bytes) is written here piece by piece instead, into any file object. Reading is 
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, Protocol
@@ -56,15 +56,20 @@ def write(document: Document, file: Writable) -> None:
         if tensor.dtype not in _DTYPES
     }
     content = json.dumps({"state": document.structure, "as_bytes": foreign}, separators=(",", ":"))
+    # Aliases as safetensors' own `save_model` says which names of tied weights it has left out.
     structure = torch.frombuffer(bytearray(content.encode()), dtype=torch.uint8)
+    write_tensors({**document.tensors, STRUCTURE: structure}, {**document.aliases, _FORMAT: _VERSION}, file)
+
+
+def write_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], file: Writable) -> None:
+    """Write tensors as a safetensors file, one after the other; tied ones have to be in there once."""
     # Large elements first: every tensor is then aligned to its elements in the map.
-    ordered = sorted(document.tensors.items(), key=lambda item: -_element_bytes(item[1]))
-    header = _header([*ordered, (STRUCTURE, structure)], document.aliases)
+    ordered = sorted(tensors.items(), key=lambda item: -_element_bytes(item[1]))
+    header = _header(ordered, metadata)
     file.write(len(header).to_bytes(8, "little"))
     file.write(header)
     for piece in chain.from_iterable(_pieces(tensor) for _, tensor in ordered):
         _write_all(file, piece)
-    _write_all(file, structure.numpy().data)
 
 
 def read(path: Path) -> Any:
@@ -100,11 +105,10 @@ def is_safetensors(path: Path) -> bool:
     return len(start) == 9 and int.from_bytes(start[:8], "little") <= _HEADER_LIMIT and start[8:] == b"{"
 
 
-def _header(tensors: list[tuple[str, Tensor]], aliases: dict[str, str]) -> bytes:
+def _header(tensors: list[tuple[str, Tensor]], metadata: Mapping[str, str]) -> bytes:
     sizes = [tensor.numel() * tensor.element_size() for _, tensor in tensors]
     ends = list(accumulate(sizes))
-    # As safetensors' own `save_model` says which names of tied weights it has left out.
-    entries: dict[str, Any] = {"__metadata__": {**aliases, "format": "pt", _FORMAT: _VERSION}}
+    entries: dict[str, Any] = {"__metadata__": {**metadata, "format": "pt"}}
     for (name, tensor), size, end in zip(tensors, sizes, ends, strict=True):
         known = tensor.dtype in _DTYPES
         shape = list(tensor.shape) if known else [size]

@@ -5,12 +5,8 @@ states. Here the two become one float32 tensor again: exactly for split, about 1
 numbers an optimizer's parameters, so it has to hold their names, too: `parameter_names` gives them.
 """
 
-import os
-import pickle
 import warnings
-import zipfile
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -174,68 +170,6 @@ def consolidate_checkpoint(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     if trained_under != "state_dict":
         kept["state_dict"] = _widened(dict(checkpoint["state_dict"]), {})
     return kept
-
-
-def consolidate_file(source: str | Path, target: str | Path, *, overwrite: bool = False) -> Path:
-    """`consolidate_checkpoint` from file to file; the target appears whole or not at all.
-
-    The source is read with ``weights_only=True`` and mapped, not copied, into memory: what is needed is the size
-    of the result, 4 bytes a weight and 8 for AdamW's states.
-
-    Raises:
-        FileNotFoundError: no such source, or no such folder for the target.
-        FileExistsError: the target exists and ``overwrite`` is False.
-        ValueError: the source is no checkpoint that can be read or consolidated.
-    """
-    source, target = Path(source), Path(target)
-    if source.is_dir():
-        raise ValueError(
-            f"{source} is a folder, so probably a sharded checkpoint; resume it with "
-            "ModelParallelStrategy(save_distributed_checkpoint=False) and save it once more, as one file."
-        )
-    if not source.is_file():
-        raise FileNotFoundError(f"{source} does not exist; give the path of a checkpoint file.")
-    if target.exists() and not overwrite:
-        raise FileExistsError(
-            f"{target} exists and would be replaced; choose another name, or write overwrite=True."
-        )
-    if not target.parent.is_dir():
-        raise FileNotFoundError(f"{target.parent} is no folder; create it first.")
-    consolidated = consolidate_checkpoint(_read(source))
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("xb") as file:
-            torch.save(consolidated, file)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
-    return target
-
-
-def _read(source: Path) -> Mapping[str, Any]:
-    try:
-        checkpoint = torch.load(
-            source, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(source) or None
-        )
-    except Exception as error:  # of whatever kind: torch reads a stray file as instructions
-        if isinstance(error, pickle.UnpicklingError) and zipfile.is_zipfile(source):
-            lines = [line.strip() for line in str(error).splitlines()]
-            reason = next((line for line in lines if "nsupported" in line), lines[0])
-            raise ValueError(
-                f"{source} can't be read with weights_only=True: {reason} If you trust the file, load it with "
-                "torch.load(..., weights_only=False) and call consolidate_checkpoint in Python."
-            ) from error
-        raise ValueError(
-            f"{source} is no checkpoint that torch can read ({type(error).__name__})."
-        ) from error
-    if not isinstance(checkpoint, Mapping):
-        raise ValueError(
-            f"{source} holds a {type(checkpoint).__name__}, not a checkpoint; give a file that "
-            "Trainer.save_checkpoint wrote."
-        )
-    return checkpoint
 
 
 def _names_of(key: int | str, optimizer: int, saved: Mapping[str, Any], names: Names | None) -> Sequence[str]:

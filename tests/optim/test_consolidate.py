@@ -12,12 +12,12 @@ from lightning_memkit.optim.compensation import compensate
 from lightning_memkit.optim.consolidate import (
     NAMES_KEY,
     consolidate_checkpoint,
-    consolidate_file,
     consolidate_state_dicts,
     float32_state_dict,
     parameter_names,
     set_float32_weight,
 )
+from lightning_memkit.optim.consolidated_files import consolidate_file
 
 BF16, FP32 = torch.bfloat16, torch.float32
 TIED = ("embed.weight", "head.weight")
@@ -344,7 +344,7 @@ def test_unreadable_sources_are_refused(content, error, message, tmp_path):
 
 
 def test_folders_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="is a folder.*save_distributed_checkpoint=False"):
+    with pytest.raises(ValueError, match="is a folder, but no sharded checkpoint"):
         consolidate_file(tmp_path, tmp_path / "target.ckpt")
     source = tmp_path / "source.ckpt"
     torch.save({}, source)

@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_memkit.optim.consolidate import consolidate_file, float32_state_dict
+from lightning_memkit.optim.consolidate import float32_state_dict
+from lightning_memkit.optim.consolidated_files import consolidate_file
 from lightning_memkit.optim.schedule_free import switch_in_float32
 from lightning_memkit.plugins.precision import PureBF16Precision
 from tests.plugins.noise import NOISE

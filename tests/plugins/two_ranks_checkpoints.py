@@ -9,7 +9,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.utils.data import DataLoader
 
 from lightning_memkit import PureBF16Precision
-from lightning_memkit.optim.consolidate import consolidate_file
+from lightning_memkit.optim.consolidated_files import consolidate_file
 from tests.plugins.ranks import leave
 from tests.plugins.toys import trainer
 from tests.plugins.two_ranks_precision import Net, everything
