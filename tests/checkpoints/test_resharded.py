@@ -11,12 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from torch.distributed.checkpoint import FileSystemReader
 
 from lightning_memkit.checkpoints.errors import CheckpointError
 from lightning_memkit.checkpoints.sharded import REST, gather, load_rest, load_sharded, save_sharded
-from tests.checkpoints.resharded import CASES, EPOCH
+from lightning_memkit.optim.consolidated_files import consolidate_file, read_checkpoint
+from tests.checkpoints.resharded import CASES, EPOCH, Losses, Rows
 from tests.checkpoints.test_files import assert_same
+from tests.plugins.several_ranks import Language
 
 RESUMED_ON = [4, 2, 1]
 
@@ -64,6 +67,28 @@ def test_a_folder_is_gathered_to_what_the_ranks_held(saved: tuple[Path, Any]) ->
         assert whole["optimizer_0"]["param_groups"][0]["lr"] == pytest.approx(1e-2 * 0.9**EPOCH)
         only = gather(folder / f"sharded-{precision}.ckpt", lambda name: name == "state_dict")
         assert list(only) == ["state_dict"]
+
+
+def test_a_consolidated_folder_is_the_file_that_the_ranks_would_have_gathered(
+    saved: tuple[Path, Any], tmp_path: Path
+) -> None:
+    for precision in ("32-true", "split"):
+        one = read_checkpoint(saved[0] / f"sharded-{precision}.ckpt")
+        other = read_checkpoint(saved[0] / f"full-{precision}.ckpt")
+        assert_same(dict(other["state_dict"]), dict(one["state_dict"]))
+        for number, state in other["optimizer_states"][0]["state"].items():
+            for name, value in state.items():
+                assert_same(value, one["optimizer_states"][0]["state"][number][name], f"{number} {name}")
+        consolidate_file(saved[0] / f"sharded-{precision}.ckpt", tmp_path / f"{precision}.ckpt")
+        wide = torch.load(tmp_path / f"{precision}.ckpt", weights_only=True)
+        assert {value.dtype for value in wide["state_dict"].values()} == {torch.float32}
+    losses = Losses()
+    trainer = Trainer(
+        max_epochs=2, accelerator="cpu", devices=1, callbacks=[losses], logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Language(), Rows(), ckpt_path=tmp_path / "32-true.ckpt")  # without memkit
+    assert losses.losses == saved[1]["sharded", "32-true"]["losses"][EPOCH:]
 
 
 def test_the_rest_of_a_folder_needs_no_code(saved: tuple[Path, Any]) -> None:
