@@ -26,10 +26,11 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+_CHECKPOINT = "memkit"  # what `checkpoints.save` marks a file with
 
 
 class SafetensorsFile:
-    """One safetensors file, mapped while a tensor is read.
+    """One safetensors file, mapped while a tensor is read; of a checkpoint of memkit, the module's weights.
 
     Raises:
         WeightsError: it is cut short or no safetensors file.
@@ -39,7 +40,10 @@ class SafetensorsFile:
         self._path = path
         self.entries: dict[str, Entry] = {}
         with self._open() as file:
+            states = _CHECKPOINT in (file.metadata() or {})
             for name in file.keys():  # noqa: SIM118 - not a dict
+                if states and "/" in name:
+                    continue  # of a checkpoint's other states
                 header = file.get_slice(name)
                 kind = header.get_dtype()
                 if kind not in _DTYPES:
@@ -130,8 +134,12 @@ class IndexedFiles:
 
 
 def open_file(path: Path) -> Source:
-    """Open one file by its name: `.safetensors`, or else what `torch.save` wrote."""
-    return SafetensorsFile(path) if path.suffix == ".safetensors" else TorchFile(path)
+    """Open one file by its name and its beginning: safetensors, or else what `torch.save` wrote."""
+    with path.open("rb") as file:
+        start = file.read(
+            9
+        )  # a length, then a JSON header; checkpoints of memkit are so under Lightning's name
+    return SafetensorsFile(path) if path.suffix == ".safetensors" or start[8:] == b"{" else TorchFile(path)
 
 
 def _load(path: Path) -> Any:

@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
 
+from lightning_memkit.checkpoints.files import save
 from lightning_memkit.errors import WeightsError
 from lightning_memkit.initialization import build_empty, build_on
 from lightning_memkit.weights import load_weights
@@ -82,7 +83,19 @@ def lightning_folder(folder: Path) -> Path:
     return folder
 
 
-SOURCES = [safetensors_file, safetensors_folder, torch_file, lightning_file, dcp_folder, lightning_folder]
+def memkit_file(folder: Path) -> Path:
+    tied = weights()
+    tied["head.weight"] = tied["table.weight"]
+    save(
+        {"state_dict": tied, "optimizer_states": [{"exp_avg": torch.ones(3)}], "epoch": 3},
+        folder / "last.ckpt",
+    )
+    return folder / "last.ckpt"
+
+
+SOURCES = [
+    safetensors_file, safetensors_folder, torch_file, lightning_file, memkit_file, dcp_folder, lightning_folder
+]  # fmt: skip
 
 
 def assert_loaded(net: nn.Module, dtype: torch.dtype) -> None:
