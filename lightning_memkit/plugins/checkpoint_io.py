@@ -25,6 +25,7 @@ class StreamingCheckpointIO(CheckpointIO):
     run: those that stock Lightning wrote are read with `weights_only=True`, whatever the caller says, and URLs, too.
     Works with every strategy that uses a CheckpointIO. The price: `load_from_checkpoint` wants a file that
     `memkit consolidate` has written, and objects among the hyperparameters are refused when the checkpoint is saved.
+    Not yet verified on a GPU.
 
     Args:
         asynchronous: copy the state to host memory (one whole copy of it) and write in a thread. Order is kept; the

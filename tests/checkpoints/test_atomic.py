@@ -12,11 +12,21 @@ from lightning_memkit.checkpoints import atomic
 from lightning_memkit.checkpoints.files import load, save
 
 ROOT = Path(__file__).parents[2]
-KINDS = ["file", "folder", "folder in two renames"]
+FAST = ["file", "folder", "trainer with a thread"]
+KINDS = ["file", "folder", "folder in two renames", "trainer", "trainer with a thread"]
 
 
 def kill(kind: str, folder: Path, kills: int) -> dict:
-    command = [sys.executable, "-m", "tests.checkpoints.killed", kind, str(folder), str(kills)]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "tests.checkpoints.killed",
+        kind,
+        str(folder),
+        str(kills),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
@@ -25,13 +35,13 @@ def kill(kind: str, folder: Path, kills: int) -> dict:
 @pytest.mark.skipif(sys.platform == "win32", reason="forks and kills")
 @pytest.mark.parametrize(
     ("kind", "kills"),
-    [*[(kind, 3) for kind in KINDS], *[pytest.param(kind, 30, marks=pytest.mark.slow) for kind in KINDS]],
+    [*[(kind, 3) for kind in FAST], *[pytest.param(kind, 30, marks=pytest.mark.slow) for kind in KINDS]],
 )
 def test_a_kill_at_any_moment_leaves_the_last_good_checkpoint(kind: str, kills: int, tmp_path: Path) -> None:
     found = kill(kind, tmp_path, kills)
-    assert found["left"] == ["last.ckpt"]
+    assert found["left"] == ([] if "trainer" in kind else ["last.ckpt"])
     if kills > 10:
-        assert found["interrupted"] >= 5  # kills fell into the middle of saves
+        assert found["interrupted"] >= 2  # kills fell into the middle of saves
 
 
 def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch) -> None:

@@ -3,6 +3,8 @@
 import json
 import threading
 from collections.abc import Callable
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -91,18 +93,42 @@ class Harmful:
         return (Path.touch, (self.path,))
 
 
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def served(folder: Path, request: pytest.FixtureRequest) -> str:
+    """The URL at which a folder is served while the test runs."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder)))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+
+    def stop() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    request.addfinalizer(stop)
+    return f"http://127.0.0.1:{server.server_port}"
+
+
 @pytest.mark.parametrize("weights_only", [None, False, True])
-@pytest.mark.parametrize("kind", ["zip", "pickle", "url"])
-def test_a_checkpoint_that_asks_for_code_is_refused(kind: str, weights_only: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["zip", "pickle", "memory", "http"])
+def test_a_checkpoint_that_asks_for_code_is_refused(
+    kind: str, weights_only: Any, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     torch.save(
         {"state_dict": {}, "x": Harmful(tmp_path / "harm")},
         tmp_path / "bad.ckpt",
         _use_new_zipfile_serialization=kind != "pickle",
     )
     path = str(tmp_path / "bad.ckpt")
-    if kind == "url":
+    if kind == "memory":
         fsspec.filesystem("memory").pipe("/bad.ckpt", (tmp_path / "bad.ckpt").read_bytes())
         path = "memory://bad.ckpt"
+    if kind == "http":
+        path = f"{served(tmp_path, request)}/bad.ckpt"
     fitting = trainer(plugins=[StreamingCheckpointIO()])
     with pytest.raises(CheckpointError, match="can't be read with weights_only=True.*nothing of it was run"):
         fitting.fit(TokenTagger(), loader(), ckpt_path=path, weights_only=weights_only)
@@ -189,7 +215,7 @@ def test_an_object_among_the_hyperparameters_is_refused_when_it_is_saved(tmp_pat
     assert not list(tmp_path.iterdir())
 
 
-def test_urls_are_written_and_read(tmp_path: Path) -> None:
+def test_urls_are_written_and_read(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     memory = fsspec.filesystem("memory")
     fitting = fitted(StreamingCheckpointIO(), 1)
     fitting.save_checkpoint("memory://run/half.ckpt")
@@ -200,6 +226,8 @@ def test_urls_are_written_and_read(tmp_path: Path) -> None:
     assert not memory.exists("/run/half.ckpt")
     fitting.save_checkpoint(f"file://{tmp_path}/local.ckpt")
     assert files.load(tmp_path / "local.ckpt")["global_step"] == 10
+    url = f"{served(tmp_path, request)}/local.ckpt"
+    assert StreamingCheckpointIO().load_checkpoint(url)["global_step"] == 10
 
 
 class Halting:
