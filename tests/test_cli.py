@@ -370,6 +370,14 @@ def test_consolidate_writes_what_plain_float32_training_loads(memkit, tmp_path, 
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
+def test_weights_that_do_not_fit_are_one_error(memkit, tmp_path, capsys):
+    torch.save({"odd": torch.ones(2)}, tmp_path / "w.pt")
+    callback = {"class_path": "InitialWeights", "init_args": {"source": str(tmp_path / "w.pt")}}
+    code, _ = memkit("fit", trainer={"callbacks": [callback]}, optimizer=ADAMW)
+    assert code == 1
+    assert "Unexpected, not in the module (1): odd" in capsys.readouterr().err
+
+
 def test_a_model_built_in_bfloat16_resumes_from_float32_weights_with_their_low_halves(memkit, tmp_path):
     weights = saved_by(memkit, tmp_path)
     main(["consolidate", "bf16.ckpt", "fp32.ckpt"])

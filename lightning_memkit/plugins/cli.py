@@ -27,11 +27,12 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_memkit.initialization import build_on
+from lightning_memkit.initialization import build_empty, build_on
 from lightning_memkit.plugins._config_checkpoint import readable_by_torch
 from lightning_memkit.plugins._eight_bit import adapt_bitsandbytes_in
 from lightning_memkit.plugins._optimizer_names import classes_named_in
 from lightning_memkit.plugins.config_errors import explain, refused_by_a_class
+from lightning_memkit.plugins.initial_weights import InitialWeights
 from lightning_memkit.plugins.strategies import add_random_state, parameter_dtype
 
 _LAUNCHED_LATE = (
@@ -77,7 +78,8 @@ class MemkitCLI(LightningCLI):
     It takes LightningCLI's arguments and YAML unchanged. What differs:
 
     - the model of the config is built in `initialization.build_on`, with the dtype of `trainer.precision` or of
-      the precision plugin, on the device of this process (its local rank);
+      the precision plugin, on the device of this process (its local rank); where `InitialWeights` gives it all its
+      weights, in `build_empty`;
     - `optimizer` and `lr_scheduler` are built when Lightning asks for them, so they hold the parameters of
       models built in `configure_model`, too;
     - random state is part of every checkpoint;
@@ -117,6 +119,10 @@ class MemkitCLI(LightningCLI):
             if refused is None:
                 raise
             raise refused from error
+        device = target_device(self._get(self.config, "trainer", default=Namespace()))
+        for callback in self.trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
+            if isinstance(callback, InitialWeights):
+                callback.load_early(self.trainer, self.model, device)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """The Trainer of the config, with the random state in its checkpoints."""
@@ -199,7 +205,8 @@ def build_context(trainer: Namespace) -> Iterator[None]:
     if dtype is None:
         yield
         return
-    with build_on(target_device(trainer), dtype):
+    build = build_empty if _starts_from_weights(trainer) else build_on
+    with build(target_device(trainer), dtype):
         yield
 
 
@@ -259,6 +266,16 @@ def refuse_two_precisions(trainer: Namespace) -> None:
         )
 
 
+def _starts_from_weights(trainer: Namespace) -> bool:
+    """Whether files give every weight, so that a model needs none of its own."""
+    callbacks = trainer.get("callbacks") or []
+    named = [one for one in callbacks if isinstance(one, Namespace) and "class_path" in one]
+    return any(
+        _class_of(one) is InitialWeights and one.get("init_args", Namespace()).get("strict", True)
+        for one in named
+    )
+
+
 def _is_precision(plugin: Any) -> bool:
     if isinstance(plugin, Namespace) and "class_path" in plugin:
         cls = _class_of(plugin)
@@ -284,7 +301,6 @@ def _configure_late(
 def _import_plugins() -> None:
     """Import every public plugin: the parser knows classes by their bare names once they are imported."""
     import lightning_memkit
-    import lightning_memkit.plugins.initial_weights
 
     for name in lightning_memkit.__all__:
         getattr(lightning_memkit, name)

@@ -8,6 +8,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_memkit.materialization import materialize
 from lightning_memkit.plugins.fsdp2 import FSDP2Strategy
@@ -48,6 +50,8 @@ class InitialWeights(Callback):
         """Load into a module that exists; see to it that a later one is loaded where it is built or sharded."""
         if self._loaded is not None and self._loaded() is pl_module:
             return  # a test after training tests what was trained
+        if _is_simulated(pl_module):
+            return  # a prediction has no values, and needs none
         strategy = trainer.strategy
         if isinstance(strategy, FSDP2Strategy):
             strategy.initial_weights = self.load
@@ -62,6 +66,11 @@ class InitialWeights(Callback):
         materialize(module, device)
         self._loaded = weakref.ref(module)
 
+    def load_early(self, trainer: Trainer, module: LightningModule, device: torch.device) -> None:
+        """Load into a module of a config before anything looks at it; what is sharded or built late comes later."""
+        if not is_overridden("configure_model", module) and not isinstance(trainer.strategy, FSDP2Strategy):
+            self.load(module, device)
+
     def _load_after_configure_model(self, module: LightningModule, device: torch.device) -> None:
         def configure_model(own: Any, plain: Any) -> None:
             undo()
@@ -69,3 +78,8 @@ class InitialWeights(Callback):
             self.load(own, device)
 
         undo = replace_method(module, "configure_model", configure_model)
+
+
+def _is_simulated(module: nn.Module) -> bool:
+    fakes = any(isinstance(parameter, FakeTensor) for parameter in module.parameters())
+    return fakes or detect_fake_mode() is not None

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import Trainer
 from safetensors.torch import save_file
 
-from lightning_memkit import MemkitCLI, OnDeviceStrategy
+from lightning_memkit import MemkitCLI, OnDeviceStrategy, predict_memory
 from lightning_memkit.errors import WeightsError
 from lightning_memkit.plugins.initial_weights import InitialWeights
 from tests.plugins.noise import NOISE
@@ -66,6 +66,7 @@ def check(begun: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32) ->
         ("FSDP2, late", torch.bfloat16),
         ("FSDP2, late, Kahan", torch.bfloat16),
         ("FSDP2, late, offloaded", torch.float32),
+        ("FSDP2, config", torch.float32),
         ("DDP, early", torch.float32),
         ("DDP, late", torch.float32),
     ],
@@ -74,7 +75,7 @@ def test_ranks_start_from_the_weights(case, dtype, ranks):
     check(ranks[case]["begun"], dtype)
     if case != "FSDP2, late":  # Lightning's bf16-true casts tables
         assert torch.equal(ranks[case]["positions"], POSITIONS)
-    assert ranks[case]["was_empty"] == case.startswith("FSDP2, late")
+    assert ranks[case]["was_empty"] == case.startswith(("FSDP2, late", "FSDP2, config"))
 
 
 def test_the_split_form_keeps_what_a_cast_drops(ranks):
@@ -119,6 +120,44 @@ def test_a_test_after_training_tests_what_was_trained_and_a_resumed_checkpoint_c
     resumed = Trainer(**options, max_steps=3, callbacks=[InitialWeights(source)])
     resumed.fit(again, Loader(0, 1), ckpt_path=tmp_path / "last.ckpt")
     assert torch.equal(again.begun["scale"], trained)
+
+
+class Built(Early):
+    """Notes where it was built."""
+
+    def __init__(self):
+        super().__init__()
+        self.built = {parameter.device.type for parameter in self.parameters()}
+
+    def train_dataloader(self):
+        return Loader(0, 1)
+
+
+@pytest.mark.parametrize(("strict", "place"), [("true", "meta"), ("false", "cpu")])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_a_model_of_a_config_has_no_weights_of_its_own(
+    precision, strict, place, source, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    callback = f"{{class_path: InitialWeights, init_args: {{source: {source}, strict: {strict}}}}}"
+    words = [f"--trainer.{one}=false" for one in ("logger", "enable_checkpointing", "enable_progress_bar")]
+    words += ["--trainer.accelerator=cpu", "--trainer.max_steps=1", f"--trainer.precision={precision}"]
+    words += [
+        "--seed_everything=0",
+        f"--trainer.callbacks=[{callback}]",
+        "--trainer.enable_model_summary=false",
+    ]
+    cli = MemkitCLI(Built, args=["fit", *words], save_config_callback=None)
+    assert cli.model.built == {place}
+    check(cli.model.begun, torch.float32 if precision == "32-true" else torch.bfloat16)
+    assert torch.equal(cli.model.first, POSITIONS) or precision == "bf16-true"
+
+
+def test_predictions_need_no_weights(source):
+    batch = torch.randint(0, 96, (4, LENGTH))
+    for kind in (Early, Late):
+        ours = predict_memory(kind(), batch, trainer={"callbacks": [InitialWeights(source + ".nowhere")]})
+        assert ours.peak_bytes == predict_memory(kind(), batch).peak_bytes
 
 
 def test_files_that_do_not_fit_are_refused_at_setup(tmp_path):

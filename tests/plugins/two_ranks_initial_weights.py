@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch.distributed.tensor import DTensor
 
-from lightning_memkit import FSDP2Strategy, PureBF16Precision
+from lightning_memkit import FSDP2Strategy, MemkitCLI, PureBF16Precision
 from lightning_memkit.initialization import build_empty
 from lightning_memkit.plugins.initial_weights import InitialWeights
 from tests.plugins.ranks import leave
@@ -54,6 +54,25 @@ class Empty(Late):
         self.scale.detach().fill_(1)
 
 
+class Configured(Early):
+    """Built by a config."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.was_empty = all(parameter.is_meta for parameter in self.parameters())
+
+    def train_dataloader(self) -> Loader:
+        return Loader(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+
+
+def configured(source: str) -> Configured:
+    words = [f"--trainer.{one}=false" for one in ("logger", "enable_checkpointing", "enable_progress_bar")]
+    words += ["--trainer.strategy=memkit_fsdp2", "--trainer.accelerator=cpu", "--trainer.devices=2"]
+    words += ["--trainer.max_steps=1", "--trainer.use_distributed_sampler=false", "--seed_everything=0"]
+    words += [f"--trainer.callbacks=[{{class_path: InitialWeights, init_args: {{source: {source}}}}}]"]
+    return MemkitCLI(Configured, args=["fit", *words], save_config_callback=None).model  # pyright: ignore
+
+
 def fit(module: Any, strategy: Any, source: str, precision: str = "32-true") -> Any:
     given: dict[str, Any] = {"precision": precision}
     if precision in ("kahan", "split"):
@@ -85,6 +104,8 @@ def main(path: str, source: str) -> None:
         found[name] = {
             "begun": module.begun, "positions": module.first, "was_empty": getattr(module, "was_empty", False)
         }  # fmt: skip
+    module = configured(source)
+    found["FSDP2, config"] = {"begun": module.begun, "positions": module.first, "was_empty": module.was_empty}
     torch.manual_seed(5)
     found["own"] = fit(Empty(), FSDP2Strategy(), "").begun
     if int(os.environ["RANK"]) == 0:
