@@ -1,6 +1,7 @@
 """Weights in files: safetensors and torch checkpoints, single or named by an index."""
 
 import json
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -108,9 +109,7 @@ class IndexedFiles:
                 f"{index} is no index: it has no weight_map ({error!r}); fetch it again."
             ) from error
         files = sorted(set(places.values()))
-        beside = index.parent.resolve()
-        # A name from outside the folder would read what the user didn't point at.
-        strange = [name for name in files if (beside / name).resolve().parent != beside]
+        strange = [name for name in files if leaves_folder(name)]
         missing = [name for name in files if not (index.parent / name).is_file()]
         if strange or missing:
             raise WeightsError(
@@ -131,6 +130,11 @@ class IndexedFiles:
     def copy_into(self, name: str, box: Box, target: Tensor) -> None:
         """Write a box of a tensor from the file that has it."""
         self._places[name].copy_into(name, box, target)
+
+
+def leaves_folder(name: str) -> bool:
+    """Whether a name in an index leads to what the user didn't point at; links may, as in Hugging Face's cache."""
+    return os.path.isabs(name) or os.path.normpath(name).split(os.sep)[0] == os.pardir
 
 
 def open_file(path: Path) -> Source:

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from lightning_memkit.errors import WeightsError
+from lightning_memkit.weights.files import leaves_folder
 from lightning_memkit.weights.source import Box, Entry
 
 _IN_LIGHTNING = "state_dict."
@@ -72,7 +73,7 @@ class DistributedFolder:
     def _refuse_cut_files(self) -> None:
         for place in (self._metadata.storage_data or {}).values():
             file = self._path / place.relative_path
-            if file.resolve().parent != self._path.resolve():
+            if leaves_folder(place.relative_path):
                 raise WeightsError(
                     f"{self._path}/.metadata names {file}, outside the folder: it was refused."
                 )

@@ -238,6 +238,28 @@ def test_missing_files_are_named(tmp_path):
         load_weights(Net(), folder)
 
 
+@pytest.mark.parametrize("make", [safetensors_folder, dcp_folder])
+def test_a_folder_of_links_is_read(make, tmp_path):
+    """As Hugging Face's cache is one."""
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "snapshot").mkdir()
+    for path in make(tmp_path / "blobs").iterdir():
+        (tmp_path / "snapshot" / path.name).symlink_to(f"../blobs/{path.name}")
+    net = Net()
+    load_weights(net, tmp_path / "snapshot")
+    assert_loaded(net, torch.float32)
+
+
+def test_folders_that_name_files_outside_are_refused(tmp_path):
+    folder = dcp_folder(tmp_path / "dcp")
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    for place in metadata.storage_data.values():
+        place.relative_path = "../" + place.relative_path
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(WeightsError, match="outside the folder: it was refused"):
+        load_weights(Net(), folder)
+
+
 def test_an_index_of_other_files_is_refused(tmp_path):
     index = safetensors_folder(tmp_path) / "model.safetensors.index.json"
     places = json.loads(index.read_text())["weight_map"]
@@ -246,6 +268,9 @@ def test_an_index_of_other_files_is_refused(tmp_path):
         load_weights(Net(), tmp_path)
     shutil.copy(tmp_path / "a.safetensors", tmp_path.parent / "outside.safetensors")
     index.write_text(json.dumps({"weight_map": {"x": "../outside.safetensors"}}))
+    with pytest.raises(WeightsError, match="outside its folder"):
+        load_weights(Net(), index)
+    index.write_text(json.dumps({"weight_map": {"x": str(tmp_path.parent / "outside.safetensors")}}))
     with pytest.raises(WeightsError, match="outside its folder"):
         load_weights(Net(), index)
     index.write_text("{}")
