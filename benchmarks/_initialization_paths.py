@@ -88,7 +88,7 @@ def streamed(options: dict[str, int], folder: Path) -> nn.Module:
 
 
 def built_and_streamed(options: dict[str, int], folder: Path) -> nn.Module:
-    """Ours, in a context that also gives random values first: what `memkit` does for a model of a config."""
+    """Ours, where the model has random values first: a module that was built before its weights were known."""
     with build_on("cpu", torch.bfloat16):
         model = model_of(options)
     load_weights(model, folder)

@@ -175,6 +175,7 @@ class _Staging(Lending):
             self._cast(parameter)
         self._copies.clear()
         self._shared.clear()
+        self._lent.clear()  # a parameter that is known by a weak reference can't be given memory
 
     def on_set(self, func: Any, args: tuple) -> Any:
         """Such as `parameter.data = ...`: new values take the copy's place and are cast in their turn."""
