@@ -65,7 +65,7 @@ def trained(folder: Path, what: str, precision: str, epochs: int, source: Path |
     """Train from a checkpoint, or the start; gives losses, weights and states."""
     torch.manual_seed(0)
     module, losses = Language(), Losses()
-    given: Any = {"plugins": [StreamingCheckpointIO()]}
+    given: Any = {"plugins": [StreamingCheckpointIO(asynchronous=what == "full")]}
     if precision == "split":  # exact states: compact ones are rounded at random
         given["plugins"].append(PureBF16Precision("split", states="exact"))
     trainer = Trainer(
@@ -88,6 +88,7 @@ def main(folder: str, kind: str) -> None:
             trainer, found[what, precision, "half"] = trained(Path(folder), what, precision, 1, None)
             for _ in range(2):  # the second takes the place of the first
                 trainer.save_checkpoint(saved)
+            trainer.strategy.teardown()  # a thread may write still
         source = None if kind == "save" else saved
         _, found[what, precision] = trained(Path(folder), what, precision, 2, source)
     if int(os.environ["RANK"]) == 0:

@@ -206,6 +206,34 @@ def test_tensors_that_hold_tensors_come_back_if_their_package_is_loaded(tmp_path
         save({"exp_avg": state}, tmp_path / "other.ckpt")
 
 
+SCHEDULERS: dict[str, dict[str, Any]] = {
+    "LambdaLR": {"lr_lambda": lambda step: 0.5},
+    "MultiplicativeLR": {"lr_lambda": lambda step: 0.5},
+    "StepLR": {"step_size": 2},
+    "MultiStepLR": {"milestones": [1, 3]},
+    "ConstantLR": {},
+    "LinearLR": {},
+    "ExponentialLR": {"gamma": 0.9},
+    "PolynomialLR": {},
+    "CosineAnnealingLR": {"T_max": 4},
+    "CosineAnnealingWarmRestarts": {"T_0": 2},
+    "CyclicLR": {"base_lr": 0.1, "max_lr": 1.0},
+    "OneCycleLR": {"max_lr": 1.0, "total_steps": 9},
+    "ReduceLROnPlateau": {},
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_states_of_schedulers_come_back(name: str, tmp_path: Path) -> None:
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1, momentum=0.9)
+    scheduler = getattr(torch.optim.lr_scheduler, name)(optimizer, **SCHEDULERS[name])
+    optimizer.step()
+    scheduler.step(*([1.0] if name == "ReduceLROnPlateau" else []))
+    loaded = through_a_file(scheduler.state_dict(), tmp_path)
+    assert_same(scheduler.state_dict(), loaded)
+    scheduler.load_state_dict(loaded)
+
+
 class Colour(enum.Enum):
     RED = 1
 
