@@ -115,9 +115,14 @@ class Compensation:
         taken.extra["rounding"] = self.engine.rounding.state_dict()
         return taken
 
-    def restore(self, snapshot: OptimizerSnapshot) -> None:
-        """Put a snapshot back, bit for bit; it stays good for further restores."""
-        restore_snapshot(self.optimizer, snapshot)
+    def restore(self, snapshot: OptimizerSnapshot, *, keep_new: bool = False) -> None:
+        """Put a snapshot back, bit for bit; it stays good for further restores.
+
+        Args:
+            snapshot: of this optimizer.
+            keep_new: as for `restore_snapshot`.
+        """
+        restore_snapshot(self.optimizer, snapshot, keep_new=keep_new)
         self.engine.rounding.load_state_dict(snapshot.extra["rounding"])
 
     def bytes_per_parameter(self) -> BytesPerParameter:

@@ -54,21 +54,48 @@ def take_snapshot(
     )
 
 
-def restore_snapshot(optimizer: Optimizer, snapshot: OptimizerSnapshot) -> None:
-    """Put back what `take_snapshot` copied; states that did not exist then are removed."""
+def restore_snapshot(optimizer: Optimizer, snapshot: OptimizerSnapshot, *, keep_new: bool = False) -> None:
+    """Put back what `take_snapshot` copied; states that did not exist then are removed.
+
+    Args:
+        optimizer: the one that was copied.
+        snapshot: the copy.
+        keep_new: leave states that did not exist then, for `forget_new_states`.
+    """
     if snapshot.weights:
         for slot, weight in zip(slots(optimizer), snapshot.weights, strict=True):
             slot.parameter.detach().copy_(weight)
     kept = dict(snapshot.states)
-    for key in [key for key in optimizer.state if key not in kept]:
+    for key in [key for key in optimizer.state if key not in kept and not keep_new]:
         del optimizer.state[key]
     for key, value in kept.items():
-        optimizer.state[key] = _restored(value, optimizer.state.get(key), key)
+        current = optimizer.state.get(key)
+        restored = _restored(value, current, key)
+        new = keep_new and isinstance(current, dict) and isinstance(restored, dict)
+        optimizer.state[key] = {**current, **restored} if new else restored  # pyright: ignore[reportGeneralTypeIssues]
     restore_group_scalars(optimizer, list(snapshot.groups))
     if snapshot.extra["opt_called"] is _ABSENT:
         optimizer.__dict__.pop("_opt_called", None)
     else:
         optimizer.__dict__["_opt_called"] = snapshot.extra["opt_called"]
+
+
+def known_states(optimizer: Optimizer) -> dict[Any, frozenset[Any]]:
+    """Which states there are: for each key the names of its state."""
+    return {
+        key: frozenset(value) if isinstance(value, dict) else frozenset()
+        for key, value in optimizer.state.items()
+    }
+
+
+def forget_new_states(optimizer: Optimizer, known: dict[Any, frozenset[Any]]) -> None:
+    """Remove the states that did not exist when `known_states` was asked."""
+    for key in list(optimizer.state):
+        if key not in known:
+            del optimizer.state[key]
+        elif isinstance(state := optimizer.state[key], dict):
+            for name in [name for name in state if name not in known[key]]:
+                del state[name]
 
 
 def _copy(value: Any, device: torch.device | None) -> Any:

@@ -21,7 +21,12 @@ from lightning_memkit.micro_batching import (
 )
 from lightning_memkit.optim.compensation import compensation_of
 from lightning_memkit.optim.journal import journal_of
-from lightning_memkit.optim.snapshots import restore_snapshot, take_snapshot
+from lightning_memkit.optim.snapshots import (
+    forget_new_states,
+    known_states,
+    restore_snapshot,
+    take_snapshot,
+)
 from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._ranks import Ranks, local_optimizer
 from lightning_memkit.plugins._tensors import tensors_of
@@ -142,19 +147,31 @@ class Trials:
         optimizer = local_optimizer(step.optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         gradients = [(p, p.grad) for p in parameters]
-        owner: Any = compensation_of(optimizer)
-        host = torch.device("cpu")
-        snapshot = owner.snapshot(device=host) if owner else take_snapshot(optimizer, device=host)
+        known = known_states(optimizer)
         try:
-            peak = self._step_without_gradient(step, parameters)
+            peak = self._stepped_and_back(step, parameters)
             yield states_on(self._trainer.strategy.root_device, optimizer), peak
         finally:
             for p, gradient in gradients:
                 p.grad = gradient
+            forget_new_states(optimizer, known)
+
+    def _stepped_and_back(self, step: _seam.Step, parameters: list[nn.Parameter]) -> int:
+        """The peak of a step; what it has changed is as before, what it has made stays.
+
+        Its copies are gone before parts are tried: on a CPU the host is the device.
+        """
+        optimizer = local_optimizer(step.optimizer)
+        owner: Any = compensation_of(optimizer)
+        host = torch.device("cpu")
+        snapshot = owner.snapshot(device=host) if owner else take_snapshot(optimizer, device=host)
+        try:
+            return self._step_without_gradient(step, parameters)
+        finally:
             if owner:
-                owner.restore(snapshot)
+                owner.restore(snapshot, keep_new=True)
             else:
-                restore_snapshot(optimizer, snapshot)
+                restore_snapshot(optimizer, snapshot, keep_new=True)
 
     def _step_without_gradient(self, step: _seam.Step, parameters: list[nn.Parameter]) -> int:
         self._allocate_gradients(parameters)

@@ -154,7 +154,7 @@ class MemoryBudget(Callback):
         warn_of_inexactness(trainer, pl_module)
         self._window.open_early(trainer)
         transfer, undo_transfer = _seam.keep_batches_on_host(trainer)
-        self._trials = Trials(trainer, transfer, self.budget_bytes)
+        self._trials = Trials(trainer, transfer, options.usable_bytes)
         self._runner = PartsRunner(
             trainer,
             transfer,

@@ -33,9 +33,10 @@ def test_no_blocks_are_said(ranks: dict[Any, Any]) -> None:
     )
 
 
-def test_a_mesh_of_two_dimensions_is_refused() -> None:
+def test_a_mesh_that_splits_tensors_is_refused() -> None:
     class Mesh:
         ndim = 2
+        mesh_dim_names = ("data_parallel", "tensor_parallel")
 
     with pytest.raises(
         ValueError, match=r'The mesh has 2 dimensions; give one of them: mesh\["data_parallel"\]'

@@ -2,7 +2,12 @@ import pytest
 import torch
 
 from lightning_memkit.optim.compensation import compensate
-from lightning_memkit.optim.snapshots import restore_snapshot, take_snapshot
+from lightning_memkit.optim.snapshots import (
+    forget_new_states,
+    known_states,
+    restore_snapshot,
+    take_snapshot,
+)
 from tests.optim.helpers import (
     OPTIMIZERS,
     all_tensors,
@@ -18,6 +23,29 @@ def run(parameters, optimizer, steps) -> None:
     for step in steps:
         set_gradients(parameters, seed=step)
         optimizer.step()
+
+
+def test_new_states_may_stay_until_they_are_forgotten():
+    """What existed is bitwise as before at once; what a step has made goes later."""
+    first, second = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    optimizer = torch.optim.AdamW([first, second], lr=0.1)
+    first.grad = torch.ones(3)
+    optimizer.step()
+    optimizer.state[second] = {"own": torch.full((3,), 7.0)}
+    moments = optimizer.state[first]["exp_avg"].clone()
+    weights = [first.detach().clone(), second.detach().clone()]
+    known, snapshot = known_states(optimizer), take_snapshot(optimizer)
+    first.grad = torch.full((3,), 2.0)
+    optimizer.step()
+    optimizer.state[second]["made"] = torch.zeros(3)
+    restore_snapshot(optimizer, snapshot, keep_new=True)
+    assert torch.equal(first, weights[0])
+    assert torch.equal(optimizer.state[first]["exp_avg"], moments)
+    assert float(optimizer.state[first]["step"]) == 1
+    assert "made" in optimizer.state[second]
+    forget_new_states(optimizer, known)
+    assert optimizer.state[second].keys() == {"own"}
+    assert optimizer.state.keys() == {first, second}
 
 
 @pytest.mark.parametrize("warm_up_steps", [0, 2])
