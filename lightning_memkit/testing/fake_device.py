@@ -252,6 +252,8 @@ def _device_module(device: FakeDevice) -> ModuleType:
     module.set_device = module.manual_seed_all = lambda *_: None
     module.synchronize = lambda *_: device.synchronize()
     module.device = module.device_of = lambda _: nullcontext()  # there is one, so it is the current one
+    module.current_stream = lambda *_: torch.accelerator.current_stream()  # torch's checkpoints ask for it
+    module.stream = lambda stream: stream
     module._is_in_bad_fork = lambda: False
     module._lazy_init = module.empty_cache = lambda: None
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
