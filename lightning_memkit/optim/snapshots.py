@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_memkit.optim.group_scalars import group_scalars, restore_group_scalars
+from lightning_memkit.optim.modes import LOW_STATES
 from lightning_memkit.optim.pieces import slots
 
 _ABSENT = object()
@@ -71,13 +72,20 @@ def restore_snapshot(optimizer: Optimizer, snapshot: OptimizerSnapshot, *, keep_
     for key, value in kept.items():
         current = optimizer.state.get(key)
         restored = _restored(value, current, key)
-        new = keep_new and isinstance(current, dict) and isinstance(restored, dict)
-        optimizer.state[key] = {**current, **restored} if new else restored  # pyright: ignore[reportGeneralTypeIssues]
+        if keep_new and isinstance(current, dict) and isinstance(restored, dict):
+            restored = {**_beside(restored, current), **restored}
+        optimizer.state[key] = restored
     restore_group_scalars(optimizer, list(snapshot.groups))
     if snapshot.extra["opt_called"] is _ABSENT:
         optimizer.__dict__.pop("_opt_called", None)
     else:
         optimizer.__dict__["_opt_called"] = snapshot.extra["opt_called"]
+
+
+def _beside(restored: dict[Any, Any], current: dict[Any, Any]) -> dict[Any, Any]:
+    """What is new; a step turns one form of compensation into the other, so that only one of them counts."""
+    compensated = any(name in restored for name in LOW_STATES)
+    return {name: value for name, value in current.items() if not (compensated and name in LOW_STATES)}
 
 
 def known_states(optimizer: Optimizer) -> dict[Any, frozenset[Any]]:

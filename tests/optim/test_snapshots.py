@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from lightning_memkit.casting import cast_module
 from lightning_memkit.optim.compensation import compensate
 from lightning_memkit.optim.snapshots import (
     forget_new_states,
@@ -46,6 +47,25 @@ def test_new_states_may_stay_until_they_are_forgotten():
     forget_new_states(optimizer, known)
     assert optimizer.state[second].keys() == {"own"}
     assert optimizer.state.keys() == {first, second}
+
+
+@pytest.mark.parametrize("mode", ["kahan", "split"])
+def test_compensation_that_a_step_rewrites_counts_once(mode):
+    """Captured low halves become Kahan's rest in the first step: one of the two is held, 2 bytes a parameter."""
+    module = torch.nn.Linear(64, 64)
+    low: dict[torch.nn.Parameter, torch.Tensor] = {}
+    cast_module(module, torch.bfloat16, low_halves=low)
+    optimizer = torch.optim.AdamW(module.parameters())
+    owner = compensate(optimizer, mode=mode, low_halves=low)
+    known, snapshot = known_states(optimizer), owner.snapshot()
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    after = sum(tensor.nbytes for tensor in all_tensors(optimizer))
+    owner.restore(snapshot, keep_new=True)
+    assert sum(tensor.nbytes for tensor in all_tensors(optimizer)) == after
+    forget_new_states(optimizer, known)
+    assert all(set(state) == set(known[key]) for key, state in optimizer.state.items())
 
 
 @pytest.mark.parametrize("warm_up_steps", [0, 2])
