@@ -150,7 +150,10 @@ def test_below_the_floor_it_says_the_floor_and_its_parts():
         found.trainer_kwargs()
 
 
+@pytest.mark.slow
 def test_a_card_that_is_not_here():
+    """The planner's page runs one like it."""
+
     class Wide(Language):
         def __init__(self) -> None:
             super().__init__(width=8192, layers=3)
