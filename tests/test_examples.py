@@ -160,10 +160,7 @@ def test_a_mixture_of_experts_trains_within_its_budget(tmp_path: Path, corpus: P
     tiny = [option for option in TINY if "log_every" not in option]
     steps = ["--trainer.max_steps=12", "--model.warmup_steps=2", "--trainer.log_every_n_steps=4"]
     folder = [f"--trainer.default_root_dir={tmp_path}", "--trainer.logger=false", "--trainer.accelerator=cpu"]
-    assert (
-        main(["fit", *configs, *tiny, *steps, f"--data.source={corpus}", *folder])
-        == 0
-    )
+    assert main(["fit", *configs, *tiny, *steps, f"--data.source={corpus}", *folder]) == 0
     printed = capsys.readouterr().out
     losses = [float(found) for found in re.findall(r"loss ([\d.]+)", printed)]
     assert losses[-1] < losses[0]

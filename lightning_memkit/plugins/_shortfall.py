@@ -77,9 +77,7 @@ class Needs:
         return self.peak - max(part - kept - activations, step - kept - temporaries)
 
 
-def shortfall(
-    needs: Needs, size: int, usable: int, headroom: float = 0.05, predicted: str = ""
-) -> str:
+def shortfall(needs: Needs, size: int, usable: int, headroom: float = 0.05, predicted: str = "") -> str:
     """The error's text: by how much a part of `size` samples passes the usable bytes, why, and the remedies.
 
     `predicted` says which whole configurations were predicted to fit.
