@@ -1,12 +1,13 @@
 """The micro-batch of a configuration: the largest that fits, from a few predictions and the lines through them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from lightning_memkit.planning.choices import Family
 from lightning_memkit.planning.problem import Problem, Row
 from lightning_memkit.planning.times import part_seconds
 from lightning_memkit.prediction.lines import PeakLines
+from lightning_memkit.prediction.result import Prediction
 
 _MOST_TRIES = 5  # to confirm a micro-batch; the first is as a rule the last
 _FEW_ROWS = (2, 4)  # of the predictions that lines go through
@@ -32,12 +33,14 @@ def best_size(family: Family, problem: Problem) -> Row:
     few = [size for size in smaller if size in _FEW_ROWS] or [sizes[0]]
     if not row(few[-1]).fits:
         smaller, few = smaller[: smaller.index(few[-1])], [sizes[0], few[-1]]
-    reach = _reach([row(size) for size in few], problem)
+    taken = reach(
+        {size: (one, row(size).taken_bytes) for size in few if (one := row(size).prediction) is not None}
+    )
     # Of the whole batch nothing is accumulated: it takes less than the line through parts says.
-    if few[0] in _FEW_ROWS and reach(whole) * _WHOLE_BATCH <= problem.usable_bytes and row(whole).fits:
+    if few[0] in _FEW_ROWS and taken(whole) * _WHOLE_BATCH <= problem.usable_bytes and row(whole).fits:
         return row(whole)
-    size = max((size for size in smaller if reach(size) <= problem.usable_bytes), default=sizes[0])
-    return _estimated([row(size) for size in few], size, reach(size), problem)
+    size = max((size for size in smaller if taken(size) <= problem.usable_bytes), default=sizes[0])
+    return _estimated([row(size) for size in few], size, taken(size), problem)
 
 
 def _estimated(rows: Sequence[Row], size: int, taken: float, problem: Problem) -> Row:
@@ -67,20 +70,23 @@ def _estimated(rows: Sequence[Row], size: int, taken: float, problem: Problem) -
     )
 
 
-def _reach(rows: Sequence[Row], problem: Problem) -> Callable[[int], float]:
-    """From a micro-batch to what it takes, by the lines through some."""
-    last = rows[-1]
-    predictions = {row.micro_batch_size: row.prediction for row in rows if row.prediction is not None}
-    if len(predictions) < 2 or last.prediction is None:
-        return lambda size: float(last.taken_bytes)
+def reach(predicted: Mapping[int, tuple[Prediction, int]]) -> Callable[[int], float]:
+    """From a micro-batch to what it takes, by the lines through some.
+
+    Args:
+        predicted: by micro-batch the prediction, and the bytes that it takes: on a GPU what is reserved.
+    """
+    first, last = min(predicted), max(predicted)
+    prediction, taken = predicted[last]
+    if first == last:
+        return lambda size: float(taken)
     # Of a GPU's allocator: what it reserves over what is alive, nearly in proportion.
-    over = last.taken_bytes / max(1, last.prediction.peak_bytes)
+    over = taken / max(1, prediction.peak_bytes)
     try:
-        lines = PeakLines.through(predictions)
+        lines = PeakLines.through({size: one for size, (one, _) in predicted.items()})
     except ValueError:  # other operators for other sizes
-        first = rows[0]
-        slope = (last.taken_bytes - first.taken_bytes) / (last.micro_batch_size - first.micro_batch_size)
-        return lambda size: last.taken_bytes + slope * (size - last.micro_batch_size)
+        slope = (taken - predicted[first][1]) / (last - first)
+        return lambda size: taken + slope * (size - last)
     return lambda size: lines.peak_bytes(size) * over
 
 

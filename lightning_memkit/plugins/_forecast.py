@@ -12,14 +12,13 @@ from torch import Tensor
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.planning.budget import Budget
 from lightning_memkit.planning.problem import Row
+from lightning_memkit.planning.sizes import reach
 from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._options import BudgetOptions
 from lightning_memkit.plugins._tensors import tensors_of
 from lightning_memkit.plugins._worst_batch import worst_batch
 from lightning_memkit.plugins.activation_checkpointing import ActivationCheckpointing
 from lightning_memkit.prediction.contained import contained
-from lightning_memkit.prediction.lines import PeakLines
-from lightning_memkit.prediction.result import Prediction
 
 PAYS_FROM_PARAMETERS = 100_000_000  # trials of less take less than a prediction
 _SIZES, _LEAST_ROWS = (2, 4), 8  # the lines' ends; with fewer rows there is little to choose from
@@ -74,19 +73,20 @@ def _predicted(
     """In a fork: take our plugins off the module, and predict it as a new Trainer would train it."""
     from lightning_memkit.plugins.prediction import predict_memory  # it knows MemoryBudget by name
 
-    given, module, device = as_given(trainer), trainer.lightning_module, budget.target()
+    accumulated, module, device = trainer.accumulate_grad_batches, trainer.lightning_module, budget.target()
+    given = as_given(trainer)
     parts = {size: part if device is None else _alone(part) for size, part in parts.items()}
     beside = 0 if device is None else device.context_bytes
     predictions = {
         size: predict_memory(module, parts[size], trainer=given, device=device or "cpu") for size in _SIZES
     }
-    peak_of = _lines(predictions, beside)
+    peak_of = reach({size: (one, one.total_bytes - beside) for size, one in predictions.items()})
     rest = 0 if device is not None else _beside_parts(batch, parts[_SIZES[0]])
-    peaks = {size: peak_of(size) + rest for size in sizes}
+    peaks = {size: int(peak_of(size)) + rest for size in sizes}
     fits = min(peaks.values()) <= budget.usable_bytes()
     return Foreseen(
         peaks={} if any(map(_is_automatic, vars(trainer)["callbacks"])) else peaks,
-        remedy="" if fits else _remedy(module, parts[max(sizes)], budget, given),
+        remedy="" if fits else _remedy(module, parts[max(sizes)], budget, given, accumulated),
         device="cpu" if device is None else device.name,
     )
 
@@ -102,28 +102,19 @@ def _beside_parts(batch: Any, part: Any) -> int:
     return sum(size for address, size in storages.items() if address not in held)
 
 
-def _lines(predictions: Mapping[int, Prediction], beside_bytes: int) -> Any:
-    low, high = (predictions[size] for size in _SIZES)
-    over = (high.total_bytes - beside_bytes) / max(1, high.peak_bytes)  # of a GPU's allocator
-    try:
-        lines = PeakLines.through(predictions)
-    except ValueError:  # other operators for other sizes
-        slope = (high.peak_bytes - low.peak_bytes) / (_SIZES[1] - _SIZES[0])
-        return lambda size: int(over * (high.peak_bytes + slope * (size - _SIZES[1])))
-    return lambda size: int(over * lines.peak_bytes(size))
-
-
-def _remedy(module: Any, batch: Any, budget: Budget, given: dict[str, Any]) -> str:
+def _remedy(module: Any, batch: Any, budget: Budget, given: dict[str, Any], accumulated: int) -> str:
     """The fastest that changes no numbers, and the fastest of all that fits; the least where nothing does."""
     from lightning_memkit.plugins.planning import plan
 
-    constraints = {**given, "accumulate_grad_batches": 1}
+    constraints = {**given, "accumulate_grad_batches": accumulated}
     if constraints.get("precision") == "32-true":  # Lightning's default is no choice
         del constraints["precision"]
     found = plan(module, batch, budget, trainer=constraints)
     if not found.fitting:
-        least = min((row for row in found.rows if row.taken_bytes), key=lambda row: row.taken_bytes)
-        return f"Nothing that may be chosen fits, as predicted; the least is {_said(least)}."
+        predicted = [row for row in found.rows if row.taken_bytes]
+        least = min(predicted, key=lambda row: row.taken_bytes, default=None)
+        what = "" if least is None else f"; the least is {_said(least)}"
+        return f"Nothing that may be chosen fits, as predicted{what}."
     exact = next((row for row in found.fitting if not row.family.changes), None)
     rows = [row for row in dict.fromkeys((exact, found.best)) if row is not None]
     return f"What fits, as predicted: {'; or '.join(map(_said, rows))}."

@@ -7,6 +7,7 @@ from lightning.pytorch import Callback, Trainer
 
 from lightning_memkit.activations.planned import BudgetPlan
 from lightning_memkit.memory.sizing import TOLERANCE, Sizing, Trial
+from lightning_memkit.plugins._ranks import any_rank
 from lightning_memkit.plugins.activation_checkpointing import ActivationCheckpointing
 
 _BESIDE = 0.01  # of the budget: operators are whole
@@ -16,18 +17,19 @@ def policy_of(trainer: Trainer) -> "AutomaticPolicy":
     """The policy that may be corrected; one without effect where there is none."""
     callbacks: list[Callback] = vars(trainer)["callbacks"]
     plans = (one.chosen_for_step for one in callbacks if isinstance(one, ActivationCheckpointing))
-    return AutomaticPolicy(next((plan for plan in plans if plan is not None), None))
+    return AutomaticPolicy(trainer, next((plan for plan in plans if plan is not None), None))
 
 
 class AutomaticPolicy:
     """Makes more again where the measured peak is over the budget, and less where it leaves more than 5 % unused.
 
     Args:
+        trainer: whose ranks measure together.
         plan: what chooses; None where nothing is left to be chosen.
     """
 
-    def __init__(self, plan: BudgetPlan | None) -> None:
-        self._plan = plan
+    def __init__(self, trainer: Trainer, plan: BudgetPlan | None) -> None:
+        self._trainer, self._plan = trainer, plan
 
     def tightened(self, peak_bytes: int | None, usable_bytes: int) -> bool:
         """Whether more is made again now, because what was chosen takes too much."""
@@ -39,7 +41,11 @@ class AutomaticPolicy:
     def loosened(self, sizing: Sizing, peak_of: Callable[[int], int | None], usable_bytes: int) -> Sizing:
         """The same size with less made again, measured anew; as it was where that does not fit."""
         plan, spare = self._plan, usable_bytes - sizing.peak_bytes
-        if plan is None or not plan.makes_again or spare <= TOLERANCE * usable_bytes:
+        if plan is None or spare <= TOLERANCE * usable_bytes:
+            return sizing
+        if not any_rank(
+            self._trainer, plan.makes_again
+        ):  # ranks choose by their own clocks, and measure together
             return sizing
         spare -= int(_BESIDE * usable_bytes)
         plan.resize(spare)

@@ -11,6 +11,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_memkit.data.sampling_order import GlobalNumbers
+from lightning_memkit.memory.sizing import part_sizes
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.micro_batching import SplitError, batch_size
 from lightning_memkit.planning import choices
@@ -198,21 +199,16 @@ def _sizes(
         if isinstance(callback, MemoryBudget):
             note = f"The MemoryBudget that was given stays: its budget is {callback.budget!r}"
             if callback.micro_batch_size == "auto":
-                return rows, _all_sizes(rows), [f"{note}, its micro-batch is found by itself."]
+                return rows, tuple(part_sizes(rows)), [f"{note}, its micro-batch is found by itself."]
             return rows, (min(int(callback.micro_batch_size), rows),), [f"{note}, its micro-batch kept."]
     if any(isinstance(one, _BatchNorm) for one in module.modules()):
         note = "Batch normalization takes the statistics of each part: results change with the micro-batch."
-        return rows, tuple(size for size in _all_sizes(rows) if size > 1 or rows == 1), [note]
-    return rows, _all_sizes(rows), []
+        return rows, tuple(size for size in part_sizes(rows) if size > 1 or rows == 1), [note]
+    return rows, tuple(part_sizes(rows)), []
 
 
 def _releases(given: Mapping[str, Any]) -> bool:
     return any(isinstance(one, GradientRelease) for one in listed(given.get("callbacks")))
-
-
-def _all_sizes(rows: int) -> tuple[int, ...]:
-    """Those that give another number of parts each."""
-    return tuple(sorted({-(-rows // parts) for parts in range(1, rows + 1)}))
 
 
 def _why_whole(given: Mapping[str, Any], module: torch.nn.Module) -> str:
