@@ -127,7 +127,8 @@ class TimesHere:
 def _same_random_state(device: torch.device) -> AbstractContextManager[None]:
     if device.type == "cpu":
         return torch.random.fork_rng(devices=[])
-    return torch.random.fork_rng(device_type=device.type)
+    current = torch.get_device_module(device).current_device()
+    return torch.random.fork_rng(devices=[current], device_type=device.type)
 
 
 def _timed(function: Any, operator: Operator, device: torch.device = _CPU) -> float:

@@ -4,11 +4,9 @@ import hashlib
 import inspect
 import json
 import math
-import os
 import platform
 import re
 import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -21,13 +19,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_debug, rank_zero_war
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_memkit.data.cache import cache_folder
+from lightning_memkit.kept import SWITCH, keep, kept_file, recall
 from lightning_memkit.memory.measure import capacity
 from lightning_memkit.micro_batching import batch_size
 from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._worst_batch import worst_batch
 
-SWITCH = "MEMKIT_TUNING_CACHE"
 _FORMAT = 1
 _PACKAGES = ("torch", "lightning", "lightning_memkit", "transformers")
 
@@ -66,7 +63,7 @@ class TunedSizes:
     @property
     def path(self) -> Path:
         """The file of the answer."""
-        return cache_folder() / "tuned_sizes" / f"{self._key}.json"
+        return kept_file("tuned_sizes", self._key)
 
     def recall(self) -> TunedSize | None:
         """The answer that was kept, if there is one."""
@@ -74,7 +71,7 @@ class TunedSizes:
 
     def keep(self, answer: TunedSize) -> None:
         """Write the answer down, whole or not at all."""
-        if not _switched_on() or not self._trainer.is_global_zero:
+        if not self._trainer.is_global_zero:
             return
         content = {
             "format": _FORMAT,
@@ -84,7 +81,7 @@ class TunedSizes:
             "elements_per_second": {str(size): speed for size, speed in answer.elements_per_second.items()},
         }
         try:
-            _write(self.path, json.dumps(content, indent=1) + "\n")
+            keep(self.path, content)
         except OSError as error:
             rank_zero_warn(
                 f"MemoryBudget can't keep the tuned size in {self.path} ({error}); it is measured again next time. "
@@ -92,11 +89,14 @@ class TunedSizes:
             )
 
     def _read(self) -> TunedSize | None:
-        if not _switched_on():
-            return None
         try:
-            content = json.loads(self.path.read_text(encoding="utf-8"))
-            if content["format"] != _FORMAT or content["key"] != self._key or content["micro_batch_size"] < 1:
+            content = recall(self.path)
+            if (
+                content is None
+                or content["format"] != _FORMAT
+                or content["key"] != self._key
+                or content["micro_batch_size"] < 1
+            ):
                 return None
             return TunedSize(
                 micro_batch_size=int(content["micro_batch_size"]),
@@ -105,8 +105,6 @@ class TunedSizes:
                     int(size): speed for size, speed in content["elements_per_second"].items()
                 },
             )
-        except FileNotFoundError:
-            return None
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             rank_zero_debug(f"MemoryBudget passes over {self.path}: {error!r}")
             return None
@@ -134,22 +132,6 @@ def question_of(step: _seam.Step, *, budget: object, usable_bytes: int) -> dict[
         "device": _device(trainer.strategy.root_device),
         "versions": {name: _version(name) for name in _PACKAGES if name in sys.modules},
     }
-
-
-def _switched_on() -> bool:
-    return os.environ.get(SWITCH, "1") != "0"
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def _model(module: LightningModule) -> dict[str, Any]:

@@ -1,6 +1,9 @@
 """Plans of small modules: kept constraints, runs as planned, configs that run, and errors that say what is missing."""
 
 import gc
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +35,7 @@ from tests.plugins.test_prediction import Language, Loader, batch
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
 
+ROOT = Path(__file__).resolve().parents[2]
 ROWS, LENGTH = 16, 128
 
 
@@ -367,6 +371,32 @@ def test_every_operator_of_a_step_has_a_time_here():
         assert 0 < times.seconds(operator) < 10
     unknown = Operator("nobody.knows.this", (), (), flops=10**9, moved_bytes=10**6, is_16_bit=False)
     assert times.seconds(unknown) > 0
+
+
+@pytest.mark.slow
+def test_operators_are_timed_on_the_accelerator_that_is_here():
+    """In a process of its own: an accelerator stays known to the whole process."""
+    code = """
+import torch
+from lightning_memkit import predict_memory
+from lightning_memkit.planning.times import TimesHere
+from lightning_memkit.testing import fake_device
+from tests.plugins.test_planning import Language, given_batch
+
+work = predict_memory(Language(), given_batch()).work
+with fake_device() as device:
+    kind = device.torch_device.type
+    before, ran = torch.get_rng_state(), device.allocations
+    times = TimesHere(kind)
+    for operator in (*work.part, *work.step):
+        assert operator.is_python or 0 < times.seconds(operator) < 100, operator
+    assert device.allocations > ran
+    assert torch.equal(torch.get_rng_state(), before)
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_what_python_does_for_recorded_operators_is_counted():

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_memkit import MemoryBudget, PureBF16Precision
+from lightning_memkit import MemoryBudget, PureBF16Precision, kept
 from lightning_memkit.plugins import _tuned_sizes, _tuning
 from lightning_memkit.plugins._trials import Trials
 from tests.plugins.toys import trained, weights
@@ -28,7 +28,7 @@ class Clock:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(_tuned_sizes, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(kept, "cache_folder", lambda: tmp_path)
     monkeypatch.setenv("MEMKIT_TUNING_CACHE", "1")
     return tmp_path / "tuned_sizes"
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightning_memkit import MemoryBudget
-from lightning_memkit.plugins import _tuned_sizes, _tuning
+from lightning_memkit import MemoryBudget, kept
+from lightning_memkit.plugins import _tuning
 from tests.plugins.ranks import leave
 from tests.plugins.test_tuning import Classifier, Clock, data
 from tests.plugins.toys import trainer, weights
@@ -23,7 +23,7 @@ def main(folder: Path) -> None:
     clock, rank = Clock(), int(os.environ["RANK"])
     _tuning.perf_counter = clock
     # Ranks on several hosts have caches of their own: rank 0's is the one that counts.
-    _tuned_sizes.cache_folder = lambda: folder / f"cache {rank}"
+    kept.cache_folder = lambda: folder / f"cache {rank}"
 
     class Clocked(Classifier):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:

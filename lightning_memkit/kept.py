@@ -1,0 +1,57 @@
+"""Small answers kept from run to run, as JSON in the user's cache folder; `MEMKIT_TUNING_CACHE=0` keeps none."""
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from lightning_memkit.data.cache import cache_folder
+
+SWITCH = "MEMKIT_TUNING_CACHE"
+
+
+def kept_file(kind: str, name: str) -> Path:
+    """Where an answer lies, or would."""
+    return cache_folder() / kind / f"{name}.json"
+
+
+def recall(path: Path) -> dict[str, Any] | None:
+    """What was kept in a file; None where there is none, or the switch is off.
+
+    Raises:
+        OSError: the file can't be read.
+        ValueError: it holds no JSON object.
+    """
+    if _is_off():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}, no JSON object.")
+    return content
+
+
+def keep(path: Path, content: dict[str, Any]) -> None:
+    """Write an answer down, whole or not at all, whoever else writes it; nothing where the switch is off.
+
+    Raises:
+        OSError: the folder can't be written to.
+    """
+    if _is_off():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(json.dumps(content, indent=1) + "\n")
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _is_off() -> bool:
+    return os.environ.get(SWITCH, "1") == "0"
