@@ -50,10 +50,12 @@ class Checkpointed:
 
     Attributes:
         plan: what chooses by bytes, under a policy that does.
+        blocks: those whose forwards were replaced.
     """
 
     undo: Callable[[], None]
     plan: BudgetPlan | None = None
+    blocks: tuple[nn.Module, ...] = ()
 
     def __call__(self) -> None:
         """Put the forwards back."""
@@ -117,7 +119,7 @@ def checkpoint_modules(
         for put_back in undos:
             put_back()
 
-    return Checkpointed(undo, plan)
+    return Checkpointed(undo, plan, tuple(block for _, block in chosen))
 
 
 def _report_nothing(module: nn.Module, blocks: Sequence[BlockPattern] | None) -> None:

@@ -1,5 +1,6 @@
 """The Lightning adapter of `checkpoint_modules`."""
 
+import warnings
 from collections.abc import Sequence
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -9,6 +10,7 @@ from lightning_memkit.activations.blocks import refuse_single_pattern
 from lightning_memkit.activations.checkpointing import Checkpointed, checkpoint_modules
 from lightning_memkit.activations.planned import BudgetPlan
 from lightning_memkit.activations.policies import parse_policy
+from lightning_memkit.errors import NoEffectWarning
 from lightning_memkit.memory.measure import budget_bytes
 
 
@@ -59,9 +61,10 @@ class ActivationCheckpointing(Callback):
             self._patch(trainer, pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Patch a model that `configure_model` has built."""
+        """Patch a model that `configure_model` has built; say where its mode keeps checkpointing from it."""
         if self._undo is None:
             self._patch(trainer, pl_module)
+        self._report_eval_mode()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Lightning calls no teardown after an error."""
@@ -74,6 +77,17 @@ class ActivationCheckpointing(Callback):
     def _patch(self, trainer: Trainer, pl_module: LightningModule) -> None:
         policy = self._auto(trainer) if self.policy == "auto" else self.policy
         self._undo = checkpoint_modules(pl_module, policy, blocks=self.blocks)
+
+    def _report_eval_mode(self) -> None:
+        """Lightning keeps the modes that it finds, and transformers' `from_pretrained` gives a model in eval mode."""
+        blocks = self._undo.blocks if self._undo is not None else ()
+        if blocks and not any(block.training for block in blocks):
+            warnings.warn(
+                f"All {len(blocks)} blocks are in eval mode, in which no activation is checkpointed (and no dropout "
+                "is applied); call train() on the model where it is built, such as from_pretrained(...).train().",
+                NoEffectWarning,
+                stacklevel=2,
+            )
 
     def _auto(self, trainer: Trainer) -> str:
         from lightning_memkit.plugins.memory_budget import MemoryBudget  # it knows this plugin by name

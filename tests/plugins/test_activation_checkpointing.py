@@ -116,6 +116,17 @@ def test_no_match_is_reported_once(tmp_path):
     assert len([w for w in caught if w.category is NoEffectWarning]) == 1
 
 
+@pytest.mark.filterwarnings("ignore:Found .* in eval mode at the start of training:UserWarning")
+def test_blocks_that_all_are_in_eval_mode_are_reported(tmp_path):
+    model = Model()
+    model.eval()
+    with pytest.warns(NoEffectWarning, match=r"All 2 blocks are in eval mode.*train\(\)"):
+        assert fit(model, ActivationCheckpointing(), tmp_path=tmp_path).calls == 3
+    model = Model()
+    model.network.blocks[1].eval()  # one that is meant to be
+    assert fit(model, ActivationCheckpointing(), tmp_path=tmp_path).calls == 6
+
+
 def test_a_bad_policy_is_refused_at_construction():
     with pytest.raises(ValueError, match="the policies are"):
         ActivationCheckpointing(policy="half")
