@@ -3,6 +3,12 @@
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import deepcopy
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
 
 _log = logging.getLogger(__name__)
 
@@ -55,3 +61,23 @@ class BackgroundWriter:
         except BaseException as error:
             self._error = error
             _log.error("A checkpoint could not be written: %s", error)  # `wait` may never be called again
+
+
+def host_copies(state: Any) -> Any:
+    """A nested state with its tensors copied to host memory, for a thread to write; of sharded ones this rank's shard.
+
+    What is one tensor in two places stays one.
+    """
+    done: dict[Any, Tensor] = {}
+
+    def copied(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return deepcopy(value)
+        local = value.to_local() if isinstance(value, DTensor) else value
+        # Of one memory, seen in one way; the original stays alive meanwhile.
+        key = (local.device, local.data_ptr(), local.dtype, local.shape, local.stride(), type(value))
+        if local.numel() == 0 or key not in done:
+            done[key] = value.detach().to("cpu", copy=True)
+        return done[key]
+
+    return tree_map(copied, state)

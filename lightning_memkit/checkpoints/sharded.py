@@ -27,6 +27,7 @@ from lightning_memkit.checkpoints.errors import CheckpointError
 from lightning_memkit.checkpoints.pickles import read_torch_file
 
 REST = "meta.pt"  # Lightning's name for what is not shared out
+_AHEAD_BYTES = 10_000_000  # copied from a device while others are written; torch's own default
 _RECORDS = {
     "torch.distributed.checkpoint.metadata": {
         "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
@@ -47,7 +48,13 @@ def is_sharded(path: Path) -> bool:
     return (path / CONTENTS).is_file()
 
 
-def save_sharded(shares: dict[str, Any], rest: Any, target: Path) -> None:
+def refuse_unsaveable(shares: dict[str, Any], rest: Any) -> None:
+    """Raise CheckpointError for what is neither a tensor nor a primitive, before anything is written."""
+    encode(rest)
+    encode(tree_map_only(Tensor, lambda _: None, shares))
+
+
+def save_sharded(shares: dict[str, Any], rest: Any, target: Path, group: Any = None) -> None:
     """Write a folder to which every rank adds its share; it takes the place of ``target`` when it is whole.
 
     Every rank calls it with the same path on a file system that all of them see.
@@ -56,18 +63,22 @@ def save_sharded(shares: dict[str, Any], rest: Any, target: Path) -> None:
         shares: nested dicts and lists of tensors, sharded or not, and primitives.
         rest: what the first rank writes beside them (`meta.pt`): tensors and primitives.
         target: of the folder.
+        group: of all ranks, for a thread that writes tensors in host memory while the ranks train; None for the
+            one that they train with.
 
     Raises:
         CheckpointError: something is neither a tensor nor a primitive, or another rank could not write.
         OSError: the folder can't be written.
     """
-    encode(rest)
-    encode(tree_map_only(Tensor, lambda _: None, shares))
+    refuse_unsaveable(shares, rest)
     with ExitStack() as opened:
-        partial = _first_does(lambda: opened.enter_context(new_folder(target)))
+        partial = _first_does(lambda: opened.enter_context(new_folder(target)), group)
+        # A thread copies nothing from a device: by itself it would take the first one, whichever the rank's is.
+        ahead = _AHEAD_BYTES if group is None else 0
         try:
             with _alone_or_not():
-                dcp.save(shares, checkpoint_id=partial)
+                writer = dcp.FileSystemWriter(partial, per_thread_copy_ahead=ahead)
+                dcp.save(shares, storage_writer=writer, process_group=group)
         except CheckpointException as error:
             raise _plain(error, f"{target} could not be written") from error
 
@@ -78,7 +89,7 @@ def save_sharded(shares: dict[str, Any], rest: Any, target: Path) -> None:
                 os.fsync(file.fileno())
             opened.close()
 
-        _first_does(finish)
+        _first_does(finish, group)
 
 
 def load_sharded(state: dict[str, Any], folder: Path) -> None:
@@ -240,12 +251,15 @@ class _Records(pickle.Unpickler):
 @contextmanager
 def _alone_or_not() -> Iterator[None]:
     """One process is a number of ranks like any other; torch warns of it."""
+    if dist.is_initialized():  # filters are the whole process's: threads leave them alone
+        yield
+        return
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield
 
 
-def _first_does(call: Callable[[], _Result]) -> _Result:
+def _first_does(call: Callable[[], _Result], group: Any = None) -> _Result:
     """The result on rank 0, given to all ranks; if it fails there, all fail."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return call()
@@ -256,7 +270,7 @@ def _first_does(call: Callable[[], _Result]) -> _Result:
             outcome[0] = call()
         except Exception as error:
             failure, outcome[1] = error, f"{type(error).__name__}: {error}"
-    dist.broadcast_object_list(outcome, src=0)
+    dist.broadcast_object_list(outcome, src=0, group=group)
     if failure is not None:
         raise failure
     if outcome[1] is not None:

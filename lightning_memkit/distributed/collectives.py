@@ -5,17 +5,21 @@ from typing import Any
 from torch import distributed
 from torch.distributed import distributed_c10d
 
+from lightning_memkit.distributed.own_group import own_groups
+
 
 def collectives_issued(*ignored: Any) -> int | None:
     """How many collectives this rank has issued, on all groups but those ignored; None where it isn't counted.
 
-    The difference of two calls is what ran between them. It costs a microsecond a group.
+    The difference of two calls is what ran between them. It costs a microsecond a group. Those of a thread that
+    writes checkpoints don't count: they are no part of a step.
     """
     if not distributed.is_initialized():
         return 0
     groups: Any = getattr(getattr(distributed_c10d, "_world", None), "pg_map", None)
     if groups is None:
         return None
+    ignored = (*ignored, *own_groups())
     try:
         return sum(group._get_sequence_number_for_group() for group in groups if group not in ignored)
     except (AttributeError, RuntimeError):  # a backend that doesn't count

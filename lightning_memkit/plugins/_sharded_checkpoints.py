@@ -1,6 +1,5 @@
 """What `FSDP2Strategy` saves and loads: a folder to which every rank adds its share, or one file of all of it."""
 
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from lightning.fabric.strategies.model_parallel import (
     _load_raw_module_state,
     _rekey_optimizer_state_if_needed,
 )
+from torch import distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -20,26 +20,56 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from lightning_memkit.checkpoints import sharded
+from lightning_memkit.checkpoints.background import host_copies
 from lightning_memkit.checkpoints.errors import CheckpointError
-from lightning_memkit.errors import NoEffectWarning
+from lightning_memkit.distributed.own_group import own_group
 from lightning_memkit.plugins.checkpoint_io import StreamingCheckpointIO
 
 _OPTIMIZER = "optimizer_"  # as Lightning names an optimizer's share, with its number
 
 
 def save(checkpoint: dict[str, Any], path: Path, checkpoint_io: Any) -> None:
-    """Write a checkpoint as a folder, on all ranks; what Lightning's ModelParallelStrategy resumes, too."""
-    if isinstance(checkpoint_io, StreamingCheckpointIO) and checkpoint_io.asynchronous:
-        warnings.warn(
-            "asynchronous=True has no effect on sharded checkpoints, which the ranks write together; set "
-            "save_distributed_checkpoint=False for one file that a thread writes.",
-            NoEffectWarning,
-            stacklevel=2,
-        )
+    """Write a checkpoint as a folder, on all ranks; what Lightning's ModelParallelStrategy resumes, too.
+
+    With an asynchronous StreamingCheckpointIO each rank copies its shards to host memory, and a thread writes them.
+    """
     shares = {"state_dict": checkpoint.pop("state_dict")}
     states = checkpoint.pop("optimizer_states", [])
     shares |= {f"{_OPTIMIZER}{number}": state for number, state in enumerate(states)}
-    sharded.save_sharded(shares, checkpoint, path)
+    if not is_asynchronous(checkpoint_io):
+        sharded.save_sharded(shares, checkpoint, path)
+        return
+    wait_on_all_ranks(checkpoint_io)  # one copy at a time, and the error of the one before
+    sharded.refuse_unsaveable(shares, checkpoint)
+    copies, rest, group = host_copies(shares), host_copies(checkpoint), own_group()
+    checkpoint_io.write_later(lambda: sharded.save_sharded(copies, rest, path, group))
+
+
+def is_asynchronous(checkpoint_io: Any) -> bool:
+    """Whether a thread writes."""
+    return isinstance(checkpoint_io, StreamingCheckpointIO) and checkpoint_io.asynchronous
+
+
+def wait_on_all_ranks(checkpoint_io: StreamingCheckpointIO) -> None:
+    """Return when the threads of all ranks have written; if one could not, all ranks raise.
+
+    Otherwise a rank whose thread has failed would stop, and the others' threads would wait for it in the next save.
+    """
+    failure: Exception | None = None
+    try:
+        checkpoint_io.wait()
+    except Exception as error:
+        failure = error
+    told: list[str | None] = []
+    if dist.is_initialized():
+        told = [None] * dist.get_world_size()
+        reason = None if failure is None else f"{type(failure).__name__}: {failure}"
+        dist.all_gather_object(told, reason, group=own_group())
+    if failure is not None:
+        raise failure
+    for rank, reason in enumerate(told):
+        if reason is not None:
+            raise CheckpointError(f"Rank {rank} could not write a checkpoint: {reason}")
 
 
 def load_folder(

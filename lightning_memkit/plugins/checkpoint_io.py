@@ -3,6 +3,7 @@
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,9 @@ class StreamingCheckpointIO(CheckpointIO):
     Not yet verified on a GPU.
 
     Args:
-        asynchronous: copy the state to host memory (one whole copy of it) and write in a thread. Order is kept; the
-            error of a write surfaces at the next save and at the end of the fit, which waits for the last one.
+        asynchronous: copy the state to host memory (one whole copy of it; where ranks write a folder, each its own
+            shards) and write in a thread. Order is kept; the error of a write surfaces at the next save and at the
+            end of the fit, which waits for the last one.
 
     Raises:
         CheckpointError: a state can't be saved, or a file can't be loaded.
@@ -64,6 +66,14 @@ class StreamingCheckpointIO(CheckpointIO):
         self._writer.wait()  # one snapshot at a time, and the error of the one before
         document = files.snapshot(document)
         self._writer.submit(lambda: _write(document, path, storage_options))
+
+    def write_later(self, job: Callable[[], object]) -> None:
+        """Have the thread run a job after those before it; for what a strategy writes by itself."""
+        self._writer.submit(job)
+
+    def wait(self) -> None:
+        """Return when all is written, and raise the error of what could not be."""
+        self._writer.wait()
 
     def load_checkpoint(
         self,

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_memkit.checkpoints.atomic import recover, remove
 from lightning_memkit.checkpoints.sharded import is_sharded
+from lightning_memkit.distributed.own_group import own_group
 from lightning_memkit.distributed.sharding import Sharding, shard_blocks
 from lightning_memkit.initialization import build_empty, build_on
 from lightning_memkit.materialization import materialize
@@ -124,6 +125,8 @@ class FSDP2Strategy(ModelParallelStrategy):
         self.accelerator.setup(trainer)
         module = self.lightning_module
         assert isinstance(module, LightningModule)
+        if self._save_distributed_checkpoint and _sharded_checkpoints.is_asynchronous(self.checkpoint_io):
+            own_group()  # of which a thread will need one
         if not any(parameter.is_meta for parameter in module.parameters()):
             self._load_initial_weights(module)  # before the cast, of which a precision may keep the rest
         self.model = self.precision_plugin.convert_module(self.model)
@@ -216,12 +219,14 @@ class FSDP2Strategy(ModelParallelStrategy):
         assert self.model is not None
         assert self.lightning_module is not None
         strict = self.lightning_module.strict_loading
+        io = self.checkpoint_io
+        if isinstance(io, StreamingCheckpointIO) and io.asynchronous:
+            _sharded_checkpoints.wait_on_all_ranks(io)
         recover(Path(path))
         if Path(path).is_dir():
             return _sharded_checkpoints.load_folder(
                 Path(path), self.model, self.optimizers, weights_only, strict
             )
-        io = self.checkpoint_io
         if weights_only is False and not isinstance(io, StreamingCheckpointIO):
             return super().load_checkpoint(path, weights_only=weights_only)
         io = io if isinstance(io, StreamingCheckpointIO) else StreamingCheckpointIO()
@@ -229,10 +234,12 @@ class FSDP2Strategy(ModelParallelStrategy):
         return _sharded_checkpoints.load_file(checkpoint, self.model, self.optimizers, strict)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Remove a checkpoint; a folder loses its name first."""
-        if self.is_global_zero and self._save_distributed_checkpoint:
+        """Remove a checkpoint; a folder loses its name first, and stays until what is being written is whole."""
+        if not self.is_global_zero:
+            return
+        if self._save_distributed_checkpoint and not isinstance(self.checkpoint_io, StreamingCheckpointIO):
             remove(Path(filepath))
-        elif self.is_global_zero:
+        else:
             self.checkpoint_io.remove_checkpoint(filepath)
 
     def teardown(self) -> None:

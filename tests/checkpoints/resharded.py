@@ -65,7 +65,7 @@ def trained(folder: Path, what: str, precision: str, epochs: int, source: Path |
     """Train from a checkpoint, or the start; gives losses, weights and states."""
     torch.manual_seed(0)
     module, losses = Language(), Losses()
-    given: Any = {"plugins": [StreamingCheckpointIO(asynchronous=what == "full")]}
+    given: Any = {"plugins": [StreamingCheckpointIO(asynchronous=True)]}
     if precision == "split":  # exact states: compact ones are rounded at random
         given["plugins"].append(PureBF16Precision("split", states="exact"))
     trainer = Trainer(

@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -112,16 +112,18 @@ def _bytes(tensors: Any) -> int:
     return sum(storages.values())
 
 
-def trained(strategy: Any, precision: str, ranks: int, rank: int, **options: Any) -> dict[str, Any]:
+def trained(
+    strategy: Any, precision: str, ranks: int, rank: int, beside: Sequence[Callback] = (), **options: Any
+) -> dict[str, Any]:
     torch.manual_seed(0)
     module, watch = Language(), Watch()
     given: dict[str, Any] = (
         {"plugins": [PureBF16Precision()]} if precision == "kahan" else {"precision": precision}
     )
     trainer = Trainer(
-        **given, **options, strategy=strategy, max_steps=STEPS, accelerator="cpu", devices=ranks, callbacks=[watch],
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        use_distributed_sampler=False, gradient_clip_val=1.0,
+        **given, **options, strategy=strategy, max_steps=STEPS, accelerator="cpu", devices=ranks,
+        callbacks=[watch, *beside], logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, use_distributed_sampler=False, gradient_clip_val=1.0,
     )  # fmt: skip
     trainer.fit(module, Loader(rank, ranks))
     full = {

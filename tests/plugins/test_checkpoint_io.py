@@ -16,11 +16,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
-from lightning_memkit import FSDP2Strategy, NoEffectWarning, PureBF16Precision, StreamingCheckpointIO
+from lightning_memkit import FSDP2Strategy, PureBF16Precision, StreamingCheckpointIO
 from lightning_memkit.checkpoints import files, streamed
 from lightning_memkit.checkpoints.errors import CheckpointError
 from lightning_memkit.cli import main
-from lightning_memkit.plugins import _sharded_checkpoints
 from tests.plugins.toys import TokenTagger, loader, trainer
 
 
@@ -295,13 +294,6 @@ def test_what_can_t_be_saved_is_said_at_once_by_a_thread_too(tmp_path: Path) -> 
     io = StreamingCheckpointIO(asynchronous=True)
     with pytest.raises(CheckpointError, match=r"checkpoint\['x'\]"):
         io.save_checkpoint({"x": object()}, tmp_path / "x.ckpt")
-
-
-def test_a_thread_has_no_effect_on_folders(tmp_path: Path) -> None:
-    with pytest.warns(NoEffectWarning, match="save_distributed_checkpoint=False"):
-        _sharded_checkpoints.save(
-            {"state_dict": {}}, tmp_path / "x.ckpt", StreamingCheckpointIO(asynchronous=True)
-        )
 
 
 def test_fsdp2_refuses_options_of_a_checkpoint_io() -> None:
