@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) - {"training"}
 _CONTAINERS = (list, dict, set, deque)
@@ -67,6 +68,15 @@ class Rollback:
             for key, (tensor, version, clone) in self._tensors.items()
             if _lookup(self._modules[key[0]], key[1]) is not tensor or _differs(tensor, version, clone)
         )
+
+    def replaced(self) -> list[str]:
+        """The attributes that were set since, and hold tensors: what a step hands on to the next."""
+        return [
+            f"{path}.{key}".lstrip(".")
+            for path, kept in self._attributes.items()
+            for key, value in vars(self._modules[path]).items()
+            if key not in _OF_EVERY_MODULE and value is not kept.get(key) and _holds_tensors(value)
+        ]
 
     def restore(self) -> frozenset[tuple[str, str]]:
         """Put everything back; returns the tensors that changed but were not cloned (empty: it is exact)."""
@@ -154,6 +164,10 @@ def _mutable_tensors(owner: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, value in vars(owner).items():
         if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
             yield name, value
+
+
+def _holds_tensors(value: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
 
 
 def _lookup(owner: nn.Module, name: str) -> Any:

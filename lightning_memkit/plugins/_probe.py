@@ -149,7 +149,7 @@ class Weighing:
         allowed = decomposability.tolerance(module.parameters(), reduced=not exact)
         verdicts: dict[int, Verdict] = {}
         errors: list[float] = []
-        whole = torch.zeros(0)
+        whole, gradients, everything_in_eval = torch.zeros(0), [], False
         logged_by_whole: list[dict[str, Any]] = []
         logged_by_parts: list[list[dict[str, Any]]] = []
         for everything_in_eval in (False, True):
@@ -189,11 +189,39 @@ class Weighing:
                 cause="another rank's samples show it (its own message names the cause)",
                 remedy="see that rank's message",
             )
+        elif self.verdict.adds_up:
+            with deterministic(module, everything=everything_in_eval):
+                self.verdict = _independent(step, trials, parts, gradients, allowed) or self.verdict
         self._open = [self._open[index] for index in kept]
         self.weigh_by = self._open[0]
         shares = [float(weigher(self.weigh_by, small)(part)) for part in parts]
         rounding = min(allowed, _LOGGED) if exact else allowed
         self.logs.compare(logged_by_whole, logged_by_parts, shares, sizes, rounding)
+
+
+def _independent(
+    step: _seam.Step, trials: Trials, parts: list[Any], gradients: list[Tensor], allowed: float
+) -> Verdict | None:
+    """None where the second part's gradient is the same after the first as alone, else what to say of it."""
+    failure = ""
+    try:
+        after = trials.gradient_of(step, parts[1], after=parts[0])
+        error = decomposability.relative_error(gradients[1], [after], [1.0])
+    except StepFailedError as failed:
+        if failed.skipped or is_out_of_memory(failed.cause):
+            raise
+        error, failure = float("inf"), f" ({type(failed.cause).__name__}: {failed.cause})"
+    error = largest_of_ranks(step.trainer, [error])[0]
+    if error <= allowed:
+        return None
+    names = ", ".join(trials.handed_on)
+    return Verdict(
+        adds_up=False,
+        relative_error=error,
+        cause=f"training_step hands values on to the next one{f', in {names}' if names else ''}: a part would take "
+        f"over those of other samples{failure}",
+        remedy="keep the batch whole (micro_batch_size = the loader's batch size), or keep them apart by sample",
+    )
 
 
 def _offset(probes: int, free: int) -> int:

@@ -30,7 +30,7 @@ from lightning_memkit.optim.snapshots import (
 from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._ranks import Ranks, local_optimizer
 from lightning_memkit.plugins._tensors import tensors_of
-from lightning_memkit.rollback import Rollback
+from lightning_memkit.rollback import Generators, Rollback
 
 
 class StepFailedError(Exception):
@@ -56,6 +56,7 @@ class Trials:
     ) -> None:
         self.changing: frozenset[tuple[str, str]] = frozenset()
         self.logged: list[dict[str, Any]] = []
+        self.handed_on: list[str] = []
         self.limited = False
         self.ranks = Ranks()
         self._trainer = trainer
@@ -68,7 +69,7 @@ class Trials:
 
     @contextmanager
     def _no_trace(self, step: _seam.Step) -> Iterator[list[dict[str, Any]]]:
-        rollback = Rollback(self._module)
+        rollback = self._rollback = Rollback(self._module)
         # The last step's gradients are zeroed before they are used: held beside the trial's they would cost twice.
         kept = [] if step.starts_window else [(p, p.grad) for p in self._module.parameters()]
         for parameter in self._module.parameters():
@@ -88,10 +89,13 @@ class Trials:
             for parameter, gradient in kept:
                 parameter.grad = gradient
 
-    def gradient_of(self, step: _seam.Step, batch: Any, *, seed: int | None = None) -> Tensor:
+    def gradient_of(
+        self, step: _seam.Step, batch: Any, *, seed: int | None = None, after: Any = None
+    ) -> Tensor:
         """A sample of the gradient that a batch's own loss has; `seed` draws other random numbers than training.
 
-        `logged` then holds what the step logged.
+        `logged` then holds what the step logged. With `after`, another batch's step comes first, with the same random
+        numbers, and leaves behind what it leaves behind; `handed_on` names the attributes that it has set.
         """
         with self._no_trace(step) as self.logged:
             if seed is not None:
@@ -99,6 +103,8 @@ class Trials:
                 np.random.seed(seed)
                 torch.manual_seed(seed)
             skipped = False
+            if after is not None:
+                self._run_before(step, after)
             try:
                 skipped = not self._run(step, batch, self._limit(step))
                 if skipped:
@@ -106,6 +112,14 @@ class Trials:
             except Exception as error:
                 raise StepFailedError(error, skipped=skipped) from error
             return decomposability.sampled_gradient(self._module.parameters())
+
+    def _run_before(self, step: _seam.Step, batch: Any) -> None:
+        generators = Generators()
+        self._run(step, batch, self._limit(step))
+        generators.restore()
+        self.handed_on = self._rollback.replaced()
+        for parameter in self._module.parameters():
+            parameter.grad = None
 
     def _limit(self, step: _seam.Step) -> PeakMeter | None:
         """What refuses a probe that needs more than training may, where no allocator does."""

@@ -208,6 +208,52 @@ def test_losses_that_do_not_decompose_are_refused_with_cause_and_remedy(
     assert torch.equal(weights(module), before)
 
 
+class Recurrent(LightningModule):
+    """Keeps the state of each row's sequence from batch to batch, as truncated backpropagation does."""
+
+    def __init__(self, rows: int | None = None) -> None:
+        super().__init__()
+        self.cell, self.rows, self.steps = nn.GRUCell(32, 8), rows, 0
+        self.hidden: Tensor | None = None
+        self.last_loss: Tensor | None = None
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.steps += 1
+        state = self.hidden if self.hidden is not None else torch.zeros(self.rows or len(batch), 8)
+        hidden = self.cell(batch, state[: len(batch)])
+        self.hidden, self.last_loss = hidden.detach(), hidden.square().mean()
+        return self.last_loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+@pytest.mark.parametrize("rows", [None, 8])
+def test_a_state_that_is_handed_on_from_batch_to_batch_is_refused_by_name(rows: int | None) -> None:
+    """Without rows the second part fails on the first one's shape; with them it would silently go on with it."""
+    with pytest.raises(
+        BudgetError, match=r"hands values on to the next one, in .*hidden.*keep the batch whole"
+    ):
+        trained(
+            MemoryBudget("1GiB", micro_batch_size=2),
+            module=lambda: Recurrent(rows),
+            data=vectors(),
+            max_steps=2,
+        )
+
+
+def test_an_attribute_that_a_step_sets_and_none_reads_is_no_state() -> None:
+    class Notes(Custom):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            self.last_loss = super().training_step(batch, batch_idx)
+            return self.last_loss
+
+    whole, _ = trained(module=lambda: Notes("mean"), data=vectors(), max_steps=3)
+    budget = MemoryBudget("1GiB", micro_batch_size=3)
+    parts, _ = trained(budget, module=lambda: Notes("mean"), data=vectors(), max_steps=3)
+    assert difference(whole, parts) <= 2e-5
+
+
 def test_an_unsplit_batch_may_have_any_loss() -> None:
     module, _ = trained(MemoryBudget("1GiB"), module=Custom("contrastive"), data=vectors(), max_steps=2)
     assert isinstance(module, Custom)
@@ -264,10 +310,11 @@ def test_the_probe_takes_two_rows_where_five_are_over_the_budget() -> None:
         rows.clear()
         data = DataLoader(tagged_rows(8, length=400), batch_size=8)  # pyright: ignore[reportArgumentType]
         trainer(MemoryBudget(budget, micro_batch_size=1), max_steps=1).fit(Notes(), data)
-        return rows[:4]
+        return rows[:6]
 
-    assert probed("1GiB") == [5, 2, 3, 1]
-    assert probed("1MiB") == [5, 2, 1, 1]  # the five ran into the budget
+    # Whole, its parts alone, the second part after the first; then training.
+    assert probed("1GiB") == [5, 2, 3, 2, 3, 1]
+    assert probed("1MiB") == [5, 2, 1, 1, 1, 1]  # the five ran into the budget
 
 
 @pytest.mark.parametrize("kind", [TokenTagger, CausalTagger, SampleMean])
