@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -31,6 +31,8 @@ class Anatomy:
         peak_bytes: the most bytes of tensors that were alive at once.
         peak_phase: `"forward"`, `"backward"` or `"optimizer"`, where that was.
         peak_operator: the operator whose output made the peak.
+        peak_module: the module that ran it; empty where that is not known, or outside of any.
+        peak_place: `file:line` of the code that called it, where that is known.
         at_peak: bytes alive at the peak by category (keys of `CATEGORIES`); they add up to `peak_bytes`.
         largest: the most bytes of each category alone, at any moment of the step.
         fixed_bytes: what lies outside the tensors, and outside the budget: on CUDA what the driver counts
@@ -47,6 +49,8 @@ class Anatomy:
     fixed_bytes: int = 0
     operators: int = 0
     findings: tuple[Finding, ...] = ()
+    peak_module: str = ""
+    peak_place: str = ""
 
     def to_json(self, path: Path) -> None:
         """Write the anatomy as JSON; a reader never sees half a file."""
@@ -90,16 +94,27 @@ class AnatomyMeter(ByteMeter):
         for record in self.records:
             if record.category is None:
                 record.category = "other" if record.phase == "outside" else "temporaries"
-        at_peak = [record for record in self.records if record.alive_at(self.peak_tick)]
-        return Anatomy(
+        found = anatomy_at(self.records, self.peak_tick, fixed_bytes=fixed_bytes, operators=self.operators)
+        return replace(
+            found,
             peak_bytes=self.peak_bytes,
-            peak_phase=_phase_at(self.records, self.peak_tick),
             peak_operator=self.peak_operator,
-            at_peak=_bytes_by_category(at_peak),
-            largest=_largest_by_category(self.records),
-            fixed_bytes=fixed_bytes,
-            operators=self.operators,
+            peak_module=self.peak_origin,
         )
+
+
+def anatomy_at(records: list[Allocation], tick: int, *, fixed_bytes: int = 0, operators: int = 0) -> Anatomy:
+    """What was alive at a moment, by category, in the place of the peak; records with their categories."""
+    alive = [record for record in records if record.alive_at(tick)]
+    return Anatomy(
+        peak_bytes=sum(record.size_bytes for record in alive),
+        peak_phase=_phase_at(records, tick),
+        peak_operator="",
+        at_peak=_bytes_by_category(alive),
+        largest=_largest_by_category(records),
+        fixed_bytes=fixed_bytes,
+        operators=operators,
+    )
 
 
 def _bytes_by_category(records: Iterable[Allocation]) -> dict[str, int]:

@@ -54,6 +54,7 @@ class Allocation:
     died: int | None = None
     origin: str = ""
     stream: int = 0  # that it was made for; 0 is the default one
+    maker: Any = None  # the operator that returned it; None for what was tracked
 
     def alive_at(self, tick: int) -> bool:
         """Whether the storage is alive right after a tick."""
@@ -84,6 +85,7 @@ class ByteMeter(TorchDispatchMode):
         self.peak_bytes = 0
         self.peak_tick = 0
         self.peak_operator = ""
+        self.peak_origin = ""
         self.allocations = 0
         self.phase: Phase = "outside"
         self.origin = ""  # whose allocations come now, in the records
@@ -92,8 +94,11 @@ class ByteMeter(TorchDispatchMode):
         self.operators = 0
         self.clock = 0  # one tick for every birth and every death
         self.records: list[Allocation] = []
+        self.sums: list[tuple[int, int]] = []  # ticks from which and to which summands exist beside their sum
         self._record = record
+        self._maker: Any = None
         self._sum_is_open = False  # what autograd added up is not yet given back
+        self._sum_began = 0
         self._alive: dict[int, tuple[Any, Allocation]] = {}
         self._stances: list[AbstractContextManager[Any]] = []
 
@@ -113,6 +118,7 @@ class ByteMeter(TorchDispatchMode):
 
     def track(self, tensors: Iterable[Tensor], category: Category | None = None) -> None:
         """Count storages that exist already; those known get the category."""
+        self._maker = None  # whatever an operator that failed has left
         for tensor in tensors:
             for storage in storages_of(tensor):
                 known = self._alive.get(storage._cdata)
@@ -138,7 +144,7 @@ class ByteMeter(TorchDispatchMode):
         """Start a new peak from what is alive now."""
         self.peak_bytes = self.live_bytes
         self.peak_tick = self.clock
-        self.peak_operator = ""
+        self.peak_operator = self.peak_origin = ""
 
     def forget(self) -> None:
         """Stop counting every storage; their later deaths are ignored."""
@@ -150,7 +156,7 @@ class ByteMeter(TorchDispatchMode):
             self._refuse_over_budget("aten.add.Tensor")
         out = self._call(func, args, kwargs or {})
         self.operators += 1
-        before = self.live_bytes
+        before, self._sum_began, self._maker = self.live_bytes, self.clock, func
         for tensor in tensors_in(out):
             for storage in storages_of(tensor):
                 known = self._alive.get(storage._cdata)
@@ -164,8 +170,9 @@ class ByteMeter(TorchDispatchMode):
                         )
                     self._add(storage, None)
                 elif known[1].size_bytes != storage.nbytes():
-                    self.live_bytes += storage.nbytes() - known[1].size_bytes
-                    known[1].size_bytes = storage.nbytes()
+                    self._release(storage._cdata, known[1])
+                    self._add(storage, known[1].category)
+        self._maker = None
         if _adds_up_gradients(func):
             self._sum_is_open = True
             return out
@@ -179,6 +186,8 @@ class ByteMeter(TorchDispatchMode):
         """After a sum of autograd's own, once what it used up is given back: note the peak; whether there was one."""
         was_open, self._sum_is_open = self._sum_is_open, False
         if was_open:
+            if self._record:
+                self.sums.append((self._sum_began, self.clock))
             self._note_peak("aten.add.Tensor")
         return was_open
 
@@ -211,7 +220,7 @@ class ByteMeter(TorchDispatchMode):
             return
         self.clock += 1
         record = Allocation(size, self.clock, self.phase, category or self.category)
-        record.origin, record.stream = self.origin, self.stream
+        record.origin, record.stream, record.maker = self.origin, self.stream, self._maker
         key = storage._cdata
         self._alive[key] = (weakref.ref(storage, lambda _: self._release(key, record)), record)
         self.live_bytes += size
@@ -230,7 +239,7 @@ class ByteMeter(TorchDispatchMode):
         if self.live_bytes > self.peak_bytes:
             self.peak_bytes = self.live_bytes
             self.peak_tick = self.clock
-            self.peak_operator = operator
+            self.peak_operator, self.peak_origin = operator, self.origin
 
 
 def unmetered() -> AbstractContextManager[Any]:

@@ -48,6 +48,12 @@ class TemporariesMeter(AnatomyMeter):
             self._see_zeroed(args[0])
         return out
 
+    def place_of_peak(self) -> str:
+        """The user's line behind the peak's allocation, where that was a large one of the forward; else empty."""
+        born = [record for record in self.records if record.born <= self.peak_tick]
+        last = max(born, key=lambda record: record.born, default=None)
+        return describe(self._places.get(id(last)), "")
+
     def findings(self) -> list[Finding]:
         """What was found in the step, the largest first; after `dissect`."""
         found = [*self._of_logits(), *self._of_foreach(), *self._of_masks(), *self._of_zeroed()]

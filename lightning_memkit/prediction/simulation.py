@@ -1,7 +1,6 @@
 """Steps on fake tensors, counted as real ones would be."""
 
 import sys
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -10,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
@@ -18,6 +16,7 @@ from typing_extensions import Self
 
 from lightning_memkit.memory.anatomy import AnatomyMeter
 from lightning_memkit.memory.meter import Category, Phase, tensors_in
+from lightning_memkit.memory.owners import Owners
 from lightning_memkit.optim.modes import LOW_STATES
 from lightning_memkit.prediction.caching_allocator import replay
 from lightning_memkit.prediction.devices import Device
@@ -58,11 +57,7 @@ class Simulation(AnatomyMeter):
         self._has_stepped = False
         self.phase_peaks: dict[Phase, int] = {}
         self._parameters: list[Callable[[], Iterable[Tensor]]] = []
-        self._names: dict[int, str] = {}  # of modules, by their id
-        self._within: list[str] = []  # the modules whose forward runs
-        self._sequence: list[
-            tuple[int, str]
-        ] = []  # from which number of autograd's on nodes are of which module
+        self._owners = Owners()
         self._timeline: list[int] = []
         self._entered = ExitStack()
 
@@ -78,6 +73,7 @@ class Simulation(AnatomyMeter):
                 stack.enter_context(as_on_cuda())
                 stack.enter_context(offloads(self.host, self, self.values.assumed))
             stack.enter_context(self.fakes.mode)
+            stack.enter_context(self._owners)
             for handle in self._hooks():
                 stack.callback(handle.remove)
             super().__enter__()
@@ -99,7 +95,7 @@ class Simulation(AnatomyMeter):
     def watch(self, module: nn.Module) -> None:
         """Know a module's tensors as weights and gradients, and its submodules by their names."""
         self.track([*module.parameters(), *module.buffers()], "weights")
-        self._names = {id(submodule): name for name, submodule in module.named_modules()}
+        self._owners.name(module)
         self._parameters = [module.parameters]
 
     def begin_training(self, module: nn.Module) -> None:
@@ -210,10 +206,7 @@ class Simulation(AnatomyMeter):
     def _turn(self) -> None:
         """Find out which phase an operator is in, and whose it is."""
         in_backward = torch._C._current_graph_task_id() != -1
-        if self._within:
-            self.origin = self._within[-1]
-        else:
-            self.origin = self._owner_of_node() if in_backward else ""
+        self.origin = self._owners.current()
         if self.phase == "outside":
             return
         if in_backward:
@@ -225,26 +218,9 @@ class Simulation(AnatomyMeter):
         elif self.phase == "optimizer" and torch.is_grad_enabled():
             self.phase = "forward"
 
-    def _owner_of_node(self) -> str:
-        """The module in whose forward the node was made that autograd is running."""
-        node = torch._C._current_autograd_node()
-        if node is None or not self._sequence:
-            return ""
-        index = bisect_right(self._sequence, (node._sequence_nr(), chr(0x10FFFF))) - 1
-        return self._sequence[index][1] if index >= 0 else ""
-
     def _hooks(self) -> Iterator[Any]:
-        def enter(module: nn.Module, args: Any) -> None:
-            self._within.append(self._names.get(id(module), type(module).__name__))
-            self._note_sequence()
-
-        def leave(module: nn.Module, args: Any, out: Any) -> None:
-            if self._within:
-                self._within.pop()
-            self._note_sequence()
-
         def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if not self._names:  # no module was named: the optimizer knows the weights
+            if not self._owners.has_names:  # no module was named: the optimizer knows the weights
                 parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
                 self.track([self.twin(parameter) for parameter in parameters], "weights")
                 self._parameters = [lambda: parameters]
@@ -255,8 +231,6 @@ class Simulation(AnatomyMeter):
         def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             self.mark_states(optimizer)
 
-        yield register_module_forward_pre_hook(enter)
-        yield register_module_forward_hook(leave, always_call=True)
         yield register_optimizer_step_pre_hook(before_step)
         yield register_optimizer_step_post_hook(after_step)
 
@@ -275,9 +249,6 @@ class Simulation(AnatomyMeter):
             yield
         finally:
             torch.get_rng_state = torch.random.get_rng_state = plain
-
-    def _note_sequence(self) -> None:
-        self._sequence.append((torch.autograd._get_sequence_nr(), self._within[-1] if self._within else ""))
 
     def _mark_gradients(self) -> None:
         found = (parameter.grad for parameters in self._parameters for parameter in parameters())

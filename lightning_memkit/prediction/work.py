@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from lightning_memkit.memory.flops import flops_of
 
 _aten = torch.ops.aten
-_FLASH_ON_CPU = _aten._scaled_dot_product_flash_attention_for_cpu
-_FLASH_BACKWARD_ON_CPU = _aten._scaled_dot_product_flash_attention_for_cpu_backward
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _MOVE_NOTHING = {
     _aten.set_, _aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided,
@@ -142,7 +141,7 @@ def _operator(
         return None
     moved = sum(_spanned_bytes(tensor) for tensor in (*operands, *results))
     return Operator(
-        str(func), shapes[0], shapes[1], _flops(func, args, kwargs, out), moved,
+        str(func), shapes[0], shapes[1], flops_of(func, args, kwargs, out), moved,
         is_16_bit=bool(operands) and operands[0].dtype.itemsize == 2,
     )  # fmt: skip
 
@@ -150,16 +149,6 @@ def _operator(
 def _is_view(operands: Iterable[Tensor], results: Iterable[Tensor]) -> bool:
     stored = {tensor.untyped_storage()._cdata for tensor in operands}
     return all(tensor.untyped_storage()._cdata in stored for tensor in results)
-
-
-def _flops(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> int:
-    packet = func.overloadpacket
-    if packet is _FLASH_ON_CPU:
-        return sdpa_flop_count(*(tensor.shape for tensor in args[:3]))
-    if packet is _FLASH_BACKWARD_ON_CPU:
-        return sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4]))
-    count = flop_registry.get(packet)
-    return 0 if count is None else int(count(*args, **kwargs, out_val=out))
 
 
 def _spanned_bytes(tensor: Tensor) -> int:

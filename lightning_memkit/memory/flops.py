@@ -1,0 +1,85 @@
+"""How many operations a step's matrix products take, counted as they run."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+_FLASH_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_FLASH_BACKWARD_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def flops_of(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> int:
+    """Operations of one matrix product, convolution or attention by torch's own formulas; 0 of anything else."""
+    packet = func.overloadpacket
+    if packet is _FLASH_ON_CPU:
+        return sdpa_flop_count(*(tensor.shape for tensor in args[:3]))
+    if packet is _FLASH_BACKWARD_ON_CPU:
+        return sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4]))
+    count = flop_registry.get(packet)
+    return 0 if count is None else int(count(*args, **kwargs, out_val=out))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFlops:
+    """Operations of a batch's forward and backward, two a multiplication and addition; the optimizer's not among them.
+
+    Args:
+        model: what the model needs.
+        again: what was computed a second time, to save memory.
+        share_16_bit: of both, on operands of 16 bits.
+        samples: of the batch.
+        tokens: of the batch, padding included; 0 where it has none.
+    """
+
+    model: int = 0
+    again: int = 0
+    share_16_bit: float = 0.0
+    samples: int = 0
+    tokens: int = 0
+
+    @property
+    def units(self) -> int:
+        """Tokens, or samples where there are none."""
+        return self.tokens or self.samples
+
+    def seconds_at(self, flops_16: float, flops_32: float) -> float:
+        """Of the model's operations at a device's peak rates."""
+        return self.model * (self.share_16_bit / flops_16 + (1 - self.share_16_bit) / flops_32)
+
+
+class FlopCount:
+    """Adds up operations; a microsecond an operator."""
+
+    def __init__(self) -> None:
+        self._model = self._again = self._of_16_bit = 0
+
+    def note(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any, *, again: bool) -> None:
+        """An operator has run."""
+        count = flops_of(func, args, kwargs, out)
+        if not count:
+            return
+        if again:
+            self._again += count
+        else:
+            self._model += count
+        if _operand_bytes(args) == 2:
+            self._of_16_bit += count
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self._model = self._again = self._of_16_bit = 0
+
+    def total(self, samples: int = 0, tokens: int = 0) -> StepFlops:
+        """What was added up, of a batch of so many."""
+        all_ = self._model + self._again
+        share = self._of_16_bit / all_ if all_ else 0.0
+        return StepFlops(
+            model=self._model, again=self._again, share_16_bit=share, samples=samples, tokens=tokens
+        )
+
+
+def _operand_bytes(args: Any) -> int:
+    """Of an element of the widest operand."""
+    return max((one.dtype.itemsize for one in args if isinstance(one, torch.Tensor)), default=0)

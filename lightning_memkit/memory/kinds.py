@@ -1,0 +1,84 @@
+"""What kind of operator saves and allocates how much: contractions, normalisations, element-wise, others."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from lightning_memkit.memory.meter import Allocation
+
+# The classes of Ivanov et al., Data Movement Is All You Need, MLSys 2021; what is in none of them is "other".
+KINDS = {
+    "contraction": "matrix products, convolutions, attention kernels, recurrent layers",
+    "normalization": "layer, batch, group and RMS norms; softmax and its logarithm",
+    "elementwise": "activation functions, sums of two tensors, dropout, casts and copies",
+    "other": "embeddings, reductions, concatenation, indexing, new tensors",
+}
+_CONTRACTS = re.compile(
+    r"(^|_)(mm|bmm|addmm|baddbmm|addbmm|mv|addmv|dot|vdot|matmul|linear|conv\w*|cudnn_convolution\w*|attention\w*|rnn\w*|gru\w*"
+    r"|lstm\w*)(_|$)"
+)
+_NORMALIZES = re.compile(r"(layer|batch|group|instance|rms)_?norm|softmax|logsumexp")
+_MAPS = re.compile(
+    r"^(_to_copy|copy|clone|native_dropout\w*|_?fused_dropout|bernoulli|_foreach_(?!norm)\w*|_?fused_adam\w*)_?$"
+)
+
+
+@cache
+def kind_of(operator: Any) -> str:
+    """The kind of an operator, one of `KINDS`."""
+    name = operator._schema.name.rpartition("::")[2]
+    if _NORMALIZES.search(name):
+        return "normalization"
+    if _CONTRACTS.search(name):
+        return "contraction"
+    if torch.Tag.pointwise in operator.tags or _MAPS.match(name):
+        return "elementwise"
+    return "other"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedBytes:
+    """What some operators of a step have saved, and made at all.
+
+    Args:
+        saved_at_peak: bytes that were kept for the backward at the step's peak.
+        saved_at_most: the same at the moment when most was kept.
+        allocated: bytes allocated in the whole step.
+    """
+
+    saved_at_peak: int = 0
+    saved_at_most: int = 0
+    allocated: int = 0
+
+
+def by_kind(records: Iterable[Allocation], peak_tick: int, most_tick: int) -> dict[str, SavedBytes]:
+    """What the operators of each kind have saved and made."""
+    return _grouped(records, lambda one: kind_of(one.maker), peak_tick, most_tick, tuple(KINDS))
+
+
+def by_module(records: Iterable[Allocation], peak_tick: int, most_tick: int) -> dict[str, SavedBytes]:
+    """What each module's operators have saved and made, what saved most first."""
+    found = _grouped(records, lambda one: one.origin, peak_tick, most_tick, ())
+    return dict(sorted(found.items(), key=lambda item: (-item[1].saved_at_most, -item[1].allocated)))
+
+
+def _grouped(
+    records: Iterable[Allocation], key: Any, peak_tick: int, most_tick: int, first: tuple[str, ...]
+) -> dict[str, SavedBytes]:
+    sums: dict[str, list[int]] = {name: [0, 0, 0] for name in first}
+    for record in records:
+        if record.maker is None:
+            continue
+        own = sums.setdefault(key(record), [0, 0, 0])
+        own[2] += record.size_bytes
+        if record.category == "saved_activations":
+            own[0] += record.size_bytes * record.alive_at(peak_tick)
+            own[1] += record.size_bytes * record.alive_at(most_tick)
+    return {
+        name: SavedBytes(saved_at_peak=at_peak, saved_at_most=at_most, allocated=allocated)
+        for name, (at_peak, at_most, allocated) in sums.items()
+    }

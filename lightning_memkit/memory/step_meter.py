@@ -1,0 +1,173 @@
+"""Meter one training step whole: bytes by category, module and operator, waste, and operations."""
+
+from collections.abc import Collection, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Self
+
+from lightning_memkit.activations.recorded import Operator
+from lightning_memkit.memory.anatomy import CATEGORIES, Anatomy, anatomy_at
+from lightning_memkit.memory.flops import FlopCount
+from lightning_memkit.memory.kinds import SavedBytes, by_kind, by_module
+from lightning_memkit.memory.meter import Allocation
+from lightning_memkit.memory.origins import Place
+from lightning_memkit.memory.out_of_memory import is_out_of_memory
+from lightning_memkit.memory.owners import Owners
+from lightning_memkit.memory.temporaries import TemporariesMeter
+from lightning_memkit.memory.timeline import Timeline, most_of, timeline_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeteredStep:
+    """What one step's bytes were.
+
+    Args:
+        anatomy: the peak taken apart; of a step that failed the moment at which it did.
+        timeline: what was alive when.
+        kinds: saved and allocated bytes by kind of operator (keys of `KINDS`).
+        modules: the same by module, what saved most first; the empty name is for all outside of modules.
+    """
+
+    anatomy: Anatomy
+    timeline: Timeline = field(default_factory=Timeline)
+    kinds: dict[str, SavedBytes] = field(default_factory=dict)
+    modules: dict[str, SavedBytes] = field(default_factory=dict)
+
+
+class StepMeter(TemporariesMeter):
+    """A `TemporariesMeter` that knows modules, counts operations, keeps the timeline; some microseconds an operator.
+
+    Args:
+        module: whose submodules are named.
+        least_bytes: what is smaller is not named as waste.
+        outer: lines that are not the user's code within a step, see `origins.place`.
+    """
+
+    def __init__(
+        self, module: nn.Module, *, least_bytes: int = 1 << 20, outer: Collection[Place] = ()
+    ) -> None:
+        super().__init__(least_bytes=least_bytes, outer=outer)
+        self.flops = FlopCount()
+        self._owners = Owners(module)
+        self._failure: tuple[int, str, str] | None = None  # tick, operator, module
+        self._is_new_attempt = False
+        self._makes_again = 0  # operators that a tape is running again
+        self._entered_with = ExitStack()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            stack.enter_context(self._owners)
+            stack.callback(self._watch_tapes())
+            super().__enter__()
+            self._entered_with = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._entered_with.close()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._is_new_attempt:
+            self._forget_attempt()
+        self._settle_sum()  # which is of the operator before this one
+        self.origin = self._owners.current()
+        try:
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+        except (RuntimeError, MemoryError) as error:
+            if self._failure is None and is_out_of_memory(error):
+                self._failure = self.clock, str(func), self.origin
+            raise
+        if self.phase in ("forward", "backward"):
+            self.flops.note(func, args, kwargs or {}, out, again=self._is_made_again())
+        return out
+
+    def step(
+        self, *, gradients: Iterable[Tensor], optimizer_states: Iterable[Tensor], fixed_bytes: int = 0
+    ) -> MeteredStep:
+        """The step, after it has ended; arguments as `dissect` takes them."""
+        anatomy = self.dissect(
+            gradients=gradients, optimizer_states=optimizer_states, fixed_bytes=fixed_bytes
+        )
+        anatomy = replace(anatomy, peak_place=self.place_of_peak())
+        return _metered(anatomy, self.records, self.sums, self.peak_tick)
+
+    def failed_step(
+        self, *, gradients: Iterable[Tensor], optimizer_states: Iterable[Tensor], fixed_bytes: int = 0
+    ) -> MeteredStep:
+        """The step up to the operator that ran out of memory, and what lived then; the operator after it begins anew.
+
+        To be asked while the error is handled: its traceback holds what the step had. Arguments as of `dissect`.
+        """
+        self.track(optimizer_states, "optimizer_states")
+        self.track(gradients, "gradients")
+        births = [record for record in self.records if record.maker is not None]
+        last = max(births, key=lambda record: record.born, default=None)
+        if self._failure is not None:
+            tick, operator, origin = self._failure
+        elif last is not None:  # refused after it was counted here: by a budget
+            tick, operator, origin = last.born, str(last.maker), last.origin
+        else:
+            tick, operator, origin = self.clock, "", ""
+        records = [_up_to(tick, record) for record in self.records if record.born <= tick]
+        for record in records:
+            if record.category is None:
+                is_kept = record.phase == "forward" and record.died is None
+                own = "saved_activations" if is_kept else "temporaries"
+                record.category = "other" if record.phase == "outside" else own
+        anatomy = anatomy_at(records, tick, fixed_bytes=fixed_bytes, operators=self.operators)
+        anatomy = replace(anatomy, peak_phase=self.phase, peak_operator=operator, peak_module=origin)
+        self._is_new_attempt, self._failure = True, None
+        found = _metered(anatomy, records, self.sums, tick)
+        timeline = replace(found.timeline, failed_at=len(found.timeline.ticks) - 1)
+        return replace(found, timeline=timeline)
+
+    def _forget_attempt(self) -> None:
+        """A step that is tried again counts from what the failed attempt has left."""
+        self._is_new_attempt = False
+        self.records = [record for record in self.records if record.died is None]
+        self.sums.clear()
+        self.reset_peak()
+        self.flops.forget()
+        self.operators = 0
+
+    def _is_made_again(self) -> bool:
+        """Whether activation checkpointing computes what the forward had: autograd's own formulas need no graph."""
+        if self.phase != "backward":
+            return False
+        return self._makes_again > 0 or (torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled())
+
+    def _watch_tapes(self) -> Any:
+        """Know the operators that a tape runs again, which autograd does not see; returns the undo."""
+        meter, plain = self, Operator.run
+
+        def run(self: Operator) -> None:
+            meter._makes_again += 1
+            try:
+                plain(self)
+            finally:
+                meter._makes_again -= 1
+
+        Operator.run = run
+        return lambda: setattr(Operator, "run", plain)
+
+
+def _metered(
+    anatomy: Anatomy, records: list[Allocation], sums: list[tuple[int, int]], tick: int
+) -> MeteredStep:
+    most = most_of(records, "saved_activations")
+    return MeteredStep(
+        anatomy=anatomy,
+        timeline=timeline_of(records, sums, CATEGORIES),
+        kinds=by_kind(records, tick, most),
+        modules=by_module(records, tick, most),
+    )
+
+
+def _up_to(tick: int, record: Allocation) -> Allocation:
+    """A copy that knows nothing of what came later."""
+    died = record.died if record.died is not None and record.died <= tick else None
+    return replace(record, died=died)

@@ -1,0 +1,173 @@
+"""The bytes of a metered step, category by category, from moment to moment."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from lightning_memkit.memory.meter import Allocation, Phase
+
+MOMENTS = 1200  # that are kept at the most; of those between two of them the largest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """What was alive when: of a long step the highest moment of each of `MOMENTS` stretches, so the peak is there.
+
+    All lists are as long as `ticks`; a tick is one allocation or one release.
+
+    Args:
+        ticks: the moments, rising.
+        category_bytes: bytes alive at each moment, of each category that the step has.
+        phases: each phase with its first moment's index, in order; a step in parts has each several times.
+        operators: names.
+        operator_at: which operator made the last allocation before each moment: an index of `operators`.
+        modules: names; empty for what runs outside of any.
+        module_at: the same for the module.
+        failed_at: the index of the moment at which memory ran out; None where it did not.
+    """
+
+    ticks: tuple[int, ...] = ()
+    category_bytes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    phases: tuple[tuple[str, int], ...] = ()
+    operators: tuple[str, ...] = ()
+    operator_at: tuple[int, ...] = ()
+    modules: tuple[str, ...] = ()
+    module_at: tuple[int, ...] = ()
+    failed_at: int | None = None
+
+    @property
+    def totals(self) -> list[int]:
+        """Bytes alive at each moment."""
+        return [sum(column) for column in zip(*self.category_bytes.values(), strict=True)]
+
+    @property
+    def peak_index(self) -> int:
+        """The moment with the most bytes, the first of equal ones."""
+        totals = self.totals
+        return max(range(len(totals)), key=lambda index: (totals[index], -index)) if totals else 0
+
+
+@dataclass(slots=True)
+class _Moment:
+    tick: int
+    phase: Phase
+    operator: str
+    module: str
+    live: dict[str, int]
+    total: int
+
+
+def timeline_of(
+    records: Sequence[Allocation],
+    sums: Iterable[tuple[int, int]],
+    categories: Iterable[str],
+    *,
+    most: int = MOMENTS,
+) -> Timeline:
+    """The timeline of what a meter has recorded.
+
+    Args:
+        records: with their categories.
+        sums: the meter's `sums`: within them both summands exist only because the step is metered.
+        categories: in the order in which they are to be shown.
+        most: moments to keep.
+    """
+    moments = list(_kept(_moments(records, sums, tuple(categories)), _last_tick(records), most))
+    operators, modules = _Names(), _Names()
+    operator_at = tuple(operators.index(moment.operator) for moment in moments)
+    module_at = tuple(modules.index(moment.module) for moment in moments)
+    used = [name for name in categories if any(moment.live[name] for moment in moments)]
+    phases: list[tuple[str, int]] = []
+    for index, moment in enumerate(moments):
+        if not phases or phases[-1][0] != moment.phase:
+            phases.append((moment.phase, index))
+    return Timeline(
+        ticks=tuple(moment.tick for moment in moments),
+        category_bytes={name: tuple(moment.live[name] for moment in moments) for name in used},
+        phases=tuple(phases),
+        operators=operators.names(),
+        operator_at=operator_at,
+        modules=modules.names(),
+        module_at=module_at,
+    )
+
+
+def most_of(records: Sequence[Allocation], category: str) -> int:
+    """The tick at which a category has the most bytes, the first of equal ones."""
+    changes = [(one.born, one.size_bytes) for one in records if one.category == category]
+    changes += [
+        (one.died, -one.size_bytes) for one in records if one.category == category and one.died is not None
+    ]
+    live = most = tick = 0
+    for when, change in sorted(changes):
+        live += change
+        if live > most:
+            most, tick = live, when
+    return tick
+
+
+class _Names:
+    """Numbers names as they come."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, int] = {}
+
+    def index(self, name: str) -> int:
+        return self._known.setdefault(name, len(self._known))
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._known)
+
+
+def _last_tick(records: Sequence[Allocation]) -> int:
+    return max((max(one.born, one.died or 0) for one in records), default=0)
+
+
+def _moments(
+    records: Sequence[Allocation], sums: Iterable[tuple[int, int]], categories: tuple[str, ...]
+) -> Iterator[_Moment]:
+    """After each tick of the step what is alive; what was there before it is the first moment."""
+    changes: list[tuple[int, int, Allocation]] = []
+    for record in records:
+        changes.append((record.born, record.size_bytes, record))
+        if record.died is not None:
+            changes.append((record.died, -record.size_bytes, record))
+    changes.sort(key=lambda change: change[0])
+    live, total, last = dict.fromkeys(categories, 0), 0, None
+    open_sums = iter([*sorted(sums), (1 << 62, 1 << 62)])
+    began, settled = next(open_sums)
+    before = None
+    for tick, change, record in changes:
+        live[record.category or "other"] += change
+        total += change
+        if change > 0 and record.maker is not None:
+            last = record
+        while tick >= settled:
+            began, settled = next(open_sums)
+        if last is None:  # the step has not begun
+            before = _Moment(tick, "outside", "", "", dict(live), total)
+            continue
+        if began < tick < settled:
+            continue
+        if before is not None:
+            yield before
+            before = None
+        yield _Moment(tick, last.phase, str(last.maker), last.origin, dict(live), total)
+    if before is not None:
+        yield before
+
+
+def _kept(moments: Iterator[_Moment], last_tick: int, most: int) -> Iterator[_Moment]:
+    """The highest moment of each stretch of the clock, and the last of all."""
+    every = max(1.0, (last_tick + 1) / most)
+    highest, stretch, moment = None, -1, None
+    for moment in moments:
+        own = int(moment.tick / every)
+        if own != stretch and highest is not None:
+            yield highest
+            highest = None
+        if highest is None or moment.total > highest.total:
+            highest, stretch = moment, own
+    if highest is not None:
+        yield highest
+    if moment is not None and moment is not highest:
+        yield moment
