@@ -1,16 +1,17 @@
 """Build any module on its device at its dtype, with the values that float32 initialisation would have given."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from lightning_memkit.lending import Lending, is_shared
+from lightning_memkit.pages import move_values
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 _HIGH_PRECISION = (torch.float32, torch.float64)
@@ -30,7 +31,8 @@ def build_on(device: torch.device | str | int | None, dtype: torch.dtype = torch
     orthogonal initialisation fails and truncated normals differ. Here the default dtype stays float32. A
     parameter is cast when it is registered, before its initialiser runs, and every later use of it inside the
     context works on a float32 copy that is written back before the next one is made. So the float32 bytes
-    alive are at most those of the largest parameter, plus what an initialiser itself allocates.
+    alive are at most those of the largest parameter, plus what an initialiser itself allocates; on a Linux host the
+    parameter's own memory is not resident meanwhile.
 
     Args:
         device: where tensors are created; None leaves the current default device.
@@ -79,6 +81,18 @@ def settle() -> None:
     staging: _Staging | None = getattr(_active, "staging", None)
     if staging is not None:
         staging.settle()
+
+
+@contextmanager
+def known_by_nobody(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Within it an open `build_on` has no weak references to these: torch swaps no tensor that has one."""
+    staging: _Staging | None = getattr(_active, "staging", None)
+    lent = [] if staging is None else [tensor for tensor in tensors if tensor in staging._lent]
+    for tensor in lent:
+        del staging._lent[tensor]  # pyright: ignore[reportOptionalMemberAccess]
+    yield
+    for tensor in lent:
+        staging._lent[tensor] = None  # pyright: ignore[reportOptionalMemberAccess]
 
 
 @contextmanager
@@ -189,6 +203,18 @@ class _Staging(Lending):
                 self._cast_or_wait(parameter)
         return out
 
+    def lend(self, parameter: nn.Parameter) -> Tensor:
+        """A float32 copy to write to; the memory of a parameter that only it holds is resident again with `take`."""
+        if self._lent[parameter] != parameter.data_ptr() or is_shared(parameter):
+            return self.whole(parameter)  # someone may read it
+        copy = torch.empty_like(parameter.detach(), dtype=torch.float32)
+        move_values(parameter.detach(), copy)
+        return copy
+
+    def take(self, parameter: nn.Parameter, copy: Tensor) -> None:
+        """Round a copy that nobody holds any more into its parameter."""
+        move_values(copy, parameter.detach())
+
     def write_back(self) -> None:
         """Round the copies into their parameters, and cast those that waited for an alias to go."""
         super().write_back()
@@ -204,12 +230,16 @@ class _Staging(Lending):
             self._cast(parameter)
 
     def _cast(self, parameter: nn.Parameter) -> None:
+        made = None
         if self._empties and not parameter.is_meta:
             _to_meta(parameter, self.dtype)
+        elif parameter.is_meta:
+            parameter.data = parameter.data.to(self.dtype)
         else:
-            device = parameter.device if parameter.is_meta else self._device
-            parameter.data = parameter.data.to(device=device, dtype=self.dtype)
-        self._lent[parameter] = True
+            values = parameter.data
+            parameter.data = values.to(device=self._device, dtype=self.dtype)
+            made = parameter.data_ptr() if parameter.data_ptr() != values.data_ptr() else None
+        self._lent[parameter] = made  # memory that a cast has made is this parameter's alone
 
 
 def _castable(parameter: Any) -> bool:

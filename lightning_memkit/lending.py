@@ -9,12 +9,16 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_memkit.pages import drop_pages
+
 _ALIASES = frozenset({"data", "T", "mT", "H", "mH"})  # properties that give an alias of the values
 _METADATA = frozenset(
     "size dim ndimension numel nelement stride element_size storage_offset is_contiguous is_floating_point "
     "is_complex is_same_size get_device requires_grad_ register_hook register_post_accumulate_grad_hook "
-    "untyped_storage data_ptr is_shared __hash__ __len__ __repr__ __format__ __reduce_ex__".split()
+    "is_shared __hash__ __len__".split()
 )
+_WHOLE = frozenset("untyped_storage data_ptr __repr__ __format__ __reduce_ex__".split())  # the memory itself
+_OWN_REFERENCES = 2  # a pair's, and that of the call that counts them
 _FACTORIES = frozenset(
     getattr(torch, name)
     for name in (
@@ -39,9 +43,18 @@ class Lending(TorchFunctionMode):
         """A copy of a parameter to work on."""
         return parameter.detach().to(_wide(parameter), copy=True)
 
+    def lend(self, parameter: nn.Parameter) -> Tensor:
+        """A copy of a parameter to write to; what the parameter holds meanwhile nobody reads."""
+        return self.whole(parameter)
+
     def put(self, parameter: nn.Parameter, copy: Tensor) -> None:
-        """Take the values of a copy."""
+        """Take the values of a copy; someone may hold it still."""
         parameter.detach().copy_(copy)
+
+    def take(self, parameter: nn.Parameter, copy: Tensor) -> None:
+        """Take the values of a copy that nobody holds any more."""
+        self.put(parameter, copy)
+        drop_pages(copy)
 
     def on_set(self, func: Any, args: tuple) -> Any:
         """Take new values in place of the old: `parameter.data = values`."""
@@ -55,10 +68,12 @@ class Lending(TorchFunctionMode):
     def write_back(self) -> None:
         """Round the copies into their parameters; keep only those that someone else still holds an alias of."""
         kept = []
-        for parameter, copy in self._copies:
-            self.put(parameter, copy)
-            if is_shared(copy):
-                kept.append((parameter, copy))
+        for pair in self._copies:
+            if is_shared(pair[1]) or sys.getrefcount(pair[1]) > _OWN_REFERENCES:
+                self.put(*pair)
+                kept.append(pair)
+            else:
+                self.take(*pair)
         self._copies = kept
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -74,6 +89,9 @@ class Lending(TorchFunctionMode):
         if sys._getframe(1).f_globals.get("__name__", "").startswith("torch.distributed"):
             self.write_back()  # sharding takes the parameters as they are, not to initialise them
             return func(*args, **kwargs)
+        if name in _WHOLE:
+            self.write_back()
+            return func(*args, **kwargs)
         field = func.__self__.__name__ if name == "__get__" else ""
         if field == "dtype":
             return _wide(parameters[0])  # constructors compute in the dtype that they see
@@ -81,7 +99,7 @@ class Lending(TorchFunctionMode):
             return func(*args, **kwargs)
         written = parameters[0]
         copy = self._copy_of(written)
-        replaced = {id(value): self.whole(value) for value in parameters[1:] if value is not written}
+        replaced = {id(value): self._values_of(value) for value in parameters[1:] if value is not written}
         replaced[id(written)] = copy
         out = func(*_replace(args, replaced), **_replace(kwargs, replaced))
         in_place = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
@@ -91,12 +109,20 @@ class Lending(TorchFunctionMode):
         return isinstance(value, nn.Parameter) and value in self._lent
 
     def _copy_of(self, parameter: nn.Parameter) -> Tensor:
-        index = next((i for i, (known, _) in enumerate(self._copies) if known is parameter), None)
-        if index is None:
+        copy = self._lent_copy(parameter)
+        if copy is None:
             self.write_back()  # before the new copy is made, so that one is alive at a time
-            self._copies.append((parameter, self.whole(parameter)))
-            index = -1
-        return self._copies[index][1]
+            copy = self.lend(parameter)
+            self._copies.append((parameter, copy))
+        return copy
+
+    def _values_of(self, parameter: nn.Parameter) -> Tensor:
+        """A copy to read, rounded as the parameter is."""
+        copy = self._lent_copy(parameter)
+        return self.whole(parameter) if copy is None else copy.to(parameter.dtype).to(copy.dtype)
+
+    def _lent_copy(self, parameter: nn.Parameter) -> Tensor | None:
+        return next((copy for known, copy in self._copies if known is parameter), None)
 
 
 def _wide(parameter: Tensor) -> torch.dtype:

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_memkit.distributed.fsdp2 import parameter_groups, sharded_states
 from lightning_memkit.distributed.shards import local_box, local_part
+from lightning_memkit.initialization import known_by_nobody
 from lightning_memkit.lending import Lending
 
 _INITIALISERS = ("reset_parameters", "_reset_parameters")
@@ -65,8 +66,9 @@ def give_memory(module: nn.Module, tensors: Iterable[Tensor], device: torch.devi
         device: of the memory.
     """
     with torch._C.DisableTorchFunction():
-        for tensor in tensors:
-            if tensor.is_meta:
+        bare = [tensor for tensor in tensors if tensor.is_meta]
+        with known_by_nobody(bare):
+            for tensor in bare:
                 _swap_in(tensor, device)
     for group in parameter_groups(sharded_states(module)):
         for parameter in group.fsdp_params:

@@ -10,9 +10,12 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 
-from lightning_memkit.materialization import materialize
+from lightning_memkit.initialization import build_empty
+from lightning_memkit.materialization import give_memory, materialize
 from lightning_memkit.plugins.fsdp2 import FSDP2Strategy
+from lightning_memkit.plugins.strategies import parameter_dtype
 from lightning_memkit.replacing import replace_method
 from lightning_memkit.weights import load_weights
 
@@ -21,8 +24,9 @@ class InitialWeights(Callback):
     """Starts a module from weights in files, under any strategy; beside the model 16 MiB at a time are read.
 
     The LightningModule needs no code for it. Weights are streamed in once, straight to each parameter's device and
-    dtype: when the run is set up, or right after `configure_model`. Under `FSDP2Strategy` each rank reads its shard,
-    and what `configure_model` builds has no memory before that. A checkpoint that is resumed counts instead.
+    dtype: when the run is set up, or right after `configure_model`, whose parameters have no memory before that where
+    `strict` is true. Under `FSDP2Strategy` each rank reads its shard, and they never have. A checkpoint that is
+    resumed counts instead.
 
     Args:
         source: a `.safetensors` file, an index or a folder of them, a torch or Lightning checkpoint, or a folder of
@@ -33,6 +37,10 @@ class InitialWeights(Callback):
 
     Raises:
         WeightsError: at setup, where the files are not whole or don't fit; nothing was loaded then.
+
+    Limits: a `configure_model` that reads the values of parameters needs `strict=False`, as does one that draws
+    random numbers and shall draw the same ones with and without this: initialisers of parameters without memory
+    draw none.
     """
 
     def __init__(
@@ -56,14 +64,18 @@ class InitialWeights(Callback):
         if isinstance(strategy, FSDP2Strategy):
             strategy.initial_weights = self.load
         elif is_overridden("configure_model", pl_module):
-            self._load_after_configure_model(pl_module, strategy.root_device)
+            self._load_after_configure_model(trainer, pl_module)
         else:
             self.load(pl_module, strategy.root_device)
 
     def load(self, module: nn.Module, device: torch.device) -> None:
         """Load the weights; the device is for parameters that have no memory yet."""
-        load_weights(module, self.source, strict=self.strict, rename=self.rename, device=device)
-        materialize(module, device)
+        try:
+            load_weights(module, self.source, strict=self.strict, rename=self.rename, device=device)
+            materialize(module, device)
+        except Exception:
+            _let_lightning_end(module, device)
+            raise
         self._loaded = weakref.ref(module)
 
     def load_early(self, trainer: Trainer, module: LightningModule, device: torch.device) -> None:
@@ -71,13 +83,30 @@ class InitialWeights(Callback):
         if not is_overridden("configure_model", module) and not isinstance(trainer.strategy, FSDP2Strategy):
             self.load(module, device)
 
-    def _load_after_configure_model(self, module: LightningModule, device: torch.device) -> None:
+    def _load_after_configure_model(self, trainer: Trainer, module: LightningModule) -> None:
+        device = trainer.strategy.root_device
+        dtype = parameter_dtype(trainer.precision_plugin) if self.strict else None
+
         def configure_model(own: Any, plain: Any) -> None:
             undo()
-            plain()
+            if dtype is None:
+                plain()
+            else:
+                default = torch.get_default_dtype()
+                with build_empty(device, dtype):
+                    torch.set_default_dtype(default)  # tables are those of a run without this
+                    plain()
             self.load(own, device)
 
         undo = replace_method(module, "configure_model", configure_model)
+
+
+def _let_lightning_end(module: nn.Module, device: torch.device) -> None:
+    """Lightning ends with `module.cpu()`, which fails for what has no memory: its error would hide the first one."""
+    bare = [tensor for tensor in (*module.parameters(), *module.buffers()) if tensor.is_meta]
+    shards = [tensor for tensor in bare if isinstance(tensor, DTensor)]
+    give_memory(module, shards, device)
+    give_memory(module, bare, "cpu")  # pages that nobody writes to are none
 
 
 def _is_simulated(module: nn.Module) -> bool:

@@ -73,14 +73,14 @@ def configured(source: str) -> Configured:
     return MemkitCLI(Configured, args=["fit", *words], save_config_callback=None).model  # pyright: ignore
 
 
-def fit(module: Any, strategy: Any, source: str, precision: str = "32-true") -> Any:
+def fit(module: Any, strategy: Any, source: str, precision: str = "32-true", **options: Any) -> Any:
     given: dict[str, Any] = {"precision": precision}
     if precision in ("kahan", "split"):
         given = {"plugins": [PureBF16Precision(compensation=precision)]}  # pyright: ignore[reportArgumentType]
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     trainer = Trainer(
         **given, strategy=strategy, max_steps=1, accelerator="cpu", devices=ranks,
-        callbacks=[InitialWeights(source)] if source else [], logger=False, enable_checkpointing=False,
+        callbacks=[InitialWeights(source, **options)] if source else [], logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
     )  # fmt: skip
     trainer.fit(module, Loader(rank, ranks))
@@ -108,6 +108,10 @@ def main(path: str, source: str) -> None:
     found["FSDP2, config"] = {"begun": module.begun, "positions": module.first, "was_empty": module.was_empty}
     torch.manual_seed(5)
     found["own"] = fit(Empty(), FSDP2Strategy(), "").begun
+    try:
+        fit(Late(), FSDP2Strategy(), source, rename={"scale": None})
+    except Exception as error:
+        found["refused"] = repr(error)
     if int(os.environ["RANK"]) == 0:
         torch.save(found, path)
     leave()
