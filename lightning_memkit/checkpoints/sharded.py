@@ -6,7 +6,6 @@ Here the first may name torch's own records only, and the second is read with ``
 
 import io
 import os
-import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,24 +21,13 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.utils._pytree import tree_map_only
 
 from lightning_memkit.checkpoints.atomic import CONTENTS, new_folder
+from lightning_memkit.checkpoints.contents import read_contents
 from lightning_memkit.checkpoints.documents import encode
 from lightning_memkit.checkpoints.errors import CheckpointError
 from lightning_memkit.checkpoints.pickles import read_torch_file
 
 REST = "meta.pt"  # Lightning's name for what is not shared out
 _AHEAD_BYTES = 10_000_000  # copied from a device while others are written; torch's own default
-_RECORDS = {
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
-        "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size"},
-    "collections": {"OrderedDict"},
-    "pathlib": {"Path", "PosixPath", "WindowsPath"},
-    "pathlib._local": {"Path", "PosixPath", "WindowsPath"},
-}  # fmt: skip
 _Result = TypeVar("_Result")
 
 
@@ -105,7 +93,7 @@ def load_sharded(state: dict[str, Any], folder: Path) -> None:
         CheckpointError: a file is missing or cut off, asks for code, or a tensor is missing or of another shape.
     """
     reader = _Reader(folder)
-    reader.refuse_missing()
+    reader.read_metadata()  # what is wrong with the folder is said before ranks talk to each other
     try:
         with _alone_or_not():
             dcp.load(state, storage_reader=reader, planner=_Planner())
@@ -128,7 +116,6 @@ def gather(folder: Path, wanted: Callable[[str], bool] = lambda name: True) -> d
         wanted: by the name of a top entry, whether to read it.
     """
     reader = _Reader(folder)
-    reader.refuse_missing()
     contents = reader.read_metadata()
     paths = contents.planner_data or {name: (name,) for name in contents.state_dict_metadata}
     flat: dict[str, Any] = {
@@ -154,44 +141,11 @@ class _Reader(dcp.FileSystemReader):
     """torch's reader of a folder, but for what it would unpickle."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The table of contents, of torch's own records only."""
-        path = Path(self.path, CONTENTS)
-        if not path.is_file():
-            raise CheckpointError(
-                f"{self.path} has no {CONTENTS}: it is no sharded checkpoint, or a part of it is missing."
-            )
-        try:
-            metadata = _Records(io.BytesIO(path.read_bytes())).load()
-        except CheckpointError as error:
-            raise CheckpointError(f"{path} {error}") from None
-        except Exception as error:  # of whatever kind: a damaged pickle is a stray list of instructions
-            raise CheckpointError(
-                f"{path} is damaged ({error!r}); copy the whole folder again, or load another checkpoint."
-            ) from error
-        if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-            raise CheckpointError(f"{path} is no table of contents of torch.distributed.checkpoint.")
+        """The table of contents, of torch's own records only; of a folder that is whole."""
+        metadata = read_contents(Path(self.path), CheckpointError)
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
-
-    def refuse_missing(self) -> None:
-        """Say which files are not there, or too short, before anything is loaded."""
-        needed: dict[str, int] = {}
-        for place in self.read_metadata().storage_data.values():
-            end = place.offset + place.length
-            needed[place.relative_path] = max(end, needed.get(place.relative_path, 0))
-        for name, size in sorted(needed.items()):
-            file = Path(self.path, name)
-            if Path(name).name != name:
-                raise CheckpointError(
-                    f"{self.path} refers to {name!r}, which is not in it; nothing was loaded."
-                )
-            found = file.stat().st_size if file.is_file() else None
-            if found is None or found < size:
-                state = "is missing" if found is None else f"is cut off: {found:,} of at least {size:,} bytes"
-                raise CheckpointError(
-                    f"{file} {state}; nothing was loaded. Copy the whole folder again, or load another checkpoint."
-                )
 
 
 class _Planner(dcp.DefaultLoadPlanner):
@@ -233,19 +187,6 @@ class _Planner(dcp.DefaultLoadPlanner):
             _set(self.original_state_dict, self.mappings[name], loaded)
         else:
             self.state_dict[name] = loaded
-
-
-class _Records(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        """Torch's records and dtypes; anything else is refused before it is imported."""
-        if name in _RECORDS.get(module, ()):
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        raise CheckpointError(
-            f"asks for {module}.{name}, which no table of contents needs and which could run code: it was refused "
-            "and nothing was run. Load a checkpoint of your own."
-        )
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """Weights in a folder of torch.distributed.checkpoint, each rank reading only what it keeps."""
 
 import io
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +15,11 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from lightning_memkit.checkpoints.contents import read_contents
 from lightning_memkit.errors import WeightsError
-from lightning_memkit.weights.files import leaves_folder
 from lightning_memkit.weights.source import Box, Entry
 
 _IN_LIGHTNING = "state_dict."
-_ALLOWED = {
-    "torch.distributed.checkpoint.metadata": None,  # None: every class that the module itself defines
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "StorageMeta"},
-    "torch": {"Size"},
-    "torch.serialization": {"_get_layout"},
-    "collections": {"OrderedDict"},
-    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
-    "pathlib._local": {"Path", "PosixPath", "PurePosixPath"},
-}
 
 
 class DistributedFolder:
@@ -43,11 +33,9 @@ class DistributedFolder:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._metadata = _metadata_of(path)
+        self._metadata = read_contents(path, WeightsError)
         self._reader = FileSystemReader(path)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
-        self._refuse_cut_files()
         stored = {
             name: record
             for name, record in self._metadata.state_dict_metadata.items()
@@ -69,20 +57,6 @@ class DistributedFolder:
         items = create_read_items_for_chunk_list(full, record, [chunk])
         if target.numel():
             self._reader.read_data(LoadPlan(items), _Into(target)).wait()
-
-    def _refuse_cut_files(self) -> None:
-        for place in (self._metadata.storage_data or {}).values():
-            file = self._path / place.relative_path
-            if leaves_folder(place.relative_path):
-                raise WeightsError(
-                    f"{self._path}/.metadata names {file}, outside the folder: it was refused."
-                )
-            there = file.stat().st_size if file.is_file() else 0
-            if there < place.offset + place.length:
-                state = (
-                    f"has {there} bytes of at least {place.offset + place.length}" if there else "is missing"
-                )
-                raise WeightsError(f"{file} {state}; nothing was loaded: copy the whole folder again.")
 
 
 class _Into(LoadPlanner):
@@ -122,36 +96,3 @@ class _Into(LoadPlanner):
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         """Nothing: the part is a view of the target."""
-
-
-def _metadata_of(path: Path) -> Metadata:
-    file = path / ".metadata"
-    try:
-        metadata = _Records(io.BytesIO(file.read_bytes())).load()
-    except WeightsError:
-        raise
-    except Exception as error:  # a pickle that is cut short raises nearly anything
-        raise WeightsError(
-            f"{file} can't be read ({error!r}); nothing was loaded: copy the folder again."
-        ) from error
-    if not isinstance(metadata, Metadata):
-        raise WeightsError(
-            f"{file} holds a {type(metadata).__name__} and no torch.distributed.checkpoint metadata."
-        )
-    return metadata
-
-
-class _Records(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        """Torch's records by name; anything else is refused before it is looked up."""
-        allowed = _ALLOWED.get(module, set())
-        if "." not in name and (allowed is None or name in allowed):
-            found = super().find_class(module, name)
-            if allowed is not None or getattr(found, "__module__", None) == module:
-                return found
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        raise WeightsError(
-            f".metadata names {module}.{name}, which is no record of torch.distributed.checkpoint and could run code: "
-            "the folder was refused and nothing was run."
-        )

@@ -160,7 +160,7 @@ def test_a_missing_table_of_contents_or_rest_is_refused(folder: Path) -> None:
 
 def test_a_table_of_contents_that_asks_for_code_is_refused(folder: Path, tmp_path: Path) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(Harmful(tmp_path / "harm")))
-    refused(folder, "asks for pathlib.Path.touch|asks for builtins.getattr|nothing was run")
+    refused(folder, r"names \S+, which no table of contents needs .* nothing was run")
     assert not (tmp_path / "harm").exists()
     pickle.loads((folder / ".metadata").read_bytes())  # the trap works
     assert (tmp_path / "harm").exists()
@@ -183,7 +183,7 @@ def test_a_value_that_asks_for_code_is_refused(folder: Path, tmp_path: Path) -> 
     assert not (tmp_path / "harm").exists()
     place.relative_path = "../x.ckpt/harm.distcp"
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    refused(folder, "which is not in it")
+    refused(folder, "outside the folder: it was refused")
 
 
 def test_a_wrong_shape_and_a_missing_tensor_are_refused(folder: Path) -> None:

@@ -1,0 +1,133 @@
+"""The table of contents of a folder of torch.distributed.checkpoint, read without running what stands in it."""
+
+import io
+import math
+import pickle
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import metadata as records
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.serialization import _get_layout
+
+from lightning_memkit.checkpoints.atomic import CONTENTS
+
+_RECORDS = (
+    "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+    "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+)  # fmt: skip
+_ALLOWED: dict[tuple[str, str], Any] = {
+    **{(records.__name__, name): getattr(records, name) for name in _RECORDS},
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
+    ("torch.serialization", "_get_layout"): _get_layout,
+    ("torch", "Size"): torch.Size,
+    ("collections", "OrderedDict"): OrderedDict,
+    # Where a folder was written: a name alone, which needs neither that place nor its system.
+    **{(home, "PosixPath"): PurePosixPath for home in ("pathlib", "pathlib._local")},
+    **{(home, "WindowsPath"): PureWindowsPath for home in ("pathlib", "pathlib._local")},
+}
+
+
+def read_contents(folder: Path, error: type[ValueError]) -> Metadata:
+    """What a folder says that it holds, in torch's own records only; every tensor in it is whole.
+
+    torch itself would load the file with all its code.
+
+    Args:
+        folder: of torch.distributed.checkpoint.
+        error: what is raised.
+
+    Raises:
+        ValueError: of the class `error`: the file is missing, damaged or asks for code, or a file that it names is
+            missing, cut off or outside the folder.
+    """
+    path = folder / CONTENTS
+    if not path.is_file():
+        raise error(f"{folder} has no {CONTENTS}: it is no sharded checkpoint, or a part of it is missing.")
+    try:
+        contents = _Records(io.BytesIO(path.read_bytes())).load()
+        wrong = _wrong(contents)
+    except _CodeError as refused:
+        raise error(
+            f"{path} names {refused}, which no table of contents needs and which could run code: the folder was "
+            "refused and nothing was run. Load a checkpoint of your own."
+        ) from None
+    except Exception as damage:  # of whatever kind: a damaged pickle is a stray list of instructions
+        raise error(
+            f"{path} is damaged and can't be read ({damage!r}); nothing was loaded: copy the whole folder again, or "
+            "load another checkpoint."
+        ) from damage
+    if wrong:
+        raise error(f"{path} {wrong}; nothing was loaded: copy the whole folder again.")
+    _refuse_missing(folder, contents, error)
+    return contents
+
+
+def _wrong(contents: Any) -> str:
+    """What is the matter with what was read; empty if nothing is."""
+    if not isinstance(contents, Metadata) or not isinstance(contents.storage_data, dict):
+        return "is no table of contents of torch.distributed.checkpoint"
+    places = contents.storage_data.values()
+    if not all(
+        isinstance(place.relative_path, str) and min(place.offset, place.length) >= 0 for place in places
+    ):
+        return "names no places in files"
+    for name, record in contents.state_dict_metadata.items():
+        if not isinstance(record, (BytesStorageMetadata, TensorStorageMetadata)):
+            return f"holds a {type(record).__name__} for {name}"
+        lost = [index for index in _pieces(name, record) if index not in contents.storage_data]
+        if lost:
+            return f"does not say where {name} is"
+        if isinstance(record, TensorStorageMetadata):
+            stored = sum(math.prod(chunk.sizes) for chunk in record.chunks)
+            if stored < math.prod(record.size):
+                return f"lacks parts of {name}: it has {stored:,} of {math.prod(record.size):,} values"
+    return ""
+
+
+def _pieces(name: str, record: Any) -> Iterator[MetadataIndex]:
+    if isinstance(record, TensorStorageMetadata):
+        yield from (MetadataIndex(name, chunk.offsets) for chunk in record.chunks)
+    else:
+        yield MetadataIndex(name)
+
+
+def _refuse_missing(folder: Path, contents: Metadata, error: type[ValueError]) -> None:
+    needed: dict[str, int] = {}
+    for place in contents.storage_data.values():
+        name = place.relative_path
+        if Path(name).name != name or name == "..":
+            raise error(f"{folder / CONTENTS} names {name!r}, outside the folder: it was refused.")
+        needed[name] = max(place.offset + place.length, needed.get(name, 0))
+    for name, size in sorted(needed.items()):
+        file = folder / name
+        found = file.stat().st_size if file.is_file() else None
+        if found is None or found < size:
+            state = "is missing" if found is None else f"is cut off: {found:,} of at least {size:,} bytes"
+            raise error(
+                f"{file} {state}; nothing was loaded. Copy the whole folder again, or load another checkpoint."
+            )
+
+
+class _CodeError(Exception):
+    """Something that is no record of torch's."""
+
+
+class _Records(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        """Torch's records and dtypes, which are here already; nothing is imported or looked up."""
+        found = _ALLOWED.get((module, name))
+        if found is None and module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
+            found = vars(torch)[name]
+        if found is None:
+            raise _CodeError(f"{module}.{name}")
+        return found
