@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lightning_memkit.errors import MissingPackageError, WeightsError
+from lightning_memkit.errors import WeightsError
 from lightning_memkit.weights.source import Box, Entry, Source, copy_in_pieces
 
 _DTYPES = {
@@ -65,10 +66,6 @@ class SafetensorsFile:
             )
 
     def _open(self) -> Any:
-        try:
-            from safetensors import SafetensorError, safe_open
-        except ImportError:
-            raise MissingPackageError("safetensors", f"reading {self._path.name}", "hf") from None
         try:
             return safe_open(self._path, framework="pt")
         except (SafetensorError, OSError) as error:

@@ -13,7 +13,7 @@ from lightning_memkit.errors import WeightsError
 from lightning_memkit.initialization import settle
 from lightning_memkit.materialization import give_memory
 from lightning_memkit.weights.files import IndexedFiles, open_file
-from lightning_memkit.weights.source import Entry, Source
+from lightning_memkit.weights.source import Entry, Source, pieces, whole
 
 Renames = Mapping[str, str | None]
 
@@ -36,6 +36,15 @@ class LoadedWeights:
     unexpected: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Where the values of a tensor are: its name in the source, and the names of those that have to be the same."""
+
+    stored: str
+    entry: Entry
+    others: list[str] = field(default_factory=list)
+
+
 def load_weights(
     module: nn.Module,
     source: str | os.PathLike[str],
@@ -48,7 +57,8 @@ def load_weights(
 
     Each tensor goes straight to its parameter's device and dtype, with the values of `tensor.to(dtype)`; of a DTensor
     each rank reads its shard. Headers, names and shapes of everything are checked before the first value is written.
-    Tied parameters need one of their names. Buffers outside the state dict stay as they are.
+    Tied parameters need one of their names; where the source has several, their values have to be the same. Buffers
+    outside the state dict stay as they are.
 
     Args:
         module: its parameters and persistent buffers are filled; those on the meta device get memory first.
@@ -64,10 +74,10 @@ def load_weights(
 
     Raises:
         WeightsError: a file is missing, cut short, or would run code when it is read; names or shapes differ; a
-            tensor can't be held by the parameter's dtype; meta parameters and no device. The module is as it was.
-        MissingPackageError: safetensors is not installed.
+            tensor can't be held by the parameter's dtype; names of one parameter have different values; meta
+            parameters and no device. The module is as it was.
 
-    Limits: of a tie whose names are all in the source, the first one's values count. A file of `torch.save` is mapped
+    Limits: a file of `torch.save` is mapped
     as a whole, and stays so until the end, in pages that the system takes back when it needs them; of a folder of
     torch.distributed.checkpoint one stored piece is read at a time, the share of one rank of one tensor.
     """
@@ -81,11 +91,12 @@ def load_weights(
         tables = {name for name, _ in module.named_buffers(remove_duplicate=False)} - targets.keys()
         plan, result = _match(opened.entries, targets, dict(rename or {}), tables)
         _refuse(str(source), plan, result if strict else LoadedWeights(), targets)
+        _refuse_unlike_ties(str(source), opened, plan, targets)
         _ready(module, [targets[name] for name in plan], device)
         targets = _targets(module)
-        for name, stored in plan.items():
+        for name, place in plan.items():
             target = targets[name]
-            opened.copy_into(stored[0], local_box(target), local_part(target))
+            opened.copy_into(place.stored, local_box(target), local_part(target))
     return result
 
 
@@ -135,7 +146,7 @@ def _match(
     targets: Mapping[str, Tensor],
     rename: dict[str, str | None],
     tables: set[str],
-) -> tuple[dict[str, tuple[str, Entry]], LoadedWeights]:
+) -> tuple[dict[str, _Place], LoadedWeights]:
     """The module's names, each with the source's; ties by the first name that the source has."""
     renamed: dict[str, str] = {}
     for stored in entries:
@@ -146,12 +157,15 @@ def _match(
             )
         if name is not None:
             renamed[name] = stored
-    plan: dict[str, tuple[str, Entry]] = {}
-    filled: set[int] = set()
+    plan: dict[str, _Place] = {}
+    filled: dict[int, _Place] = {}
     for name, target in targets.items():
-        if name in renamed and id(target) not in filled:
-            plan[name] = renamed[name], entries[renamed[name]]
-            filled.add(id(target))
+        if name not in renamed:
+            continue
+        if id(target) in filled:
+            filled[id(target)].others.append(renamed[name])
+        else:
+            plan[name] = filled[id(target)] = _Place(stored=renamed[name], entry=entries[renamed[name]])
     missing = [name for name, target in targets.items() if id(target) not in filled]
     unexpected = [stored for name, stored in renamed.items() if name not in targets and name not in tables]
     return plan, LoadedWeights(list(plan), missing, unexpected)
@@ -168,12 +182,12 @@ def _renamed(name: str, rename: dict[str, str | None]) -> str | None:
 
 def _refuse(
     source: str,
-    plan: Mapping[str, tuple[str, Entry]],
+    plan: Mapping[str, _Place],
     result: LoadedWeights,
     targets: Mapping[str, Tensor],
 ) -> None:
     lines = []
-    wrong = [f"{name}: {why}" for name, (_, entry) in plan.items() if (why := _why_not(entry, targets[name]))]
+    wrong = [f"{name}: {why}" for name, one in plan.items() if (why := _why_not(one.entry, targets[name]))]
     for title, names in (
         ("Missing in the source", result.missing),
         ("Unexpected, not in the module", result.unexpected),
@@ -190,6 +204,32 @@ def _refuse(
             'by their beginning, write rename={"": "model."} or {"model.": ""}; strict=False leaves missing and '
             "unexpected names; a shape that differs needs a module of the shape stored."
         )
+
+
+def _refuse_unlike_ties(
+    source: str, opened: Source, plan: Mapping[str, _Place], targets: Mapping[str, Tensor]
+) -> None:
+    for name, place in plan.items():
+        for other in place.others:
+            why = _why_not(opened.entries[other], targets[name])
+            if why or _differ(opened, place, other, targets[name].dtype):
+                raise WeightsError(
+                    f"{name} is one tensor of the module under several names, and {source} holds other values as "
+                    f"{other} than as {place.stored}{f' ({why})' if why else ''}; nothing was loaded. Build the "
+                    f'module with a tensor for each, or skip one: rename={{"{other}": None}} takes {place.stored}.'
+                )
+
+
+def _differ(opened: Source, place: _Place, other: str, dtype: torch.dtype) -> bool:
+    """Whether two stored tensors give a tensor of a dtype different values; of the whole, so that all ranks agree."""
+    box = whole(place.entry)
+    for part in pieces(box, dtype.itemsize):
+        one, two = (torch.empty([b - a for a, b in part], dtype=dtype) for _ in range(2))
+        opened.copy_into(place.stored, part, one)
+        opened.copy_into(other, part, two)
+        if not torch.equal(one.view(-1).view(torch.uint8), two.view(-1).view(torch.uint8)):  # NaN is like NaN
+            return True
+    return False
 
 
 def _why_not(entry: Entry, target: Tensor) -> str:

@@ -1,7 +1,7 @@
 """What a source of weights offers: names with shapes and dtypes, and boxes of values written where they belong."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -40,14 +40,20 @@ def whole(entry: Entry) -> Box:
     return tuple((0, size) for size in entry.shape)
 
 
-def copy_in_pieces(read: Callable[[Box], Tensor], box: Box, target: Tensor) -> None:
-    """Copy a box along its first dimension, a piece at a time: no second copy of a large tensor is ever alive."""
-    if target.ndim == 0:
-        target.copy_(read(box))
+def pieces(box: Box, item_bytes: int) -> Iterator[Box]:
+    """A box in parts along its first dimension, of 16 MiB or one row each."""
+    if not box:
+        yield box
         return
     (start, stop), rest = box[0], box[1:]
-    row_bytes = max(1, math.prod(b - a for a, b in rest) * max(target.element_size(), 4))
+    row_bytes = max(1, math.prod(b - a for a, b in rest) * max(item_bytes, 4))
     rows = max(1, PIECE_BYTES // row_bytes)
     for first in range(start, stop, rows):
-        last = min(first + rows, stop)
-        target[first - start : last - start].copy_(read(((first, last), *rest)))
+        yield (first, min(first + rows, stop)), *rest
+
+
+def copy_in_pieces(read: Callable[[Box], Tensor], box: Box, target: Tensor) -> None:
+    """Copy a box a piece at a time: no second copy of a large tensor is ever alive."""
+    for piece in pieces(box, target.element_size()):
+        place = target[piece[0][0] - box[0][0] : piece[0][1] - box[0][0]] if piece else target
+        place.copy_(read(piece))

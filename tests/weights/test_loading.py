@@ -201,6 +201,57 @@ def test_a_table_that_older_files_hold_is_left_as_it_is(tmp_path):
     assert_loaded(net, torch.float32)
 
 
+def both_names(other: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {**weights(), "head.weight": other}
+
+
+@pytest.mark.parametrize(
+    ("write", "ending"),
+    [
+        (save_file, ".safetensors"),
+        (torch.save, ".pt"),
+        (lambda state, path: dcp.save(state, checkpoint_id=path), ""),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_names_of_one_tensor_with_other_values_are_refused(write, ending, tmp_path, monkeypatch):
+    monkeypatch.setattr("lightning_memkit.weights.source.PIECE_BYTES", 64)
+    table = weights()["table.weight"]
+    table[3, 3] = float("nan")
+    write({**both_names(table.clone()), "table.weight": table}, tmp_path / f"same{ending}")
+    net = Net()
+    assert load_weights(net, tmp_path / f"same{ending}").unexpected == []
+    assert torch.equal(net.head.weight[:3], table[:3])
+    table = weights()["table.weight"]
+    last = table.clone()
+    last[-1, -1] += 1e-3
+    write(both_names(last), tmp_path / f"other{ending}")
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    for strict in (True, False):
+        with pytest.raises(
+            WeightsError, match=r"table.weight is one tensor .* as head.weight than as table.weight;"
+        ):
+            load_weights(net, tmp_path / f"other{ending}", strict=strict)
+    for name, value in net.state_dict().items():
+        assert torch.equal(value.nan_to_num(), before[name].nan_to_num()), name
+    load_weights(net, tmp_path / f"other{ending}", rename={"head.weight": None})
+    assert torch.equal(net.head.weight, table)
+    load_weights(net, tmp_path / f"other{ending}", rename={"table.weight": None})
+    assert torch.equal(net.head.weight, last)
+    with build_on("cpu", torch.bfloat16):
+        rounded = Net()
+    last[-1, -1] = table[-1, -1].bfloat16()  # the same in the dtype that is trained
+    write(both_names(last), tmp_path / f"rounded{ending}")
+    load_weights(rounded, tmp_path / f"rounded{ending}")
+    assert torch.equal(rounded.head.weight, table.bfloat16())
+
+
+def test_a_name_of_one_tensor_with_another_shape_is_refused(tmp_path):
+    save_file(both_names(torch.ones(3, 2)), tmp_path / "w.safetensors")
+    with pytest.raises(WeightsError, match=r"stored \(3, 2\), in the module \(11, 6\)"):
+        load_weights(Net(), tmp_path / "w.safetensors")
+
+
 def test_other_kinds_of_numbers_are_refused(tmp_path):
     save_file(
         {"weight": torch.ones(2, 2, dtype=torch.int32), "bias": torch.ones(2)}, tmp_path / "w.safetensors"
