@@ -1,9 +1,18 @@
 """How fast training goes, from one line of the report to the next."""
 
+import re
 from time import perf_counter
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from lightning_memkit.memory.flops import StepFlops
 from lightning_memkit.micro_batching import SplitError, batch_size
+from lightning_memkit.prediction.devices import DEVICES, Device
+
+_MOSTLY = 0.999  # of a step's operations
+_OTHER_BOARDS = re.compile(r"\b(pcie|nvl|laptop|max q|4090 d|ti|super)\b")  # of the same chip, at other rates
 
 
 class Rates:
@@ -11,34 +20,107 @@ class Rates:
 
     def __init__(self) -> None:
         self._since, self._waited_before = perf_counter(), 0.0
-        self._tokens = self._real = self._samples = 0
+        self._tokens = self._samples = 0
+        self._real: int | Tensor = 0
+        self._masked = False
 
     def count(self, batch: Any) -> None:
-        """Add a batch: its tokens where it is packed, else its samples."""
-        real = getattr(batch, "real_tokens", None)
-        if real is not None:
-            self._real += int(real)
-            self._tokens += batch["input_ids"].numel()
+        """Add a batch: its tokens where it has `input_ids`, and its samples where it is not packed."""
+        packed = getattr(batch, "real_tokens", None)
+        tokens = tokens_of(batch)
+        if packed is not None:
+            self._real += int(packed)
+            self._tokens += tokens
+            self._masked = True
             return
-        try:
-            self._samples += batch_size(batch)
-        except SplitError:
-            self._samples += 1
+        if tokens:
+            mask = batch.get("attention_mask")
+            if isinstance(mask, Tensor) and mask.shape == batch["input_ids"].shape:
+                self._masked = True
+                self._real += (mask != 0).sum()  # a tensor: reading it here would wait for the device
+            else:
+                self._real += tokens
+            self._tokens += tokens
+        self._samples += samples_of(batch)
 
-    def take(self, waited: float) -> dict[str, float]:
-        """The rates since the last call, by the names they are logged under; `waited` as counted from the start."""
+    def take(
+        self, waited: float, flops: StepFlops | None = None, device: Device | None = None
+    ) -> dict[str, float]:
+        """The rates since the last call, by the names they are logged under.
+
+        Args:
+            waited: seconds for the loader, as counted from the start.
+            flops: of a metered step: what a token, or a sample, takes.
+            device: whose peak is known.
+        """
         now = perf_counter()
         seconds = max(now - self._since, 1e-9)
         values = {"loader_stall": min(1.0, (waited - self._waited_before) / seconds)}
         if self._tokens:
-            values["tokens_per_second"] = self._real / seconds
-            values["real_tokens"] = self._real / self._tokens
+            values["tokens_per_second"] = float(self._real) / seconds
+            if self._masked:
+                values["real_tokens"] = float(self._real) / self._tokens
         if self._samples:
             values["samples_per_second"] = self._samples / seconds
+        if flops is not None and flops.units:
+            steps = (self._tokens if flops.tokens else self._samples) / flops.units
+            values["model_tflops"] = steps * flops.model / seconds / 1e12
+            ideal = ideal_seconds(flops, device)
+            if ideal is not None:
+                values["mfu"] = steps * ideal / seconds
         self.restart(waited, now)
         return values
 
     def restart(self, waited: float, now: float | None = None) -> None:
         """Count anew from here; what came in between is not training."""
         self._since, self._waited_before = perf_counter() if now is None else now, waited
-        self._tokens = self._real = self._samples = 0
+        self._tokens = self._samples = 0
+        self._real, self._masked = 0, False
+
+
+def tokens_of(batch: Any) -> int:
+    """Tokens of a batch, padding included; 0 where it has no `input_ids`."""
+    try:
+        ids = batch["input_ids"]
+    except (TypeError, KeyError, IndexError, ValueError):
+        return 0
+    return ids.numel() if isinstance(ids, Tensor) and not ids.is_floating_point() else 0
+
+
+def samples_of(batch: Any) -> int:
+    """Samples of a batch; 1 where it can't be split."""
+    try:
+        return batch_size(batch)
+    except SplitError:
+        return 1
+
+
+def known_device(device: torch.device) -> Device | None:
+    """A GPU whose data sheet is known, by its name; None for others: of boards with lower clocks, too."""
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    return named_device(properties.name, properties.total_memory)
+
+
+def named_device(name: str, memory_bytes: int) -> Device | None:
+    """The device of `DEVICES` that a driver's name means; the one of next memory where there are several."""
+    words = re.sub(r"[^a-z0-9]+", " ", name.lower())
+    found = [device for known, device in DEVICES.items() if re.search(_pattern(known), words)]
+    if not found or (_OTHER_BOARDS.search(words) and not found[0].name.startswith("a100")):
+        return None
+    return min(found, key=lambda device: abs(device.memory_bytes - memory_bytes))
+
+
+def _pattern(known: str) -> str:
+    """`rtx4090` is "RTX 4090" in a driver's words."""
+    return r"\b" + re.sub(r"(?<=[a-z])(?=\d\d)", " ?", known.split("-")[0]) + r"\b"
+
+
+def ideal_seconds(flops: StepFlops, device: Device | None) -> float | None:
+    """A step's model operations at the device's peak; None where the peak isn't known: float32 as TF32 is none."""
+    if device is None:
+        return None
+    if flops.share_16_bit < _MOSTLY and torch.get_float32_matmul_precision() != "highest":
+        return None
+    return flops.seconds_at(device.flops_16, device.flops_32)

@@ -1,41 +1,134 @@
-"""The anatomy of a step as a table."""
+"""The anatomy of a step as tables."""
+
+from collections.abc import Iterator
 
 from rich.table import Table
 
-from lightning_memkit.memory.anatomy import CATEGORIES, Anatomy
+from lightning_memkit.memory.anatomy import CATEGORIES
+from lightning_memkit.memory.kinds import KINDS
+from lightning_memkit.memory.report import StepReport
 from lightning_memkit.memory.units import format_bytes
-from lightning_memkit.plugins.memory_budget import MemoryBudget
+
+_MODULES = 10  # in a table
 
 
-def anatomy_table(anatomy: Anatomy, budget: MemoryBudget | None = None) -> Table:
-    """The anatomy as a table: each category at the peak, and at its own largest."""
-    title = f"Peak {format_bytes(anatomy.peak_bytes)} in the {anatomy.peak_phase}"
-    if budget is not None:
-        title += f", budget {format_bytes(budget.budget_bytes)}"
-        if budget.sizing is not None:
-            title += f", micro-batch {budget.sizing.micro_batch_size}"
-    table = Table(title=title, title_justify="left", caption=_caption(anatomy), caption_justify="left")
+def tables(report: StepReport) -> Iterator[Table]:
+    """All tables of a report that have something to say."""
+    yield category_table(report)
+    if any(kind.allocated for kind in report.step.kinds.values()):
+        yield kind_table(report)
+    if any(one.saved_at_most for one in report.step.modules.values()):
+        yield module_table(report)
+    if report.advice:
+        yield advice_table(report)
+
+
+def category_table(report: StepReport) -> Table:
+    """Each category at the peak and at its own largest, beside what was predicted."""
+    anatomy, predicted = report.anatomy, report.predicted
+    table = _table(_title(report), _caption(report))
     table.add_column("category")
     table.add_column("at the peak", justify="right")
     table.add_column("share", justify="right")
     table.add_column("at its largest", justify="right")
+    if predicted is not None:
+        table.add_column("predicted", justify="right")
     table.add_column("what it is")
     for category, meaning in CATEGORIES.items():
-        if not anatomy.largest.get(category):
+        foreseen = 0 if predicted is None else predicted.at_peak.get(category, 0)
+        if not anatomy.largest.get(category) and not foreseen:
             continue
-        table.add_row(
+        size = anatomy.at_peak.get(category, 0)
+        cells = [
             category.replace("_", " "),
-            format_bytes(anatomy.at_peak[category]),
-            f"{anatomy.at_peak[category] / max(1, anatomy.peak_bytes):.1%}",
-            format_bytes(anatomy.largest[category]),
-            meaning,
-        )
+            format_bytes(size),
+            f"{size / max(1, anatomy.peak_bytes):.1%}",
+            format_bytes(anatomy.largest.get(category, 0)),
+        ]
+        table.add_row(*cells, *([] if predicted is None else [format_bytes(foreseen)]), meaning)
     fixed = "context, other processes and the process itself: outside the budget"
-    table.add_row(
-        "fixed cost", format_bytes(anatomy.fixed_bytes), "", format_bytes(anatomy.fixed_bytes), fixed
-    )
+    size = format_bytes(anatomy.fixed_bytes)
+    table.add_row("fixed cost", size, "", size, *([] if predicted is None else [""]), fixed)
     return table
 
 
-def _caption(anatomy: Anatomy) -> str:
-    return f"peak at {anatomy.peak_operator}; one step of {anatomy.operators:,} operators was metered"
+def kind_table(report: StepReport) -> Table:
+    """What each kind of operator has saved and made."""
+    table = _table("By kind of operator", "")
+    table.add_column("kind")
+    table.add_column("saved at the peak", justify="right")
+    table.add_column("saved at most", justify="right")
+    table.add_column("allocated in the step", justify="right")
+    table.add_column("what it is")
+    for kind, found in report.step.kinds.items():
+        sizes = (found.saved_at_peak, found.saved_at_most, found.allocated)
+        table.add_row(kind, *map(format_bytes, sizes), KINDS.get(kind, ""))
+    return table
+
+
+def module_table(report: StepReport, most: int = _MODULES) -> Table:
+    """The modules that saved most."""
+    all_ = {name: found for name, found in report.step.modules.items() if found.saved_at_most}
+    rest = len(all_) - most
+    table = _table("Modules that saved most", f"{rest} more in the JSON" if rest > 0 else "")
+    table.add_column("module")
+    table.add_column("saved at most", justify="right")
+    table.add_column("share", justify="right")
+    table.add_column("saved at the peak", justify="right")
+    total = max(1, report.anatomy.largest.get("saved_activations", 0))
+    for name, found in list(all_.items())[:most]:
+        sizes = format_bytes(found.saved_at_most), f"{found.saved_at_most / total:.1%}"
+        table.add_row(name or OUTSIDE, *sizes, format_bytes(found.saved_at_peak))
+    return table
+
+
+def advice_table(report: StepReport) -> Table:
+    """What would save how much for how much time."""
+    table = _table("Advice, as predicted", "each change alone, beside the run as it is; bytes of the peak")
+    for name in ("change", "peak", "time of a step", "changes", "how"):
+        table.add_column(name, justify="right" if name in ("peak", "time of a step") else "left")
+    for one in report.advice:
+        table.add_row(
+            one.change, signed(-one.saved_bytes), f"{one.time_share:+.0%}", one.changes or "nothing", one.how
+        )
+    return table
+
+
+OUTSIDE = "(the step itself)"
+
+
+def signed(size: int) -> str:
+    """Bytes with their sign."""
+    return f"{'+' if size > 0 else ''}{format_bytes(size)}"
+
+
+def peak_words(report: StepReport) -> str:
+    """Where the peak is: its operator, module and line."""
+    anatomy = report.anatomy
+    module = f" in {anatomy.peak_module}" if anatomy.peak_module else ""
+    place = f", {anatomy.peak_place}" if anatomy.peak_place else ""
+    return f"{anatomy.peak_operator}{module}{place}"
+
+
+def _title(report: StepReport) -> str:
+    anatomy, run = report.anatomy, report.run
+    if report.failure:
+        title = f"Out of memory in the {anatomy.peak_phase}, with {format_bytes(anatomy.peak_bytes)} alive"
+    else:
+        title = f"Peak {format_bytes(anatomy.peak_bytes)} in the {anatomy.peak_phase}"
+    if report.predicted is not None and report.predicted.peak_bytes:
+        title += f", predicted {format_bytes(report.predicted.peak_bytes)}"
+    if run.budget_bytes:
+        title += f", budget {format_bytes(run.budget_bytes)}"
+    if run.micro_batch_size:
+        title += f", micro-batch {run.micro_batch_size}"
+    return title
+
+
+def _caption(report: StepReport) -> str:
+    what = "failed" if report.failure else "peak"
+    return f"{what} at {peak_words(report)}; one step of {report.anatomy.operators:,} operators was metered"
+
+
+def _table(title: str, caption: str) -> Table:
+    return Table(title=title, title_justify="left", caption=caption or None, caption_justify="left")

@@ -1,0 +1,55 @@
+"""What was run, and what it takes of its device now."""
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+
+from lightning_memkit.memory.anatomy import Anatomy
+from lightning_memkit.memory.report import RunFacts
+from lightning_memkit.plugins.memory_budget import MemoryBudget
+
+
+def budget_of(trainer: Trainer) -> MemoryBudget | None:
+    """The trainer's MemoryBudget."""
+    found = [callback for callback in vars(trainer)["callbacks"] if isinstance(callback, MemoryBudget)]
+    return found[0] if found else None
+
+
+def facts(trainer: Trainer, step: int, samples: int = 0) -> RunFacts:
+    """What is run."""
+    module, budget, device = trainer.lightning_module, budget_of(trainer), trainer.strategy.root_device
+    sizing = None if budget is None else budget.sizing
+    return RunFacts(
+        name=type(module).__name__,
+        step=step,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        precision=str(trainer.precision_plugin.precision),
+        parameters=sum(parameter.numel() for parameter in module.parameters()),
+        samples=samples,
+        micro_batch_size=0 if sizing is None else sizing.micro_batch_size,
+        budget_bytes=0 if budget is None else budget.budget_bytes,
+        retries=0 if budget is None else budget.retries,
+    )
+
+
+def device_bytes(trainer: Trainer, anatomy: Anatomy | None, live_bytes: int) -> dict[str, float]:
+    """Memory in use now, its peak and its budget, by the names they are logged under.
+
+    Where the device's allocator counts, that is asked; elsewhere it is what the metered step had, and the peak at
+    least what MemoryBudget has seen.
+    """
+    device, budget = trainer.strategy.root_device, budget_of(trainer)
+    module: Any = torch.get_device_module(device)
+    values: dict[str, float] = {}
+    if device.type != "cpu" and hasattr(module, "max_memory_allocated"):
+        values["memory_gib"] = module.memory_allocated(device) / 2**30
+        values["peak_gib"] = module.max_memory_allocated(device) / 2**30
+    elif anatomy is not None:
+        seen = 0 if budget is None else budget.peak_bytes
+        values["memory_gib"] = live_bytes / 2**30
+        values["peak_gib"] = max(anatomy.peak_bytes, seen) / 2**30
+    if budget is not None:
+        values["budget_gib"] = budget.budget_bytes / 2**30
+        values["retries"] = float(budget.retries)
+    return values

@@ -1,0 +1,58 @@
+"""What a report prints and writes when training ends, or fails."""
+
+import warnings
+from pathlib import Path
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from lightning_memkit.memory.report import StepReport
+from lightning_memkit.memory.units import format_bytes
+from lightning_memkit.plugins._report_facts import budget_of
+from lightning_memkit.plugins._report_line import Printer
+from lightning_memkit.plugins._report_table import tables
+
+REPORT, FAILED = "memory_report.json", "memory_report_oom.json"
+
+
+class ReportFiles:
+    """Prints a report, and writes it beside the run's logs; on the first rank.
+
+    Args:
+        trainer: whose run it is.
+        path: the JSON file that the user wants; None for one in the folder of logs.
+        printer: prints.
+    """
+
+    def __init__(self, trainer: Trainer, path: str | None, printer: Printer) -> None:
+        self._trainer = trainer
+        folder = Path(trainer.log_dir or trainer.default_root_dir)
+        self._path = Path(path) if path is not None else folder / REPORT
+        self._printer = printer
+
+    @rank_zero_only
+    def write(self, report: StepReport) -> None:
+        """Print the tables, and write JSON and page."""
+        self._write(report, self._path)
+        for table in tables(report):
+            self._printer.show(self._trainer, table)
+        self._printer.show(self._trainer, f"memory report: {self._path}")
+        budget, peak = budget_of(self._trainer), report.anatomy.peak_bytes
+        if budget is not None and peak > budget.budget_bytes:
+            over = format_bytes(peak - budget.budget_bytes)
+            warnings.warn(
+                f"The metered step's peak is {over} over the budget {budget.budget!r}.", stacklevel=2
+            )
+
+    @rank_zero_only
+    def write_failed(self, report: StepReport) -> None:
+        """Write JSON and page of a step that ran out of memory, beside those of the metered one."""
+        path = self._path.with_name(FAILED)
+        self._write(report, path)
+        self._printer.show(
+            self._trainer, f"memory report: what lived when step {report.run.step} failed: {path}"
+        )
+
+    def _write(self, report: StepReport, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        report.to_json(path)

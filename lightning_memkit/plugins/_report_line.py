@@ -1,0 +1,114 @@
+"""The line of a report while training: beside a progress bar, in it, and to the loggers."""
+
+import sys
+from io import StringIO
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from rich.console import Console, RenderableType
+
+from lightning_memkit.memory.units import format_bytes
+from lightning_memkit.plugins import _seam
+
+_WIDTH = 118  # of a log file, which has none of its own; 80 columns would break the table
+
+
+class Printer:
+    """Prints through the progress bar that is on the screen, which would be torn otherwise."""
+
+    def __init__(self) -> None:
+        width = None if sys.stdout.isatty() else _WIDTH
+        self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True, width=width)
+
+    @rank_zero_only
+    def show(self, trainer: Trainer, what: RenderableType) -> None:
+        """Print a line, or a table."""
+        bar: Any = trainer.progress_bar_callback
+        if isinstance(bar, RichProgressBar) and _is_live(bar):
+            progress: Any = bar.progress
+            progress.console.print(what, markup=False, highlight=False, soft_wrap=True)
+        elif isinstance(bar, TQDMProgressBar) and bar.is_enabled:
+            Tqdm.write(self._text(what), file=sys.stdout, end="")
+        else:
+            self._console.print(what, markup=False)
+
+    def _text(self, what: RenderableType) -> str:
+        plain = Console(file=StringIO(), highlight=False, soft_wrap=True, width=self._console.width)
+        with plain.capture() as captured:
+            plain.print(what, markup=False)
+        return captured.get()
+
+
+def _is_live(bar: RichProgressBar) -> bool:
+    progress: Any = bar.progress
+    return progress is not None and progress.live.is_started and progress.console.is_terminal
+
+
+def show_in_bar(trainer: Trainer, values: dict[str, str]) -> _seam.Undo:
+    """Let the progress bar show these values beside the module's own; they may change later. Returns the undo."""
+    bar = trainer.progress_bar_callback
+    if not isinstance(bar, ProgressBar):
+        return lambda: None
+    stock = bar.get_metrics
+
+    def get_metrics(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+        return {**stock(trainer, pl_module), **values}
+
+    bar.get_metrics = get_metrics  # pyright: ignore[reportAttributeAccessIssue]
+
+    def undo() -> None:
+        vars(bar).pop("get_metrics", None)
+
+    return undo
+
+
+def to_loggers(trainer: Trainer, values: dict[str, float]) -> None:
+    """Send values to all loggers themselves: a callback's `self.log` would count as the user's metric."""
+    named = {f"memkit/{name}": value for name, value in values.items()}
+    for logger in trainer.loggers:
+        logger.log_metrics(named, trainer.global_step)
+
+
+def line(trainer: Trainer, loss: float | None, values: dict[str, float]) -> str:
+    """Loss, speed and memory in one line."""
+    total = trainer.max_steps if trainer.max_steps > 0 else trainer.estimated_stepping_batches
+    cells = [f"step {trainer.global_step}/{total}"]
+    if loss is not None:
+        cells.append(f"loss {loss:.4f}")
+    for name in ("tokens", "samples"):
+        if f"{name}_per_second" in values:
+            cells.append(f"{values[f'{name}_per_second']:,.0f} {name}/s")
+    if "mfu" in values:
+        cells.append(f"MFU {values['mfu']:.1%}")
+    cells += _memory(values)
+    if "real_tokens" in values:
+        cells.append(f"real tokens {values['real_tokens']:.1%}")
+    cells.append(f"loader stall {values['loader_stall']:.1%}")
+    if "retries" in values:
+        cells.append(f"retries {values['retries']:.0f}")
+    return " | ".join(cells)
+
+
+def in_bar(values: dict[str, float]) -> dict[str, str]:
+    """The few values that a progress bar has room for."""
+    found: dict[str, str] = {}
+    if "peak_gib" in values:
+        of = f"/{format_bytes(values['budget_gib'] * 2**30)}" if "budget_gib" in values else ""
+        found["peak"] = format_bytes(values["peak_gib"] * 2**30) + of
+    rate = next((name for name in ("tokens", "samples") if f"{name}_per_second" in values), None)
+    if rate is not None:
+        found[f"{rate}/s"] = f"{values[f'{rate}_per_second']:,.0f}"
+    if "mfu" in values:
+        found["MFU"] = f"{values['mfu']:.1%}"
+    return found
+
+
+def _memory(values: dict[str, float]) -> list[str]:
+    if "peak_gib" not in values:
+        return []
+    now = f"memory {format_bytes(values['memory_gib'] * 2**30)}"
+    of = f" of {format_bytes(values['budget_gib'] * 2**30)}" if "budget_gib" in values else ""
+    return [f"{now}, peak {format_bytes(values['peak_gib'] * 2**30)}{of}"]

@@ -1,0 +1,239 @@
+"""The line while training: beside progress bars and in them, to every logger, and its operations by torch's count."""
+
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_memkit import MemoryBudget, MemoryReport
+from lightning_memkit.plugins import memory_report
+from lightning_memkit.plugins._report_rates import Rates, ideal_seconds, named_device
+from lightning_memkit.prediction.devices import DEVICES, Device
+from lightning_memkit.testing import fail_at
+from tests.plugins.toys import ShardableTagger, TokenTagger, loader, tagged_rows, trained
+
+GIB = 2**30
+LINE = re.compile(r"step \d+/\d+ \| loss [\d.]+ \| .*loader stall [\d.]+%( \| retries \d+)?")
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report is written where one stands."""
+    monkeypatch.chdir(tmp_path)
+
+
+def as_on_screen(text: str) -> list[str]:
+    """The lines that a terminal ends up with: what is returned over or erased is gone."""
+    rows, row, column = [""], 0, 0
+    for piece in re.findall(r"\x1b\[[0-9;?]*[a-zA-Z]|.", text, re.DOTALL):
+        if piece == "\n":
+            row, column = row + 1, 0
+            rows += [""] * (row + 1 - len(rows))
+        elif piece == "\r":
+            column = 0
+        elif piece.startswith("\x1b"):
+            number = int(re.sub(r"\D", "", piece) or 1)
+            if piece[-1] == "A":
+                row = max(0, row - number)
+            elif piece[-1] == "K":
+                rows[row] = ""
+        else:
+            rows[row] = rows[row][:column].ljust(column) + piece + rows[row][column + 1 :]
+            column += 1
+    return [line.rstrip() for line in rows]
+
+
+@pytest.mark.parametrize("kind", ["tqdm", "rich", "none"])
+def test_lines_stand_whole_beside_a_progress_bar_that_shows_the_peak(kind: str, capsys: Any) -> None:
+    screen = io.StringIO()
+    rich = RichProgressBar(console_kwargs={"file": screen, "force_terminal": True, "width": 200})
+    bars: dict[str, list[Callback]] = {"tqdm": [TQDMProgressBar()], "rich": [rich], "none": []}
+    report = MemoryReport()
+    trained(report, *bars[kind], max_steps=6, log_every_n_steps=2, enable_progress_bar=kind != "none")
+    text = screen.getvalue() + capsys.readouterr().out
+    lines = [line for line in as_on_screen(text) if "loader stall" in line]
+    assert len(lines) == 3
+    for line in lines:
+        assert LINE.fullmatch(line), line
+    assert report.anatomy is not None
+    shown = re.search(r"peak[:=]\s*([\d.]+ KiB)", text)
+    if kind == "none":
+        assert shown is None
+    else:
+        assert shown is not None
+        assert shown[1] in "".join(lines)
+    assert any(line.startswith("Peak ") for line in as_on_screen(text))
+    rule = next(line for line in as_on_screen(text) if line.startswith("└"))
+    assert rule.endswith("┘")
+
+
+def test_the_bar_is_left_as_it_was() -> None:
+    bar = TQDMProgressBar()
+    trained(MemoryReport(live=False), bar, max_steps=2, enable_progress_bar=True)
+    assert "get_metrics" not in vars(bar)
+
+
+def last_logged(folder: Path) -> dict[str, float]:
+    header, *rows = next(folder.rglob("metrics.csv")).read_text().splitlines()
+    found = [dict(zip(header.split(","), row.split(","), strict=True)) for row in rows]
+    return {
+        name: float(value)
+        for row in found
+        for name, value in row.items()
+        if name.startswith("memkit/") and value
+    }
+
+
+def test_every_logger_has_the_values_of_the_line(tmp_path: Path, capsys: Any) -> None:
+    report, budget = MemoryReport(), MemoryBudget("260KiB", enforce="always")
+    loggers = [CSVLogger(tmp_path / name) for name in ("one", "other")]
+    trained(budget, report, max_steps=6, log_every_n_steps=3, logger=loggers)
+    one, other = (last_logged(tmp_path / name) for name in ("one", "other"))
+    assert one == other
+    assert {"memkit/samples_per_second", "memkit/loader_stall", "memkit/model_tflops"} <= set(one)
+    assert one["memkit/budget_gib"] * GIB == budget.budget_bytes
+    assert report.anatomy is not None
+    assert one["memkit/peak_gib"] * GIB == max(report.anatomy.peak_bytes, budget.peak_bytes)
+    assert 0 < one["memkit/memory_gib"] <= one["memkit/peak_gib"]
+    assert one["memkit/retries"] == 0
+    assert "memkit/mfu" not in one  # a CPU's peak is not known
+    printed = capsys.readouterr().out
+    assert "of 260.0 KiB" in printed
+    assert "retries 0" in printed
+
+
+def test_retries_are_counted_in_the_line(capsys: Any) -> None:
+    class Failing(TokenTagger):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            with fail_at(0, armed=batch_idx == 3 and len(batch["x"]) > 4):
+                return super().training_step(batch, batch_idx)
+
+    report = MemoryReport()
+    budget = MemoryBudget("1GiB", micro_batch_size=8)
+    trained(budget, report, module=Failing, max_steps=4, log_every_n_steps=4)
+    assert budget.retries == 1
+    assert "retries 1" in capsys.readouterr().out
+    assert report.report is not None
+    assert report.report.run.retries == 1
+
+
+def plain_flops(module: TokenTagger, batch: dict[str, Tensor]) -> int:
+    with FlopCounterMode(display=False) as counter:
+        hidden = module.mix(module.embedding(batch["x"]))[0]
+        F.cross_entropy(module.head(hidden.flatten(0, 1)), batch["labels"].flatten()).backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("size", [8, 2])
+def test_operations_are_a_whole_step_s_and_give_the_share_of_the_peak(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    sheet = Device(name="here", memory_bytes=2**33, flops_16=4e9, flops_32=1e9, bytes_per_second=1e9)
+    monkeypatch.setattr(memory_report, "known_device", lambda device: sheet)
+    report = MemoryReport()
+    budget = MemoryBudget("1GiB", micro_batch_size=size)
+    trained(
+        budget, report, module=ShardableTagger, max_steps=4, log_every_n_steps=4, logger=CSVLogger(tmp_path)
+    )
+    assert report.report is not None
+    found = report.report.flops
+    batch = next(iter(loader()))
+    expected = plain_flops(ShardableTagger(), batch)
+    assert found.model == expected > 0
+    assert (found.samples, found.tokens, found.again) == (8, 0, 0)
+    logged = last_logged(tmp_path)
+    rate = logged["memkit/samples_per_second"]
+    assert logged["memkit/model_tflops"] == pytest.approx(rate * expected / 8 / 1e12)
+    assert logged["memkit/mfu"] == pytest.approx(rate * expected / 8 / sheet.flops_32)
+    assert "| MFU " in capsys.readouterr().out
+
+
+def test_a_batch_of_an_accumulation_window_counts_for_itself(tmp_path: Path) -> None:
+    report = MemoryReport(live=False)
+    trained(report, module=ShardableTagger, max_steps=2, accumulate_grad_batches=4)
+    assert report.report is not None
+    assert report.report.flops.model == plain_flops(ShardableTagger(), next(iter(loader())))
+
+
+def test_float32_as_tf32_has_no_known_peak() -> None:
+    from lightning_memkit.memory.flops import StepFlops
+
+    full, half = StepFlops(model=1000, samples=1), StepFlops(model=1000, samples=1, share_16_bit=1.0)
+    sheet = DEVICES["h200"]
+    before = torch.get_float32_matmul_precision()
+    try:
+        assert ideal_seconds(full, sheet) == pytest.approx(1000 / sheet.flops_32)
+        torch.set_float32_matmul_precision("high")
+        assert ideal_seconds(full, sheet) is None
+        assert ideal_seconds(half, sheet) == pytest.approx(1000 / sheet.flops_16)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert ideal_seconds(half, None) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "known"),
+    [
+        ("NVIDIA H200", 140, "h200"),
+        ("NVIDIA H100 80GB HBM3", 80, "h100-80gb"),
+        ("NVIDIA A100-PCIE-40GB", 40, "a100-40gb"),
+        ("NVIDIA A100-SXM4-80GB", 80, "a100-80gb"),
+        ("NVIDIA GeForce RTX 4090", 24, "rtx4090"),
+        ("Tesla T4", 15, "t4"),
+        ("NVIDIA H100 PCIe", 80, None),  # the same chip, at other rates
+        ("NVIDIA GeForce RTX 4090 D", 24, None),
+        ("NVIDIA GeForce RTX 3090 Ti", 24, None),
+        ("NVIDIA T400", 4, None),
+        ("AMD Instinct MI300X", 192, None),
+    ],
+)
+def test_only_devices_whose_peak_is_known_have_a_share_of_it(name: str, gib: int, known: str | None) -> None:
+    found = named_device(name, gib * GIB)
+    assert (None if found is None else found.name) == known
+
+
+class Language(TokenTagger):
+    """Takes batches as transformers' collators make them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.mix = nn.Embedding(50, 32), nn.Identity()
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        logits = self.head(self.embedding(batch["input_ids"]))
+        return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+
+def test_tokens_are_counted_in_batches_that_have_them(capsys: Any) -> None:
+    rows = [{"input_ids": row["x"], "labels": row["labels"]} for row in tagged_rows(32)]
+    masked = [{**row, "attention_mask": (torch.arange(12) < 9).long()} for row in rows]
+    for data, real in ((rows, None), (masked, 0.75)):
+        report = MemoryReport()
+        batches: Any = DataLoader(data, batch_size=8)  # pyright: ignore[reportArgumentType]
+        trained(report, module=Language, data=batches, max_steps=4, log_every_n_steps=4)
+        assert report.report is not None
+        flops, rates = report.report.flops, report.report.rates
+        assert flops.tokens == 8 * 12
+        assert rates.get("real_tokens") == real
+        computed = rates["tokens_per_second"] / (real or 1)
+        assert computed == pytest.approx(12 * rates["samples_per_second"])
+        assert rates["model_tflops"] == pytest.approx(flops.model * computed / flops.tokens / 1e12)
+        assert " tokens/s | " in capsys.readouterr().out
+
+
+def test_a_batch_that_is_no_mapping_has_samples_only() -> None:
+    rates = Rates()
+    rates.count([torch.zeros(4, 3), torch.zeros(4)])
+    rates.count(torch.zeros(4, 3))
+    rates.count("text")
+    assert set(rates.take(0.0)) == {"loader_stall", "samples_per_second"}
