@@ -208,6 +208,20 @@ TRANSFORMERS = {
 assert len(TRANSFORMERS) == 17
 
 
+TIED = {
+    "BertForMaskedLM", "GPT2LMHeadModel", "Gemma3ForCausalLM", "MambaForCausalLM", "OPTForCausalLM",
+    "T5ForConditionalGeneration", "WhisperForConditionalGeneration",
+}  # fmt: skip
+
+
+def shared(module):
+    """The names of what is one parameter under several names."""
+    names = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return sorted(group for group in names.values() if len(group) > 1)
+
+
 def transformers_build(name):
     import transformers
 
@@ -222,6 +236,8 @@ def test_transformers_models_equal_float32_then_cast_and_stage_one_tensor(name):
     ours, counter = counted_build(build)
     plain = cast(build)
     assert_same_parameters(ours, plain)
+    assert shared(ours) == shared(plain)
+    assert bool(shared(plain)) == (name in TIED)
     for key, value in plain.named_buffers():  # rotary tables, masks: as the constructor made them
         buffer = dict(ours.named_buffers())[key]
         assert buffer.dtype == value.dtype, key

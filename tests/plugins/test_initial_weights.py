@@ -94,6 +94,24 @@ def test_the_split_form_keeps_what_a_cast_drops(source, ranks):
         assert torch.equal(ranks["FSDP2, early, split"]["begun"][name], high), name
 
 
+@pytest.mark.parametrize(
+    ("case", "cast"),
+    [
+        ("Early, bf16-true", torch.Tensor.bfloat16),
+        ("Early, split", lambda value: split(value)[0]),
+        ("Late, kahan", torch.Tensor.bfloat16),
+        ("Late, 32-true", torch.Tensor.float),
+    ],
+)
+def test_shards_are_those_of_float32_initialisation_then_cast(case, cast, ranks):
+    """In one process, without memkit: what is cast or drawn after sharding would differ."""
+    torch.manual_seed(0)
+    plain = Language()
+    assert ranks[f"initialised, {case}"].keys() == plain.state_dict().keys()
+    for name, value in plain.state_dict().items():
+        assert torch.equal(ranks[f"initialised, {case}"][name], cast(value)), name
+
+
 def test_ranks_say_what_is_refused(ranks):
     assert ranks["refused"].startswith("WeightsError")
     assert "Missing in the source (1): scale" in ranks["refused"]

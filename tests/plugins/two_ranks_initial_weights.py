@@ -106,6 +106,10 @@ def main(path: str, source: str) -> None:
         }  # fmt: skip
     module = configured(source)
     found["FSDP2, config"] = {"begun": module.begun, "positions": module.first, "was_empty": module.was_empty}
+    for kind, precision in ((Early, "bf16-true"), (Early, "split"), (Late, "kahan"), (Late, "32-true")):
+        torch.manual_seed(0)  # as the config's, to which Lightning goes back
+        module = fit(kind(), FSDP2Strategy(), "", precision)
+        found[f"initialised, {kind.__name__}, {precision}"] = module.begun
     torch.manual_seed(5)
     found["own"] = fit(Empty(), FSDP2Strategy(), "").begun
     try:
