@@ -28,6 +28,7 @@ from lightning_memkit.data.collate import collate
 from lightning_memkit.data.packing import pack
 from lightning_memkit.data.store import TokenStore
 from lightning_memkit.testing import fake_device
+from tests.plugins import fake_ranks
 from tests.plugins.fake_accelerator import FakeAccelerator, on_fake_device
 
 PACKAGE = Path(lightning_memkit.__file__).parent
@@ -63,6 +64,10 @@ COMBINATIONS_ON_RANKS = [
     (strategy, *names)
     for strategy, others in BESIDE.items()
     for names in ((), *((name,) for name in others), others)
+]
+# On ranks whose device is "fake".
+COMBINATIONS_ON_FAKE_RANKS = [
+    (strategy, *names, "ActivationOffload") for strategy, others in BESIDE.items() for names in ((), others)
 ]
 COMBINATIONS = [(name,) for name in TRAINED] + list(combinations(TRAINED, 2)) + [tuple(TRAINED)]
 # What a plugin can't do without; everything else is at its default.
@@ -205,6 +210,8 @@ def test_type_checkers_see_the_same_names() -> None:
 def build(name: str, beside: tuple[str, ...] = ()):
     """Build a plugin with its defaults, or with what the others demand."""
     needed = NEEDED_BESIDE_RELEASE if "GradientRelease" in beside else NEEDED
+    if name in ON_RANKS and OFFLOADING & set(beside):
+        return PUBLIC[name](process_group_backend=fake_ranks.BACKEND)
     return PUBLIC[name](**needed.get(name, {}))
 
 
@@ -256,6 +263,8 @@ class Blocks(pl.LightningModule):
 def where(plugins: list) -> dict:
     """The Trainer's arguments for the device: a CPU, or one whose memory isn't the host's where that matters."""
     strategy = next((plugin for plugin in plugins if isinstance(plugin, Strategy)), "auto")
+    if type(strategy).__name__ in ON_RANKS and OFFLOADING & {type(plugin).__name__ for plugin in plugins}:
+        return {"strategy": strategy, **fake_ranks.on_fake_ranks(int(os.environ["WORLD_SIZE"]))}
     if not OFFLOADING & {type(plugin).__name__ for plugin in plugins}:
         ranks = int(os.environ.get("WORLD_SIZE", 1))
         return {"accelerator": "cpu", "devices": ranks, "strategy": strategy}
@@ -280,6 +289,8 @@ def fit(names: tuple[str, ...], folder: Path, epochs: int, resume: Path | None =
         **where(plugins),
     )
     model = Blocks()
+    if names in COMBINATIONS_ON_FAKE_RANKS:
+        model.to("fake")  # torch's shards can't be moved there from the CPU
     trainer.fit(model, ckpt_path=resume)
     path = folder / f"{epochs}.ckpt"
     trainer.save_checkpoint(path)
@@ -308,7 +319,7 @@ def test_plugins_train_and_resume_bitwise_on_two_ranks(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads((tmp_path / "found.json").read_text())
-    assert found == {"+".join(names): "" for names in COMBINATIONS_ON_RANKS}
+    assert found == {"+".join(names): "" for names in (*COMBINATIONS_ON_RANKS, *COMBINATIONS_ON_FAKE_RANKS)}
 
 
 def test_the_page_on_combining_shows_the_pairs_that_are_tested() -> None:
@@ -321,7 +332,8 @@ def test_the_page_on_combining_shows_the_pairs_that_are_tested() -> None:
         shown |= {
             frozenset((down, other)) for other, cell in zip(across, cells, strict=True) if cell == "tested"
         }
-    assert shown == {frozenset(pair) for pair in (*COMBINATIONS, *COMBINATIONS_ON_RANKS) if len(pair) == 2}
+    tested = (*COMBINATIONS, *COMBINATIONS_ON_RANKS, *COMBINATIONS_ON_FAKE_RANKS)
+    assert shown == {frozenset(pair) for pair in tested if len(pair) == 2}
 
 
 def test_version_is_the_same_everywhere() -> None:

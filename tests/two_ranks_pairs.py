@@ -4,22 +4,21 @@ import json
 import sys
 import traceback
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from tests.plugins.ranks import leave
-from tests.test_package import COMBINATIONS_ON_RANKS, fit
+from lightning_memkit.testing import fake_device
+from tests.plugins.ranks import leave, whole
+from tests.test_package import COMBINATIONS_ON_FAKE_RANKS, COMBINATIONS_ON_RANKS, fit
 
 
 def trained(
     names: tuple[str, ...], folder: Path, epochs: int, resume: Path | None = None
 ) -> dict[str, torch.Tensor]:
     _, weights = fit(names, folder, epochs, resume)
-    return {
-        name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in weights.items()
-    }
+    return {name: whole(value) for name, value in weights.items()}
 
 
 def verdict(names: tuple[str, ...], folder: Path) -> str:
@@ -33,14 +32,23 @@ def verdict(names: tuple[str, ...], folder: Path) -> str:
     return f"resumed otherwise: {differing}" if differing else ""
 
 
-def main(folder: str) -> None:
-    warnings.simplefilter("ignore")
+def verdicts(combinations: Sequence[tuple[str, ...]], folder: Path) -> dict[str, str]:
     found = {}
-    for names in COMBINATIONS_ON_RANKS:
+    for names in combinations:
         try:
-            found["+".join(names)] = verdict(names, Path(folder) / "+".join(names))
+            found["+".join(names)] = verdict(names, folder / "+".join(names))
         except Exception:
             found["+".join(names)] = traceback.format_exc()[-2000:]
+    return found
+
+
+def main(folder: str) -> None:
+    warnings.simplefilter("ignore")
+    found = verdicts(COMBINATIONS_ON_RANKS, Path(folder))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()  # that of the CPU's; the next trainer makes another device's
+    with fake_device():
+        found |= verdicts(COMBINATIONS_ON_FAKE_RANKS, Path(folder))
     if torch.distributed.get_rank() == 0:
         Path(folder, "found.json").write_text(json.dumps(found))
     leave()

@@ -211,8 +211,6 @@ def refusal(family: Family) -> str:
         return "float16's scaler looks for overflows in all gradients before the step"
     if shards and family["offload"].name in (STATES, STATES_AND_ACTIVATIONS):
         return "states of sharded parameters can't be offloaded here"
-    if shards and family["offload"].name == ACTIVATIONS:
-        return "activations on the host beside FSDP2 are not tested"
     if shards and family["states"].name == EIGHT_BIT:
         return "bitsandbytes steps whole tensors, and FSDP2 shards them"
     return ""

@@ -1,8 +1,15 @@
 """Activation offload on two ranks: the gradients of the same ranks without it, and no gathered parameter moves."""
 
 import pytest
+import torch
 
+from lightning_memkit import ActivationOffload, FSDP2Strategy, predict_memory
+from tests.activations.offload_models import ids
 from tests.distributed.launch import two_ranks
+from tests.distributed.two_ranks_offload import Module
+from tests.testing.needs import NEEDS_COMPILER
+
+pytestmark = NEEDS_COMPILER
 
 
 @pytest.fixture(scope="module")
@@ -26,3 +33,36 @@ def test_parameters_gathered_in_half_precision_do_not_move(found, checkpointed):
         here, alone = found[rank][f"fsdp2 mixed {checkpointed}"], found[rank][f"alone {checkpointed}"]
         assert here["same"]
         assert 0 < here["moved"] < alone["moved"]
+
+
+@pytest.mark.parametrize("strategy", ["FSDP2Strategy", "FSDP2Strategy on the host", "ZeRO1Strategy"])
+def test_trainers_offload_beside_the_strategies_of_memkit(found, strategy):
+    """Bitwise the weights without, and up to rounding those of one process; the device holds less in a step."""
+    alone = found["one process"]
+    for rank in ("rank 0", "rank 1"):
+        without, beside = found[rank][strategy, False], found[rank][strategy, True]
+        assert beside["weights"].keys() == alone.keys()
+        for name, weight in alone.items():
+            assert torch.equal(beside["weights"][name], without["weights"][name]), name
+            assert float((beside["weights"][name] - weight).abs().max()) <= 2e-5, name
+        assert beside["hazards"] == without["hazards"]  # torch's own copies of gradients
+        assert beside["to host"] - without["to host"] > 10 * 2**10 * 64
+        assert beside["peak"] < 0.7 * without["peak"]
+
+
+def test_weights_gradients_and_states_are_on_the_host_too(found):
+    for rank in ("rank 0", "rank 1"):
+        on_the_host, on_the_device = (
+            found[rank]["FSDP2Strategy on the host", True],
+            found[rank]["FSDP2Strategy", True],
+        )
+        assert on_the_host["between"] < 0.05 * on_the_device["between"]
+
+
+@pytest.mark.parametrize("offloads", [False, True])
+def test_a_rank_takes_what_was_predicted(found, offloads):
+    callbacks = [ActivationOffload(min_bytes=4096)] if offloads else []
+    trainer = {"strategy": FSDP2Strategy(), "devices": 2, "callbacks": callbacks}
+    predicted = predict_memory(Module(), ids(), trainer=trainer, device="rtx4090")
+    here = found["rank 0"]["FSDP2Strategy", offloads]
+    assert predicted.peak_bytes == pytest.approx(here["between"] + here["peak"], abs=1024)  # counts of steps

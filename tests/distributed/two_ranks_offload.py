@@ -1,23 +1,35 @@
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
-"""Run by torchrun in test_offload.py: steps of DDP and FSDP2 with activations offloaded, the host as the device."""
+"""Run by torchrun in test_offload.py: steps of DDP and FSDP2 with activations offloaded, the host as the device.
 
+Then trainers with the strategies of memkit, on ranks whose device is "fake".
+"""
+
+import gc
+import os
 import sys
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
-from lightning_memkit import checkpoint_modules
+import lightning_memkit
+from lightning_memkit import ActivationOffload, checkpoint_modules
 from lightning_memkit.activations.offload import offload_activations
+from lightning_memkit.testing import fake_device
+from lightning_memkit.testing.fake_device import FakeDevice
 from tests.activations.offload_models import Deep, host_as_device, ids
-from tests.plugins.ranks import leave
+from tests.plugins.fake_ranks import BACKEND, on_fake_ranks
+from tests.plugins.ranks import leave, whole
 
 # 5 x 7 tokens: no activation has as many elements as a parameter.
 ROWS, LENGTH = 5, 7
+STEPS = 3  # of trainers
 
 
 def built(kind: str) -> nn.Module:
@@ -58,18 +70,95 @@ def run(kind: str, checkpointed: bool) -> dict[str, Any]:
     return {"same": same, "moved": moved, "again": all(map(torch.equal, step(model), plain))}
 
 
+class Module(LightningModule):
+    """Its steps are alike, so that the counts of one are those of any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = Deep(dropout=0.0)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.network(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Counts(Callback):
+    """Of the last step: bytes that went to the host, what the device holds between two, and what comes on top."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        gc.collect()
+        self.device, self.found, self.before = device, {}, device.live_bytes
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.device.reset_counts()
+        self.device.reset_peak()
+        self.found["between"] = self.device.live_bytes - self.before
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.found["to host"] = self.device.transfers.to_host_bytes
+        self.found["hazards"] = self.device.hazards
+        self.found["peak"] = self.device.peak_bytes - self.before - self.found["between"]
+
+
+def fitted(device: FakeDevice, strategy: Any, *callbacks: Callback) -> dict[str, Any]:
+    torch.manual_seed(0)
+    counts = Counts(device)
+    module = Module().to(device.torch_device)
+    trainer = Trainer(
+        **on_fake_ranks(2), strategy=strategy, callbacks=[*callbacks, counts], max_epochs=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        use_distributed_sampler=False,
+    )  # fmt: skip
+    batches = [ids(seed=2 * step + int(os.environ["RANK"])) for step in range(STEPS)]
+    trainer.fit(module, DataLoader(batches, batch_size=None))  # pyright: ignore[reportArgumentType]
+    return {"weights": {name: whole(value) for name, value in module.state_dict().items()}, **counts.found}
+
+
+def on_one_cpu() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    module = Module()
+    optimizer = module.configure_optimizers()
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        module.training_step(torch.cat([ids(seed=2 * step + rank) for rank in range(2)]), step).backward()
+        optimizer.step()
+    return module.state_dict()
+
+
+def by_trainers(device: FakeDevice) -> dict[str, Any]:
+    found = {}
+    for name, options in (
+        ("FSDP2Strategy", {}),
+        ("FSDP2Strategy", {"cpu_offload": True}),
+        ("ZeRO1Strategy", {}),
+    ):
+        for offloads in (False, True):
+            strategy = getattr(lightning_memkit, name)(**options, process_group_backend=BACKEND)
+            callbacks = [ActivationOffload(min_bytes=4096)] if offloads else []
+            key = f"{name} on the host" if options else name
+            found[key, offloads] = fitted(device, strategy, *callbacks)
+    return found
+
+
 def main(path: str) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
-    found = {
+    found: dict[Any, Any] = {
         f"{kind} {checkpointed}": run(kind, checkpointed)
         for kind in ("alone", "ddp", "fsdp2", "fsdp2 nested", "fsdp2 mixed")
         for checkpointed in (False, True)
     }
+    distributed.barrier()
+    distributed.destroy_process_group()
+    with fake_device() as device:
+        found |= by_trainers(device)
     everywhere: list[Any] = [None, None]
     distributed.all_gather_object(everywhere, found)
     if distributed.get_rank() == 0:
-        torch.save({f"rank {rank}": one for rank, one in enumerate(everywhere)}, path)
+        together = {f"rank {rank}": one for rank, one in enumerate(everywhere)}
+        torch.save({**together, "one process": on_one_cpu()}, path)
     leave()
 
 

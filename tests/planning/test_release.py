@@ -96,7 +96,7 @@ def test_a_floor_names_what_it_counts():
         ({"gradients": 1, "precision": 1}, "scaler looks for overflows"),
         ({"offload": 2, "ranks": 1}, "states of sharded parameters"),
         ({"offload": 3, "ranks": 2}, "states of sharded parameters"),
-        ({"offload": 1, "ranks": 2}, "beside FSDP2 are not tested"),
+        ({"offload": 1, "ranks": 2}, ""),
         ({"states": 1, "ranks": 2}, "bitsandbytes steps whole tensors"),
         ({"gradients": 1, "ranks": 2}, ""),
         ({"states": 1, "gradients": 1, "offload": 2}, ""),
