@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.cli import LightningCLI
 from safetensors.torch import save_file
 from torch import nn
 
-from lightning_memkit import OnDeviceStrategy, PureBF16Precision
+from lightning_memkit import MemkitCLI, OnDeviceStrategy, PureBF16Precision
 from lightning_memkit.plugins.initial_weights import InitialWeights
 from lightning_memkit.testing import fake_device
 from tests.plugins.fake_accelerator import FakeAccelerator
@@ -148,3 +149,29 @@ class Began(Callback):
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         self.to_device_bytes = self.device.transfers.to_device_bytes
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.filterwarnings("ignore:.*jsonargparse")
+def test_a_config_of_stock_lightning_gives_its_weights_then_cast(
+    precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = [
+        "seed_everything: 3",
+        "trainer:",
+        "  accelerator: cpu",
+        "  logger: false",
+        f"  precision: {precision}",
+    ]
+    (tmp_path / "given.yaml").write_text("\n".join(lines))
+    built = {
+        cli: cli(Language, args=["--config", "given.yaml"], run=False, save_config_callback=None).model
+        for cli in (LightningCLI, MemkitCLI)
+    }
+    assert next(built[LightningCLI].parameters()).dtype == torch.float32  # it casts when it trains
+    ours, dtype = built[MemkitCLI], torch.float32 if precision == "32-true" else BF16
+    for name, value in built[LightningCLI].named_parameters():
+        assert torch.equal(ours.get_parameter(name), value.to(dtype)), name
+    assert ours.head.weight is ours.embedding.weight
+    assert torch.equal(ours.positions, POSITIONS)
