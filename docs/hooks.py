@@ -6,6 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLES = "<!-- benchmark tables -->"
+MATRIX = "<!-- model matrix -->"  # stands on the page about combining, and nowhere else
 
 
 def on_page_markdown(markdown: str, page, **_) -> str:
@@ -14,7 +15,8 @@ def on_page_markdown(markdown: str, page, **_) -> str:
         return _home((ROOT / "README.md").read_text(encoding="utf-8"))
     if page.file.src_uri == "changelog.md":
         return (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    return markdown.replace(TABLES, benchmark_tables(ROOT / "benchmarks" / "results"))
+    results = ROOT / "benchmarks" / "results"
+    return markdown.replace(TABLES, benchmark_tables(results)).replace(MATRIX, model_matrix(results))
 
 
 def _home(readme: str) -> str:
@@ -25,8 +27,20 @@ def _home(readme: str) -> str:
 def benchmark_tables(results: Path) -> str:
     """Return one section a full-size result file; quick runs are for trying out and are left out."""
     contents = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("*.json"))]
-    sections = [_section(content) for content in contents if not content["quick"]]
+    sections = [_section(one) for one in contents if not one["quick"] and one["name"] != "matrix"]
     return "\n\n".join(sections) or "No result has been committed yet."
+
+
+def model_matrix(results: Path) -> str:
+    """Return the matrix of models and plugins, its counts, and what was said in its cells, by number."""
+    paths = [path for path in sorted(results.glob("matrix-*.json")) if "quick" not in path.name]
+    if not paths:
+        return "No result has been committed yet."
+    content = json.loads(paths[-1].read_text(encoding="utf-8"))
+    counts = ", ".join(f"{value} {name}" for name, value in content["figures"].items())
+    said = [f"{number}. {re.sub(r'^[0-9]+: ', '', note)}" for number, note in enumerate(content["notes"], 1)]
+    made = f"`{content['command']}`, {content['date']}, commit `{content['commit'][:10]}`: {counts}."
+    return "\n\n".join([_table(content["rows"]), made, "\n".join(said)])
 
 
 def _section(content: dict) -> str:

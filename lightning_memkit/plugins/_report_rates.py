@@ -1,6 +1,7 @@
 """How fast training goes, from one line of the report to the next."""
 
 import re
+from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
 
@@ -80,6 +81,8 @@ class Rates:
 
 def tokens_of(batch: Any) -> int:
     """Tokens of a batch, padding included; 0 where it has no `input_ids`."""
+    if isinstance(batch, (Tensor, Sequence)):  # torch warns of a tensor that is asked for a name
+        return 0
     try:
         ids = batch["input_ids"]
     except (TypeError, KeyError, IndexError, ValueError):

@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_memkit import MemoryBudget, MemoryReport
+from lightning_memkit.plugins._report_rates import tokens_of
 from tests.plugins.toys import ShardableTagger, TokenTagger, loader, trained
 
 
@@ -92,3 +93,13 @@ def test_compiled_modules_run_compiled_after_the_metered_step() -> None:
     trained(MemoryReport(live=False), module=Compiled, max_steps=8)
     assert len(runs) == 7  # all but the metered one
     torch._dynamo.reset()
+
+
+def test_a_batch_that_is_one_tensor_has_no_tokens_and_is_not_asked_for_them_by_name() -> None:
+    torch.set_warn_always(True)  # else torch says it to the first who asks, once a process
+    try:
+        assert tokens_of(torch.zeros(4, 8)) == 0
+    finally:
+        torch.set_warn_always(False)
+    assert tokens_of([torch.zeros(4, 8)]) == 0
+    assert tokens_of({"input_ids": torch.zeros(4, 8, dtype=torch.long)}) == 32
