@@ -5,7 +5,7 @@ half of bfloat16's grain. And averaging the bfloat16 weights would leave out the
 float32, and what goes into it is weight and low half together.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,9 @@ from lightning_memkit.optim.shadow import LOW_STATES
 
 Average = Callable[[Tensor, Tensor], object]  # moves its first argument, in place, towards its second
 Optimizers = Optimizer | Iterable[Optimizer]
+Wide = Callable[
+    [Tensor, Mapping[str, Any]], Tensor
+]  # the float32 weight, of a weight and its optimizer state
 
 
 def widen_average(average: nn.Module) -> None:
@@ -32,7 +35,9 @@ def widen_average(average: nn.Module) -> None:
                 module._buffers[name] = buffer.float()
 
 
-def update_average(averaged: AveragedModel, model: nn.Module, optimizers: Optimizers) -> None:
+def update_average(
+    averaged: AveragedModel, model: nn.Module, optimizers: Optimizers, wide: Wide = float32_weight
+) -> None:
     """`AveragedModel.update_parameters` from the float32 weights; one float32 tensor (4 bytes a value) at a time.
 
     Args:
@@ -40,9 +45,10 @@ def update_average(averaged: AveragedModel, model: nn.Module, optimizers: Optimi
             tensor at a time.
         model: the module that is trained.
         optimizers: its optimizers, compensated or not.
+        wide: finds the float32 weight; where ranks share out the states, it asks the one that has them.
     """
     average = _copy if averaged.n_averaged == 0 else _average_of(averaged)
-    average_parameters(averaged.module, model, optimizers, average)
+    average_parameters(averaged.module, model, optimizers, average, wide)
     for old, current in zip(averaged.module.buffers(), model.buffers(), strict=True):
         if averaged.use_buffers:
             average(old.detach(), current.detach().to(old.device))
@@ -53,14 +59,18 @@ def update_average(averaged: AveragedModel, model: nn.Module, optimizers: Optimi
 
 @torch.no_grad()
 def average_parameters(
-    averaged: nn.Module, model: nn.Module, optimizers: Optimizers, average: Average
+    averaged: nn.Module,
+    model: nn.Module,
+    optimizers: Optimizers,
+    average: Average,
+    wide: Wide = float32_weight,
 ) -> None:
     """Call ``average(old, new)`` for each averaged parameter and the float32 weight that is trained."""
     states = _states_of(optimizers)
     for old, current in zip(averaged.parameters(), model.parameters(), strict=True):
         new = current.detach()
         if new.dtype == torch.bfloat16:
-            new = float32_weight(current, states.get(current, {}))
+            new = wide(current, states.get(current, {}))
         average(old.detach(), new.to(old.device))
 
 

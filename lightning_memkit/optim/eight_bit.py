@@ -282,7 +282,8 @@ def _refuse_sharded(optimizer: Optimizer) -> None:
         name = type(optimizer).__name__
         raise ValueError(
             f"{name} steps whole tensors, and these parameters are sharded (DTensor): bitsandbytes has no step for "
-            "those. Use torch.optim.AdamW with PureBF16Precision (10 bytes a parameter), or DDP instead of FSDP2."
+            "those. Use torch.optim.AdamW with PureBF16Precision (10 bytes a parameter), or instead of FSDP2 "
+            "ZeRO1Strategy or DDP."
         )
 
 

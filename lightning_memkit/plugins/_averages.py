@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
+from lightning_memkit.distributed.shared_states import float32_weights_of_owners, own_shares, tell_weights
 from lightning_memkit.optim.averaging import (
     Loan,
     average_parameters,
@@ -29,7 +30,8 @@ def average_in_float32(trainer: Trainer, optimizers: Sequence[Optimizer]) -> Und
     """Have the trainer's averaging callbacks average float32 weights, and write them with their low halves.
 
     The averages stay float32 (4 bytes a value, on the callback's device). A callback whose class replaces the
-    methods taken over here is left alone.
+    methods taken over here is left alone. Where ranks share out the states (ZeRO-1), each sends the float32 weights
+    of its share to the others whenever the average moves: 4 bytes a parameter.
 
     Returns:
         The undo, for the end of the fit: gives the callbacks their own methods back.
@@ -65,16 +67,17 @@ def _running_average(
     callback: WeightAveraging, average: AveragedModel, optimizers: Sequence[Optimizer]
 ) -> list[Undo]:
     widen_average(average.module)
-    loan = Loan()
+    loan, own, wide = Loan(), own_shares(optimizers), float32_weights_of_owners(optimizers)
 
     def swap(pl_module: nn.Module) -> None:
-        loan.swap(average.module, pl_module, optimizers)
+        loan.swap(average.module, pl_module, own)
 
     def copy_average(pl_module: nn.Module) -> None:
-        load_average(average.module, pl_module, optimizers)
+        load_average(average.module, pl_module, own)
+        tell_weights(optimizers)
 
     def update(model: nn.Module) -> None:
-        update_average(average, model, optimizers)
+        update_average(average, model, own, wide)
 
     return [
         _replace(callback, WeightAveraging, "_swap_models", swap),
@@ -87,16 +90,18 @@ def _stochastic_average(
     callback: StochasticWeightAveraging, average: nn.Module, optimizers: Sequence[Optimizer]
 ) -> list[Undo]:
     widen_average(average)
+    own, wide = own_shares(optimizers), float32_weights_of_owners(optimizers)
 
     def update(averaged: nn.Module, model: nn.Module, n_averaged: Tensor, avg_fn: Any) -> None:
         def move(old: Tensor, new: Tensor) -> None:
             old.copy_(new if n_averaged == 0 else avg_fn(old, new, n_averaged.to(old.device)))
 
-        average_parameters(averaged, model, optimizers, move)
+        average_parameters(averaged, model, own, move, wide)
         n_averaged += 1  # in place: it is the callback's
 
     def transfer(averaged: nn.Module, model: nn.Module) -> None:
-        load_average(averaged, model, optimizers, buffers=False)
+        load_average(averaged, model, own, buffers=False)
+        tell_weights(optimizers)
 
     return [
         _replace(callback, StochasticWeightAveraging, "update_parameters", update),

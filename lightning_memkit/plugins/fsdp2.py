@@ -25,6 +25,7 @@ from lightning_memkit.distributed.sharding import Sharding, shard_blocks
 from lightning_memkit.initialization import build_empty, build_on
 from lightning_memkit.materialization import materialize
 from lightning_memkit.plugins import _seam, _sharded_checkpoints
+from lightning_memkit.plugins._eight_bit import adapt_bitsandbytes_in
 from lightning_memkit.plugins.checkpoint_io import StreamingCheckpointIO
 from lightning_memkit.plugins.strategies import add_random_state, parameter_dtype, tell_epoch
 
@@ -56,7 +57,7 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     Raises:
         ValueError: an argument is outside its range, the ranks can't be divided by `replicas`, or (at setup) an
-            optimizer holds parameters that are not the sharded module's.
+            optimizer holds parameters that are not the sharded module's, or is one of bitsandbytes.
 
     Source: torch.distributed.fsdp.fully_shard; Rajbhandari et al., ZeRO, 2020, arXiv:1910.02054.
     """
@@ -147,6 +148,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         if fits:
             self.setup_optimizers(trainer)
             _refuse_stale(self.optimizers, module)
+            adapt_bitsandbytes_in(module, self.optimizers)  # which refuses them: their steps know no shards
         self.setup_precision_plugin()
         if fits and not self.sharding.cpu_offload:
             _optimizers_to_device(self.optimizers, self.root_device)

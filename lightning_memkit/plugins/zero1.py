@@ -2,13 +2,14 @@
 
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from torch.optim import Optimizer
 
+from lightning_memkit.distributed.shared_states import keep_low_halves, tell_weights
 from lightning_memkit.optim.eight_bit import is_bitsandbytes
 from lightning_memkit.plugins._eight_bit import adapt_bitsandbytes_in
 from lightning_memkit.plugins.strategies import add_random_state, tell_epoch
@@ -69,6 +70,11 @@ class ZeRO1Strategy(DDPStrategy):
             trainer.lightning_module, [getattr(one, "optim", one) for one in self.optimizers]
         )
 
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load each rank's share of the states; weights are then those that belong to them on all ranks."""
+        super().load_optimizer_state_dict(checkpoint)
+        tell_weights(self.optimizers)
+
 
 def _shared_out(optimizer: Optimizer) -> Optimizer:
     """The same over one rank's share of the parameters; group dictionaries stay the same, for schedulers."""
@@ -90,6 +96,7 @@ def _shared_out(optimizer: Optimizer) -> Optimizer:
             "make a ZeroRedundancyOptimizer in configure_optimizers, or use strategy='ddp'."
         ) from error
     _count_steps(shared)
+    keep_low_halves(shared)
     return shared
 
 

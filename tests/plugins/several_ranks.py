@@ -116,16 +116,20 @@ def trained(
     strategy: Any, precision: str, ranks: int, rank: int, beside: Sequence[Callback] = (), **options: Any
 ) -> dict[str, Any]:
     torch.manual_seed(0)
-    module, watch = Language(), Watch()
-    given: dict[str, Any] = (
-        {"plugins": [PureBF16Precision()]} if precision == "kahan" else {"precision": precision}
-    )
+    module, watch = options.pop("kind", Language)(), Watch()
+    compensated = {"kahan": [PureBF16Precision()], "split": [PureBF16Precision("split", states="exact")]}
+    given: dict[str, Any] = {"precision": precision}
+    if precision in compensated:
+        given = {"plugins": compensated[precision]}
+    resume, saved = options.pop("ckpt_path", None), options.pop("saved", None)
     trainer = Trainer(
-        **given, **options, strategy=strategy, max_steps=STEPS, accelerator="cpu", devices=ranks,
+        **given, strategy=strategy, **{"max_steps": STEPS, **options}, accelerator="cpu", devices=ranks,
         callbacks=[watch, *beside], logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, use_distributed_sampler=False, gradient_clip_val=1.0,
     )  # fmt: skip
-    trainer.fit(module, Loader(rank, ranks))
+    trainer.fit(module, Loader(rank, ranks), ckpt_path=resume)
+    if saved is not None:
+        trainer.save_checkpoint(saved)
     full = {
         name: (value.full_tensor() if isinstance(value, DTensor) else value).float()
         for name, value in module.state_dict().items()
