@@ -16,6 +16,7 @@ _HOME = {
     "ContaminationProbe": "plugins.contamination",
     "FSDP2Strategy": "plugins.fsdp2",
     "GradientRelease": "plugins.gradient_release",
+    "InitialWeights": "plugins.initial_weights",
     "LoaderTuner": "plugins.loader_tuner",
     "LossPerplexity": "plugins.perplexity",
     "MemkitCLI": "plugins.cli",
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
     from lightning_memkit.plugins.contamination import ContaminationProbe as ContaminationProbe
     from lightning_memkit.plugins.fsdp2 import FSDP2Strategy as FSDP2Strategy
     from lightning_memkit.plugins.gradient_release import GradientRelease as GradientRelease
+    from lightning_memkit.plugins.initial_weights import InitialWeights as InitialWeights
     from lightning_memkit.plugins.loader_tuner import LoaderTuner as LoaderTuner
     from lightning_memkit.plugins.memory_budget import MemoryBudget as MemoryBudget
     from lightning_memkit.plugins.memory_report import MemoryReport as MemoryReport

@@ -20,6 +20,7 @@ import torch
 from jsonargparse import ArgumentParser
 from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.strategies import Strategy
+from safetensors.torch import save_file
 from torch import nn
 
 import lightning_memkit
@@ -27,9 +28,11 @@ from lightning_memkit.data.batch import PackedBatch
 from lightning_memkit.data.collate import collate
 from lightning_memkit.data.packing import pack
 from lightning_memkit.data.store import TokenStore
+from lightning_memkit.plugins.initial_weights import InitialWeights
 from lightning_memkit.testing import fake_device
 from tests.plugins import fake_ranks
 from tests.plugins.fake_accelerator import FakeAccelerator, on_fake_device
+from tests.plugins.ranks import whole
 
 PACKAGE = Path(lightning_memkit.__file__).parent
 ROOT = PACKAGE.parent
@@ -74,6 +77,7 @@ COMBINATIONS = [(name,) for name in TRAINED] + list(combinations(TRAINED, 2)) + 
 NEEDED: dict[str, dict[str, Any]] = {
     "ActivationOffload": {"min_bytes": 1},
     "ChunkedLoss": {"heads": ["head"]},
+    "InitialWeights": {"source": "weights.safetensors"},
     "MemoryBudget": {"budget": "1GiB"},
 }
 # Beside what steps within backward, a step can be neither split nor repeated.
@@ -245,6 +249,9 @@ class Blocks(pl.LightningModule):
         self.embedding, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
         self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3)))
 
+    def on_fit_start(self) -> None:
+        self.begun = {name: value.detach().clone() for name, value in self.state_dict().items()}
+
     def training_step(self, batch: PackedBatch, _: int) -> torch.Tensor:
         logits = self.head(self.blocks(self.embedding(batch["input_ids"])))
         return nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten())
@@ -273,9 +280,20 @@ def where(plugins: list) -> dict:
     return on_fake_device()
 
 
+def give_weights(plugin: InitialWeights, folder: Path) -> dict[str, torch.Tensor]:
+    """Let it start from a file of values that no module here is initialised with; each rank has its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    plugin.source = str(folder / f"{os.environ.get('RANK', 0)}.safetensors")
+    torch.manual_seed(2)
+    values = Blocks().state_dict()
+    save_file(values, plugin.source)
+    return values
+
+
 def fit(names: tuple[str, ...], folder: Path, epochs: int, resume: Path | None = None):
     """Train `Blocks` with these plugins; return the last checkpoint and the weights."""
     plugins = [build(name, names) for name in names]
+    given = [give_weights(plugin, folder) for plugin in plugins if isinstance(plugin, InitialWeights)]
     torch.manual_seed(0)
     trainer = pl.Trainer(
         max_epochs=epochs,
@@ -292,6 +310,8 @@ def fit(names: tuple[str, ...], folder: Path, epochs: int, resume: Path | None =
     if names in COMBINATIONS_ON_FAKE_RANKS:
         model.to("fake")  # torch's shards can't be moved there from the CPU
     trainer.fit(model, ckpt_path=resume)
+    for name, value in given[0].items() if given and resume is None else ():
+        assert torch.allclose(whole(model.begun[name]).cpu().float(), value, rtol=2**-7, atol=0), name
     path = folder / f"{epochs}.ckpt"
     trainer.save_checkpoint(path)
     return path, {key: value.clone() for key, value in model.state_dict().items()}
