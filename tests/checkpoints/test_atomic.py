@@ -14,7 +14,6 @@ from lightning_memkit.checkpoints.files import load, save
 ROOT = Path(__file__).parents[2]
 FAST = ["file", "folder", "trainer with a thread", "ranks with a thread"]
 TRAINERS = ["trainer", "trainer with a thread", "ranks", "ranks with a thread"]
-MANY = 20  # of a sweep
 KINDS = ["file", "folder", "folder in two renames", *TRAINERS]
 
 
@@ -39,7 +38,7 @@ def kill(kind: str, folder: Path, kills: int) -> dict:
     ("kind", "kills"),
     [
         *[(kind, 2 if "ranks" in kind else 3) for kind in FAST],
-        *[pytest.param(kind, MANY, marks=pytest.mark.slow) for kind in KINDS],
+        *[pytest.param(kind, 20 if "ranks" in kind else 30, marks=pytest.mark.slow) for kind in KINDS],
     ],
 )
 def test_a_kill_at_any_moment_leaves_the_last_good_checkpoint(kind: str, kills: int, tmp_path: Path) -> None:
