@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import warnings
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -9,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.harness import Ratio, one_thread, paired_ratio
+from lightning_memkit import InitialWeights, OnDeviceStrategy, PureBF16Precision
 from lightning_memkit.initialization import build_empty, build_on
 from lightning_memkit.weights import load_weights
 
@@ -95,6 +98,63 @@ def built_and_streamed(options: dict[str, int], folder: Path) -> nn.Module:
     return model
 
 
+class _Late(LightningModule):
+    """Built by Lightning, in `configure_model`."""
+
+    def __init__(self, options: dict[str, int]) -> None:
+        super().__init__()
+        self.options, self.model = options, None
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = model_of(self.options)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Nothing: the model is loaded."""
+
+
+class _Watched(InitialWeights):
+    """Notes the peak when the weights are there, with every value read: what a strategy does next isn't loading."""
+
+    def load(self, module: nn.Module, device: torch.device) -> None:
+        super().load(module, device)
+        with torch._C.DisableTorchFunction():  # the contexts of `configure_model` are open
+            _sum(module)
+        _LOADED.append(_resident("VmHWM"))
+
+
+_LOADED: list[int] = []
+
+
+def _configured(options: dict[str, int], folder: Path, strategy: Any, strict: bool) -> nn.Module:
+    trainer = Trainer(
+        accelerator="cpu", devices=1, strategy=strategy, plugins=[PureBF16Precision()], logger=False,
+        callbacks=[_Watched(str(folder), rename={"": "model."}, strict=strict)], enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    module = _Late(options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # advice on loaders
+        trainer.validate(module, [0], verbose=False)
+    assert module.model is not None
+    return module.model
+
+
+def configured(options: dict[str, int], folder: Path) -> nn.Module:
+    """Ours, in Lightning: what `configure_model` builds gets its values from files alone."""
+    return _configured(options, folder, OnDeviceStrategy(), strict=True)
+
+
+def configured_under_ddp(options: dict[str, int], folder: Path) -> nn.Module:
+    """The same under Lightning's own DDP, of one process."""
+    return _configured(options, folder, "ddp", strict=True)
+
+
+def initialised(options: dict[str, int], folder: Path) -> nn.Module:
+    """Ours, in Lightning, where files need not give everything: the model is initialised, then loaded."""
+    return _configured(options, folder, OnDeviceStrategy(), strict=False)
+
+
 def stock(options: dict[str, int], folder: Path) -> nn.Module:
     """Build in float32, load every file, cast."""
     model = model_of(options)
@@ -116,6 +176,9 @@ def from_pretrained(options: dict[str, int], folder: Path) -> nn.Module:
 PATHS = {
     "streamed": streamed,
     "built, streamed": built_and_streamed,
+    "configure_model, OnDeviceStrategy": configured,
+    "configure_model, DDP": configured_under_ddp,
+    "configure_model, strict=False": initialised,
     "stock": stock,
     "from_pretrained": from_pretrained,
 }
@@ -126,13 +189,15 @@ def measured(path: str, options: dict[str, int], folder: Path, small: Path) -> d
     run = PATHS[path]
     with one_thread():
         run(_WARM_UP, small)  # what libraries and kernels keep is not the model's
+        _LOADED.clear()
         before = _resident("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
         model = run(options, folder)
         checked = _sum(model)  # reads every value: maps of files count only then
-        peak = _resident("VmHWM")
+        later = _resident("VmHWM")
     return {
-        "peak_bytes": peak - before,
+        "peak_bytes": (_LOADED or [later])[0] - before,
+        "peak_after_setup_bytes": later - before,
         "model_bytes": bytes_of(model),
         "largest_bytes": max(parameter.nbytes for parameter in model.parameters()),
         "values": hash(checked),
