@@ -259,6 +259,14 @@ def test_help_lists_the_commands(capsys):
     assert all(command in printed for command in COMMANDS)
 
 
+def test_a_module_that_is_not_found_says_where_it_was_looked_for(memkit, capsys):
+    assert memkit("fit", model="nowhere.Model") == (2, None)
+    printed = capsys.readouterr().err
+    assert printed.startswith(
+        "memkit: error: model: nowhere.Model: No module named 'nowhere'; your own classes"
+    )
+
+
 def test_an_unknown_command_is_refused_with_the_list(capsys):
     assert main(["train"]) == 2
     assert "'train' is no command; the commands are fit, validate" in capsys.readouterr().err

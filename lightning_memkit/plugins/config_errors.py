@@ -81,6 +81,8 @@ def _cause_in_class(path: str, text: str) -> str:
         return _unknown(match[1], _options(cls), owner=path)
     if match := re.fullmatch(r"Group '([^']+)' does not accept option '([^']+)'", text):
         return _unknown(match[2], _options(_hints(cls).get(match[1])), owner=f"{match[1]} of {path}")
+    if re.fullmatch(r"No module named '[^']+'", text):
+        return f"{path}: {text}; your own classes are looked for in the folder that memkit is started in"
     return f"{path}: {_cause(text)}"
 
 

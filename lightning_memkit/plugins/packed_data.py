@@ -26,6 +26,7 @@ from lightning_memkit.data.summary import summary_line
 from lightning_memkit.data.tokenizers import load_tokenizer
 from lightning_memkit.plugins._own_datasets import Source, own_datasets
 from lightning_memkit.plugins._packing_log import PackingLog
+from lightning_memkit.plugins._vocabulary import refuse_ids_beyond_embedding
 from lightning_memkit.plugins.contamination import ContaminationProbe
 
 _ROWS = 16  # a batch, where nothing else limits it
@@ -87,7 +88,7 @@ class PackedDataModule(pl.LightningDataModule):
 
     Raises:
         ValueError: an option is out of range; at setup: the corpus is empty, a document is too long, or the
-            tokenizer can't be loaded.
+            tokenizer can't be loaded; before the first step: a transformers model has no embedding for some token.
         MissingPackageError: at setup: the source needs ``datasets``, or the tokenizer ``transformers``.
     """
 
@@ -200,6 +201,7 @@ class PackedDataModule(pl.LightningDataModule):
             raise ValueError(
                 f"There are no documents to train on (found: {list(self._splits)}); give 'train' a source, too."
             )
+        self._refuse_ids()
         # The same batches over and over is what overfit_batches asks for.
         overfit = bool(self.trainer and getattr(self.trainer, "overfit_batches", 0))
         loader = self._loader("train", shuffle=not overfit, drop_last=self.batches.drop_last)
@@ -259,6 +261,12 @@ class PackedDataModule(pl.LightningDataModule):
         probes = any(isinstance(callback, ContaminationProbe) for callback in callbacks)
         if stage == "fit" and self.documents.kept_apart and not probes:
             callbacks.append(self._probe)
+
+    def _refuse_ids(self) -> None:
+        rows = self._splits["train"]
+        module = None if self.trainer is None else getattr(self.trainer, "lightning_module", None)
+        if module is not None and isinstance(rows, PackedRows):
+            refuse_ids_beyond_embedding(module, max(rows.store.vocabulary, self.pad_id + 1), self.tokenizer)
 
     def _read_shares(self, stage: str | None) -> None:
         if isinstance(self.source, pl.LightningDataModule):

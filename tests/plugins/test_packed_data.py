@@ -478,3 +478,25 @@ def test_a_model_that_mixes_documents_is_stopped_unless_it_may(kept_apart, tmp_p
     else:
         trainer.fit(module, data)
         assert trainer.global_step == 2
+
+
+class Llama(Recorder):
+    """A transformers model whose embedding has so many rows; it is never run."""
+
+    def __init__(self, rows: int) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        super().__init__()
+        config = LlamaConfig(
+            vocab_size=rows, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+        )
+        self.parts = torch.nn.ModuleList([LlamaForCausalLM(config)])
+
+
+def test_token_ids_that_the_model_has_no_embedding_for_are_refused(tmp_path):
+    (tmp_path / "poem.txt").write_text("\n\n".join("abcdefghij"), encoding="utf-8")
+    shares = DocumentOptions(validation=0.4, kept_apart=False)
+    data = PackedDataModule(str(tmp_path / "poem.txt"), context=16, documents=shares)
+    with pytest.raises(ValueError, match=r"ids up to 258 .*parts\.0 \(LlamaForCausalLM\) has 258 rows.*=259"):
+        fit(Llama(258), data)
+    assert fit(Llama(259), data).seen
