@@ -1,4 +1,4 @@
-"""The `memkit` command: fit, validate, test and predict from YAML, plan, consolidate and doctor."""
+"""The `memkit` command: fit, validate, test and predict from YAML, plan, report, consolidate and doctor."""
 
 import argparse
 import os
@@ -12,6 +12,7 @@ COMMANDS = {
     "test": "One evaluation epoch over the test set.",
     "predict": "Predictions for the data of a config.",
     "plan": "The fastest configuration of a config that fits a budget, before anything is allocated.",
+    "report": "Where the bytes of a run went, from what MemoryReport wrote; of two runs side by side.",
     "consolidate": "A sharded, streamed or bfloat16 checkpoint as one file that plain Lightning loads.",
     "doctor": "What this machine offers, and what memkit will therefore use.",
 }
@@ -47,6 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _doctor(words[1:])
     if words[0] == "plan":
         return _reported(lambda: _plan(words[1:]))
+    if words[0] == "report":
+        return _report(words[1:])
     if words[0] == "consolidate":
         return _consolidate(words[1:])
     return _run(words)
@@ -85,6 +88,12 @@ def _fit() -> int:
 
 def _plan(words: list[str]) -> int:
     from lightning_memkit.plugins.plan_command import run
+
+    return run(words)
+
+
+def _report(words: list[str]) -> int:
+    from lightning_memkit.plugins.report_command import run
 
     return run(words)
 

@@ -1,7 +1,7 @@
 """What kind of operator saves and allocates how much: contractions, normalisations, element-wise, others."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -64,6 +64,26 @@ def by_module(records: Iterable[Allocation], peak_tick: int, most_tick: int) -> 
     """What each module's operators have saved and made, what saved most first."""
     found = _grouped(records, lambda one: one.origin, peak_tick, most_tick, ())
     return dict(sorted(found.items(), key=lambda item: (-item[1].saved_at_most, -item[1].allocated)))
+
+
+def alike(modules: Mapping[str, SavedBytes]) -> dict[str, tuple[int, SavedBytes]]:
+    """Modules whose names differ in numbers only, summed: `layers.*.mlp` with how many they are; the most first."""
+    found: dict[str, tuple[int, SavedBytes]] = {}
+    names: dict[str, str] = {}
+    for name, one in modules.items():
+        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+        count, before = found.get(pattern, (0, SavedBytes()))
+        names[pattern] = name
+        found[pattern] = (
+            count + 1,
+            SavedBytes(
+                saved_at_peak=before.saved_at_peak + one.saved_at_peak,
+                saved_at_most=before.saved_at_most + one.saved_at_most,
+                allocated=before.allocated + one.allocated,
+            ),
+        )
+    summed = {names[pattern] if one[0] == 1 else pattern: one for pattern, one in found.items()}
+    return dict(sorted(summed.items(), key=lambda item: -item[1][1].saved_at_most))
 
 
 def _grouped(

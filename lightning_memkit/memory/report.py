@@ -27,7 +27,6 @@ class RunFacts:
         device: its name.
         precision: as the Trainer has it.
         parameters: trained and frozen.
-        samples: of the batch.
         micro_batch_size: samples in a part; 0 where the batch is not split.
         budget_bytes: of a `MemoryBudget`; 0 without one.
         forecast_bytes: the peak that `MemoryBudget` predicted for this micro-batch; 0 where it did not.
@@ -39,7 +38,6 @@ class RunFacts:
     device: str = ""
     precision: str = ""
     parameters: int = 0
-    samples: int = 0
     micro_batch_size: int = 0
     budget_bytes: int = 0
     forecast_bytes: int = 0
@@ -95,6 +93,7 @@ class StepReport:
         advice: what would save memory, the most for the least time first.
         advised: whether advice was asked for.
         failure: the error of a step that ran out of memory; empty where it did not.
+        metered: whether operators were counted; else, of a step that failed, what lived is known by its owners only.
     """
 
     step: MeteredStep
@@ -105,6 +104,7 @@ class StepReport:
     advice: tuple[Advice, ...] = ()
     advised: bool = False
     failure: str = ""
+    metered: bool = True
 
     @property
     def anatomy(self) -> Anatomy:
@@ -184,6 +184,7 @@ def _report(saved: Mapping[str, Any]) -> StepReport:
         advice=tuple(_of(Advice, one) for one in saved.get("advice", ())),
         advised=bool(saved.get("advised", False)),
         failure=str(saved.get("failure", "")),
+        metered=bool(saved.get("metered", True)),
     )
 
 

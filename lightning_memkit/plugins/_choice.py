@@ -58,6 +58,7 @@ class PartsChoice:
         self._trials = trials
         self._window = window
         self._resumed = resumed
+        self.foreseen: Foreseen | None = None
         self._tuned_sizes: TunedSizes | None = None
         self._remembered: TunedSize | None = None
         self._warned = ""
@@ -109,7 +110,7 @@ class PartsChoice:
             partition.whole, self._runner.unsplittable = True, str(error)
             return sizing
         self._window.open(step.trainer, total)
-        foreseen = self._foresee(step, total)  # the probe's backward may end what forks can do
+        self.foreseen = foreseen = self._foresee(step, total)  # the probe's backward may end what forks can do
         self._settle(step)
         if options.micro_batch_size != "auto":
             self._check(splits=options.micro_batch_size < total)

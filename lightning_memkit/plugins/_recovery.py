@@ -133,6 +133,7 @@ class Recovery:
             except (RuntimeError, MemoryError) as error:
                 if not self._retriable(step.trainer, error):
                     raise
+                _tell(step.trainer, error)
                 failure = f"{type(error).__name__}: {error}"
             # Outside of `except`: the traceback holds the failed step's tensors alive.
             ranks.failed()
@@ -228,6 +229,14 @@ class Recovery:
             self._resized(step, retry=False)
         else:
             self._larger.pop()
+
+
+def _tell(trainer: Trainer, error: BaseException) -> None:
+    """Let callbacks look at what lives, which the error's traceback holds."""
+    for callback in vars(trainer)["callbacks"]:
+        seen = getattr(callback, "on_out_of_memory", None)
+        if seen is not None:
+            seen(trainer, error)
 
 
 def _empty_caches() -> None:

@@ -16,19 +16,19 @@ def budget_of(trainer: Trainer) -> MemoryBudget | None:
     return found[0] if found else None
 
 
-def facts(trainer: Trainer, step: int, samples: int = 0) -> RunFacts:
+def facts(trainer: Trainer, step: int) -> RunFacts:
     """What is run."""
     module, budget, device = trainer.lightning_module, budget_of(trainer), trainer.strategy.root_device
-    sizing = None if budget is None else budget.sizing
+    parts = 0 if budget is None or not budget.history else budget.history[-1].micro_batch_size
     return RunFacts(
         name=type(module).__name__,
         step=step,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         precision=str(trainer.precision_plugin.precision),
         parameters=sum(parameter.numel() for parameter in module.parameters()),
-        samples=samples,
-        micro_batch_size=0 if sizing is None else sizing.micro_batch_size,
+        micro_batch_size=parts,
         budget_bytes=0 if budget is None else budget.budget_bytes,
+        forecast_bytes=0 if budget is None else budget.predicted_peaks.get(parts, 0),
         retries=0 if budget is None else budget.retries,
     )
 

@@ -6,13 +6,14 @@ from pathlib import Path
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from lightning_memkit.memory.page import page, write_page
 from lightning_memkit.memory.report import StepReport
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.plugins._report_facts import budget_of
 from lightning_memkit.plugins._report_line import Printer
+from lightning_memkit.plugins._report_snapshot import dump
 from lightning_memkit.plugins._report_table import tables
-
-REPORT, FAILED = "memory_report.json", "memory_report_oom.json"
+from lightning_memkit.plugins.report_command import FAILED, REPORT
 
 
 class ReportFiles:
@@ -26,6 +27,7 @@ class ReportFiles:
 
     def __init__(self, trainer: Trainer, path: str | None, printer: Printer) -> None:
         self._trainer = trainer
+        # Asked on every rank, when training starts: a logger's folder is broadcast from the first.
         folder = Path(trainer.log_dir or trainer.default_root_dir)
         self._path = Path(path) if path is not None else folder / REPORT
         self._printer = printer
@@ -36,7 +38,9 @@ class ReportFiles:
         self._write(report, self._path)
         for table in tables(report):
             self._printer.show(self._trainer, table)
-        self._printer.show(self._trainer, f"memory report: {self._path}")
+        self._printer.show(
+            self._trainer, f"memory report: {self._path}, {self._path.with_suffix('.html').name}"
+        )
         budget, peak = budget_of(self._trainer), report.anatomy.peak_bytes
         if budget is not None and peak > budget.budget_bytes:
             over = format_bytes(peak - budget.budget_bytes)
@@ -44,15 +48,27 @@ class ReportFiles:
                 f"The metered step's peak is {over} over the budget {budget.budget!r}.", stacklevel=2
             )
 
-    @rank_zero_only
     def write_failed(self, report: StepReport) -> None:
-        """Write JSON and page of a step that ran out of memory, beside those of the metered one."""
+        """Write JSON and page of a step that ran out of memory, on the rank that did, and what torch knows of it."""
+        rank = self._trainer.global_rank
         path = self._path.with_name(FAILED)
+        path = path.with_stem(f"{path.stem}_rank{rank}") if rank else path
         self._write(report, path)
+        dump(self._trainer.strategy.root_device, path.with_name(f"{path.stem}_snapshot.pickle"))
         self._printer.show(
-            self._trainer, f"memory report: what lived when step {report.run.step} failed: {path}"
+            self._trainer,
+            f"memory report: what lived when step {report.run.step} failed: {path.with_suffix('.html')}",
         )
+
+    @rank_zero_only
+    def write_snapshot(self) -> None:
+        """Write what torch knows of CUDA's allocator in the metered step, while that is recorded."""
+        device = self._trainer.strategy.root_device
+        if device.type == "cuda":
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            dump(device, self._path.with_name(f"{self._path.stem}_snapshot.pickle"))
 
     def _write(self, report: StepReport, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         report.to_json(path)
+        write_page(path.with_suffix(".html"), page(report))

@@ -1,30 +1,114 @@
 """What is predicted of the run's own module, which stays as it is."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
 
-from lightning_memkit.memory.report import Advice, PredictedStep, StepReport
+from lightning_memkit.memory.report import Advice, PredictedStep
+from lightning_memkit.micro_batching import SplitError, batch_size
+from lightning_memkit.planning.budget import Budget
+from lightning_memkit.plugins._report_facts import budget_of
+from lightning_memkit.prediction.contained import contained
+from lightning_memkit.prediction.devices import Device
+
+_MOST_SECONDS = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Foreseen:
+    """What a fork has found.
+
+    Args:
+        predicted: the step.
+        advice: what would save memory.
+    """
+
+    predicted: PredictedStep | None = None
+    advice: tuple[Advice, ...] = ()
 
 
 class Foresight:
-    """Predicts the metered step, and what would save memory, in a fork of the process.
+    """Predicts a training step, and what would save memory in it, in a fork of the process: nothing here changes.
+
+    On the CPU that is the metered step; on a GPU the first batch, since autograd works in no fork later on.
 
     Args:
-        predict: the metered step.
-        advise: single changes.
+        predict: the step.
+        advise: single changes to it.
     """
 
     def __init__(self, *, predict: bool, advise: bool) -> None:
         self._predict, self._advise = predict, advise
-        self.predicted: PredictedStep | None = None
-        self.advice: tuple[Advice, ...] = ()
+        self.found = Foreseen()
 
-    def before(self, trainer: Trainer, batch: Any, batches: int, measured: int) -> None:
-        """A batch begins."""
+    def before_first(self, trainer: Trainer, batch: Any) -> None:
+        """The first batch begins: on a GPU it is predicted now."""
+        if trainer.strategy.root_device.type != "cpu":
+            self._foresee(trainer, batch)
 
-    def failed(self, trainer: Trainer, step: int, error: BaseException) -> StepReport | None:
-        """A step ran out of memory that was not metered."""
+    def after_metered(self, trainer: Trainer, batch: Any) -> None:
+        """The metered batch has ended: on the CPU it is predicted now."""
+        if trainer.strategy.root_device.type == "cpu":
+            self._foresee(trainer, batch)
 
-    def forget(self) -> None:
-        """Training is over."""
+    def _foresee(self, trainer: Trainer, batch: Any) -> None:
+        if not (self._predict or self._advise):
+            return
+        try:
+            work = self._work(trainer, batch)
+            self.found = contained(work, timeout_s=_MOST_SECONDS)
+        except Exception as error:  # of the user's step, or of its prediction: the run goes on
+            said = str(error).strip().splitlines()
+            what = f"not predicted: {said[0] if said else type(error).__name__}"
+            self.found = Foreseen(predicted=PredictedStep(what=what))
+
+    def _work(self, trainer: Trainer, batch: Any) -> Callable[[], Foreseen]:
+        """What is to be done in a fork.
+
+        Raises:
+            ValueError: this step can't be predicted.
+        """
+        if trainer.world_size > 1:
+            raise ValueError('several ranks train; predict_memory(trainer={"devices": ...}) predicts them')
+        if not trainer.lightning_module.automatic_optimization:
+            raise ValueError("the module optimizes manually; predict_memory predicts its training_step")
+        device = _device(trainer)
+        part, rows, size = _part(trainer, batch)
+
+        def work() -> Foreseen:
+            from lightning_memkit.plugins._report_advice import RunAsGiven, advice, predicted_step
+
+            run = RunAsGiven(trainer, part, rows, size, device)
+            return Foreseen(
+                predicted=predicted_step(run) if self._predict else None,
+                advice=advice(run) if self._advise else (),
+            )
+
+        return work
+
+
+def _device(trainer: Trainer) -> Device | None:
+    return None if trainer.strategy.root_device.type == "cpu" else Budget().target()
+
+
+def _part(trainer: Trainer, batch: Any) -> tuple[Any, int, int]:
+    """The batch on the host, its rows, and those of a part."""
+    host = apply_to_collection(batch, Tensor, Tensor.cpu)
+    try:
+        rows = batch_size(host)
+    except SplitError:
+        return host, 1, 1
+    budget = budget_of(trainer)
+    if budget is None:
+        return host, rows, rows
+    if budget.history:
+        return host, rows, min(rows, budget.history[-1].micro_batch_size)
+    if budget.micro_batch_size == "auto":
+        raise ValueError(
+            "MemoryBudget has not chosen its micro-batch yet; on a GPU give micro_batch_size= to have it predicted"
+        )
+    return host, rows, min(rows, int(budget.micro_batch_size))

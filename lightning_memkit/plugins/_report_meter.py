@@ -8,11 +8,14 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
+from lightning_memkit.memory.anatomy import CATEGORIES, Anatomy
 from lightning_memkit.memory.findings import Finding
 from lightning_memkit.memory.flops import StepFlops
+from lightning_memkit.memory.meter import storages_of
 from lightning_memkit.memory.origins import Place
 from lightning_memkit.memory.step_meter import MeteredStep, StepMeter
 from lightning_memkit.plugins._report_rates import samples_of, tokens_of
+from lightning_memkit.plugins._report_snapshot import record
 from lightning_memkit.plugins._tensors import tensors_of
 from lightning_memkit.plugins._trials import states_on
 
@@ -43,6 +46,7 @@ class BatchMeter:
         # Else torch would leave compiled code that it meets under a meter uncompiled for good.
         stance = torch.compiler.set_stance("force_eager")
         self._entered.callback(stance.__exit__, None, None, None)
+        self._entered.callback(record(self._trainer.strategy.root_device))
         self._meter.__enter__()
         self._entered.callback(self._meter.__exit__, None, None, None)
         self._meter.phase = "forward"
@@ -97,8 +101,43 @@ class BatchMeter:
         self._meter.forget()
 
     def _states(self) -> list[Tensor]:
-        device = self._trainer.strategy.root_device
-        return [state for optimizer in self._trainer.optimizers for state in states_on(device, optimizer)]
+        return _states(self._trainer)
+
+
+def census(trainer: Trainer, batch: Any, fixed_bytes: int) -> MeteredStep:
+    """What lives in a step that is not metered: by owner, and the rest where the device's allocator counts."""
+    module, device = trainer.lightning_module, trainer.strategy.root_device
+    owned = {
+        "weights": [*module.parameters(), *module.buffers()],
+        "gradients": _gradients(module),
+        "optimizer_states": _states(trainer),
+        "inputs": list(tensors_of(batch)),
+    }
+    seen: set[int] = set()
+    at_peak = dict.fromkeys(CATEGORIES, 0)
+    for category, tensors in owned.items():
+        for tensor in tensors:
+            storages = [one for one in storages_of(tensor) if one.device == device and one._cdata not in seen]
+            seen.update(storage._cdata for storage in storages)
+            at_peak[category] += sum(storage.nbytes() for storage in storages)
+    known = sum(at_peak.values())
+    counts: Any = torch.get_device_module(device)
+    if device.type != "cpu" and hasattr(counts, "memory_allocated"):
+        at_peak["temporaries"] = max(0, counts.memory_allocated(device) - known)
+    anatomy = Anatomy(
+        peak_bytes=sum(at_peak.values()),
+        peak_phase="outside",
+        peak_operator="",
+        at_peak=at_peak,
+        largest=dict(at_peak),
+        fixed_bytes=fixed_bytes,
+    )
+    return MeteredStep(anatomy=anatomy)
+
+
+def _states(trainer: Trainer) -> list[Tensor]:
+    device = trainer.strategy.root_device
+    return [state for optimizer in trainer.optimizers for state in states_on(device, optimizer)]
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -5,9 +5,20 @@ from collections.abc import Iterator
 from rich.table import Table
 
 from lightning_memkit.memory.anatomy import CATEGORIES
-from lightning_memkit.memory.kinds import KINDS
+from lightning_memkit.memory.kinds import KINDS, SavedBytes, alike
 from lightning_memkit.memory.report import StepReport
 from lightning_memkit.memory.units import format_bytes
+from lightning_memkit.memory.words import (
+    OUTSIDE,
+    UNMETERED,
+    difference,
+    flops_words,
+    peak_words,
+    run_words,
+    share,
+    signed,
+    time_share,
+)  # fmt: skip
 
 _MODULES = 10  # in a table
 
@@ -42,7 +53,7 @@ def category_table(report: StepReport) -> Table:
         cells = [
             category.replace("_", " "),
             format_bytes(size),
-            f"{size / max(1, anatomy.peak_bytes):.1%}",
+            share(size, anatomy.peak_bytes),
             format_bytes(anatomy.largest.get(category, 0)),
         ]
         table.add_row(*cells, *([] if predicted is None else [format_bytes(foreseen)]), meaning)
@@ -68,17 +79,16 @@ def kind_table(report: StepReport) -> Table:
 
 def module_table(report: StepReport, most: int = _MODULES) -> Table:
     """The modules that saved most."""
-    all_ = {name: found for name, found in report.step.modules.items() if found.saved_at_most}
-    rest = len(all_) - most
+    groups = alike({name: one for name, one in report.step.modules.items() if one.saved_at_most})
+    rest = len(groups) - most
     table = _table("Modules that saved most", f"{rest} more in the JSON" if rest > 0 else "")
     table.add_column("module")
-    table.add_column("saved at most", justify="right")
-    table.add_column("share", justify="right")
-    table.add_column("saved at the peak", justify="right")
+    for name in ("how many", "saved at most", "share", "saved at the peak"):
+        table.add_column(name, justify="right")
     total = max(1, report.anatomy.largest.get("saved_activations", 0))
-    for name, found in list(all_.items())[:most]:
-        sizes = format_bytes(found.saved_at_most), f"{found.saved_at_most / total:.1%}"
-        table.add_row(name or OUTSIDE, *sizes, format_bytes(found.saved_at_peak))
+    for name, (count, found) in list(groups.items())[:most]:
+        sizes = format_bytes(found.saved_at_most), share(found.saved_at_most, total)
+        table.add_row(name or OUTSIDE, str(count), *sizes, format_bytes(found.saved_at_peak))
     return table
 
 
@@ -86,34 +96,24 @@ def advice_table(report: StepReport) -> Table:
     """What would save how much for how much time."""
     table = _table("Advice, as predicted", "each change alone, beside the run as it is; bytes of the peak")
     for name in ("change", "peak", "time of a step", "changes", "how"):
-        table.add_column(name, justify="right" if name in ("peak", "time of a step") else "left")
+        is_number = name in ("peak", "time of a step")
+        table.add_column(name, justify="right" if is_number else "left", overflow="fold")
     for one in report.advice:
         table.add_row(
-            one.change, signed(-one.saved_bytes), f"{one.time_share:+.0%}", one.changes or "nothing", one.how
+            one.change,
+            signed(-one.saved_bytes),
+            time_share(one.time_share),
+            one.changes or "nothing",
+            one.how,
         )
     return table
-
-
-OUTSIDE = "(the step itself)"
-
-
-def signed(size: int) -> str:
-    """Bytes with their sign."""
-    return f"{'+' if size > 0 else ''}{format_bytes(size)}"
-
-
-def peak_words(report: StepReport) -> str:
-    """Where the peak is: its operator, module and line."""
-    anatomy = report.anatomy
-    module = f" in {anatomy.peak_module}" if anatomy.peak_module else ""
-    place = f", {anatomy.peak_place}" if anatomy.peak_place else ""
-    return f"{anatomy.peak_operator}{module}{place}"
 
 
 def _title(report: StepReport) -> str:
     anatomy, run = report.anatomy, report.run
     if report.failure:
-        title = f"Out of memory in the {anatomy.peak_phase}, with {format_bytes(anatomy.peak_bytes)} alive"
+        where = f" in the {anatomy.peak_phase}" if report.metered else ""
+        title = f"Out of memory{where}, with {format_bytes(anatomy.peak_bytes)} alive"
     else:
         title = f"Peak {format_bytes(anatomy.peak_bytes)} in the {anatomy.peak_phase}"
     if report.predicted is not None and report.predicted.peak_bytes:
@@ -126,9 +126,55 @@ def _title(report: StepReport) -> str:
 
 
 def _caption(report: StepReport) -> str:
+    if not report.metered:
+        return UNMETERED
     what = "failed" if report.failure else "peak"
     return f"{what} at {peak_words(report)}; one step of {report.anatomy.operators:,} operators was metered"
 
 
 def _table(title: str, caption: str) -> Table:
     return Table(title=title, title_justify="left", caption=caption or None, caption_justify="left")
+
+
+def comparison_tables(one: StepReport, other: StepReport, names: tuple[str, str]) -> Iterator[Table]:
+    """Two reports side by side, with what the second has more."""
+    pairs = [
+        (
+            category.replace("_", " "),
+            one.anatomy.at_peak.get(category, 0),
+            other.anatomy.at_peak.get(category, 0),
+        )
+        for category in CATEGORIES
+    ]
+    peaks = one.anatomy.peak_bytes, other.anatomy.peak_bytes
+    yield _beside("At the peak, by category", names, [*pairs, ("peak", *peaks)])
+    kinds = [
+        (
+            kind,
+            one.step.kinds.get(kind, SavedBytes()).saved_at_most,
+            other.step.kinds.get(kind, SavedBytes()).saved_at_most,
+        )
+        for kind in KINDS
+    ]
+    yield _beside("Saved for the backward at most, by kind of operator", names, kinds)
+    table = _table("The peak", "")
+    for name in ("", *names):
+        table.add_column(name, overflow="fold")
+    reports = (one, other)
+    table.add_row("at", *(f"{report.anatomy.peak_phase}, {peak_words(report)}" for report in reports))
+    table.add_row("run", *(run_words(report) for report in reports))
+    if all(report.flops.units for report in reports):
+        each = (flops_words(report.flops.model / report.flops.units) for report in reports)
+        table.add_row("operations a token, or sample", *each)
+    yield table
+
+
+def _beside(title: str, names: tuple[str, str], rows: list[tuple[str, int, int]]) -> Table:
+    table = _table(title, "")
+    table.add_column("")
+    for name in (*names, "difference"):
+        table.add_column(name, justify="right", overflow="fold")
+    for name, before, after in rows:
+        if before or after:
+            table.add_row(name, format_bytes(before), format_bytes(after), difference(before, after))
+    return table

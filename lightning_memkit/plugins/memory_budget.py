@@ -121,6 +121,12 @@ class MemoryBudget(Callback):
         tuning = None if self._choice is None else self._choice.tuning
         return tuning is not None and tuning.fastest.settled is None
 
+    @property
+    def predicted_peaks(self) -> dict[int, int]:
+        """Predicted bytes by micro-batch; empty where sizes were measured without a prediction."""
+        foreseen = None if self._choice is None else self._choice.foreseen
+        return {} if foreseen is None else dict(foreseen.peaks)
+
     # Lightning's hooks
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -22,7 +22,7 @@ from lightning_memkit.plugins._report_facts import budget_of, device_bytes, fact
 from lightning_memkit.plugins._report_files import ReportFiles
 from lightning_memkit.plugins._report_foresight import Foresight
 from lightning_memkit.plugins._report_line import Printer, in_bar, line, show_in_bar, to_loggers
-from lightning_memkit.plugins._report_meter import BatchMeter, is_compiled
+from lightning_memkit.plugins._report_meter import BatchMeter, census, is_compiled
 from lightning_memkit.plugins._report_rates import Rates, known_device
 from lightning_memkit.plugins._report_watch import StepsWatch
 
@@ -86,12 +86,14 @@ class MemoryReport(Callback):
         self._watch = StepsWatch(0)
         self._outer: set[Place] = set()
         self._batches = 0
+        self._batch: Any = None  # under way: Lightning holds it, too
         self._process_bytes = self._live_bytes = 0
         self._rates = Rates()
         self._in_bar: dict[str, str] = {}
         self._waited = lambda: 0.0
         self._undo: list[_seam.Undo] = []
         self._printer = Printer()
+        self._files: ReportFiles | None = None
 
     def __repr__(self) -> str:
         return (
@@ -116,6 +118,7 @@ class MemoryReport(Callback):
         self._process_bytes = max(0, process_bytes() - held)
         self._waited, undo = _seam.time_data_waits(trainer)
         self._in_bar = {}
+        self._files = ReportFiles(trainer, self.path, self._printer)
         self._undo += [undo, show_in_bar(trainer, self._in_bar)]
         self._rates = Rates()
 
@@ -123,7 +126,9 @@ class MemoryReport(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Enter the meter for the measured step, and the watch for leaks in the first ones."""
-        self._foresight.before(trainer, batch, self._batches, self.measured_step)
+        self._batch = batch
+        if self._batches == 0:
+            self._foresight.before_first(trainer, batch)
         self._watch.enter(budget_of(trainer), self._batches)
         if self._batches > self.measured_step or self._meter is not None:
             return
@@ -153,7 +158,8 @@ class MemoryReport(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Leave the meter and the watch; log and print the live line."""
-        self._leave_meter(trainer)
+        self._leave_meter(trainer, batch)
+        self._batch = None
         self._watch.leave()
         if self._watch.is_complete:
             self._judge(trainer, pl_module)
@@ -194,31 +200,34 @@ class MemoryReport(Callback):
         device = trainer.strategy.root_device
         torn = fragmentation(torch.cuda.memory_stats(device)) if device.type == "cuda" else None
         self.findings += (torn,) if torn is not None else ()
-        # Asked on every rank: a logger's folder is broadcast from the first.
-        files = ReportFiles(trainer, self.path, self._printer)
-        if self.report is not None:
+        if self.report is not None and self._files is not None:
             run = replace(self.report.run, retries=facts(trainer, self._batches).retries)
             self.report = replace(self.report, run=run).with_findings(self.findings)
-            files.write(self.report)
+            self._files.write(self.report)
         experts = expert_bytes(pl_module)
         self._print_lines(trainer, self.findings if experts is None else (*self.findings, experts))
 
     def on_out_of_memory(self, trainer: Trainer, error: BaseException) -> None:
         """Take the step apart that ran out of memory, while what it had is still there: MemoryBudget tells of it."""
-        if self._meter is not None:
-            step = self._meter.failed_step(self._fixed_bytes(trainer))
-            self.failed = StepReport(
-                step=step, run=facts(trainer, self._batches), failure=f"{type(error).__name__}: {error}"
-            )
-        else:
-            self.failed = self._foresight.failed(trainer, self._batches, error)
-        if self.failed is not None:
-            ReportFiles(trainer, self.path, self._printer).write_failed(self.failed)
+        fixed = self._fixed_bytes(trainer)
+        metered = self._meter is not None
+        step = (
+            self._meter.failed_step(fixed) if self._meter is not None else census(trainer, self._batch, fixed)
+        )
+        self.failed = StepReport(
+            step=step,
+            run=facts(trainer, self._batches),
+            metered=metered,
+            failure=f"{type(error).__name__}: {error}",
+        )
+        if self._files is not None:
+            self._files.write_failed(self.failed)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Take a step apart that ran out of memory; Lightning calls no teardown after an error."""
         try:
-            if is_out_of_memory(exception):
+            is_known = self.failed is not None and self.failed.run.step == self._batches
+            if is_out_of_memory(exception) and not is_known:
                 self.on_out_of_memory(trainer, exception)
         finally:
             self._give_back()
@@ -230,7 +239,7 @@ class MemoryReport(Callback):
     def _give_back(self) -> None:
         self._drop_meter()
         self._watch.drop()
-        self._foresight.forget()
+        self._batch = None
         while self._undo:
             self._undo.pop()()
 
@@ -240,18 +249,21 @@ class MemoryReport(Callback):
             self._meter.leave()
             self._meter = None
 
-    def _leave_meter(self, trainer: Trainer) -> None:
+    def _leave_meter(self, trainer: Trainer, batch: Any) -> None:
         if self._meter is None:
             return
         meter, self._meter = self._meter, None
+        if self._batches == self.measured_step and self._files is not None:
+            self._files.write_snapshot()
         meter.leave()
         if self._batches == self.measured_step:
+            self._foresight.after_metered(trainer, batch)
             self.report = StepReport(
                 step=meter.step(self._fixed_bytes(trainer)),
                 run=facts(trainer, self._batches),
                 flops=meter.flops,
-                predicted=self._foresight.predicted,
-                advice=self._foresight.advice,
+                predicted=self._foresight.found.predicted,
+                advice=self._foresight.found.advice,
                 advised=self.advise,
             )
             self.findings += tuple(meter.findings())

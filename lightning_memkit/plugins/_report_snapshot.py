@@ -1,0 +1,44 @@
+"""Torch's own record of CUDA's allocator, beside a report; not yet verified on a GPU."""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_ENTRIES = 200_000  # allocations and releases with their stacks: a step has thousands
+
+
+def record(device: torch.device) -> Callable[[], None]:
+    """Let torch note each allocation on a CUDA device with its stack, some microseconds each; returns what ends it.
+
+    Elsewhere, and where the user records already, nothing happens.
+    """
+    if device.type != "cuda" or _is_recording():
+        return lambda: None
+    memory: Any = torch.cuda.memory
+    try:
+        memory._record_memory_history(max_entries=_ENTRIES)
+    except (RuntimeError, AttributeError, TypeError) as error:  # private: a later torch may have it otherwise
+        warnings.warn(f"MemoryReport writes no snapshot of CUDA's allocator: {error}", stacklevel=2)
+        return lambda: None
+    return lambda: memory._record_memory_history(enabled=None)
+
+
+def dump(device: torch.device, path: Path) -> bool:
+    """Write what torch knows of a CUDA device's allocator now, for pytorch.org/memory_viz; whether it was written."""
+    if device.type != "cuda":
+        return False
+    memory: Any = torch.cuda.memory
+    try:
+        memory._dump_snapshot(str(path))
+    except (RuntimeError, AttributeError, TypeError, OSError) as error:
+        warnings.warn(f"MemoryReport writes no snapshot of CUDA's allocator: {error}", stacklevel=2)
+        return False
+    return True
+
+
+def _is_recording() -> bool:
+    asked = getattr(torch._C, "_cuda_isHistoryEnabled", None)
+    return bool(asked is not None and asked())
