@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lightning_memkit import ActivationOffload, FSDP2Strategy, predict_memory
+from lightning_memkit.checkpoints.sharded import gather
 from tests.activations.offload_models import ids
 from tests.distributed.launch import two_ranks
 from tests.distributed.two_ranks_offload import Module
@@ -13,8 +14,13 @@ pytestmark = NEEDS_COMPILER
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    return two_ranks("two_ranks_offload", tmp_path_factory.mktemp("offload"))
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("offload")
+
+
+@pytest.fixture(scope="module")
+def found(folder):
+    return two_ranks("two_ranks_offload", folder)
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
@@ -66,3 +72,12 @@ def test_a_rank_takes_what_was_predicted(found, offloads):
     predicted = predict_memory(Module(), ids(), trainer=trainer, device="rtx4090")
     here = found["rank 0"]["FSDP2Strategy", offloads]
     assert predicted.peak_bytes == pytest.approx(here["between"] + here["peak"], abs=1024)  # counts of steps
+
+
+@pytest.mark.parametrize("strategy", ["FSDP2Strategy", "FSDP2Strategy on the host"])
+def test_threads_write_copies_of_what_devices_held(found, folder, strategy):
+    saved = gather(folder / f"{strategy} True")["state_dict"]
+    weights = found["rank 0"][strategy, True]["weights"]
+    assert saved.keys() == weights.keys()
+    for name, weight in weights.items():
+        assert torch.equal(saved[name], weight), name

@@ -7,6 +7,7 @@ Then trainers with the strategies of memkit, on ranks whose device is "fake".
 import gc
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import lightning_memkit
-from lightning_memkit import ActivationOffload, checkpoint_modules
+from lightning_memkit import ActivationOffload, FSDP2Strategy, StreamingCheckpointIO, checkpoint_modules
 from lightning_memkit.activations.offload import offload_activations
 from lightning_memkit.testing import fake_device
 from lightning_memkit.testing.fake_device import FakeDevice
@@ -87,9 +88,9 @@ class Module(LightningModule):
 class Counts(Callback):
     """Of the last step: bytes that went to the host, what the device holds between two, and what comes on top."""
 
-    def __init__(self, device: FakeDevice) -> None:
+    def __init__(self, device: FakeDevice, target: Path) -> None:
         gc.collect()
-        self.device, self.found, self.before = device, {}, device.live_bytes
+        self.device, self.target, self.found, self.before = device, target, {}, device.live_bytes
 
     def on_train_batch_start(self, *_: Any) -> None:
         self.device.reset_counts()
@@ -101,19 +102,26 @@ class Counts(Callback):
         self.found["hazards"] = self.device.hazards
         self.found["peak"] = self.device.peak_bytes - self.before - self.found["between"]
 
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.found["weights"] = {name: whole(value) for name, value in pl_module.state_dict().items()}
+        if isinstance(trainer.strategy, FSDP2Strategy):
+            trainer.save_checkpoint(self.target)
+            for parameter in pl_module.parameters():  # what a thread writes is a copy in the host's memory
+                parameter.detach().zero_()
 
-def fitted(device: FakeDevice, strategy: Any, *callbacks: Callback) -> dict[str, Any]:
+
+def fitted(device: FakeDevice, target: Path, strategy: Any, *callbacks: Callback) -> dict[str, Any]:
     torch.manual_seed(0)
-    counts = Counts(device)
+    counts = Counts(device, target)
     module = Module().to(device.torch_device)
     trainer = Trainer(
         **on_fake_ranks(2), strategy=strategy, callbacks=[*callbacks, counts], max_epochs=1, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        use_distributed_sampler=False,
+        use_distributed_sampler=False, plugins=[StreamingCheckpointIO(asynchronous=True)],
     )  # fmt: skip
     batches = [ids(seed=2 * step + int(os.environ["RANK"])) for step in range(STEPS)]
     trainer.fit(module, DataLoader(batches, batch_size=None))  # pyright: ignore[reportArgumentType]
-    return {"weights": {name: whole(value) for name, value in module.state_dict().items()}, **counts.found}
+    return counts.found
 
 
 def on_one_cpu() -> dict[str, Tensor]:
@@ -127,7 +135,7 @@ def on_one_cpu() -> dict[str, Tensor]:
     return module.state_dict()
 
 
-def by_trainers(device: FakeDevice) -> dict[str, Any]:
+def by_trainers(device: FakeDevice, folder: Path) -> dict[str, Any]:
     found = {}
     for name, options in (
         ("FSDP2Strategy", {}),
@@ -138,7 +146,7 @@ def by_trainers(device: FakeDevice) -> dict[str, Any]:
             strategy = getattr(lightning_memkit, name)(**options, process_group_backend=BACKEND)
             callbacks = [ActivationOffload(min_bytes=4096)] if offloads else []
             key = f"{name} on the host" if options else name
-            found[key, offloads] = fitted(device, strategy, *callbacks)
+            found[key, offloads] = fitted(device, folder / f"{key} {offloads}", strategy, *callbacks)
     return found
 
 
@@ -153,7 +161,7 @@ def main(path: str) -> None:
     distributed.barrier()
     distributed.destroy_process_group()
     with fake_device() as device:
-        found |= by_trainers(device)
+        found |= by_trainers(device, Path(path).parent)
     everywhere: list[Any] = [None, None]
     distributed.all_gather_object(everywhere, found)
     if distributed.get_rank() == 0:
