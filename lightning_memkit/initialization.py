@@ -90,9 +90,11 @@ def known_by_nobody(tensors: Iterable[Tensor]) -> Iterator[None]:
     lent = [] if staging is None else [tensor for tensor in tensors if tensor in staging._lent]
     for tensor in lent:
         del staging._lent[tensor]  # pyright: ignore[reportOptionalMemberAccess]
-    yield
-    for tensor in lent:
-        staging._lent[tensor] = None  # pyright: ignore[reportOptionalMemberAccess]
+    try:
+        yield
+    finally:
+        for tensor in lent:
+            staging._lent[tensor] = None  # pyright: ignore[reportOptionalMemberAccess]
 
 
 @contextmanager
