@@ -284,7 +284,9 @@ def offload_all(optimizer):
 
 @pytest.mark.parametrize("scheduled", [False, True])
 @pytest.mark.parametrize("compensation", [PLAIN, COMPACT], ids=["plain", "compact"])
-@pytest.mark.parametrize("order", [(release_all, offload_all), (offload_all, release_all)], ids=str)
+@pytest.mark.parametrize(
+    "order", [(release_all, offload_all), (offload_all, release_all)], ids=["release first", "offload first"]
+)
 def test_it_goes_with_gradient_release(order, compensation, scheduled):
     with fake_device():
         results = []
