@@ -28,11 +28,11 @@ class EightBit(Language):
 
 
 class Equal(LightningModule):
-    """As many equal layers as make shares even."""
+    """Sixteen weights of a size, the embedding among them: shares are even."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(96, 96) for _ in range(16))
+        self.layers = nn.ModuleList(nn.Linear(96, 96) for _ in range(15))
         self.embedding = nn.Embedding(96, 96)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
