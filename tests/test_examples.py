@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from lightning_memkit.cli import main
+from tests.examples import EXAMPLES, ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = sorted(
     path for path in (ROOT / "examples").iterdir() if path.is_dir() and not path.name.startswith("_")
 )
 SCRIPTS = sorted((ROOT / "examples").rglob("*.py"))
+CONFIGS = sorted((ROOT / "examples").rglob("*.yaml"))
 PRETRAIN = ROOT / "examples" / "pretrain_causal_lm"
 TINY = [
     "--model.width=32",
@@ -45,9 +46,29 @@ def test_example_is_ordinary_code_without_memkit(path: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_example_is_a_script_beside_its_configs(folder: Path) -> None:
-    assert list(folder.glob("*.py"))
-    assert list(folder.glob("*.yaml"))
+def test_example_is_a_script_and_configs(folder: Path) -> None:
+    configs = list(folder.glob("*.yaml"))
+    assert configs
+    scripts = re.findall(r"examples\.(\w+)\.\w+\.", "".join(path.read_text() for path in configs))
+    assert list(folder.glob("*.py")) or any(list((EXAMPLES / name).glob("*.py")) for name in scripts)
+    assert (folder / "README.md").is_file()
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(EXAMPLES)))
+@pytest.mark.usefixtures("at_root")
+def test_config_parses_as_its_first_lines_say(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    configs = configs_with(path)
+    assert configs[-1] == path
+    assert main(["fit", *(f"--config={each}" for each in configs), "--print_config"]) == 0, (
+        capsys.readouterr().err
+    )
+
+
+def configs_with(path: Path) -> list[Path]:
+    """A config behind the one that it overrides: `after NAME.yaml` in its comments."""
+    comments = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
+    after = re.search(r"[Aa]fter (\w+\.yaml)", " ".join(comments))
+    return [*configs_with(path.with_name(after[1])), path] if after else [path]
 
 
 @pytest.fixture
