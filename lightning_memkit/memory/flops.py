@@ -1,5 +1,6 @@
 """How many operations a step's matrix products take, counted as they run."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,15 +11,42 @@ _FLASH_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _FLASH_BACKWARD_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
+Formula = Callable[[Any, dict[str, Any], Any], int]
+_FORMULAS: dict[int, tuple[Any, Formula | None]] = {}  # by id: operators live for ever, and are slow to hash
+
+
 def flops_of(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> int:
     """Operations of one matrix product, convolution or attention by torch's own formulas; 0 of anything else."""
-    packet = func.overloadpacket
+    known = _FORMULAS.get(id(func))
+    if known is None:
+        known = _FORMULAS[id(func)] = (func, _formula(func.overloadpacket))
+    return 0 if known[1] is None else known[1](args, kwargs, out)
+
+
+def _formula(packet: Any) -> Formula | None:
     if packet is _FLASH_ON_CPU:
-        return sdpa_flop_count(*(tensor.shape for tensor in args[:3]))
+        return lambda args, kwargs, out: sdpa_flop_count(*(tensor.shape for tensor in args[:3]))
     if packet is _FLASH_BACKWARD_ON_CPU:
-        return sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4]))
+        return lambda args, kwargs, out: sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4]))
     count = flop_registry.get(packet)
-    return 0 if count is None else int(count(*args, **kwargs, out_val=out))
+    if count is None:
+        return None
+    by_shapes = getattr(count, "__wrapped__", None)
+    if by_shapes is None:
+        return lambda args, kwargs, out: int(count(*args, **kwargs, out_val=out))
+
+    # Torch's wrapper walks all arguments as trees, which takes longer than a small product.
+    def counted(args: Any, kwargs: dict[str, Any], out: Any) -> int:
+        named = {name: _shape(value) for name, value in kwargs.items()}
+        return int(by_shapes(*map(_shape, args), **named, out_shape=_shape(out)))
+
+    return counted
+
+
+def _shape(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.shape
+    return [_shape(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +83,14 @@ class FlopCount:
     def __init__(self) -> None:
         self._model = self._again = self._of_16_bit = 0
 
-    def note(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any, *, again: bool) -> None:
-        """An operator has run."""
+    def note(
+        self, func: Any, args: Any, kwargs: dict[str, Any], out: Any, *, is_again: Callable[[], bool]
+    ) -> None:
+        """An operator has run; `is_again` is asked where it counts, whether it is computed a second time."""
         count = flops_of(func, args, kwargs, out)
         if not count:
             return
-        if again:
+        if is_again():
             self._again += count
         else:
             self._model += count

@@ -163,9 +163,8 @@ def _categories(report: StepReport) -> str:
     note += "process itself), outside the budget."
     if predicted is not None and predicted.what:
         note += f" {escape(predicted.what)}."
-    table = _table(
-        (*columns, "what it is"), range(1, len(columns)), rows, last=(*last, ""), wide=(len(columns),)
-    )
+    wide = (3, len(columns)) if has_prediction else (len(columns),)
+    table = _table((*columns, "what it is"), range(1, len(columns)), rows, last=(*last, ""), wide=wide)
     return f"{table}{note}</p>"
 
 

@@ -38,6 +38,8 @@ def category_table(report: StepReport) -> Table:
     """Each category at the peak and at its own largest, beside what was predicted."""
     anatomy, predicted = report.anatomy, report.predicted
     table = _table(_title(report), _caption(report))
+    if predicted is not None and not predicted.peak_bytes:
+        predicted = None  # the caption says why
     table.add_column("category")
     table.add_column("at the peak", justify="right")
     table.add_column("share", justify="right")
@@ -129,7 +131,11 @@ def _caption(report: StepReport) -> str:
     if not report.metered:
         return UNMETERED
     what = "failed" if report.failure else "peak"
-    return f"{what} at {peak_words(report)}; one step of {report.anatomy.operators:,} operators was metered"
+    metered = (
+        f"{what} at {peak_words(report)}; one step of {report.anatomy.operators:,} operators was metered"
+    )
+    why = "" if report.predicted is None or not report.predicted.what else f"; {report.predicted.what}"
+    return metered + why
 
 
 def _table(title: str, caption: str) -> Table:

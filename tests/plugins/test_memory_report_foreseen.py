@@ -81,7 +81,9 @@ def test_advice_comes_true_and_the_run_stays_as_it_was(capsys: Any, monkeypatch:
         )
 
 
-def test_what_can_not_be_predicted_is_said_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_can_not_be_predicted_is_said_and_the_run_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     def fail(*args: Any, **options: Any) -> Any:
         raise RuntimeError("no forks\nhere")
 
@@ -89,6 +91,9 @@ def test_what_can_not_be_predicted_is_said_and_the_run_goes_on(monkeypatch: pyte
     module, found = run(predict=True, advise=True)
     assert found.predicted == PredictedStep(what="not predicted: no forks")
     assert found.advice == ()
+    printed = capsys.readouterr().out
+    assert "; not predicted: no forks" in printed.replace("\n", " ")
+    assert "│ predicted" not in printed
     assert len(list(module.parameters())) > 0
 
 
