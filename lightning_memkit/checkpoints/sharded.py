@@ -25,6 +25,7 @@ from lightning_memkit.checkpoints.contents import read_contents
 from lightning_memkit.checkpoints.documents import encode
 from lightning_memkit.checkpoints.errors import CheckpointError
 from lightning_memkit.checkpoints.pickles import read_torch_file
+from lightning_memkit.progress_bar import ProgressBar
 
 REST = "meta.pt"  # Lightning's name for what is not shared out
 _AHEAD_BYTES = 10_000_000  # copied from a device while others are written; torch's own default
@@ -125,9 +126,10 @@ def gather(folder: Path, wanted: Callable[[str], bool] = lambda name: True) -> d
         for name, stored in contents.state_dict_metadata.items()
         if wanted(str(paths[name][0]))
     }
-    planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    total = sum(value.nbytes for value in flat.values() if isinstance(value, Tensor))
+    planner = _Gathering(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
-        with _alone_or_not():
+        with _alone_or_not(), ProgressBar(f"gathering {folder.name}", total, "bytes") as planner.bar:
             dcp.load(flat, storage_reader=reader, planner=planner, no_dist=True)
     except CheckpointException as error:
         raise _plain(error, f"{folder} can't be read") from error
@@ -187,6 +189,16 @@ class _Planner(dcp.DefaultLoadPlanner):
             _set(self.original_state_dict, self.mappings[name], loaded)
         else:
             self.state_dict[name] = loaded
+
+
+class _Gathering(_Planner):
+    """Tells how far it is."""
+
+    bar: ProgressBar
+
+    def commit_tensor(self, read_item: Any, tensor: Tensor) -> None:
+        """One more is read."""
+        self.bar.advance(tensor.nbytes)
 
 
 @contextmanager

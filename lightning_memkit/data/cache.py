@@ -12,6 +12,7 @@ from typing import Any
 
 from lightning_memkit.data.store import TokenStore, joined
 from lightning_memkit.data.token_file import FORMAT, UnwritableError, read_store, write_store
+from lightning_memkit.progress_bar import ProgressBar
 
 try:
     import fcntl
@@ -56,7 +57,7 @@ def cached(name: str, build: Callable[[], Iterable[TokenStore]], *, verify: bool
         with _alone(path):
             # Another process may have built it in the meantime; its file is no less checked.
             if (store := _read(path, verify, quiet=True)) is None:
-                write_store(build(), path)
+                write_store(_told(build()), path)
                 store = read_store(path)
             return store
     except UnwritableError as error:
@@ -65,7 +66,14 @@ def cached(name: str, build: Callable[[], Iterable[TokenStore]], *, verify: bool
             "set XDG_CACHE_HOME to a folder that can.",
             stacklevel=2,
         )
-        return joined(build())
+        return joined(_told(build()))
+
+
+def _told(parts: Iterable[TokenStore]) -> Iterator[TokenStore]:
+    with ProgressBar("reading the corpus", unit="documents") as bar:
+        for part in parts:
+            bar.advance(part.documents)
+            yield part
 
 
 def _read(path: Path, verify: bool, quiet: bool = False) -> TokenStore | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lightning_memkit.checkpoints import files, streamed
 from lightning_memkit.checkpoints.atomic import new_file
@@ -16,6 +17,7 @@ from lightning_memkit.checkpoints.documents import encode
 from lightning_memkit.checkpoints.sharded import gather, is_sharded, load_rest
 from lightning_memkit.errors import NoEffectWarning
 from lightning_memkit.optim.consolidate import NAMES_KEY, consolidate_checkpoint
+from lightning_memkit.progress_bar import ProgressBar
 
 _SAFETENSORS = ".safetensors"  # the ending of a target that shall hold weights alone
 _OF_TRAINING = ("optimizer_states", "lr_schedulers", "callbacks", "loops")
@@ -71,11 +73,33 @@ def consolidate_file(
             document = encode({"state_dict": checkpoint["state_dict"]})
             streamed.write_tensors(document.tensors, document.aliases, file)
         else:
-            buffered = io.BufferedWriter(file)  # pyright: ignore[reportArgumentType]
-            torch.save(checkpoint, buffered)
-            buffered.flush()
-            buffered.detach()
+            with ProgressBar(f"writing {target.name}", _bytes_of(checkpoint), "bytes") as bar:
+                buffered = io.BufferedWriter(_Told(file, bar))
+                torch.save(checkpoint, buffered)
+                buffered.flush()
+                buffered.detach()
     return target
+
+
+class _Told(io.RawIOBase):
+    """A file that tells how much was written to it."""
+
+    def __init__(self, file: Any, bar: ProgressBar) -> None:
+        self._file, self._bar = file, bar
+
+    def writable(self) -> bool:
+        """It is."""
+        return True
+
+    def write(self, data: Any) -> int:
+        """As the file does."""
+        written = self._file.write(data)
+        self._bar.advance(written)
+        return written
+
+
+def _bytes_of(checkpoint: Mapping[str, Any]) -> int:
+    return sum(leaf.nbytes for leaf in tree_leaves(dict(checkpoint)) if isinstance(leaf, Tensor))
 
 
 def read_checkpoint(source: Path, states: bool = True) -> Mapping[str, Any]:

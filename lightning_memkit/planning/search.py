@@ -1,6 +1,7 @@
 """Find the configurations that fit: a few predictions each, none for what others show to be out of reach or idle."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 from lightning_memkit.memory.units import format_bytes
@@ -8,6 +9,8 @@ from lightning_memkit.planning.budget import Goal
 from lightning_memkit.planning.choices import Choice, Family, is_lighter, refusal
 from lightning_memkit.planning.problem import Problem, Row, UnavailableError
 from lightning_memkit.planning.sizes import best_size, confirmed
+from lightning_memkit.prediction.result import Prediction
+from lightning_memkit.progress_bar import ProgressBar
 
 # What keeps the least is known within such a group.
 _APART = ("precision", "ranks", "offload", "gradients", "states")
@@ -21,6 +24,17 @@ def search(families: Sequence[Family], problem: Problem) -> tuple[tuple[Row, ...
     Returns:
         The rows, and the columns of which nothing can be chosen here, with the reason.
     """
+    with ProgressBar("predicting", unit="configurations") as bar:
+
+        def predict(family: Family, size: int) -> Prediction:
+            prediction = problem.predict(family, size)
+            bar.advance()
+            return prediction
+
+        return _searched(families, replace(problem, predict=predict))
+
+
+def _searched(families: Sequence[Family], problem: Problem) -> tuple[tuple[Row, ...], dict[str, str]]:
     possible, rows = _possible(families, problem)
     missing, found = dict[str, str](), list[Row]()
     groups = [list(group) for _, group in groupby(possible, key=lambda one: _names(one, _APART))]

@@ -55,6 +55,7 @@ def foreseen(step: _seam.Step, options: BudgetOptions, sizes: Sequence[int]) -> 
     if root.type not in ("cpu", "cuda"):
         return None
     budget = Budget(options.budget_bytes, "cpu" if root.type == "cpu" else "auto", "speed", options.headroom)
+    rank_zero_info("MemoryBudget predicts the peaks of its sizes, before it measures one.")
     # Read here: a loader's workers answer their own process alone.
     parts = {size: worst_batch(trainer, step.batch, size) for size in (*_SIZES, max(sizes))}
     try:

@@ -12,6 +12,7 @@ from lightning_memkit.distributed.shards import local_box, local_part
 from lightning_memkit.errors import WeightsError
 from lightning_memkit.initialization import settle
 from lightning_memkit.materialization import give_memory
+from lightning_memkit.progress_bar import ProgressBar
 from lightning_memkit.weights.files import IndexedFiles, open_file
 from lightning_memkit.weights.source import Entry, Source, pieces, whole
 
@@ -94,9 +95,12 @@ def load_weights(
         _refuse_unlike_ties(str(source), opened, plan, targets)
         _ready(module, [targets[name] for name in plan], device)
         targets = _targets(module)
-        for name, place in plan.items():
-            target = targets[name]
-            opened.copy_into(place.stored, local_box(target), local_part(target))
+        parts = {name: local_part(targets[name]) for name in plan}
+        total = sum(part.nbytes for part in parts.values())
+        with ProgressBar(f"loading {Path(source).name}", total, "bytes") as bar:
+            for name, place in plan.items():
+                opened.copy_into(place.stored, local_box(targets[name]), parts[name])
+                bar.advance(parts[name].nbytes)
     return result
 
 

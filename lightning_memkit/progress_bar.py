@@ -1,0 +1,68 @@
+"""A bar on the terminal for what takes longer than two seconds; it starts no thread, so that a fork stays safe."""
+
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+_PATIENCE_SECONDS, _REFRESH_SECONDS = 2.0, 0.2
+_T = TypeVar("_T")
+
+
+class ProgressBar:
+    """Shows how far something is once it has taken two seconds; gone when it ends, and never in a log file.
+
+    Nothing is drawn between two calls of `advance`, nor on ranks other than the first. It is for what runs before
+    Lightning's own bars are on the terminal.
+
+    Args:
+        what: is done, such as "reading weights".
+        total: how many units there are; None where nobody knows before.
+        unit: such as "documents"; "bytes" are shown in their larger units.
+    """
+
+    def __init__(self, what: str, total: int | None = None, unit: str = "") -> None:
+        self._what, self._total, self._unit = what, total, unit
+        self._began = self._drawn = 0.0
+        self._done = 0
+        self._bar: Any = None
+        self._is_hidden = not sys.stderr.isatty() or os.environ.get("LOCAL_RANK", "0") != "0"
+
+    def __enter__(self) -> "ProgressBar":
+        self._began = time.monotonic()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def advance(self, by: int = 1) -> None:
+        """So many units more are done."""
+        self._done += by
+        now = time.monotonic()
+        if self._is_hidden or now - self._began < _PATIENCE_SECONDS or now - self._drawn < _REFRESH_SECONDS:
+            return
+        self._drawn = now
+        if self._bar is None:
+            self._bar = self._started()
+        self._bar.update(self._bar.task_ids[0], completed=self._done, refresh=True)
+
+    def over(self, items: Iterable[_T]) -> Iterator[_T]:
+        """The items, each a unit that is done when the next is asked for."""
+        for item in items:
+            yield item
+            self.advance()
+
+    def _started(self) -> Any:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+
+        count = DownloadColumn(binary_units=True) if self._unit == "bytes" else MofNCompleteColumn()
+        unit = "" if self._unit == "bytes" else self._unit
+        columns = ("{task.description}", BarColumn(), count, unit, TimeElapsedColumn())
+        bar = Progress(*columns, console=Console(file=sys.stderr), transient=True, auto_refresh=False)
+        bar.add_task(self._what, total=self._total)
+        bar.start()
+        return bar
