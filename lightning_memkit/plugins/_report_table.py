@@ -120,6 +120,8 @@ def _title(report: StepReport) -> str:
         title = f"Peak {format_bytes(anatomy.peak_bytes)} in the {anatomy.peak_phase}"
     if report.predicted is not None and report.predicted.peak_bytes:
         title += f", predicted {format_bytes(report.predicted.peak_bytes)}"
+    elif run.forecast_bytes:
+        title += f", MemoryBudget's forecast {format_bytes(run.forecast_bytes)}"
     if run.budget_bytes:
         title += f", budget {format_bytes(run.budget_bytes)}"
     if run.micro_batch_size:

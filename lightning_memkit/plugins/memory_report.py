@@ -1,5 +1,6 @@
 """Show where every byte of a training step went, and how the run goes, in the field's terms."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -209,19 +210,10 @@ class MemoryReport(Callback):
 
     def on_out_of_memory(self, trainer: Trainer, error: BaseException) -> None:
         """Take the step apart that ran out of memory, while what it had is still there: MemoryBudget tells of it."""
-        fixed = self._fixed_bytes(trainer)
-        metered = self._meter is not None
-        step = (
-            self._meter.failed_step(fixed) if self._meter is not None else census(trainer, self._batch, fixed)
-        )
-        self.failed = StepReport(
-            step=step,
-            run=facts(trainer, self._batches),
-            metered=metered,
-            failure=f"{type(error).__name__}: {error}",
-        )
-        if self._files is not None:
-            self._files.write_failed(self.failed)
+        try:
+            self._take_apart(trainer, error)
+        except Exception as own:  # the step's own error, or its retry, is what matters
+            warnings.warn(f"MemoryReport can't tell what lived when memory ran out: {own}", stacklevel=2)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Take a step apart that ran out of memory; Lightning calls no teardown after an error."""
@@ -235,6 +227,20 @@ class MemoryReport(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give the profiler's hooks back."""
         self._give_back()
+
+    def _take_apart(self, trainer: Trainer, error: BaseException) -> None:
+        fixed, metered = self._fixed_bytes(trainer), self._meter is not None
+        step = (
+            self._meter.failed_step(fixed) if self._meter is not None else census(trainer, self._batch, fixed)
+        )
+        self.failed = StepReport(
+            step=step,
+            run=facts(trainer, self._batches),
+            metered=metered,
+            failure=f"{type(error).__name__}: {error}",
+        )
+        if self._files is not None:
+            self._files.write_failed(self.failed)
 
     def _give_back(self) -> None:
         self._drop_meter()

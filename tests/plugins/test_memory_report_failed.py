@@ -153,6 +153,20 @@ def test_on_a_device_that_counts_the_rest_is_what_its_allocator_had_handed_out()
     assert at_peak["temporaries"] > 0
 
 
+def test_a_report_that_can_not_be_written_neither_hides_the_error_nor_ends_a_retry(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    report = MemoryReport(live=False, path=str(tmp_path / "file" / "report.json"), measured_step=9)
+    with (
+        pytest.warns(UserWarning, match="can't tell what lived when memory ran out"),
+        pytest.raises(torch.OutOfMemoryError),
+    ):
+        trained(report, module=FailingLater, max_steps=4)
+    budget = MemoryBudget("1GiB", micro_batch_size=8)
+    with pytest.warns(UserWarning, match="can't tell what lived when memory ran out"):
+        trained(budget, report, module=FailingWholeLater, max_steps=4)
+    assert budget.retries == 1
+
+
 def test_other_errors_write_nothing() -> None:
     class Broken(TokenTagger):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
