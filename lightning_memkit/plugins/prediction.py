@@ -36,6 +36,7 @@ from lightning_memkit.plugins.memory_budget import MemoryBudget
 from lightning_memkit.plugins.memory_report import MemoryReport
 from lightning_memkit.prediction.contained import contained
 from lightning_memkit.prediction.devices import Device, device_named
+from lightning_memkit.prediction.pretrained import without_reading_weights
 from lightning_memkit.prediction.ranks import RankSimulation
 from lightning_memkit.prediction.result import Prediction
 from lightning_memkit.prediction.simulation import Simulation
@@ -239,7 +240,8 @@ def _fit(
     if isinstance(source, LightningModule):
         simulation.take(source)
     in_ranks = ddp_in_buckets(simulation) if isinstance(simulation, RankSimulation) else nullcontext()
-    with tempfile.TemporaryDirectory(prefix="memkit-") as folder, simulation, in_ranks, explained():
+    silent = without_reading_weights()
+    with tempfile.TemporaryDirectory(prefix="memkit-") as folder, simulation, in_ranks, silent, explained():
         module = source if isinstance(source, LightningModule) else source()
         if not isinstance(module, LightningModule):
             raise TypeError(
