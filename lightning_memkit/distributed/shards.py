@@ -25,6 +25,20 @@ def local_box(tensor: Tensor) -> tuple[tuple[int, int], ...]:
     return tuple((start, start + size) for start, size in zip(offsets, shape, strict=True))
 
 
+def sharded_like(whole: Tensor, tensor: Tensor) -> Tensor:
+    """This rank's part of a whole tensor that every rank holds, laid out as another one is; a copy.
+
+    Args:
+        whole: of the other's shape, of any dtype.
+        tensor: a DTensor, or a plain tensor, of which all is kept.
+    """
+    if not isinstance(tensor, DTensor):
+        return whole.clone()
+    part = whole[tuple(slice(start, end) for start, end in local_box(tensor))].clone()
+    layout = {"shape": tensor.shape, "stride": tensor.stride()}
+    return DTensor.from_local(part, tensor.device_mesh, tensor.placements, run_check=False, **layout)
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """The memory of what this rank keeps; writing to it changes the tensor."""
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()

@@ -27,6 +27,7 @@ from lightning_memkit.materialization import materialize
 from lightning_memkit.plugins import _seam, _sharded_checkpoints
 from lightning_memkit.plugins._eight_bit import adapt_bitsandbytes_in
 from lightning_memkit.plugins.checkpoint_io import StreamingCheckpointIO
+from lightning_memkit.plugins.precision import PureBF16Precision
 from lightning_memkit.plugins.strategies import add_random_state, parameter_dtype, tell_epoch
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -132,6 +133,7 @@ class FSDP2Strategy(ModelParallelStrategy):
             self._load_initial_weights(module)  # before the cast, of which a precision may keep the rest
         self.model = self.precision_plugin.convert_module(self.model)
         if not any(isinstance(part, FSDPModule) for part in module.modules()):
+            whole = dict(module.named_parameters())
             methods = [name for name in _STEPS if callable(getattr(module, name, None))]
             shard_blocks(
                 module,
@@ -140,6 +142,8 @@ class FSDP2Strategy(ModelParallelStrategy):
                 mixed_precision=self.mixed_precision,
                 forward_methods=methods,
             )
+            if isinstance(self.precision_plugin, PureBF16Precision):
+                self.precision_plugin.follow_sharding(whole, module)
         self._load_initial_weights(module)
         materialize(module, self._home)
         self.model_to_device()

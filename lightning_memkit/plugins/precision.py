@@ -1,7 +1,7 @@
 """Pure bfloat16 training under any Lightning strategy, over the user's own optimizers."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, get_args
 
@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_memkit.casting import cast_inputs, cast_module
+from lightning_memkit.distributed.shards import sharded_like
 from lightning_memkit.initialization import build_on
 from lightning_memkit.optim.compensation import (
     Compensation,
@@ -119,6 +120,18 @@ class PureBF16Precision(Precision):
         _announce_dtype(module, torch.bfloat16)
         self._undo.append(cast_inputs(module, torch.bfloat16))
         return module
+
+    def follow_sharding(self, before: Mapping[str, nn.Parameter], module: nn.Module) -> None:
+        """Keep this rank's part of what the cast dropped, for the parameters that sharding has made.
+
+        Args:
+            before: the parameters that were cast, by name.
+            module: the module, sharded.
+        """
+        for name, parameter in module.named_parameters():
+            low = self._low_halves.pop(before[name], None) if name in before else None
+            if low is not None:
+                self._low_halves[parameter] = sharded_like(low, parameter)
 
     def tensor_init_context(self) -> AbstractContextManager:
         """Parameters made inside are bfloat16 at once; the default dtype stays float32."""

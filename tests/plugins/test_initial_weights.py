@@ -91,7 +91,10 @@ def test_the_split_form_keeps_what_a_cast_drops(source, ranks):
         high, low = split(value)
         assert torch.equal(module.begun[name], high), name
         assert torch.equal(module.low[name], low), name
-        assert torch.equal(ranks["FSDP2, early, split"]["begun"][name], high), name
+        on_rank = ranks["FSDP2, early, split"]
+        assert torch.equal(on_rank["begun"][name], high), name
+        box, part = on_rank["low"][name]
+        assert torch.equal(part, low[tuple(slice(start, end) for start, end in box)]), name
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,9 @@ from lightning.pytorch import Trainer
 from torch.distributed.tensor import DTensor
 
 from lightning_memkit import FSDP2Strategy, MemkitCLI, PureBF16Precision
+from lightning_memkit.distributed.shards import local_box, local_part
 from lightning_memkit.initialization import build_empty
+from lightning_memkit.optim.split import LOW_HALF
 from lightning_memkit.plugins.initial_weights import InitialWeights
 from tests.plugins.ranks import leave
 from tests.plugins.several_ranks import Language, Loader
@@ -24,6 +26,12 @@ class Early(Language):
             for name, value in self.state_dict().items()
         }
         self.first = self.get_buffer("positions").clone()
+        states: Any = self.trainer.optimizers[0].state
+        self.low_parts = {
+            name: (local_box(states[parameter][LOW_HALF]), local_part(states[parameter][LOW_HALF]).clone())
+            for name, parameter in self.named_parameters()
+            if LOW_HALF in states.get(parameter, {})
+        }
 
 
 class Late(Early):
@@ -102,7 +110,8 @@ def main(path: str, source: str) -> None:
         torch.manual_seed(0)
         module = fit(kind(), strategy, source, precision)
         found[name] = {
-            "begun": module.begun, "positions": module.first, "was_empty": getattr(module, "was_empty", False)
+            "begun": module.begun, "positions": module.first, "was_empty": getattr(module, "was_empty", False),
+            "low": module.low_parts,
         }  # fmt: skip
     module = configured(source)
     found["FSDP2, config"] = {"begun": module.begun, "positions": module.first, "was_empty": module.was_empty}
