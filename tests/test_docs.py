@@ -82,8 +82,20 @@ def test_python_in_page_runs(page: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fence", CONFIGS, ids=lambda fence: fence.place)
-def test_config_in_page_parses(fence: Fence, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_in_page_parses(
+    fence: Fence, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, code in modules_in(fence.page).items():  # files of the page, whose classes its configs name
+        (tmp_path / name).write_text(code, encoding="utf-8")
+        monkeypatch.delitem(sys.modules, Path(name).stem, raising=False)
     assert parse_config(fence.code, tmp_path) == 0, capsys.readouterr().err
+
+
+def modules_in(page: Path) -> dict[str, str]:
+    """Return the python files that a page shows: fences with a title."""
+    text = page.read_text(encoding="utf-8")
+    return dict(re.findall(r'^```python title="([^"]+)"\n(.*?)^```$', text, re.MULTILINE | re.DOTALL))
 
 
 def test_config_check_refuses_an_unknown_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

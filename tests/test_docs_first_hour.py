@@ -1,0 +1,71 @@
+"""The page of the first hour: its files train as they stand there, and all of its commands in their order."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = (ROOT / "docs" / "first-hour.md").read_text(encoding="utf-8")
+FILES = dict(re.findall(r'^```\w+ title="([^"]+)"\n(.*?)^```$', PAGE, re.MULTILINE | re.DOTALL))
+COMMANDS = re.findall(r"^memkit (?:fit|consolidate) .*$", PAGE, re.MULTILINE)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with the page's files and the data that one of them makes."""
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    ran(tmp_path, sys.executable, "my_data.py")
+    return tmp_path
+
+
+def ran(folder: Path, *command: str) -> str:
+    """What a command prints; it is given in a fresh process and has to succeed."""
+    settings = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    settings["XDG_CACHE_HOME"] = str(folder / "cache")
+    done = subprocess.run(
+        command, cwd=folder, env={**os.environ, **settings}, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout + done.stderr
+
+
+def memkit(folder: Path, *options: str) -> str:
+    program = "import sys; from lightning_memkit.cli import main; sys.exit(main())"
+    return ran(folder, sys.executable, "-c", program, *options)
+
+
+def test_the_lean_config_trains_within_its_budget(folder: Path) -> None:
+    printed = memkit(folder, "fit", "--config", "lean.yaml", "--trainer.max_steps=3", "--data.batch_size=8")
+    assert re.search(r"MemoryBudget: micro-batch \d, .* budget 24\.00 MiB", printed)
+    assert "`Trainer.fit` stopped: `max_steps=3` reached" in printed
+
+
+def test_its_configs_are_as_short_as_the_page_says() -> None:
+    for name in ("run.yaml", "lean.yaml"):
+        assert len(FILES[name].splitlines()) < 40
+        assert yaml.safe_load(FILES[name])["model"]["class_path"] == "my_model.CausalLM"
+
+
+@pytest.mark.slow
+def test_every_command_of_the_page_runs_in_its_order(folder: Path) -> None:
+    assert [command.split()[1] for command in COMMANDS] == ["fit", "fit", "fit", "fit", "consolidate"]
+    printed = [memkit(folder, *command.split()[1:]) for command in COMMANDS]
+    plain, within, lean = (
+        re.findall(r"^step (\d+)/\d+ \| loss ([\d.]+)", text, re.M) for text in printed[:3]
+    )
+    assert [step for step, _ in plain] == [str(10 * n) for n in range(1, 10)]
+    for (_, whole), (_, parts) in zip(plain[:3], within[:3], strict=True):
+        assert float(parts) == pytest.approx(float(whole), abs=2e-4)
+    assert float(lean[-1][1]) < float(lean[0][1])
+    quoted = re.findall(r"^│ [\w ]+│ +([\d.]+) MiB │ +([\d.]+)% │$", PAGE, re.MULTILINE)
+    assert len(quoted) == 4
+    for size, share in quoted:
+        assert re.search(rf"│ +{size} MiB │ +{share}% │", printed[0])
+    assert "MemoryBudget: micro-batch 4, " in printed[3]  # the resumed run keeps its size
+    assert re.search(r"b'.*'", ran(folder, sys.executable, "ask.py"))
