@@ -63,7 +63,7 @@ def _has_kernel(kind: str) -> bool:
     if why is not None:
         warnings.warn(
             f"Optimizer steps over bfloat16 weights run in plain torch on {kind}, several times slower than "
-            f"with their kernel: {why}. Install triton to have it (pip install lightning_memkit[triton]).",
+            f"with their kernel: {why}. Install triton to have it (pip install triton).",
             stacklevel=2,
         )
     return why is None
