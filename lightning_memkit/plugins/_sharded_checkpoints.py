@@ -23,6 +23,7 @@ from lightning_memkit.checkpoints import sharded
 from lightning_memkit.checkpoints.background import host_copies
 from lightning_memkit.checkpoints.errors import CheckpointError
 from lightning_memkit.distributed.own_group import own_group
+from lightning_memkit.optim.split import LOW_HALF
 from lightning_memkit.plugins.checkpoint_io import StreamingCheckpointIO
 
 _OPTIMIZER = "optimizer_"  # as Lightning names an optimizer's share, with its number
@@ -81,6 +82,7 @@ def load_folder(
     module.load_state_dict(weights["state_dict"], strict=strict)
     for number, optimizer in enumerate(optimizers):  # one at a time: their states are copies on the CPU
         name = f"{_OPTIMIZER}{number}"
+        _forget_rests(optimizer)
         state = {name: get_optimizer_state_dict(module, optimizer)}
         sharded.load_sharded(state, path)
         options = StateDictOptions(cpu_offload=True)
@@ -88,6 +90,13 @@ def load_folder(
     if weights_only is False:  # whoever says so trusts the file
         return torch.load(path / sharded.REST, map_location="cpu", weights_only=False)
     return sharded.load_rest(path)
+
+
+def _forget_rests(optimizer: Optimizer) -> None:
+    """Drop what a cast left of weights that are about to be replaced: torch would take it for all states there are."""
+    for parameter, state in list(optimizer.state.items()):
+        if set(state) == {LOW_HALF}:
+            del optimizer.state[parameter]
 
 
 def load_file(
@@ -104,6 +113,7 @@ def load_file(
         )
     options = StateDictOptions(broadcast_from_rank0=True, full_state_dict=True, strict=strict)
     for optimizer, state in zip(optimizers, states, strict=False):
+        _forget_rests(optimizer)
         if state["state"]:
             state = _rekey_optimizer_state_if_needed(state, module)
         set_optimizer_state_dict(module, optimizer, optim_state_dict=state, options=options)
