@@ -65,7 +65,19 @@ def _help() -> str:
             "",
             *lines,
             "",
-            "`memkit fit --help` explains every option. --debug, or MEMKIT_DEBUG=1, prints tracebacks.",
+            "Start with what a machine has, what would fit, the run itself, and where its bytes went:",
+            "",
+            "  memkit doctor",
+            "  memkit plan --config job.yaml --budget 24GiB --output planned.yaml",
+            "  memkit fit --config planned.yaml",
+            "  memkit report lightning_logs/version_0",
+            "",
+            "A config names a model, its data and the Trainer, as for LightningCLI; classes of the folder one stands",
+            "in are found. What comes later overrides what came before it: --config job.yaml --config small.yaml",
+            "--trainer.max_steps=10. `--print_config` shows what was read.",
+            "",
+            "`memkit COMMAND --help` explains every option. --debug, or MEMKIT_DEBUG=1, prints tracebacks.",
+            "Exit status: 0; 1 after an error; 2 where the arguments or the config can't be read; 130 after Ctrl+C.",
         )
     )
 
