@@ -80,6 +80,14 @@ class Interrupted(Early):
         raise KeyboardInterrupt
 
 
+class Talkative(Early):
+    """Refuses itself at length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        raise ValueError("no, " * 1_000 + "never")
+
+
 class Network(nn.Module):
     """A module that a config passes to `Early`."""
 

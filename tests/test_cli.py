@@ -259,6 +259,14 @@ def test_help_lists_the_commands(capsys):
     assert all(command in printed for command in COMMANDS)
 
 
+def test_a_class_that_says_very_much_is_cut_and_says_so(memkit, capsys):
+    assert memkit("fit", model="tests.cli_models.Talkative")[0] == 2
+    printed = capsys.readouterr().err
+    assert "Talkative: " in printed
+    assert printed.endswith("more characters: --debug prints them)\n")
+    assert len(printed) < 1_200
+
+
 def test_a_module_that_is_not_found_says_where_it_was_looked_for(memkit, capsys):
     assert memkit("fit", model="nowhere.Model") == (2, None)
     printed = capsys.readouterr().err

@@ -14,6 +14,7 @@ _UNION = "Does not validate against any of the Union subtypes"
 _UNINFORMATIVE = ("Expected a", "Not a valid subclass", "Import path None")
 _BUILDERS = ("jsonargparse", "lightning.pytorch.cli", "lightning_memkit.plugins.cli")
 _FEW_OPTIONS = 12  # more are better looked up in --help
+_MOST_CHARACTERS = 1_000  # of what a class says
 
 
 class ConfigError(ValueError):
@@ -45,7 +46,7 @@ def refused_by_a_class(error: Exception, config: Mapping[str, Any]) -> ConfigErr
         return ConfigError(explain(str(error)))
     where = next(_places(config, refused), refused.__qualname__)
     kind = "" if isinstance(cause, ValueError) else f"{type(cause).__name__}: "
-    return ConfigError(" ".join(f"{where}: {kind}{cause}".split()))
+    return ConfigError(_at_most(" ".join(f"{where}: {kind}{cause}".split())))
 
 
 def _cause(text: str, names: tuple[str, ...] = ()) -> str:
@@ -153,6 +154,13 @@ def _places(config: Any, refused: type) -> Iterator[str]:
         if cls is refused:
             yield f"{key}: {path}"
         yield from (f"{key}: {path}: {option}" for option, hint in _hints(cls).items() if hint is refused)
+
+
+def _at_most(text: str, characters: int = _MOST_CHARACTERS) -> str:
+    """The beginning of a text: transformers answers an unknown model_type with the names of all models."""
+    if len(text) <= characters:
+        return text
+    return f"{text[:characters].rstrip()} … ({len(text) - characters:,} more characters: --debug prints them)"
 
 
 def _dedented(text: str) -> str:
