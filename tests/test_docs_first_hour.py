@@ -40,10 +40,21 @@ def memkit(folder: Path, *options: str) -> str:
     return ran(folder, sys.executable, "-c", program, *options)
 
 
-def test_the_lean_config_trains_within_its_budget(folder: Path) -> None:
-    printed = memkit(folder, "fit", "--config", "lean.yaml", "--trainer.max_steps=3", "--data.batch_size=8")
-    assert re.search(r"MemoryBudget: micro-batch \d, .* budget 24\.00 MiB", printed)
-    assert "`Trainer.fit` stopped: `max_steps=3` reached" in printed
+@pytest.mark.filterwarnings("default")  # a user's run, in which they are no errors
+def test_the_lean_config_trains_within_its_budget(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from lightning_memkit.cli import main
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "my_model", raising=False)
+    short = ["--trainer.max_steps=2", "--data.batch_size=4", "--data.documents.limit=200"]
+    assert main(["fit", "--config", "lean.yaml", "--trainer.limit_val_batches=0", *short]) == 0
+    printed = capsys.readouterr()
+    assert re.search(r"budget 24\.00 MiB, micro-batch \d", printed.out + printed.err)
+    assert (folder / "lightning_logs" / "version_0" / "memory_report.json").exists()
 
 
 def test_its_configs_are_as_short_as_the_page_says() -> None:
