@@ -60,8 +60,9 @@ class ProgressBar:
         from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
         count = DownloadColumn(binary_units=True) if self._unit == "bytes" else MofNCompleteColumn()
+        far = ("{task.completed}",) if self._total is None else (BarColumn(), count)
         unit = "" if self._unit == "bytes" else self._unit
-        columns = ("{task.description}", BarColumn(), count, unit, TimeElapsedColumn())
+        columns = ("{task.description}", *far, unit, TimeElapsedColumn())
         bar = Progress(*columns, console=Console(file=sys.stderr), transient=True, auto_refresh=False)
         bar.add_task(self._what, total=self._total)
         bar.start()

@@ -58,6 +58,11 @@ def test_what_takes_longer_says_how_far_it_is(clock: Clock, terminal: Terminal) 
     assert "1/4" not in shown  # that was before the two seconds
 
 
+def test_without_a_total_it_says_how_many_are_done(clock: Clock, terminal: Terminal) -> None:
+    go(clock, 3, 3, total=None, unit="configurations")
+    assert "reading 2 configurations" in terminal.getvalue().split("reading 1")[-1]
+
+
 def test_bytes_are_shown_in_their_larger_units(clock: Clock, terminal: Terminal) -> None:
     with ProgressBar("loading", 8 * 2**20, "bytes") as bar:
         clock.now += 3
