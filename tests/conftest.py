@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     streams, which the device "fake" has not all of.
     """
     orders = (
-        ("prediction", "planning", "forecast", "zero_redundancy"),
+        ("prediction", "planning", "forecast", "foreseen", "report_failed", "zero_redundancy"),
         ("tests/weights", "tests/checkpoints", "distributed/test_weights"),
     )
 
