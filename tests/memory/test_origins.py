@@ -31,7 +31,9 @@ def test_the_standard_library_and_torch_are_passed_over() -> None:
 
 
 def test_a_library_is_named_where_no_user_is() -> None:
-    typed_in = {one for one in places() if one[0].startswith("<")}  # a pytest worker is started by such a line
+    typed_in = {
+        one for one in places() if one[0].startswith("<")
+    }  # a pytest worker is started by such a line
     found = place(outer={(__file__, line()), *typed_in})
     assert found is not None
     assert "/site-packages/" in found[0]  # pytest's own frame
