@@ -337,7 +337,8 @@ def test_plugins_train_and_resume_bitwise_on_two_ranks(tmp_path: Path) -> None:
 
     try:
         done = pairs(tmp_path)
-    except subprocess.TimeoutExpired:  # seen once in some forty runs: gloo's own wait for a new group's sockets
+    except subprocess.TimeoutExpired:
+        # Seen once in some forty runs: both ranks wait in gloo for the sockets of a new group.
         done = pairs(tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads((tmp_path / "found.json").read_text())
