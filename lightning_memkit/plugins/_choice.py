@@ -110,7 +110,9 @@ class PartsChoice:
             partition.whole, self._runner.unsplittable = True, str(error)
             return sizing
         self._window.open(step.trainer, total)
-        self.foreseen = foreseen = self._foresee(step, total)  # the probe's backward may end what forks can do
+        self.foreseen = foreseen = self._foresee(
+            step, total
+        )  # the probe's backward may end what forks can do
         self._settle(step)
         if options.micro_batch_size != "auto":
             self._check(splits=options.micro_batch_size < total)
