@@ -84,6 +84,7 @@ COLUMNS = (
         most_update_error=ROUNDING,
     ),
     Column(name="ChunkedLoss", build=_callback("ChunkedLoss"), most_update_error=ROUNDING),
+    Column(name="ContaminationProbe", build=_callback("ContaminationProbe")),
     Column(
         name="FSDP2Strategy",
         build=_callback("FSDP2Strategy"),
