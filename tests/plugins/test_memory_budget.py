@@ -221,8 +221,9 @@ class Recurrent(LightningModule):
         self.steps += 1
         state = self.hidden if self.hidden is not None else torch.zeros(self.rows or len(batch), 8)
         hidden = self.cell(batch, state[: len(batch)])
-        self.hidden, self.last_loss = hidden.detach(), hidden.square().mean()
-        return self.last_loss
+        self.hidden = hidden.detach()
+        self.last_loss = loss = hidden.square().mean()
+        return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1e-3)
