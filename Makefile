@@ -31,9 +31,9 @@ types: $(FOR_TEST)
 docs: $(FOR_TEST)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-# Files in order on each worker: tests that fork go before those that use an accelerator. More workers need more memory.
+# Files in order on each worker: tests that fork go before those that use an accelerator. One thread each: OpenMP spins.
 unit: $(FOR_TEST)
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 slow: $(FOR_TEST)
 	$(BIN)/python -m pytest -m slow
