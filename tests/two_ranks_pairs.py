@@ -39,6 +39,9 @@ def verdicts(combinations: Sequence[tuple[str, ...]], folder: Path) -> dict[str,
             found["+".join(names)] = verdict(names, folder / "+".join(names))
         except Exception:
             found["+".join(names)] = traceback.format_exc()[-2000:]
+            print(
+                "+".join(names), found["+".join(names)], file=sys.stderr, flush=True
+            )  # the other rank may wait
     return found
 
 
