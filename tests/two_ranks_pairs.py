@@ -1,6 +1,7 @@
 """Run by torchrun in test_package.py: strategies beside other plugins, trained, and resumed from a checkpoint."""
 
 import json
+import os
 import sys
 import traceback
 import warnings
@@ -50,6 +51,9 @@ def main(folder: str) -> None:
     found = verdicts(COMBINATIONS_ON_RANKS, Path(folder))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()  # that of the CPU's; the next trainer makes another device's
+    # torch then names groups anew from "0", and under these names the launcher's store still has the sockets of the
+    # groups before: a rank that reads one before its peer has written the new one is refused by a closed port.
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"  # a prefix of its own in that store
     with fake_device():
         found |= verdicts(COMBINATIONS_ON_FAKE_RANKS, Path(folder))
     if torch.distributed.get_rank() == 0:
