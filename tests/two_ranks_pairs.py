@@ -1,7 +1,6 @@
 """Run by torchrun in test_package.py: strategies beside other plugins, trained, and resumed from a checkpoint."""
 
 import json
-import os
 import sys
 import traceback
 import warnings
@@ -50,10 +49,12 @@ def main(folder: str) -> None:
     warnings.simplefilter("ignore")
     found = verdicts(COMBINATIONS_ON_RANKS, Path(folder))
     torch.distributed.barrier()
+    world = torch.distributed.distributed_c10d._world
+    named = world.group_count
     torch.distributed.destroy_process_group()  # that of the CPU's; the next trainer makes another device's
-    # torch then names groups anew from "0", and under these names the launcher's store still has the sockets of the
-    # groups before: a rank that reads one before its peer has written the new one is refused by a closed port.
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"  # a prefix of its own in that store
+    # torch now names groups from "0" again, and under these names the launcher's store still has the sockets of those
+    # before: a rank that reads one before its peer has written the new one would knock at a closed port.
+    world.group_count = named
     with fake_device():
         found |= verdicts(COMBINATIONS_ON_FAKE_RANKS, Path(folder))
     if torch.distributed.get_rank() == 0:
