@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from lightning_memkit.memory.anatomy import CATEGORIES, Anatomy
 from lightning_memkit.memory.findings import Finding
 from lightning_memkit.memory.flops import StepFlops
-from lightning_memkit.memory.meter import storages_of
+from lightning_memkit.memory.meter import Category, storages_of
 from lightning_memkit.memory.origins import Place
 from lightning_memkit.memory.step_meter import MeteredStep, StepMeter
+from lightning_memkit.optim.modes import LOW_STATES
 from lightning_memkit.plugins._report_rates import samples_of, tokens_of
 from lightning_memkit.plugins._report_snapshot import record
 from lightning_memkit.plugins._tensors import tensors_of
@@ -36,7 +37,7 @@ class BatchMeter:
         self._samples, self._tokens = samples_of(batch), tokens_of(batch)
         self._meter = StepMeter(self._module, least_bytes=least_bytes, outer=outer)
         self._meter.track([*self._module.parameters(), *self._module.buffers()], "weights")
-        self._meter.track(self._states(), "optimizer_states")
+        self._track_states()
         self._meter.track(_gradients(self._module), "gradients")
         self._meter.track(tensors_of(batch), "inputs")
         self._entered = ExitStack()
@@ -70,14 +71,16 @@ class BatchMeter:
 
     def step(self, fixed_bytes: int) -> MeteredStep:
         """What the batch took."""
+        self._track_states()
         return self._meter.step(
-            gradients=_gradients(self._module), optimizer_states=self._states(), fixed_bytes=fixed_bytes
+            gradients=_gradients(self._module), optimizer_states=(), fixed_bytes=fixed_bytes
         )
 
     def failed_step(self, fixed_bytes: int) -> MeteredStep:
         """What lived when the batch ran out of memory; the batch may be tried again."""
+        self._track_states()
         found = self._meter.failed_step(
-            gradients=_gradients(self._module), optimizer_states=self._states(), fixed_bytes=fixed_bytes
+            gradients=_gradients(self._module), optimizer_states=(), fixed_bytes=fixed_bytes
         )
         self._meter.phase = "forward"
         return found
@@ -100,8 +103,9 @@ class BatchMeter:
         """Nothing more is asked for."""
         self._meter.forget()
 
-    def _states(self) -> list[Tensor]:
-        return _states(self._trainer)
+    def _track_states(self) -> None:
+        for category, states in _states(self._trainer).items():
+            self._meter.track(states, category)
 
 
 def census(trainer: Trainer, batch: Any, fixed_bytes: int) -> MeteredStep:
@@ -110,7 +114,7 @@ def census(trainer: Trainer, batch: Any, fixed_bytes: int) -> MeteredStep:
     owned = {
         "weights": [*module.parameters(), *module.buffers()],
         "gradients": _gradients(module),
-        "optimizer_states": _states(trainer),
+        **_states(trainer),
         "inputs": list(tensors_of(batch)),
     }
     seen: set[int] = set()
@@ -135,9 +139,19 @@ def census(trainer: Trainer, batch: Any, fixed_bytes: int) -> MeteredStep:
     return MeteredStep(anatomy=anatomy)
 
 
-def _states(trainer: Trainer) -> list[Tensor]:
+def _states(trainer: Trainer) -> dict[Category, list[Tensor]]:
+    """The optimizers' states on the device: what makes up for bfloat16's missing bits apart from the rest."""
     device = trainer.strategy.root_device
-    return [state for optimizer in trainer.optimizers for state in states_on(device, optimizer)]
+    every = [state for optimizer in trainer.optimizers for state in states_on(device, optimizer)]
+    low = [
+        value
+        for optimizer in trainer.optimizers
+        for state in optimizer.state.values()
+        for name, value in (state.items() if isinstance(state, dict) else ())
+        if name in LOW_STATES and isinstance(value, Tensor) and value.device.type == device.type
+    ]
+    compensating = {id(one) for one in low}
+    return {"optimizer_states": [one for one in every if id(one) not in compensating], "compensation": low}
 
 
 def is_compiled(module: nn.Module) -> bool:

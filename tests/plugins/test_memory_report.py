@@ -6,7 +6,7 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_memkit import MemoryBudget, MemoryReport
+from lightning_memkit import MemoryBudget, MemoryReport, PureBF16Precision
 from lightning_memkit.plugins._report_rates import tokens_of
 from tests.plugins.toys import ShardableTagger, TokenTagger, loader, trained
 
@@ -33,6 +33,15 @@ def test_the_table_and_the_json_take_the_measured_peak_apart(tmp_path: Path, cap
     assert "of 260.0 KiB" in printed
     for row in ("saved activations", "optimizer states", "fixed cost", "micro-batch"):
         assert row in printed
+
+
+def test_what_makes_up_for_missing_bits_is_told_from_the_moments() -> None:
+    report = MemoryReport(measured_step=2, live=False)
+    module, _ = trained(report, plugins=PureBF16Precision("kahan"), max_steps=3)
+    assert report.anatomy is not None
+    largest, count = report.anatomy.largest, sum(p.numel() for p in module.parameters())
+    assert largest["compensation"] == 2 * count
+    assert largest["optimizer_states"] < 8 * count + 64
 
 
 def test_validation_values_are_printed(capsys: Any) -> None:
