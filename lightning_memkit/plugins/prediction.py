@@ -31,6 +31,7 @@ from lightning_memkit.plugins._predicted_ranks import many_ranks
 from lightning_memkit.plugins._prediction_errors import check_batch, explained
 from lightning_memkit.plugins._sharded_prediction import ddp_in_buckets
 from lightning_memkit.plugins._tensors import tensors_of
+from lightning_memkit.plugins.contamination import ContaminationProbe
 from lightning_memkit.plugins.loader_tuner import LoaderTuner
 from lightning_memkit.plugins.memory_budget import MemoryBudget
 from lightning_memkit.plugins.memory_report import MemoryReport
@@ -44,8 +45,8 @@ from lightning_memkit.prediction.simulation import Simulation
 _NO_AUTOGRAD_IN_FORKS = "autograd's threading in combination with fork"
 _STEPS = 2  # the first makes the optimizer's states, the second has them from its beginning
 _WATCHERS = (
-    Checkpoint, DeviceStatsMonitor, EarlyStopping, LearningRateMonitor, LoaderTuner, MemoryReport, ModelSummary,
-    ProgressBar, ThroughputMonitor, Timer,
+    Checkpoint, ContaminationProbe, DeviceStatsMonitor, EarlyStopping, LearningRateMonitor, LoaderTuner, MemoryReport,
+    ModelSummary, ProgressBar, ThroughputMonitor, Timer,
 )  # fmt: skip
 _OWN = {
     "accelerator": "cpu",

@@ -7,10 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memkit import ActivationCheckpointing, MemoryBudget, MemoryReport
+from lightning_memkit import ActivationCheckpointing, ContaminationProbe, MemoryBudget, MemoryReport
 from lightning_memkit.memory.report import PredictedStep, StepReport
 from lightning_memkit.planning import choices
 from lightning_memkit.plugins import _forecast, _report_foresight
+from tests.plugins.test_contamination import Batches
+from tests.plugins.test_contamination import model as packed_model
 from tests.plugins.test_prediction import Language, Loader, batch
 from tests.plugins.toys import trained, weights
 
@@ -46,6 +48,17 @@ def test_what_is_predicted_stands_beside_what_is_measured(size: int, capsys: Any
     printed = capsys.readouterr().out
     assert "predicted" in printed
     assert "predicted peak" in Path("memory_report.html").read_text()
+
+
+@pytest.mark.filterwarnings("ignore:.*have no .val_dataloader")
+def test_packed_documents_are_predicted_and_not_probed_again() -> None:
+    report, module = MemoryReport(live=False, watched_steps=0, predict=True), packed_model()
+    trained(ContaminationProbe(), report, module=module, data=Batches(), max_steps=STEPS)
+    assert report.report is not None
+    predicted = report.report.predicted
+    assert predicted is not None
+    assert predicted.what == ""
+    assert predicted.peak_bytes == pytest.approx(report.report.anatomy.peak_bytes, rel=0.02)
 
 
 def test_advice_comes_true_and_the_run_stays_as_it_was(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
