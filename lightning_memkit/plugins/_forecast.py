@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any, TypeGuard
 
 from lightning.pytorch import Callback, Trainer
@@ -18,6 +19,7 @@ from lightning_memkit.plugins._options import BudgetOptions
 from lightning_memkit.plugins._tensors import tensors_of
 from lightning_memkit.plugins._worst_batch import worst_batch
 from lightning_memkit.plugins.activation_checkpointing import ActivationCheckpointing
+from lightning_memkit.plugins.precision import PureBF16Precision
 from lightning_memkit.prediction.contained import contained
 
 PAYS_FROM_PARAMETERS = 100_000_000  # trials of less take less than a prediction
@@ -138,7 +140,7 @@ def as_given(trainer: Trainer) -> dict[str, Any]:
     known = type(precision).__module__.startswith("lightning.")
     algorithm: Any = trainer.gradient_clip_algorithm
     return {
-        **({"precision": str(precision.precision)} if known else {"plugins": [precision]}),
+        **({"precision": str(precision.precision)} if known else {"plugins": [_anew(precision)]}),
         "callbacks": [
             _predictable(one)
             for one in callbacks
@@ -149,6 +151,14 @@ def as_given(trainer: Trainer) -> dict[str, Any]:
         "gradient_clip_val": trainer.gradient_clip_val,
         "gradient_clip_algorithm": None if algorithm is None else algorithm.value,
     }
+
+
+def _anew(precision: Any) -> Any:
+    """A plugin with its options and without the run's optimizers, whose states a prediction would count once more."""
+    if not isinstance(precision, PureBF16Precision):
+        return precision
+    options = {name: getattr(precision, name) for name in signature(PureBF16Precision).parameters}
+    return PureBF16Precision(**options)
 
 
 def _predictable(callback: Callback) -> Callback:

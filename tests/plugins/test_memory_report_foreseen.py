@@ -7,7 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memkit import ActivationCheckpointing, ContaminationProbe, MemoryBudget, MemoryReport
+from lightning_memkit import (
+    ActivationCheckpointing,
+    ContaminationProbe,
+    MemoryBudget,
+    MemoryReport,
+    PureBF16Precision,
+)
 from lightning_memkit.memory.report import PredictedStep, StepReport
 from lightning_memkit.planning import choices
 from lightning_memkit.plugins import _forecast, _report_foresight
@@ -48,6 +54,17 @@ def test_what_is_predicted_stands_beside_what_is_measured(size: int, capsys: Any
     printed = capsys.readouterr().out
     assert "predicted" in printed
     assert "predicted peak" in Path("memory_report.html").read_text()
+
+
+def test_states_that_the_run_has_are_not_predicted_twice() -> None:
+    report = MemoryReport(measured_step=2, live=False, watched_steps=0, predict=True)
+    data = Loader(batch(ROWS, LENGTH), STEPS)
+    trained(report, module=Language, data=data, max_steps=STEPS, plugins=PureBF16Precision())
+    assert report.report is not None
+    measured, predicted = report.report.anatomy, report.report.predicted
+    assert predicted is not None
+    for category, held in measured.at_peak.items():
+        assert predicted.at_peak[category] == pytest.approx(held, abs=0.002 * measured.peak_bytes)
 
 
 @pytest.mark.filterwarnings("ignore:.*have no .val_dataloader")
