@@ -9,6 +9,7 @@ stream that they were made for, and FSDP2 gathers and reduces in streams of its 
 NCCL's own buffers lie outside of torch's allocator, uncounted.
 """
 
+import importlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -120,6 +121,8 @@ def _process_group(ranks: int) -> Iterator[None]:
     """Rank 0 of so many, of which the others don't exist."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    # Collectives of tensors without memory: newer torch knows them by itself, 2.10 once this is imported.
+    importlib.import_module("torch.distributed._tools.fake_collectives")
     if distributed.is_initialized():
         raise PredictionError(
             "This process is a rank of a process group already: predict many ranks before the training starts, or in "

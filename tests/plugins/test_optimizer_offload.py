@@ -39,7 +39,7 @@ class Deep(LightningModule):
     def training_step(self, batch, batch_idx):
         if batch_idx == self.fail_at:
             raise RuntimeError("a step that fails")
-        loss = F.mse_loss(self.layers(batch[0]), batch[0].roll(1, 1))
+        loss = F.mse_loss(self.layers(batch[0]).float(), batch[0].roll(1, 1))
         if not self.automatic_optimization:
             optimizer = self.optimizers()
             optimizer.zero_grad()

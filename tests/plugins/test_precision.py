@@ -42,7 +42,7 @@ class Regression(pl.LightningModule):
         assert torch.arange(0.0, 300.0)[-1].item() == 299.0
         output = self.net(features)
         assert output.dtype == BF16
-        loss = functional.mse_loss(output, target)
+        loss = functional.mse_loss(output.float(), target)
         self.error(output.float(), target)
         self.losses.append(loss.item())
         return loss
@@ -107,7 +107,7 @@ def fp32_twin_weights(model: Regression, steps: int) -> list[torch.Tensor]:
             for parameter, master in zip(net.parameters(), masters, strict=True):
                 parameter.copy_(master)
         net.zero_grad()
-        functional.mse_loss(net(features.to(BF16)), target).backward()
+        functional.mse_loss(net(features.to(BF16)).float(), target).backward()
         torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
         copy_gradients(net.parameters(), masters)
         optimizer.step()
@@ -208,7 +208,7 @@ class Frozen(pl.LightningModule):
         self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 1)
 
     def training_step(self, batch, batch_idx):
-        return functional.mse_loss(self.last(self.first(batch[0])), batch[1])
+        return functional.mse_loss(self.last(self.first(batch[0])).float(), batch[1])
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.last.parameters(), lr=0.01)
@@ -366,7 +366,7 @@ class Adversarial(pl.LightningModule):
         first, second = self.optimizers()  # pyright: ignore[reportGeneralTypeIssues]
         for optimizer, loss in (
             (first, lambda: self.critic(self.generator(features)).float().pow(2).mean()),
-            (second, lambda: functional.mse_loss(self.critic(self.generator(features)), target)),
+            (second, lambda: functional.mse_loss(self.critic(self.generator(features)).float(), target)),
         ):
             self.toggle_optimizer(optimizer)
             optimizer.zero_grad()

@@ -90,7 +90,7 @@ class Everything(pl.LightningModule):
         self.dtypes.add(output.dtype)
         self.error(output.float(), batch["target"])
         self.mean(batch["target"])
-        return functional.mse_loss(output, batch["target"])  # mixed dtypes: the target is used as it is
+        return functional.mse_loss(output.float(), batch["target"])  # the target is used as it is
 
     def training_step(self, batch, batch_idx):
         self.get_buffer("seen").add_(1 / 3)
