@@ -36,7 +36,7 @@ def replace_method(
     # Named like the method, so that copy.deepcopy binds it to the copy and pickle finds the class's own.
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         below = getattr(self, key, None)
-        plain = getattr(type(self), name).__get__(self) if below is None else below
+        plain = functools.partial(getattr(type(self), name), self) if below is None else below
         return run(self, plain, *args, **kwargs)
 
     if like is not None:

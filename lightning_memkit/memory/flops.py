@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-_FLASH_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_FLASH_BACKWARD_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_ATTENTION, _BACKWARD = "_scaled_dot_product_", "_backward"  # in the names of the operators of all backends
 
 
 Formula = Callable[[Any, dict[str, Any], Any], int]
@@ -24,10 +23,9 @@ def flops_of(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> int:
 
 
 def _formula(packet: Any) -> Formula | None:
-    if packet is _FLASH_ON_CPU:
-        return lambda args, kwargs, out: sdpa_flop_count(*(tensor.shape for tensor in args[:3]))
-    if packet is _FLASH_BACKWARD_ON_CPU:
-        return lambda args, kwargs, out: sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4]))
+    name = packet._qualified_op_name
+    if _ATTENTION in name:
+        return _attention_backward if _BACKWARD in name else _attention
     count = flop_registry.get(packet)
     if count is None:
         return None
@@ -41,6 +39,20 @@ def _formula(packet: Any) -> Formula | None:
         return int(by_shapes(*map(_shape, args), **named, out_shape=_shape(out)))
 
     return counted
+
+
+def _attention(args: Any, kwargs: dict[str, Any], out: Any) -> int:
+    return int(sdpa_flop_count(*_of_equal_heads(*args[:3])))
+
+
+def _attention_backward(args: Any, kwargs: dict[str, Any], out: Any) -> int:
+    return int(sdpa_backward_flop_count(args[0].shape, *_of_equal_heads(*args[1:4])))
+
+
+def _of_equal_heads(query: torch.Tensor, *others: torch.Tensor) -> list[list[int]]:
+    """Shapes with the queries' number of heads, which several of share a key; torch 2.10's formulas refuse fewer."""
+    batch, heads, *_ = query.shape
+    return [list(query.shape), *([batch, heads, *other.shape[2:]] for other in others)]
 
 
 def _shape(value: Any) -> Any:

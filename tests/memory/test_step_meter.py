@@ -100,6 +100,22 @@ def test_what_is_made_again_is_told_from_what_the_model_needs() -> None:
         give_back()
 
 
+@pytest.mark.parametrize("heads_of_keys", [4, 2, 1])
+def test_keys_that_several_queries_share_count_for_each(heads_of_keys: int) -> None:
+    batch, heads, length, width = 2, 4, 8, 16
+    query = torch.randn(batch, heads, length, width, requires_grad=True)
+    key, value = torch.randn(2, batch, heads_of_keys, length, width, requires_grad=True)
+    with StepMeter(Model()) as meter:
+        meter.phase = "forward"
+        out = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, enable_gqa=heads_of_keys < heads
+        )
+        meter.phase = "backward"
+        out.sum().backward()
+    product = 2 * batch * heads * length * length * width  # two of them forward, five backward
+    assert meter.flops.total().model == 7 * product
+
+
 def test_operands_of_16_bits_are_told() -> None:
     model = Model().bfloat16()
     x = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16)
