@@ -120,8 +120,13 @@ def _reset_state(state: Any) -> None:
     state._modules_to_run_forward.clear()
     state._state_ctx.iter_forward_root = None
     state._state_ctx.post_backward_final_callback_queued = False
+    if hasattr(state._state_ctx, "gradient_reduction_pending"):  # torch 2.15
+        state._state_ctx.gradient_reduction_pending = False
+        state._state_ctx.manual_backward_finalization_active = None
     communication = state._comm_ctx
     communication.all_gather_state = None
+    if hasattr(communication, "active_gradient_reduction"):
+        communication.active_gradient_reduction = None
     if hasattr(communication, "reduce_scatter_state"):  # torch 2.10 to 2.12 keep one, later ones a list
         communication.reduce_scatter_state = None
     for name in ("post_forward_order", "reduce_scatter_states", "_last_post_reduce_events"):
@@ -134,10 +139,15 @@ def _reset_group(group: Any) -> None:
     group._post_reduce_event = group._all_reduce_state = group._reshard_after_forward_event = None
     group._partial_reduce_output = None
     group._post_forward_indices.clear()
+    if hasattr(group, "_post_backward_pending"):  # torch 2.15
+        group._post_backward_pending = False
+        group._partial_reduce_output_layout.clear()
+        group._set_unsharded_grad_dtypes(defer_upcast=False)
     for param in group.fsdp_params:
         # Each for itself: an unshard that was broken off left some with memory, and their group "sharded".
         param.to_sharded()
-        param.unsharded_accumulated_grad = None
+        if "unsharded_accumulated_grad" in vars(param):  # before torch 2.15, where it is the parameter's gradient
+            param.unsharded_accumulated_grad = None
         param.grad_offload_event = None
         if hasattr(param, "_unsharded_param"):
             param._unsharded_param.grad = None
@@ -147,7 +157,7 @@ def _reset_group(group: Any) -> None:
 def _half_initialized(root: Any) -> bool:
     """Whether the first forward was broken off while the engine set itself up."""
     groups = parameter_groups(root._state_ctx.all_states)
-    return not groups or any(not hasattr(group, "_orig_dtype") for group in groups)
+    return not groups or any(not hasattr(group, "_reduce_dtype") for group in groups)
 
 
 def _uninitialize(root: Any) -> None:
