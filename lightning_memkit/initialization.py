@@ -156,7 +156,9 @@ class _Staging(Lending):
             return
         with torch._C.DisableTorchFunction():
             self.write_back()
-            wide = self._empties and getattr(parameter, "dtype", None) == self.dtype
+            # Under Lightning's "bf16-true" bfloat16 is the default; numbers drawn so are not the rounded float32 ones.
+            low = self._empties or torch.get_default_dtype() == self.dtype
+            wide = low and getattr(parameter, "dtype", None) == self.dtype
             if (_castable(parameter) or wide) and not isinstance(module, _NormBase):
                 self._cast_or_wait(parameter)
             elif self._empties and isinstance(parameter, nn.Parameter) and not parameter.is_meta:

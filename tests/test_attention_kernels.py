@@ -11,6 +11,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from lightning_memkit.attention import choice, flex, in_torch, kernels, packed_attention
 from lightning_memkit.attention.documents import Documents
+from lightning_memkit.attention.kernels import varlen_knows_windows
 from lightning_memkit.errors import MissingPackageError
 from tests.test_attention import BOUNDS, SLOPES, document_by_document, inputs
 from tests.testing.needs import NEEDS_COMPILER
@@ -69,7 +70,7 @@ HALF, SINGLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
         (ALL - {"flash_attn"}, (9, 0), HALF, {"dropout_p": 0.1}, "loop"),
         (ALL - {"flash_attn"}, (9, 0), HALF, {"softcap": 30.0}, "flex"),
         (ALL - {"flash_attn"}, (9, 0), HALF, {"alibi_slopes": SLOPES}, "flex"),
-        (ALL - {"flash_attn"}, (9, 0), HALF, {"window": 8}, "varlen"),
+        (ALL - {"flash_attn"}, (9, 0), HALF, {"window": 8}, "varlen" if varlen_knows_windows() else "flex"),
     ],
 )
 def test_the_choice_on_cuda(machine, installed, capability, dtype, options, chosen):

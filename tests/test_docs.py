@@ -185,7 +185,7 @@ def test_navigation_names_every_page() -> None:
 
 def test_architecture_shows_the_tree_as_it_stands() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    package = ROOT / "lightning_memkit"
+    package = Path(lightning_memkit.__file__).parent
     shown = set(re.findall(r"^  ([\w]+(?:\.py|/)) ", page, re.MULTILINE))
     there = {path.name for path in package.glob("*.py")} | {
         f"{path.parent.name}/" for path in package.glob("*/__init__.py")

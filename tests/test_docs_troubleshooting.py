@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+import lightning_memkit
+
 ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = Path(lightning_memkit.__file__).parent
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 # Code with a space in the first column of a table is a quoted message; other code there is a name.
 QUOTED = [
@@ -32,7 +35,7 @@ INNER += ("UnwritableError", "NoPictureError", "ConfigError")  # caught, or prin
 def messages() -> tuple[str, ...]:
     """Every text of the package's code that is no docstring, with a mark where a value is filled in."""
     found = []
-    for path in sorted((ROOT / "lightning_memkit").rglob("*.py")):
+    for path in sorted(PACKAGE.rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         inner = {
             id(value) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for value in node.values
@@ -79,7 +82,7 @@ def test_every_error_that_users_meet_is_named() -> None:
     """Each error class of the package is on the page, unless it never leaves the package."""
     classes = {
         name
-        for path in (ROOT / "lightning_memkit").rglob("*.py")
+        for path in PACKAGE.rglob("*.py")
         for name in re.findall(
             r"^class ([A-Z]\w+(?:Error|Warning))\(", path.read_text(encoding="utf-8"), re.M
         )

@@ -209,6 +209,7 @@ def test_a_snapshot_that_can_not_be_written_is_a_warning(
     def refuse(*args: Any, **options: Any) -> None:
         raise RuntimeError("no driver")
 
+    monkeypatch.setattr(_report_snapshot, "_is_recording", lambda: False)  # asks for a driver
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", refuse)
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", refuse)
     with pytest.warns(UserWarning, match="no snapshot of CUDA's allocator: no driver"):
