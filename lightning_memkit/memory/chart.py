@@ -16,6 +16,7 @@ STACK = (
 )  # fmt: skip
 _LEVELS = 1000  # of the drawing's height
 _MOST_LINES = 6.5
+_RIGHT = 0.7  # a mark further to the right would cross the words at that end
 _NEAR = 1.6  # times the peak: a budget further up would press the rest down
 _NARROW, _SHORT = 0.055, 0.22  # of the width: no room for a phase's name, or none on a small screen
 
@@ -139,14 +140,18 @@ def _levels(report: StepReport, top: int) -> Iterator[str]:
     peak = max(report.step.timeline.totals)
     for name, size in (("budget", report.run.budget_bytes), ("predicted peak", _predicted(report))):
         if 0 < size <= top:
-            side = "" if size >= peak else " below"
+            side = ("" if size >= peak else " below") + (" start" if _mark_share(report) > _RIGHT else "")
             style = f"bottom:{100 * size / top:.3f}%"
             yield f'<div class="level{side}" style="{style}"><span>{name} {format_bytes(size)}</span></div>'
 
 
+def _mark_share(report: StepReport) -> float:
+    """How far to the right the mark is."""
+    return (marked_index(report) + 0.5) / len(report.step.timeline.ticks)
+
+
 def _mark(report: StepReport) -> str:
-    timeline, index = report.step.timeline, marked_index(report)
-    x = (index + 0.5) / len(timeline.ticks)
+    timeline, index, x = report.step.timeline, marked_index(report), _mark_share(report)
     module = report.anatomy.peak_module or "the step itself"
     what = "out of memory at" if report.failure else "peak"
     words = escape(f"{what} {format_bytes(timeline.totals[index])}")
