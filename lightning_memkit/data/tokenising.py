@@ -15,6 +15,7 @@ from lightning_memkit.data.progress import with_progress
 from lightning_memkit.data.records import Encoder
 from lightning_memkit.data.sources import Part
 from lightning_memkit.data.store import TokenStore, joined
+from lightning_memkit.forks import leave_inherited, starting
 
 _ALONE_SECONDS = 1.0  # starting processes takes a good part of a second
 _PARTS_AHEAD = 4  # a process
@@ -70,7 +71,8 @@ def _by_processes(
     pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_start, initargs=(encoder,))
     try:
         for part in parts:
-            waiting.append((pool.submit(_encode, part), part.work))
+            with starting():  # the first starts them all
+                waiting.append((pool.submit(_encode, part), part.work))
             if len(waiting) >= _PARTS_AHEAD * processes:
                 yield _first(waiting)
         while waiting:
@@ -95,6 +97,7 @@ def _first(waiting: "deque[tuple[Future[TokenStore], int]]") -> tuple[TokenStore
 
 def _start(encoder: Encoder) -> None:
     global _encoder
+    leave_inherited()
     _encoder = encoder
 
 

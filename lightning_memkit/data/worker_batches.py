@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data._utils import signal_handling
 
 from lightning_memkit.data.ahead import ahead
+from lightning_memkit.forks import leave_inherited, starting
 from lightning_memkit.memory.processors import wanted_processor_seconds
 
 _DYING_SECONDS = 5.0
@@ -94,7 +95,7 @@ class WorkerBatches:
                 pin_memory=options.pin_memory,
                 timeout=options.timeout if options.num_workers else 0,
                 multiprocessing_context=options.context if options.num_workers else None,
-                worker_init_fn=options.on_start,
+                worker_init_fn=partial(_begin, on_start=options.on_start),
                 persistent_workers=options.is_persistent and options.num_workers > 0,
                 generator=torch.Generator().manual_seed(options.seed),  # else it draws from the global one
             )
@@ -113,7 +114,7 @@ class WorkerBatches:
             yield from self._loader
             return
         try:
-            with _any_number_of_workers():
+            with _any_number_of_workers(), starting():
                 self._iterator = iter(self._loader)
             _raise_only_here(self._iterator)
             with contextlib.closing(self._received()) as received:
@@ -223,6 +224,12 @@ class _Builds(Dataset[Built]):
         except StopIteration as error:  # would end the epoch, and nobody would know
             raise RuntimeError("The data set, or what collates its samples, raised StopIteration.") from error
         return Built(batch, time.perf_counter() - begin, wanted_processor_seconds() - cpu_begin)
+
+
+def _begin(worker: int, *, on_start: Callable[[int], Any] | None) -> None:
+    leave_inherited()
+    if on_start is not None:
+        on_start(worker)
 
 
 def started_for(dataset: Any, on_start: Callable[[int], Any] | None) -> Callable[[int], Any]:

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, NoReturn, TypeVar
 import torch
 
 from lightning_memkit.errors import PredictionError
+from lightning_memkit.forks import leave_inherited, starting
 
 T = TypeVar("T")
 
@@ -42,12 +43,13 @@ def contained(work: Callable[[], T], *, timeout_s: float = 600) -> T:
         receiving, sending = os.pipe()
         sys.stdout.flush()
         sys.stderr.flush()
-        with warnings.catch_warnings():
-            # Of forks beside threads: the copy uses nothing that those of the original may hold.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            parent, child = os.getpid(), os.fork()
-        if child == 0:
-            _run(work, (receiving, sending), printed, (parent, folder))
+        with starting():
+            with warnings.catch_warnings():
+                # Of forks beside threads: the copy uses nothing that those of the original may hold.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                parent, child = os.getpid(), os.fork()
+            if child == 0:
+                _run(work, (receiving, sending), printed, (parent, folder))
         os.close(sending)
         try:
             answer = _answer(child, receiving, timeout_s)
@@ -86,6 +88,7 @@ def _run(
 ) -> NoReturn:
     """The whole life of the copy; never returns, since what lies above on the stack belongs to the original."""
     status, (receiving, sending), (parent, folder) = 1, pipe_ends, of
+    leave_inherited()
     try:
         os.close(receiving)
         threading.Thread(target=_end_with, args=(parent,), daemon=True).start()

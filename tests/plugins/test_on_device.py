@@ -26,7 +26,9 @@ BF16 = torch.bfloat16
 POSITIONS = torch.linspace(-1, 1, LENGTH)[:, None]
 CLASSES = {
     "buffers": HAND_BUILT["buffers"],
-    "default initialisers": lambda: nn.Sequential(nn.Linear(64, 32), nn.Conv1d(32, 16, 3), nn.Embedding(16, 8)),
+    "default initialisers": lambda: nn.Sequential(
+        nn.Linear(64, 32), nn.Conv1d(32, 16, 3), nn.Embedding(16, 8)
+    ),
     "tied GPT-2": transformers_build("GPT2LMHeadModel"),
     "BERT": transformers_build("BertForMaskedLM"),
 }
