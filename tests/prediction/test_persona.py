@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_memkit import predict_memory
+from lightning_memkit.prediction.contained import contained
 from lightning_memkit.prediction.devices import DEVICES, Device, device_named
 from lightning_memkit.prediction.simulation import Simulation
 
@@ -71,23 +72,32 @@ def test_a_width_that_is_no_multiple_of_eight_is_padded():
     assert held >= 4 * 2 * 64 * 24 * 2  # padded q, k, v and result
 
 
+def shapes_of_gradients(function: Any, shape: tuple[int, ...], count: int) -> list[tuple[int, ...]]:
+    """After a backward in a fork, as predictions do it: in torch 2.15 no later fork of this process could."""
+
+    def work() -> list[tuple[int, ...]]:
+        with Simulation(GPU):
+            inputs = [torch.empty(shape, dtype=torch.bfloat16, requires_grad=True) for _ in range(count)]
+            function(*inputs).float().sum().backward()
+            return [tuple(tensor.grad.shape) for tensor in inputs if tensor.grad is not None]
+
+    return contained(work, timeout_s=60)
+
+
 def test_gradients_flow_through_the_choices():
-    with Simulation(GPU):
-        q, k, v = inputs = tuple(
-            torch.empty(2, 4, 32, 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
-        )
-        F.dropout(F.scaled_dot_product_attention(q, k, v), 0.1).float().sum().backward()
-        assert [getattr(tensor.grad, "shape", None) for tensor in inputs] == [q.shape] * 3
+    def block(q, k, v):
+        return F.dropout(F.scaled_dot_product_attention(q, k, v), 0.1)
+
+    shape = (2, 4, 32, 16)
+    assert shapes_of_gradients(block, shape, 3) == [shape] * 3
 
 
 def test_blocks_that_run_again_make_the_same_choices():
     def block(x):
         return F.dropout(F.scaled_dot_product_attention(x, x, x), 0.1)
 
-    with Simulation(GPU):
-        x = torch.empty(2, 4, 32, 16, dtype=torch.bfloat16, requires_grad=True)
-        checkpoint(block, x, use_reentrant=False).float().sum().backward()
-        assert getattr(x.grad, "shape", None) == x.shape
+    shape = (2, 4, 32, 16)
+    assert shapes_of_gradients(lambda x: checkpoint(block, x, use_reentrant=False), shape, 1) == [shape]
 
 
 def test_autocast_keeps_normalizations_in_float32():
