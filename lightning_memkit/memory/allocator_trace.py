@@ -38,7 +38,9 @@ class AllocatorTrace:
 
     def __enter__(self) -> "AllocatorTrace":
         self._profile = torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+            activities=[torch.profiler.ProfilerActivity.CPU],
+            profile_memory=True,
+            acc_events=True,  # there is one cycle; torch 2.10 warns of others without it
         )
         self._profile.__enter__()
         return self
