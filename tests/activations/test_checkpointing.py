@@ -12,7 +12,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_memkit import NoEffectWarning, checkpoint_modules
-from lightning_memkit.activations import planned
+from lightning_memkit.activations import planned, profiling
 from lightning_memkit.activations.choosing import choose
 from lightning_memkit.memory.meter import ByteMeter
 from tests.activations.models import CAUSAL, VOCABULARY, Block, ConvNet, Stack, transformers_model
@@ -101,7 +101,12 @@ def alive_bytes(model, batch):
 
 
 @pytest.mark.parametrize("fraction", [0.8, 0.6, 0.4, 0.25])
-def test_a_budget_is_met_from_below(fraction):
+def test_a_budget_is_met_from_below(fraction, monkeypatch):
+    # What an operator takes by the clock decides what is kept, and on a busy machine anything may.
+    def seconds(run, made):
+        return 1e-6 + 1e-9 * sum(storage.nbytes() for storage in made)
+
+    monkeypatch.setattr(profiling, "_seconds", seconds)
     model = transformers_model("LlamaForCausalLM").train()
     batch = ids(4, 64)
 
