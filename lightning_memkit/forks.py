@@ -4,8 +4,6 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_collects = True  # whether the process whose fork this is had its collector on
-
 
 @contextmanager
 def starting() -> Iterator[None]:
@@ -14,18 +12,21 @@ def starting() -> Iterator[None]:
     A fork has one thread of its original. Were it to collect what was garbage there already, it would run destructors
     that wait for the others: gloo's process group then waits for ever. Nor would it share the pages any more.
     """
-    global _collects
-    _collects = gc.isenabled()
+    collects = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if _collects:
+        if collects:
             gc.enable()
 
 
-def leave_inherited() -> None:
-    """To be called in a fork: from now on the collector sees what the fork makes itself, and nothing else."""
+def leave_inherited(*, collects: bool) -> None:
+    """To be called in a fork: from now on the collector sees what the fork makes itself, and nothing else.
+
+    Args:
+        collects: whether the original has its collector on, asked before it starts the fork.
+    """
     gc.freeze()
-    if _collects:
+    if collects:
         gc.enable()

@@ -37,10 +37,11 @@ def replace_method(
     # Named like the method, so that copy.deepcopy binds it to the copy and pickle finds the class's own.
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         below = getattr(self, key, None)
-        own = getattr(type(self), name)
-        # torch 2.10's compiler can't follow how a function is bound, and nobody asks for `__self__` there.
-        bind = functools.partial if torch.compiler.is_compiling() else MethodType
-        return run(self, bind(own, self) if below is None else below, *args, **kwargs)
+        if below is None:
+            # torch 2.10's compiler can't follow how a function is bound, and nobody asks for `__self__` there.
+            bind = functools.partial if torch.compiler.is_compiling() else MethodType
+            below = bind(getattr(type(self), name), self)
+        return run(self, below, *args, **kwargs)
 
     if like is not None:
         functools.update_wrapper(method, like)

@@ -12,6 +12,7 @@ from lightning_memkit.data import tokenising
 from lightning_memkit.data.sources import Part
 from lightning_memkit.data.store import TokenStore
 from lightning_memkit.data.worker_batches import WorkerBatches, WorkerOptions
+from lightning_memkit.forks import starting
 from lightning_memkit.prediction.contained import contained
 from tests.data.test_sources import read
 
@@ -76,6 +77,18 @@ def test_processes_that_tokenise(told: Path, tmp_path: Path, monkeypatch: pytest
         assert read(path, processes=2).documents == 2
     finally:
         gc.enable()
+
+
+def test_starts_within_starts_and_beside_them_leave_the_collector_as_it_was() -> None:
+    with starting(), starting():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    first, second = starting(), starting()  # of two threads
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    assert gc.isenabled()
 
 
 def test_a_process_that_holds_its_collector_has_it_held_afterwards(told: Path) -> None:

@@ -1,5 +1,6 @@
 """A source to tokens once: in several processes where it takes longer than a second, and with a progress bar."""
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -68,7 +69,8 @@ def _by_processes(
     waiting: deque[tuple[Future[TokenStore], int]] = deque()
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process a core is enough
-    pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_start, initargs=(encoder,))
+    begin = (encoder, gc.isenabled())
+    pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_start, initargs=begin)
     try:
         for part in parts:
             with starting():  # the first starts them all
@@ -95,9 +97,9 @@ def _first(waiting: "deque[tuple[Future[TokenStore], int]]") -> tuple[TokenStore
     return future.result(), work
 
 
-def _start(encoder: Encoder) -> None:
+def _start(encoder: Encoder, collects: bool) -> None:
     global _encoder
-    leave_inherited()
+    leave_inherited(collects=collects)
     _encoder = encoder
 
 

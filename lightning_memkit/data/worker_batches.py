@@ -5,6 +5,7 @@ that they share with this process, which batch they have begun. A worker that is
 """
 
 import contextlib
+import gc
 import multiprocessing.connection
 import signal
 import time
@@ -95,7 +96,7 @@ class WorkerBatches:
                 pin_memory=options.pin_memory,
                 timeout=options.timeout if options.num_workers else 0,
                 multiprocessing_context=options.context if options.num_workers else None,
-                worker_init_fn=partial(_begin, on_start=options.on_start),
+                worker_init_fn=partial(_begin, on_start=options.on_start, collects=gc.isenabled()),
                 persistent_workers=options.is_persistent and options.num_workers > 0,
                 generator=torch.Generator().manual_seed(options.seed),  # else it draws from the global one
             )
@@ -226,8 +227,8 @@ class _Builds(Dataset[Built]):
         return Built(batch, time.perf_counter() - begin, wanted_processor_seconds() - cpu_begin)
 
 
-def _begin(worker: int, *, on_start: Callable[[int], Any] | None) -> None:
-    leave_inherited()
+def _begin(worker: int, *, on_start: Callable[[int], Any] | None, collects: bool) -> None:
+    leave_inherited(collects=collects)
     if on_start is not None:
         on_start(worker)
 

@@ -146,9 +146,7 @@ def _reset_group(group: Any) -> None:
     for param in group.fsdp_params:
         # Each for itself: an unshard that was broken off left some with memory, and their group "sharded".
         param.to_sharded()
-        if "unsharded_accumulated_grad" in vars(
-            param
-        ):  # before torch 2.15, where it is the parameter's gradient
+        if "unsharded_accumulated_grad" in vars(param):  # in torch 2.15 a property: the parameter's gradient
             param.unsharded_accumulated_grad = None
         param.grad_offload_event = None
         if hasattr(param, "_unsharded_param"):

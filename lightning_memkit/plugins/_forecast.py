@@ -155,7 +155,7 @@ def as_given(trainer: Trainer) -> dict[str, Any]:
 
 def _anew(precision: Any) -> Any:
     """A plugin with its options and without the run's optimizers, whose states a prediction would count once more."""
-    if not isinstance(precision, PureBF16Precision):
+    if type(precision) is not PureBF16Precision:  # of a subclass the options are not known
         return precision
     options = {name: getattr(precision, name) for name in signature(PureBF16Precision).parameters}
     return PureBF16Precision(**options)

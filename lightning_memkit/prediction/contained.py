@@ -1,6 +1,7 @@
 """Run work in a copy of this process, whose changes and crashes stay there."""
 
 import contextlib
+import gc
 import os
 import pickle
 import select
@@ -43,12 +44,14 @@ def contained(work: Callable[[], T], *, timeout_s: float = 600) -> T:
         receiving, sending = os.pipe()
         sys.stdout.flush()
         sys.stderr.flush()
+        collects = gc.isenabled()
         with starting():
             with warnings.catch_warnings():
                 # Of forks beside threads: the copy uses nothing that those of the original may hold.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 parent, child = os.getpid(), os.fork()
             if child == 0:
+                leave_inherited(collects=collects)
                 _run(work, (receiving, sending), printed, (parent, folder))
         os.close(sending)
         try:
@@ -88,7 +91,6 @@ def _run(
 ) -> NoReturn:
     """The whole life of the copy; never returns, since what lies above on the stack belongs to the original."""
     status, (receiving, sending), (parent, folder) = 1, pipe_ends, of
-    leave_inherited()
     try:
         os.close(receiving)
         threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
