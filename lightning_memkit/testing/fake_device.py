@@ -12,6 +12,7 @@ accelerator of its process (`torch.accelerator`) until that ends; torch has plac
 
 import atexit
 import ctypes
+import gc
 import hashlib
 import os
 import shutil
@@ -157,6 +158,8 @@ class FakeDevice:
 def fake_device(budget_bytes: int | None = None, fail_at: int | None = None) -> Iterator[FakeDevice]:
     """Use the device "fake", with counts from zero; the limits before are back after it.
 
+    Garbage of earlier uses is collected first: let go of within, it would lower what is read there.
+
     Args:
         budget_bytes: live bytes above this raise `torch.OutOfMemoryError`.
         fail_at: the index of the allocation (0 for the first within) that raises `torch.OutOfMemoryError`.
@@ -166,6 +169,7 @@ def fake_device(budget_bytes: int | None = None, fail_at: int | None = None) -> 
     """
     device = _loaded()
     before = device._limits
+    gc.collect()
     device.reset_counts()
     device.reset_peak()
     device.set_limits(budget_bytes, fail_at)
