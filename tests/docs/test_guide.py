@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_docs import as_script
+from tests.docs.test_pages import as_script
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "guide.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "guide.md"
 
 
 def test_the_table_of_cards_is_the_printed_one(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ import lightning_memkit
 from lightning_memkit.data.shares import DocumentOptions
 from lightning_memkit.plugins.packed_data import BatchOptions
 
-PAGE = (Path(__file__).resolve().parent.parent / "docs" / "from-hugging-face.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "from-hugging-face.md").read_text(encoding="utf-8")
 ROWS = [
     [cell.strip() for cell in line.strip("|").split(" | ")]
     for line in PAGE.splitlines()

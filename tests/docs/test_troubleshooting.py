@@ -9,7 +9,7 @@ import pytest
 
 import lightning_memkit
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path(lightning_memkit.__file__).parent
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 # Code with a space in the first column of a table is a quoted message; other code there is a name.

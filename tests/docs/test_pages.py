@@ -15,7 +15,7 @@ import yaml
 
 import lightning_memkit
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGE_SECONDS = 240
 FENCE = re.compile(
