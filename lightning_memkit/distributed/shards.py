@@ -1,5 +1,6 @@
 """Which part of a sharded tensor this rank keeps."""
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -34,9 +35,10 @@ def sharded_like(whole: Tensor, tensor: Tensor) -> Tensor:
     """
     if not isinstance(tensor, DTensor):
         return whole.clone()
-    part = whole[tuple(slice(start, end) for start, end in local_box(tensor))].clone()
-    layout = {"shape": tensor.shape, "stride": tensor.stride()}
-    return DTensor.from_local(part, tensor.device_mesh, tensor.placements, run_check=False, **layout)
+    # `DTensor.from_local` would put it on the mesh's device, where what FSDP2 offloads has no room.
+    part = torch.empty_like(tensor, dtype=whole.dtype)
+    local_part(part).copy_(whole[tuple(slice(start, end) for start, end in local_box(tensor))])
+    return part
 
 
 def local_part(tensor: Tensor) -> Tensor:

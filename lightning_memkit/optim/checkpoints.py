@@ -91,7 +91,7 @@ def install_checkpoint_hooks(optimizer: Optimizer, rounding: StochasticRounding)
 
 def as_low(name: str, saved: Tensor) -> Tensor:
     """A low half as the steps use it, out of a state dict."""
-    return _same_bits(saved, torch.int16) if name == LOW_HALF and saved.dtype == torch.bfloat16 else saved
+    return saved.view(torch.int16) if name == LOW_HALF and saved.dtype == torch.bfloat16 else saved
 
 
 def _gatherable(state: Any) -> Any:
@@ -99,14 +99,10 @@ def _gatherable(state: Any) -> Any:
     low = state.get(LOW_HALF) if isinstance(state, dict) else None
     if low is None or not hasattr(low, "to_local"):
         return state
-    return {**state, LOW_HALF: _same_bits(low, torch.bfloat16)}
-
-
-def _same_bits(tensor: Any, dtype: torch.dtype) -> Any:
-    if not hasattr(tensor, "to_local"):
-        return tensor.view(dtype)
-    local, shape = tensor.to_local().view(dtype), {"shape": tensor.shape, "stride": tensor.stride()}
-    return type(tensor).from_local(local, tensor.device_mesh, tensor.placements, run_check=False, **shape)
+    return {
+        **state,
+        LOW_HALF: low.view(torch.bfloat16),
+    }  # where it is: `DTensor.from_local` would move an offloaded one
 
 
 def _hide(state: Any) -> Any:

@@ -54,6 +54,7 @@ class Choice:
         plugins: of the Trainer.
         callbacks: of the Trainer.
         optimizer: in the place of the module's own.
+        shards: whether each rank has a part of the weights.
     """
 
     column: str
@@ -63,6 +64,7 @@ class Choice:
     plugins: tuple[Part, ...] = ()
     callbacks: tuple[Part, ...] = ()
     optimizer: EightBit | None = None
+    shards: bool = False
 
 
 @dataclass(frozen=True)
@@ -137,8 +139,8 @@ def shardings() -> tuple[Choice, ...]:
     """How many ranks share what is trained, from what sends the least to what keeps the least."""
     return (
         Choice(column="ranks", name=DDP, arguments={"strategy": "ddp"}),
-        Choice(column="ranks", name=_STAGE_2, arguments={"strategy": Sharding(stage=2)}),
-        Choice(column="ranks", name=_STAGE_3, arguments={"strategy": Sharding(stage=3)}),
+        Choice(column="ranks", name=_STAGE_2, arguments={"strategy": Sharding(stage=2)}, shards=True),
+        Choice(column="ranks", name=_STAGE_3, arguments={"strategy": Sharding(stage=3)}, shards=True),
     )
 
 
@@ -203,7 +205,7 @@ def families(columns: Mapping[str, tuple[Choice, ...]]) -> Iterator[Family]:
 
 def refusal(family: Family) -> str:
     """Why two of its choices can't go together; empty where they can."""
-    shards = isinstance(family["ranks"].arguments.get("strategy"), Sharding)
+    shards = family["ranks"].shards
     released = family["gradients"].name == RELEASED
     if released and family["ranks"].name == DDP:
         return "DDP reduces gradients after the hooks that would step on them"

@@ -12,10 +12,11 @@ class Floor:
     Args:
         module: with the shapes of its parameters.
         ranks: how many there are.
+        on_host: whether they may be the host's, as the strategy was given: then nothing is known of the device.
     """
 
-    def __init__(self, module: nn.Module, ranks: int) -> None:
-        self._parameters = list(module.parameters())
+    def __init__(self, module: nn.Module, ranks: int, on_host: bool = False) -> None:
+        self._parameters = [] if on_host else list(module.parameters())
         self._ranks = ranks
 
     def __call__(self, family: Family) -> int:

@@ -53,7 +53,10 @@ def _searched(families: Sequence[Family], problem: Problem) -> tuple[tuple[Row, 
         if most is group or kind in too_much or not any(row.prediction for row in own):
             continue
         least = _without(most, missing)[-1]
-        if not any(row.fits for row in own) and not problem.row(least, problem.sizes_of(least)[0]).fits:
+        if any(row.fits for row in own):
+            continue
+        bound = problem.row(least, problem.sizes_of(least)[0])
+        if bound.failed is None and not bound.fits:  # a step that fails says nothing of the others
             too_much[kind] = least["offload"].name
     left = set(_without(families, missing))
     rows = [row for row in rows if row.family in left]

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_memkit.data.sampling_order import GlobalNumbers
@@ -27,6 +28,7 @@ from lightning_memkit.plugins._planned_predictions import Parts, Predictions, li
 from lightning_memkit.plugins.activation_checkpointing import ActivationCheckpointing
 from lightning_memkit.plugins.activation_offload import ActivationOffload
 from lightning_memkit.plugins.chunked_loss import ChunkedLoss
+from lightning_memkit.plugins.fsdp2 import FSDP2Strategy
 from lightning_memkit.plugins.gradient_release import GradientRelease
 from lightning_memkit.plugins.memory_budget import MemoryBudget
 from lightning_memkit.plugins.optimizer_offload import OptimizerOffload
@@ -91,7 +93,7 @@ def plan(
         sizes=sizes,
         usable_bytes=budget.usable_bytes(),
         beside_bytes=0 if device is None else device.context_bytes,
-        floor=Floor(seen, ranks),
+        floor=Floor(seen, ranks, on_host=_may_offload(given.get("strategy"))),
         times=_times(budget, device, nodes),
         goal=budget.goal,
         host_bytes_per_second=1.0 if device is None else device.host_bytes_per_second,
@@ -132,7 +134,9 @@ def _columns(
             columns["states"] = choices.optimizer_states(eight_bit_for(ask))
         except UnavailableError as error:
             missing[error.column] = error.reason
-    return columns | {name: (Choice(column=name, name=GIVEN),) for name in decided}, missing
+    shards = {"ranks": _shards(given.get("strategy"))}
+    kept = {name: (Choice(column=name, name=GIVEN, shards=shards.get(name, False)),) for name in decided}
+    return columns | kept, missing
 
 
 def _hint(rows: Sequence[Row], problem: Problem, ask: Callable[[Callback], None]) -> str:
@@ -163,6 +167,18 @@ def _ranks(given: Mapping[str, Any]) -> tuple[int, int]:
         return len(devices) * nodes, nodes
     counted = str(devices) if devices is not None else ""
     return (int(counted) if counted.isdecimal() else 1) * nodes, nodes
+
+
+def _shards(strategy: Any) -> bool:
+    """Whether a strategy shares weights out among the ranks."""
+    return strategy == FSDP2Strategy.strategy_name or isinstance(strategy, ModelParallelStrategy)
+
+
+def _may_offload(strategy: Any) -> bool:
+    """Whether a strategy may keep weights in the host's memory."""
+    if isinstance(strategy, FSDP2Strategy):
+        return strategy.sharding.cpu_offload
+    return isinstance(strategy, ModelParallelStrategy)  # which shards as the module says
 
 
 def _given_columns(given: Mapping[str, Any]) -> list[str]:

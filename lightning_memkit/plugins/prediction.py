@@ -87,7 +87,8 @@ def predict_memory(
     `assumed` says where that was needed. Code that torch.compile would run is predicted as eager code.
 
     Several ranks, on any number of nodes, are predicted from this one process: the result is the rank's that holds the
-    most. DDP's buckets, ZeRO-1's shares and what FSDP2 gathers, fetches ahead and reduces are counted.
+    most. DDP's buckets, ZeRO-1's shares and what FSDP2 gathers, fetches ahead and reduces are counted; what FSDP2
+    offloads is the host's, where the CPU steps it.
 
     Args:
         module: a LightningModule; or a function without arguments that builds one, for models that this host can't

@@ -35,10 +35,12 @@ class HostMemory:
     Attributes:
         live_bytes: what they take now.
         peak_bytes: what they took at most.
+        has_shards: whether weights are there, which the CPU steps.
     """
 
     def __init__(self) -> None:
         self.live_bytes = self.peak_bytes = 0
+        self.has_shards = False
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._is_asked = False
 

@@ -44,9 +44,16 @@ _TO_FLOAT32 = {
 
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """Within it the choices by device are those of CUDA; for a copy of the process."""
+    """Within it operators' choices by device are those of CUDA; for a copy of the process."""
     choices = _Choices()
-    with _lists_by_default(), _in_large_pieces(), _whole_tensors(), _in_backward_too(choices), choices:
+    with _in_backward_too(choices), choices:
+        yield
+
+
+@contextmanager
+def steps_as_on_cuda() -> Iterator[None]:
+    """Within it optimizers' choices by device are those of CUDA; for a copy of the process."""
+    with _lists_by_default(), _in_large_pieces(), _whole_tensors():
         yield
 
 

@@ -28,6 +28,7 @@ from typing_extensions import Self
 from lightning_memkit.errors import PredictionError
 from lightning_memkit.memory.meter import tensors_in, unmetered
 from lightning_memkit.prediction.devices import Device
+from lightning_memkit.prediction.host_shards import host_shards
 from lightning_memkit.prediction.replaced import replaced
 from lightning_memkit.prediction.result import Prediction
 from lightning_memkit.prediction.simulation import Simulation
@@ -60,6 +61,8 @@ class RankSimulation(Simulation):
             stack.enter_context(_largest_share_first())
             stack.enter_context(_resizes_noted(self))
             stack.enter_context(_fsdp_buffers_named(self))
+            if self._device is not None:
+                stack.enter_context(host_shards(self.host))
             super().__enter__()
             self._world = stack.pop_all()
         return self
@@ -76,6 +79,8 @@ class RankSimulation(Simulation):
     def begin_training(self, module: nn.Module) -> None:
         """Set-up is over, of which what is alive counts: whole weights were the host's until they were sharded."""
         self._forget_setup()
+        if self.host.has_shards:
+            self._device_steps.close()  # the CPU steps
         self.watch(module)
 
     def result(self) -> Prediction:
@@ -92,6 +97,10 @@ class RankSimulation(Simulation):
         self.stream = (
             0 if stream is self._default else self._streams.setdefault(stream, 1 + len(self._streams))
         )
+        if self._is_the_hosts([*args, *(kwargs or {}).values()]):
+            return self.host.room(
+                lambda: super(RankSimulation, self).__torch_dispatch__(func, types, args, kwargs)
+            )
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if func.namespace == "c10d" and self._device is None:
             copied = _copied_by_gloo(func, args)
@@ -99,6 +108,13 @@ class RankSimulation(Simulation):
                 self._pass_through(copied, str(func))
                 self._reach(self.live_bytes + copied)
         return out
+
+    def _is_the_hosts(self, arguments: list[Any]) -> bool:
+        """Whether the CPU computes: on shards that FSDP2 offloads, beside scalars at most; or for their step."""
+        if not self.host.has_shards:
+            return False
+        found = [tensor for tensor in tensors_in(arguments) if tensor.dim()]
+        return all(self.host.has(tensor) for tensor in found) if found else self.phase == "optimizer"
 
     @contextmanager
     def communicating(self) -> Iterator[None]:

@@ -24,7 +24,7 @@ from lightning_memkit.prediction.fakes import Fakes, casts_in_place, fake_in_pla
 from lightning_memkit.prediction.host_memory import HostMemory, offloads
 from lightning_memkit.prediction.known_values import KnownValues
 from lightning_memkit.prediction.own_kernels import without_kernels
-from lightning_memkit.prediction.persona import as_on_cuda
+from lightning_memkit.prediction.persona import as_on_cuda, steps_as_on_cuda
 from lightning_memkit.prediction.recording import noted_recording
 from lightning_memkit.prediction.result import Prediction
 from lightning_memkit.prediction.work import WorkLog
@@ -58,6 +58,7 @@ class Simulation(AnatomyMeter):
         self.phase_peaks: dict[Phase, int] = {}
         self._parameters: list[Callable[[], Iterable[Tensor]]] = []
         self._owners = Owners()
+        self._device_steps = ExitStack()
         self._timeline: list[int] = []
         self._entered = ExitStack()
 
@@ -71,6 +72,7 @@ class Simulation(AnatomyMeter):
                 stack.enter_context(self._counted_random_states())
             else:
                 stack.enter_context(as_on_cuda())
+                stack.enter_context(self._device_steps).enter_context(steps_as_on_cuda())
                 stack.enter_context(offloads(self.host, self, self.values.assumed))
             stack.enter_context(self.fakes.mode)
             stack.enter_context(self._owners)

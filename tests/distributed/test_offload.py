@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from lightning_memkit import ActivationOffload, FSDP2Strategy, predict_memory
+from lightning_memkit import ActivationOffload, FSDP2Strategy, PureBF16Precision, predict_memory
 from lightning_memkit.checkpoints.sharded import gather
 from tests.activations.offload_models import ids
 from tests.distributed.launch import two_ranks
-from tests.distributed.two_ranks_offload import Module
+from tests.distributed.two_ranks_offload import COMPENSATIONS, Module
 from tests.testing.needs import NEEDS_COMPILER
 
 pytestmark = NEEDS_COMPILER
@@ -66,12 +66,28 @@ def test_weights_gradients_and_states_are_on_the_host_too(found):
 
 
 @pytest.mark.parametrize("offloads", [False, True])
-def test_a_rank_takes_what_was_predicted(found, offloads):
+@pytest.mark.parametrize("on_the_host", [False, True])
+def test_a_rank_takes_what_was_predicted(found, on_the_host, offloads):
     callbacks = [ActivationOffload(min_bytes=4096)] if offloads else []
-    trainer = {"strategy": FSDP2Strategy(), "devices": 2, "callbacks": callbacks}
+    strategy = FSDP2Strategy(cpu_offload=on_the_host)
+    trainer = {"strategy": strategy, "devices": 2, "callbacks": callbacks}
     predicted = predict_memory(Module(), ids(), trainer=trainer, device="rtx4090")
-    here = found["rank 0"]["FSDP2Strategy", offloads]
+    here = found["rank 0"]["FSDP2Strategy on the host" if on_the_host else "FSDP2Strategy", offloads]
     assert predicted.peak_bytes == pytest.approx(here["between"] + here["peak"], abs=1024)  # counts of steps
+    assert (predicted.host_bytes > 0) == (on_the_host or offloads)
+
+
+@pytest.mark.parametrize("mode", COMPENSATIONS, ids=" ".join)
+def test_shards_on_the_host_are_compensated_and_saved_there(found, mode):
+    plugins = {"plugins": [PureBF16Precision(*mode)]}
+    trainer = {"strategy": FSDP2Strategy(cpu_offload=True), "devices": 2, **plugins}
+    predicted = predict_memory(Module(), ids(), trainer=trainer, device="rtx4090")
+    here = found["rank 0"][mode[0]]
+    assert here["save"] == 0
+    assert predicted.peak_bytes == pytest.approx(here["between"] + here["peak"], abs=1024)
+    # The host takes what a rank takes that has no other device, less the batch.
+    alone = predict_memory(Module(), ids(), trainer={**trainer, "strategy": FSDP2Strategy()})
+    assert predicted.host_bytes == pytest.approx(alone.phases["optimizer"] - ids().nbytes, abs=1024)
 
 
 @pytest.mark.parametrize("strategy", ["FSDP2Strategy", "FSDP2Strategy on the host"])

@@ -20,7 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import lightning_memkit
-from lightning_memkit import ActivationOffload, FSDP2Strategy, StreamingCheckpointIO, checkpoint_modules
+from lightning_memkit import (
+    ActivationOffload,
+    FSDP2Strategy,
+    PureBF16Precision,
+    StreamingCheckpointIO,
+    checkpoint_modules,
+)
 from lightning_memkit.activations.offload import offload_activations
 from lightning_memkit.testing import fake_device
 from lightning_memkit.testing.fake_device import FakeDevice
@@ -31,6 +37,7 @@ from tests.plugins.ranks import leave, whole
 # 5 x 7 tokens: no activation has as many elements as a parameter.
 ROWS, LENGTH = 5, 7
 STEPS = 3  # of trainers
+COMPENSATIONS: tuple[tuple[Any, Any], ...] = (("kahan", "compact"), ("split", "exact"))
 
 
 def built(kind: str) -> nn.Module:
@@ -105,19 +112,24 @@ class Counts(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.found["weights"] = {name: whole(value) for name, value in pl_module.state_dict().items()}
         if isinstance(trainer.strategy, FSDP2Strategy):
+            live = self.device.live_bytes
+            self.device.reset_peak()
             trainer.save_checkpoint(self.target)
+            self.found["save"] = self.device.peak_bytes - live
             for parameter in pl_module.parameters():  # what a thread writes is a copy in the host's memory
                 parameter.detach().zero_()
 
 
-def fitted(device: FakeDevice, target: Path, strategy: Any, *callbacks: Callback) -> dict[str, Any]:
+def fitted(device: FakeDevice, target: Path, strategy: Any, *extras: Any) -> dict[str, Any]:
     torch.manual_seed(0)
     counts = Counts(device, target)
     module = Module().to(device.torch_device)
+    callbacks = [extra for extra in extras if isinstance(extra, Callback)]
+    plugins = [extra for extra in extras if not isinstance(extra, Callback)]
     trainer = Trainer(
         **on_fake_ranks(2), strategy=strategy, callbacks=[*callbacks, counts], max_epochs=1, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        use_distributed_sampler=False, plugins=[StreamingCheckpointIO(asynchronous=True)],
+        use_distributed_sampler=False, plugins=[StreamingCheckpointIO(asynchronous=True), *plugins],
     )  # fmt: skip
     batches = [ids(seed=2 * step + int(os.environ["RANK"])) for step in range(STEPS)]
     trainer.fit(module, DataLoader(batches, batch_size=None))  # pyright: ignore[reportArgumentType]
@@ -147,6 +159,10 @@ def by_trainers(device: FakeDevice, folder: Path) -> dict[str, Any]:
             callbacks = [ActivationOffload(min_bytes=4096)] if offloads else []
             key = f"{name} on the host" if options else name
             found[key, offloads] = fitted(device, folder / f"{key} {offloads}", strategy, *callbacks)
+    for mode, states in COMPENSATIONS:
+        strategy = FSDP2Strategy(cpu_offload=True, process_group_backend=BACKEND)
+        precision = PureBF16Precision(mode, states)
+        found[mode] = fitted(device, folder / mode, strategy, precision)
     return found
 
 

@@ -7,6 +7,9 @@ import pytest
 
 from lightning_memkit.memory.anatomy import Anatomy
 from lightning_memkit.planning.choices import (
+    ACTIVATIONS,
+    STATES,
+    STATES_AND_ACTIVATIONS,
     Choice,
     Family,
     checkpointings,
@@ -153,6 +156,21 @@ def test_where_nothing_fits_every_row_says_why():
     rows, _ = search(all_families(), problem(Formula(), 100))
     assert rows
     assert all(row.rejected for row in rows)
+
+
+def test_where_what_keeps_the_least_fails_what_keeps_more_is_tried():
+    class Failing(Formula):
+        def bytes(self, family: Family, rows: int) -> int:
+            return super().bytes(family, rows) // (2 if family["offload"].name == ACTIVATIONS else 1)
+
+        def __call__(self, family: Family, rows: int) -> Prediction:
+            if family["offload"].name in (STATES, STATES_AND_ACTIVATIONS):
+                raise ValueError("a strategy that has the states")
+            return super().__call__(family, rows)
+
+    columns = {"precision": precisions(None)[:1], "offload": offloads(DEVICES["rtx4090"])}
+    rows, _ = search(all_families(**columns), problem(Failing(), 900))
+    assert {row.family["offload"].name for row in rows if row.fits} == {ACTIVATIONS}
 
 
 def test_a_device_without_bfloat16_has_float16():

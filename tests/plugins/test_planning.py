@@ -301,6 +301,30 @@ def test_ranks_are_a_column_where_there_are_several():
     }
 
 
+def test_a_strategy_that_offloads_is_planned_with_what_it_leaves_on_the_device():
+    def deep():
+        return Language(width=1024, layers=12)
+
+    def found(offloads):
+        fixed = {
+            "devices": 2,
+            "strategy": FSDP2Strategy(cpu_offload=offloads),
+            "plugins": PureBF16Precision(),
+            "callbacks": [ActivationCheckpointing("full")],
+        }
+        return plan(deep, given_batch(), Budget("180MiB", "rtx4090"), trainer=fixed)
+
+    assert "weights and gradients alone take" in str(found(offloads=False))
+    within = found(offloads=True)
+    best = within.best
+    assert best.prediction is not None
+    assert "states of sharded parameters can't be offloaded here" in str(within)
+    assert "a step fails" not in str(within)
+    a_rank = sum(2 * parameter.numel() for parameter in deep().parameters()) / 2
+    assert best.taken_bytes < 180 * 2**20 < 2 * a_rank  # weights and gradients
+    assert best.prediction.host_bytes > 5 * a_rank  # those, compensation and two moments
+
+
 def test_nothing_of_the_users_is_touched():
     module, given = Language(), given_batch()
     before = {name: value.clone() for name, value in module.state_dict().items()}

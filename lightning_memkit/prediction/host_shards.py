@@ -1,0 +1,71 @@
+"""FSDP2's shards in the memory of a host whose GPU is not there: gathered on the device, stepped by the CPU.
+
+Where FSDP2 offloads (`CPUOffloadPolicy`), it moves shards to the host when it makes them, copies of them to the device
+when it gathers, and gradients to the host when they are reduced. In a simulation device and host are one to torch, and
+these moves are none; within `host_shards` they are made.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_memkit.prediction.host_memory import HostMemory
+from lightning_memkit.prediction.replaced import replaced
+
+
+@contextmanager
+def host_shards(host: HostMemory) -> Iterator[None]:
+    """Within it what FSDP2 offloads is the host's."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    def to_host(tensor: Tensor) -> Tensor:
+        host.has_shards = True
+        return tensor if host.has(tensor) else host.room(lambda: torch.empty_like(tensor))
+
+    def to_device(tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype) if host.has(tensor) else tensor
+
+    def moving(function: Callable[..., Any], moved: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with _Moves(moved):
+                return function(*args, **kwargs)
+
+        return run
+
+    def offloaded(function: Callable[..., Any], moved: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+        there = moving(function, moved)
+
+        def run(parameter: Any, *args: Any, **kwargs: Any) -> Any:
+            return (there if parameter.offload_to_cpu else function)(parameter, *args, **kwargs)
+
+        return run
+
+    plain_reduce: Any = groups.foreach_reduce
+    with ExitStack() as stack:
+        for name in ("_init_sharded_param", "reset_sharded_param"):
+            stack.enter_context(replaced(FSDPParam, **{name: offloaded(getattr(FSDPParam, name), to_host)}))
+        gathered: Any = FSDPParam.all_gather_inputs
+        inputs = property(offloaded(gathered.fget, to_device))
+        stack.enter_context(replaced(FSDPParam, all_gather_inputs=inputs))
+        stack.enter_context(replaced(groups, foreach_reduce=moving(plain_reduce, to_host)))
+        yield
+
+
+class _Moves(TorchFunctionMode):
+    """Makes the copies of `Tensor.to(device)` and `Tensor.cpu()`, which a simulation's only device does not need."""
+
+    def __init__(self, moved: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._moved = moved
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.cpu or (func is Tensor.to and isinstance(args[1], torch.device)):
+            return self._moved(args[0])
+        if func is Tensor.pin_memory:
+            return args[0]
+        return func(*args, **(kwargs or {}))
