@@ -64,8 +64,10 @@ class _Moves(TorchFunctionMode):
         self._moved = moved
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.cpu or (func is Tensor.to and isinstance(args[1], torch.device)):
+        kwargs = kwargs or {}
+        to_a_device = any(isinstance(one, torch.device) for one in (*args[1:], *kwargs.values()))
+        if func is Tensor.cpu or (func is Tensor.to and to_a_device):
             return self._moved(args[0])
         if func is Tensor.pin_memory:
             return args[0]
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
