@@ -52,6 +52,7 @@ _BY_PARAMETER = (
 )
 # Of those, the ones that take norms or products of a whole parameter: on shards that takes all ranks.
 _REDUCE_WITHIN_A_PARAMETER = ("Adafactor", "Muon", "StableAdamW")
+_TORCHS_OWN = ("aten", "prim", "prims", "profiler", "c10d", "_c10d_functional")  # namespaces of operators
 
 
 class Journal:
@@ -295,15 +296,23 @@ def _note_overrides(optimizer: Any) -> None:
 
 
 def _allocations(optimizer: Optimizer, act: Callable[[], object]) -> int:
-    """How often an action allocates on the parameters' devices; off CUDA, everywhere."""
+    """How often an action allocates on the parameters' devices, at most; off CUDA, everywhere."""
     on_cuda = {slot.parameter.device for slot in slots(optimizer) if slot.parameter.device.type == "cuda"}
     if not on_cuda:
-        with ByteMeter() as meter:
+        with _Allocations() as meter:
             act()
         return meter.allocations
     before = sum(_allocations_so_far(device) for device in on_cuda)
     act()
     return sum(_allocations_so_far(device) for device in on_cuda) - before
+
+
+class _Allocations(ByteMeter):
+    """Counts an operator of another library as an allocation: those that it makes within are not seen."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.allocations += func.namespace not in _TORCHS_OWN
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def _allocations_so_far(device: torch.device) -> int:

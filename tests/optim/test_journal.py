@@ -5,6 +5,7 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
+import bitsandbytes
 import lion_pytorch
 import pytest
 import torch
@@ -251,6 +252,17 @@ def test_a_trial_tells_whether_warm_steps_take_memory(fused: bool, needed: bool)
         set_gradients(parameters, seed)
         optimizer.step()
         assert journal.needed is (needed or seed == 0)  # the first step is cold
+
+
+def test_steps_of_another_librarys_operators_may_take_memory_that_nobody_sees() -> None:
+    parameters = weights()
+    optimizer = bitsandbytes.optim.AdamW8bit(parameters)
+    journal = journal_steps(optimizer)
+    journal.measure_next_warm_step()
+    for seed in range(2):
+        set_gradients(parameters, seed)
+        optimizer.step()
+    assert journal.needed
 
 
 def test_ranks_can_agree_after_the_closure_and_before_anything_changes() -> None:
