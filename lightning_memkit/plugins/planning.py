@@ -134,8 +134,9 @@ def _columns(
             columns["states"] = choices.optimizer_states(eight_bit_for(ask))
         except UnavailableError as error:
             missing[error.column] = error.reason
-    shards = {"ranks": _shards(given.get("strategy"))}
-    kept = {name: (Choice(column=name, name=GIVEN, shards=shards.get(name, False)),) for name in decided}
+    kept = {name: (Choice(column=name, name=GIVEN),) for name in decided}
+    if "ranks" in kept:
+        kept["ranks"] = (Choice(column="ranks", name=GIVEN, shards=_shards(given.get("strategy"))),)
     return columns | kept, missing
 
 

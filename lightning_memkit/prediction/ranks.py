@@ -114,7 +114,9 @@ class RankSimulation(Simulation):
         if not self.host.has_shards:
             return False
         found = [tensor for tensor in tensors_in(arguments) if tensor.dim()]
-        return all(self.host.has(tensor) for tensor in found) if found else self.phase == "optimizer"
+        if found:
+            return all(self.host.has(tensor) for tensor in found)
+        return self.phase == "optimizer" and not torch.is_grad_enabled()  # else its closure has begun
 
     @contextmanager
     def communicating(self) -> Iterator[None]:

@@ -90,6 +90,22 @@ def test_shards_on_the_host_are_compensated_and_saved_there(found, mode):
     assert predicted.host_bytes == pytest.approx(alone.phases["optimizer"] - ids().nbytes, abs=1024)
 
 
+def test_what_a_forward_makes_from_nothing_is_on_the_device():
+    """A forward within the closure of a step; its first operator has no tensor to tell where it is."""
+
+    class Positions(Module):
+        def training_step(self, batch, batch_idx):
+            table = torch.arange(1 << 20, dtype=torch.float32)
+            return super().training_step(batch, batch_idx) + 0 * (table * 2).cos()[0]
+
+    trainer = {"strategy": FSDP2Strategy(cpu_offload=True), "devices": 2}
+    with_table, without = (
+        predict_memory(module, ids(), trainer=trainer, device="rtx4090") for module in (Positions(), Module())
+    )
+    assert with_table.host_bytes == without.host_bytes
+    assert with_table.phases["forward"] > without.phases["forward"] + (8 << 20)
+
+
 @pytest.mark.parametrize("strategy", ["FSDP2Strategy", "FSDP2Strategy on the host"])
 def test_threads_write_copies_of_what_devices_held(found, folder, strategy):
     saved = gather(folder / f"{strategy} True")["state_dict"]
