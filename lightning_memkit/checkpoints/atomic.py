@@ -16,6 +16,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from lightning_memkit.checkpoints.writeback import StreamedFile
+from lightning_memkit.memory.units import format_bytes
+
 try:
     import fcntl
 except ImportError:  # Windows: there an open file can't be removed, which serves as the lock
@@ -24,6 +27,16 @@ except ImportError:  # Windows: there an open file can't be removed, which serve
 PARTIAL = ".memkit-partial"
 PREVIOUS = ".memkit-previous"
 CONTENTS = ".metadata"  # what makes a folder one of torch.distributed.checkpoint
+_MAKE_ROOM = "Free some, keep fewer checkpoints (ModelCheckpoint(save_top_k=...)), or give another dirpath."
+_FULL = {  # by the system's error number: what it says of a checkpoint, and the remedy
+    errno.ENOSPC: ("its file system is full", _MAKE_ROOM),
+    errno.EDQUOT: ("the quota of its file system is used up", _MAKE_ROOM),
+    errno.EFBIG: (
+        "it is larger than a file may be there",
+        "Raise the limit (`ulimit -f`), give a dirpath on another file system, or let ranks write shards "
+        "(FSDP2Strategy).",
+    ),
+}
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -35,14 +48,15 @@ def new_file(target: Path) -> Iterator[BinaryIO]:
     remove_leftovers(target.parent)
     while True:
         partial = _partial(target)
-        file = partial.open("xb", buffering=0)
+        file = StreamedFile(partial, "xb")
         if _lock(file.fileno()):
             break
         file.close()
     with file:
         try:
-            yield file
-            os.fsync(file.fileno())
+            with saying_why_full(target):
+                yield file
+                os.fsync(file.fileno())
             put(partial, target)
         finally:
             remove(partial)
@@ -65,13 +79,53 @@ def new_folder(target: Path) -> Iterator[Path]:
             break
         os.close(descriptor)
     try:
-        yield partial
-        sync_folder(partial)
+        with saying_why_full(target):
+            yield partial
+            sync_folder(partial)
         put(partial, target)
     finally:
         if descriptor is not None:
             os.close(descriptor)
         remove(partial)
+
+
+@contextmanager
+def saying_why_full(target: Path) -> Iterator[None]:
+    """Say how much room there is, and what to do, where a checkpoint does not find enough to be written."""
+    try:
+        yield
+    except Exception as error:
+        reason = why_full(error, target)
+        if reason is None or isinstance(error, FullDiskError):
+            raise
+        raise FullDiskError(reason[0], reason[1]) from error
+
+
+class FullDiskError(OSError):
+    """A checkpoint was not written, since there is no room for it; the older one stays."""
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+def why_full(error: BaseException | None, target: Path) -> tuple[int, str] | None:
+    """The number of a system's error that says that there is no room, and what to say; None for other errors."""
+    while (
+        error is not None and getattr(error, "errno", None) not in _FULL
+    ):  # torch's writer hides the system's
+        error = error.__cause__ or error.__context__
+    if error is None:
+        return None
+    number = int(getattr(error, "errno", errno.ENOSPC))
+    what, remedy = _FULL[number]
+    left = ""
+    with suppress(OSError):
+        space = shutil.disk_usage(target.parent)
+        left = f"; {format_bytes(space.free)} of {format_bytes(space.total)} are free there"
+    return number, (
+        f"{target} could not be written: {what}{left}. What was written of it is removed, and an older checkpoint of "
+        f"that name stays until the new one is whole: there has to be room for both. {remedy}"
+    )
 
 
 def put(partial: Path, target: Path) -> None:

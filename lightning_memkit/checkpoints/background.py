@@ -25,11 +25,13 @@ class BackgroundWriter:
         self._jobs: list[Future[None]] = []
         self._error: BaseException | None = None
 
-    def submit(self, job: Callable[[], object]) -> None:
-        """Have a job run after those before it."""
+    def submit(self, job: Callable[[], object]) -> Future[None]:
+        """Have a job run after those before it; the result is there when it has ended, well or not."""
         if self._executor is None:
             self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="memkit-checkpoints")
-        self._jobs.append(self._executor.submit(self._run, job))
+        ended = self._executor.submit(self._run, job)
+        self._jobs.append(ended)
+        return ended
 
     def wait(self) -> None:
         """Return when all jobs are done.

@@ -20,6 +20,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.serialization import _get_layout
 
 from lightning_memkit.checkpoints.atomic import CONTENTS
+from lightning_memkit.checkpoints.errors import CheckpointError
+from lightning_memkit.checkpoints.folder_checksums import FILE as CHECKSUMS
+from lightning_memkit.checkpoints.folder_checksums import check_file, must_have_checksums
 
 _RECORDS = (
     "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
@@ -56,11 +59,15 @@ def read_contents(folder: Path, error: type[ValueError]) -> Metadata:
     try:
         contents = _Records(io.BytesIO(path.read_bytes())).load()
         wrong = _wrong(contents)
+        if not wrong and not check_file(folder, CONTENTS) and must_have_checksums(contents):
+            wrong = f"says that there are checksums, and {CHECKSUMS} is missing"
     except _CodeError as refused:
         raise error(
             f"{path} names {refused}, which no table of contents needs and which could run code: the folder was "
             "refused and nothing was run. Load a checkpoint of your own."
         ) from None
+    except CheckpointError as damage:
+        raise error(str(damage)) from damage
     except Exception as damage:  # of whatever kind: a damaged pickle is a stray list of instructions
         raise error(
             f"{path} is damaged and can't be read ({damage!r}); nothing was loaded: copy the whole folder again, or "
@@ -81,6 +88,9 @@ def _wrong(contents: Any) -> str:
         isinstance(place.relative_path, str) and min(place.offset, place.length) >= 0 for place in places
     ):
         return "names no places in files"
+    paths = contents.planner_data
+    if paths is not None and not all(paths[name] for name in contents.state_dict_metadata):
+        return "does not say where its values belong"
     for name, record in contents.state_dict_metadata.items():
         if not isinstance(record, (BytesStorageMetadata, TensorStorageMetadata)):
             return f"holds a {type(record).__name__} for {name}"
@@ -88,6 +98,11 @@ def _wrong(contents: Any) -> str:
         if lost:
             return f"does not say where {name} is"
         if isinstance(record, TensorStorageMetadata):
+            if any(number < 0 for chunk in record.chunks for number in (*chunk.sizes, *chunk.offsets)):
+                return f"has negative sizes for {name}"
+            wide = next((chunk for chunk in record.chunks if _too_large(name, record, chunk, contents)), None)
+            if wide is not None:
+                return f"says that {name} has {tuple(wide.sizes)} values in fewer bytes than these take"
             stored = sum(math.prod(chunk.sizes) for chunk in record.chunks)
             if stored < math.prod(record.size):
                 return f"lacks parts of {name}: it has {stored:,} of {math.prod(record.size):,} values"
@@ -101,11 +116,18 @@ def _pieces(name: str, record: Any) -> Iterator[MetadataIndex]:
         yield MetadataIndex(name)
 
 
+def _too_large(name: str, record: TensorStorageMetadata, chunk: Any, contents: Metadata) -> bool:
+    """Whether a piece would be given more memory than its file has bytes for; compressed ones may."""
+    place = contents.storage_data[MetadataIndex(name, chunk.offsets)]
+    bytes_wanted = math.prod(chunk.sizes) * record.properties.dtype.itemsize
+    return not getattr(place, "transform_descriptors", None) and bytes_wanted > place.length
+
+
 def _refuse_missing(folder: Path, contents: Metadata, error: type[ValueError]) -> None:
     needed: dict[str, int] = {}
     for place in contents.storage_data.values():
         name = place.relative_path
-        if Path(name).name != name or name == "..":
+        if Path(name).name != name or name == ".." or "\0" in name:
             raise error(f"{folder / CONTENTS} names {name!r}, outside the folder: it was refused.")
         needed[name] = max(place.offset + place.length, needed.get(name, 0))
     for name, size in sorted(needed.items()):

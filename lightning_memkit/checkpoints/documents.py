@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_memkit.checkpoints.errors import CheckpointError
 
-RESERVED = ("__metadata__", "memkit/structure")  # names that a file keeps for itself
+RESERVED = ("__metadata__", "memkit/structure", "memkit/checksums")  # names that a file keeps for itself
 _WEIGHTS = "state_dict"  # its tensors go by the names that the module gives them
 _SEQUENCES: dict[Any, str] = {tuple: "tuple", set: "set", torch.Size: "Size"}
 _MAPPINGS: dict[Any, str] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter"}
@@ -26,7 +26,7 @@ _TEXTS: dict[str, Callable[[str], Any]] = {
     "float": float,
     "complex": complex,
     "bytes": lambda text: base64.b64decode(text),
-    "dtype": lambda name: _dtype_of(name),
+    "dtype": lambda name: dtype_of(name),
     "device": torch.device,
 }
 _REMEDIES = {
@@ -271,7 +271,8 @@ def _memory(value: Tensor, name: str) -> Any:
     return (*place, value.dtype, value.shape, value.stride(), value.is_conj(), value.is_neg())
 
 
-def _dtype_of(name: str) -> torch.dtype:
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype of a name without `torch.`; CheckpointError if there is none."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(

@@ -12,7 +12,7 @@ from lightning_memkit.checkpoints.documents import Document, encode
 from lightning_memkit.checkpoints.pickles import read_torch_file
 
 
-def save(state: Any, path: str | Path) -> None:
+def save(state: Any, path: str | Path, *, checksums: bool = True) -> None:
     """Write a nested state as one safetensors file; no second copy in memory, and at no moment half a file.
 
     Weights, what is below ``state["state_dict"]``, have their own names in it, for whoever reads safetensors. Tied
@@ -21,28 +21,31 @@ def save(state: Any, path: str | Path) -> None:
     Args:
         state: dicts, lists, tuples and sets of tensors and primitives, nested.
         path: of the file; one that stands there is replaced when the new one is on disk.
+        checksums: whether it carries those that `load` compares.
 
     Raises:
         CheckpointError: something is neither a tensor nor a primitive; nothing is written then.
         OSError: the file can't be written.
     """
-    write_document(encode(state), Path(path))
+    write_document(encode(state), Path(path), checksums=checksums)
 
 
-def write_document(document: Document, path: Path) -> None:
+def write_document(document: Document, path: Path, *, checksums: bool = True) -> None:
     """`save` for what `encode` gave."""
     with new_file(path) as file:
-        streamed.write(document, file)
+        streamed.write(document, file, with_checksums=checksums)
 
 
-def load(path: str | Path, map_location: Any = None) -> Any:
+def load(path: str | Path, map_location: Any = None, *, checked: bool = True) -> Any:
     """The state in a file that `save` or `torch.save` wrote; nothing in it is ever run.
 
-    Tensors on the CPU are a private map of the file: they take no memory of their own until somebody writes to them.
+    All of a file that `save` wrote is read once to compare its checksums. Tensors on the CPU are a private map of the
+    file: they take no memory of their own until somebody writes to them.
 
     Args:
         path: of the file.
         map_location: where tensors shall be, as for `torch.load`; a function leaves them on the CPU.
+        checked: False loads without a look at the checksums.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -54,7 +57,7 @@ def load(path: str | Path, map_location: Any = None) -> Any:
         raise FileNotFoundError(f"{path} does not exist, or is no file; give the path of a checkpoint.")
     if not streamed.is_safetensors(path):
         return read_torch_file(path, "cpu" if map_location is None else map_location)
-    state = streamed.read(path)
+    state = streamed.read(path, checked=checked)
     device = map_location.get("cpu") if isinstance(map_location, dict) else map_location
     return state if device is None or callable(device) else _moved(state, torch.device(device), {})
 

@@ -17,21 +17,34 @@ def read_torch_file(path: Path, map_location: Any = "cpu") -> Any:
         CheckpointError: it can't be read without running code, or not at all.
     """
     try:
-        mapped = zipfile.is_zipfile(path) or None  # older files are copied into memory
+        mapped = _is_zip(path) or None  # older files are copied into memory
+        if mapped:
+            _refuse_unpacking(path)
         return torch.load(path, map_location=map_location, weights_only=True, mmap=mapped)
     except Exception as error:  # of whatever kind: torch reads a stray file as instructions
         raise CheckpointError(_reason(path, error)) from error
+
+
+def _is_zip(path: Path) -> bool:
+    try:
+        return zipfile.is_zipfile(path)
+    except Exception:  # a damaged end of the archive
+        return False
+
+
+def _refuse_unpacking(path: Path) -> None:
+    """Raise for an archive whose entries are larger than it is: torch stores them as they are."""
+    with zipfile.ZipFile(path) as archive:
+        declared = sum(entry.file_size for entry in archive.infolist())
+    if declared > path.stat().st_size:
+        raise ValueError(f"its entries would take {declared:,} bytes")
 
 
 def _reason(path: Path, error: Exception) -> str:
     # torch wraps whatever goes wrong in an UnpicklingError; only some of them mean that the file asks for code.
     lines = [line.strip() for line in str(error).splitlines()]
     # "Unsupported operand" is what a text file is to it, too.
-    words = (
-        ("nsupported", "not an allowed")
-        if zipfile.is_zipfile(path)
-        else ("nsupported global", "not an allowed")
-    )
+    words = ("nsupported", "not an allowed") if _is_zip(path) else ("nsupported global", "not an allowed")
     asks = next((line for line in lines if any(word in line for word in words)), None)
     if isinstance(error, pickle.UnpicklingError) and asks is not None:
         return (
@@ -41,5 +54,5 @@ def _reason(path: Path, error: Exception) -> str:
         )
     return (
         f"{path} is no checkpoint that torch can read ({type(error).__name__}); it may be cut off, or be a file of "
-        "another kind."
+        "another kind. Load another checkpoint, or copy this one again."
     )

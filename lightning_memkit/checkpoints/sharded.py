@@ -20,10 +20,19 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.utils._pytree import tree_map_only
 
-from lightning_memkit.checkpoints.atomic import CONTENTS, new_folder
+from lightning_memkit.checkpoints.atomic import CONTENTS, new_folder, why_full
+from lightning_memkit.checkpoints.checksums import say_unchecked
 from lightning_memkit.checkpoints.contents import read_contents
 from lightning_memkit.checkpoints.documents import encode
 from lightning_memkit.checkpoints.errors import CheckpointError
+from lightning_memkit.checkpoints.folder_checksums import (
+    CheckedReader,
+    HashingWriter,
+    check_file,
+    hashed_file,
+    must_have_checksums,
+    write_checksums,
+)
 from lightning_memkit.checkpoints.pickles import read_torch_file
 from lightning_memkit.progress_bar import ProgressBar
 
@@ -43,7 +52,9 @@ def refuse_unsaveable(shares: dict[str, Any], rest: Any) -> None:
     encode(tree_map_only(Tensor, lambda _: None, shares))
 
 
-def save_sharded(shares: dict[str, Any], rest: Any, target: Path, group: Any = None) -> None:
+def save_sharded(
+    shares: dict[str, Any], rest: Any, target: Path, group: Any = None, *, checksums: bool = True
+) -> None:
     """Write a folder to which every rank adds its share; it takes the place of ``target`` when it is whole.
 
     Every rank calls it with the same path on a file system that all of them see.
@@ -54,6 +65,7 @@ def save_sharded(shares: dict[str, Any], rest: Any, target: Path, group: Any = N
         target: of the folder.
         group: of all ranks, for a thread that writes tensors in host memory while the ranks train; None for the
             one that they train with.
+        checksums: whether the folder carries those that a load compares.
 
     Raises:
         CheckpointError: something is neither a tensor nor a primitive, or another rank could not write.
@@ -66,16 +78,29 @@ def save_sharded(shares: dict[str, Any], rest: Any, target: Path, group: Any = N
         ahead = _AHEAD_BYTES if group is None else 0
         try:
             with _alone_or_not():
-                writer = dcp.FileSystemWriter(partial, per_thread_copy_ahead=ahead)
+                writer = (
+                    HashingWriter(partial, ahead)
+                    if checksums
+                    else dcp.FileSystemWriter(partial, per_thread_copy_ahead=ahead)
+                )
                 dcp.save(shares, storage_writer=writer, process_group=group)
         except CheckpointException as error:
-            raise _plain(error, f"{target} could not be written") from error
+            cause = next(iter(error.failures.values()))[0]
+            full = why_full(cause, target)
+            raise (
+                _plain(error, f"{target} could not be written")
+                if full is None
+                else CheckpointError(f"{full[1]} It happened on rank {next(iter(error.failures))}.")
+            ) from error
 
         def finish() -> None:
-            with (partial / REST).open("xb") as file:
+            found = writer.found if isinstance(writer, HashingWriter) else {}
+            with hashed_file(partial / REST, "xb", found) as file:
                 torch.save(rest, file)
                 file.flush()
                 os.fsync(file.fileno())
+            if checksums:
+                write_checksums(partial, found)
             opened.close()
 
         _first_does(finish, group)
@@ -104,9 +129,20 @@ def load_sharded(state: dict[str, Any], folder: Path) -> None:
 
 def load_rest(folder: Path) -> Any:
     """What the first rank wrote beside the shares."""
+    check_rest(folder)
+    rest = read_torch_file(folder / REST)
+    if not isinstance(rest, dict):
+        raise CheckpointError(
+            f"{folder / REST} holds a {type(rest).__name__}, not a dict: load another checkpoint."
+        )
+    return rest
+
+
+def check_rest(folder: Path) -> None:
+    """Raise CheckpointError if what the first rank wrote beside the shares is missing or damaged."""
     if not (folder / REST).is_file():
         raise CheckpointError(f"{folder} has no {REST}: a part is missing. Copy the whole folder again.")
-    return read_torch_file(folder / REST)
+    check_file(folder, REST)
 
 
 def gather(folder: Path, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Any]:
@@ -139,12 +175,14 @@ def gather(folder: Path, wanted: Callable[[str], bool] = lambda name: True) -> d
     return _as_lists(nested)
 
 
-class _Reader(dcp.FileSystemReader):
+class _Reader(CheckedReader):
     """torch's reader of a folder, but for what it would unpickle."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The table of contents, of torch's own records only; of a folder that is whole."""
         metadata = read_contents(Path(self.path), CheckpointError)
+        if not must_have_checksums(metadata):
+            say_unchecked(Path(self.path))
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata

@@ -1,7 +1,8 @@
 """A document as one safetensors file, written tensor by tensor and read through a memory map.
 
 The library's own `save_file` wants every tensor in host memory at once; the format (a length, a JSON header, the
-bytes) is written here piece by piece instead, into any file object. Reading is the library's.
+bytes) is written here piece by piece instead, into any file object. Reading is the library's. The last tensor is a
+table of checksums of all bytes before it, which a load compares first.
 """
 
 import json
@@ -11,16 +12,19 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
-from lightning_memkit.checkpoints.documents import RESERVED, Document, decode
+from lightning_memkit.checkpoints import checksums, tables
+from lightning_memkit.checkpoints.checksums import HashedWriter, write_all
+from lightning_memkit.checkpoints.documents import RESERVED, Document, decode, dtype_of
 from lightning_memkit.checkpoints.errors import CheckpointError
 
 PIECE_BYTES = 16 * 1024**2  # what is on its way from a device to the file at any time
-STRUCTURE = RESERVED[1]  # the tensor that holds the JSON of what is no tensor
+STRUCTURE, TABLE = RESERVED[1:]  # tensors that hold the JSON of what is no tensor, and the checksums
 _FORMAT = "memkit"  # the header's entry that says which version wrote it
-_VERSION = "1"
+_VERSION = "2"
+_WITHOUT_CHECKSUMS = "1"
 _HEADER_LIMIT = 100_000_000  # the library's, in bytes
 _DTYPES = {  # those that every safetensors from 0.4.5 on reads; others are written as bytes
     torch.float64: "F64",
@@ -48,54 +52,110 @@ class Writable(Protocol):
         """Take the next bytes."""
 
 
-def write(document: Document, file: Writable) -> None:
-    """Write a document; at most a piece of 16 MiB and one tensor that is not contiguous are copied at a time."""
+def write(document: Document, file: Writable, *, with_checksums: bool = True) -> None:
+    """Write a document; at most a piece of 16 MiB and one tensor that is not contiguous are copied at a time.
+
+    Args:
+        document: what `encode` gave.
+        file: takes the bytes, in their order.
+        with_checksums: False writes the format of before there were any.
+    """
     foreign = {
         name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
         for name, tensor in document.tensors.items()
         if tensor.dtype not in _DTYPES
     }
-    content = json.dumps({"state": document.structure, "as_bytes": foreign}, separators=(",", ":"))
-    # Aliases as safetensors' own `save_model` says which names of tied weights it has left out.
+    try:
+        content = json.dumps({"state": document.structure, "as_bytes": foreign}, separators=(",", ":"))
+    except (ValueError, RecursionError) as error:  # an integer of more digits than Python converts
+        raise CheckpointError(
+            f"The state can't be written as JSON ({error}); save that entry as text."
+        ) from error
     structure = torch.frombuffer(bytearray(content.encode()), dtype=torch.uint8)
-    write_tensors({**document.tensors, STRUCTURE: structure}, {**document.aliases, _FORMAT: _VERSION}, file)
+    tensors = _ordered({**document.tensors, STRUCTURE: structure})
+    # Aliases as safetensors' own `save_model` says which names of tied weights it has left out.
+    version = _VERSION if with_checksums else _WITHOUT_CHECKSUMS
+    metadata = {**document.aliases, _FORMAT: version}
+    if not with_checksums:
+        _write(tensors, metadata, file)
+        return
+    data_bytes = sum(tensor.nbytes for _, tensor in tensors)
+    start = _start(tensors, metadata, tables.table_bytes(data_bytes))
+    hashed = HashedWriter(file, first=len(start))
+    hashed.write(start)
+    for piece in chain.from_iterable(_pieces(tensor) for _, tensor in tensors):
+        hashed.write(piece)
+    write_all(file, memoryview(tables.pack_table(hashed.checksums())))
 
 
 def write_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], file: Writable) -> None:
-    """Write tensors as a safetensors file, one after the other; tied ones have to be in there once."""
-    # Large elements first: every tensor is then aligned to its elements in the map.
-    ordered = sorted(tensors.items(), key=lambda item: -_element_bytes(item[1]))
-    header = _header(ordered, metadata)
-    file.write(len(header).to_bytes(8, "little"))
-    file.write(header)
-    for piece in chain.from_iterable(_pieces(tensor) for _, tensor in ordered):
-        _write_all(file, piece)
+    """Write tensors as a plain safetensors file, one after the other; tied ones have to be in there once."""
+    _write(_ordered(tensors), metadata, file)
 
 
-def read(path: Path) -> Any:
+def read(path: Path, *, checked: bool = True) -> Any:
     """The state in a file; its tensors are a private map of it: they take memory as they are read.
+
+    Args:
+        path: of the file.
+        checked: False does not compare its checksums.
 
     Raises:
         CheckpointError: the file is damaged, or not one that `write` wrote.
     """
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            if metadata.get(_FORMAT) != _VERSION:
-                raise CheckpointError(_not_ours(path, metadata))
-            content = json.loads(bytes(file.get_tensor(STRUCTURE).numpy()))
-            foreign = content["as_bytes"]
-
-            def tensor_of(name: str) -> Tensor:
-                tensor = file.get_tensor(name)
-                return _from_bytes(tensor, *foreign[name]) if name in foreign else tensor
-
-            return decode(content["state"], tensor_of)
-    except (SafetensorError, json.JSONDecodeError, KeyError, UnicodeDecodeError) as error:
+        found = tables.read_table(path)
+        if found is not None and checked:
+            checksums.check(path, found)
+        state, version = _read(path)
+        if found is None and version == _VERSION:
+            raise ValueError("its table of checksums is missing")
+    except CheckpointError as error:
+        raise error if str(path) in str(error) else CheckpointError(f"{path}: {error}") from error
+    except OSError:
+        raise
+    except Exception as error:  # of whatever kind: what was changed may look like anything
         raise CheckpointError(
-            f"{path} is damaged and can't be loaded ({error}): it was cut off or changed after it was written. "
-            "Load another checkpoint, or copy this one again."
+            f"{path} is damaged and can't be loaded ({type(error).__name__}: {error}): it was cut off or changed "
+            f"after it was written. {checksums.REMEDY}"
         ) from error
+    if found is None:
+        checksums.say_unchecked(path)
+    return state
+
+
+def _read(path: Path) -> tuple[Any, str]:
+    """The state, and the version of the format."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        _parsed(
+            file.read(min(length, path.stat().st_size))
+        )  # the library takes the last of two entries of one name
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata() or {}
+        version = metadata.get(_FORMAT)
+        if version not in (_VERSION, _WITHOUT_CHECKSUMS):
+            raise CheckpointError(_not_ours(path, metadata))
+        content = _parsed(bytes(file.get_tensor(STRUCTURE).numpy()))
+        foreign = content["as_bytes"]
+
+        def tensor_of(name: str) -> Tensor:
+            tensor = file.get_tensor(name)
+            return _from_bytes(tensor, *foreign[name]) if name in foreign else tensor
+
+        return decode(content["state"], tensor_of), version
+
+
+def _parsed(text: bytes) -> Any:
+    return json.loads(text, object_pairs_hook=_without_duplicates)
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"it names {next(name for name in names if names.count(name) > 1)!r} twice")
+    return found
 
 
 def is_safetensors(path: Path) -> bool:
@@ -105,18 +165,28 @@ def is_safetensors(path: Path) -> bool:
     return len(start) == 9 and int.from_bytes(start[:8], "little") <= _HEADER_LIMIT and start[8:] == b"{"
 
 
-def _header(tensors: list[tuple[str, Tensor]], metadata: Mapping[str, str]) -> bytes:
-    sizes = [tensor.numel() * tensor.element_size() for _, tensor in tensors]
-    ends = list(accumulate(sizes))
+def _ordered(tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+    """Large elements first: every tensor is then aligned to its elements in the map."""
+    return sorted(tensors.items(), key=lambda item: -_element_bytes(item[1]))
+
+
+def _write(tensors: list[tuple[str, Tensor]], metadata: Mapping[str, str], file: Writable) -> None:
+    file.write(_start(tensors, metadata))
+    for piece in chain.from_iterable(_pieces(tensor) for _, tensor in tensors):
+        write_all(file, piece)
+
+
+def _start(tensors: list[tuple[str, Tensor]], metadata: Mapping[str, str], table_bytes: int = 0) -> bytes:
+    """The header's length and the header."""
+    sizes = [tensor.nbytes for _, tensor in tensors]
+    ends = list(accumulate(sizes, initial=0))[1:]
     entries: dict[str, Any] = {"__metadata__": {**metadata, "format": "pt"}}
     for (name, tensor), size, end in zip(tensors, sizes, ends, strict=True):
         known = tensor.dtype in _DTYPES
         shape = list(tensor.shape) if known else [size]
-        entries[name] = {
-            "dtype": _DTYPES.get(tensor.dtype, "U8"),
-            "shape": shape,
-            "data_offsets": [end - size, end],
-        }
+        entries[name] = _entry(_DTYPES.get(tensor.dtype, "U8"), shape, end - size, size)
+    if table_bytes:
+        entries[TABLE] = _entry("U8", [table_bytes], sum(sizes), table_bytes)
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > _HEADER_LIMIT:
@@ -124,7 +194,11 @@ def _header(tensors: list[tuple[str, Tensor]], metadata: Mapping[str, str]) -> b
             f"The checkpoint has {len(tensors):,} tensors, whose names and shapes take {len(text):,} bytes; "
             f"safetensors allows {_HEADER_LIMIT:,}. Save fewer, larger tensors."
         )
-    return text
+    return len(text).to_bytes(8, "little") + text
+
+
+def _entry(dtype: str, shape: list[int], start: int, size: int) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, start + size]}
 
 
 def _pieces(tensor: Tensor) -> Iterator[memoryview]:
@@ -135,15 +209,8 @@ def _pieces(tensor: Tensor) -> Iterator[memoryview]:
             yield piece.cpu().numpy().data
 
 
-def _write_all(file: Writable, piece: memoryview) -> None:
-    """Unbuffered files may take less than they are given."""
-    while len(piece):
-        written = file.write(piece)
-        piece = piece[written if isinstance(written, int) else len(piece) :]
-
-
 def _from_bytes(tensor: Tensor, dtype: str, shape: list[int]) -> Tensor:
-    wanted: torch.dtype = getattr(torch, dtype)
+    wanted = dtype_of(dtype)
     if tensor.storage_offset() % wanted.itemsize:
         tensor = tensor.clone()
     return tensor.view(wanted).reshape(shape)
@@ -156,7 +223,7 @@ def _element_bytes(tensor: Tensor) -> int:
 def _not_ours(path: Path, metadata: dict[str, str]) -> str:
     if _FORMAT in metadata:
         return (
-            f"{path} is of version {metadata[_FORMAT]} of the format and this memkit reads version {_VERSION}; "
+            f"{path} is of version {metadata[_FORMAT]} of the format and this memkit reads versions up to {_VERSION}; "
             "install the memkit that wrote it."
         )
     return (

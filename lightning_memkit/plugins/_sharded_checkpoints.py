@@ -23,7 +23,9 @@ from lightning_memkit.checkpoints import sharded
 from lightning_memkit.checkpoints.background import host_copies
 from lightning_memkit.checkpoints.errors import CheckpointError
 from lightning_memkit.distributed.own_group import own_group
+from lightning_memkit.distributed.timeouts import waiting_for_ranks
 from lightning_memkit.optim.split import LOW_HALF
+from lightning_memkit.plugins._checkpoint_places import folder_of_ranks
 from lightning_memkit.plugins.checkpoint_io import StreamingCheckpointIO
 
 _OPTIMIZER = "optimizer_"  # as Lightning names an optimizer's share, with its number
@@ -34,6 +36,7 @@ def save(checkpoint: dict[str, Any], path: Path, checkpoint_io: Any) -> None:
 
     With an asynchronous StreamingCheckpointIO each rank copies its shards to host memory, and a thread writes them.
     """
+    path = folder_of_ranks(path)
     shares = {"state_dict": checkpoint.pop("state_dict")}
     states = checkpoint.pop("optimizer_states", [])
     shares |= {f"{_OPTIMIZER}{number}": state for number, state in enumerate(states)}
@@ -43,7 +46,8 @@ def save(checkpoint: dict[str, Any], path: Path, checkpoint_io: Any) -> None:
     wait_on_all_ranks(checkpoint_io)  # one copy at a time, and the error of the one before
     sharded.refuse_unsaveable(shares, checkpoint)
     copies, rest, group = host_copies(shares), host_copies(checkpoint), own_group()
-    checkpoint_io.write_later(lambda: sharded.save_sharded(copies, rest, path, group))
+    path.parent.mkdir(parents=True, exist_ok=True)  # ModelCheckpoint puts a link beside it at once
+    checkpoint_io.write_later(lambda: sharded.save_sharded(copies, rest, path, group), path)
 
 
 def is_asynchronous(checkpoint_io: Any) -> bool:
@@ -65,7 +69,9 @@ def wait_on_all_ranks(checkpoint_io: StreamingCheckpointIO) -> None:
     if dist.is_initialized():
         told = [None] * dist.get_world_size()
         reason = None if failure is None else f"{type(failure).__name__}: {failure}"
-        dist.all_gather_object(told, reason, group=own_group())
+        group = own_group()
+        with waiting_for_ranks("the last checkpoint was finished", group):
+            dist.all_gather_object(told, reason, group=group)
     if failure is not None:
         raise failure
     for rank, reason in enumerate(told):
@@ -88,6 +94,7 @@ def load_folder(
         options = StateDictOptions(cpu_offload=True)
         set_optimizer_state_dict(module, optimizer, optim_state_dict=state[name], options=options)
     if weights_only is False:  # whoever says so trusts the file
+        sharded.check_rest(path)
         return torch.load(path / sharded.REST, map_location="cpu", weights_only=False)
     return sharded.load_rest(path)
 

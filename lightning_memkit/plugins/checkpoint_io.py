@@ -7,13 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fsspec.core import url_to_fs
-from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.plugins import CheckpointIO
 
-from lightning_memkit.checkpoints import atomic, files, streamed
+from lightning_memkit.checkpoints import files, streamed
 from lightning_memkit.checkpoints.background import BackgroundWriter
 from lightning_memkit.checkpoints.documents import Document, encode
+from lightning_memkit.checkpoints.errors import CheckpointError
+from lightning_memkit.plugins._checkpoint_places import announced, place_of, remove_place
 
 _PIECE_BYTES = streamed.PIECE_BYTES
 
@@ -59,17 +59,24 @@ class StreamingCheckpointIO(CheckpointIO):
             path: a path, or a URL that fsspec can write to.
             storage_options: of the URL's file system.
         """
+        place = place_of(path, **(storage_options or {}))
         document = encode(checkpoint)
         if not self._asynchronous:
-            _write(document, path, storage_options)
+            _write(document, place)
             return
         self._writer.wait()  # one snapshot at a time, and the error of the one before
         document = files.snapshot(document)
-        self._writer.submit(lambda: _write(document, path, storage_options))
+        if not isinstance(place, Path):
+            self._writer.submit(lambda: _write(document, place))
+            return
+        place.parent.mkdir(parents=True, exist_ok=True)  # ModelCheckpoint puts a link beside it at once
+        announced.announce(place, self._writer.submit(lambda: _write(document, place)))
 
-    def write_later(self, job: Callable[[], object]) -> None:
-        """Have the thread run a job after those before it; for what a strategy writes by itself."""
-        self._writer.submit(job)
+    def write_later(self, job: Callable[[], object], path: Path | None = None) -> None:
+        """Have the thread run a job after those before it; for what a strategy writes by itself, at this path."""
+        ended = self._writer.submit(job)
+        if path is not None:
+            announced.announce(path, ended)
 
     def wait(self) -> None:
         """Return when all is written, and raise the error of what could not be."""
@@ -89,54 +96,49 @@ class StreamingCheckpointIO(CheckpointIO):
             weights_only: True in any case.
         """
         self._writer.wait()
-        remote = _remote(path)
-        if remote is None:
-            return files.load(_local(path), map_location)
-        file_system, name = remote
-        with tempfile.TemporaryDirectory(prefix="memkit-", ignore_cleanup_errors=True) as folder:
-            copy = Path(folder, "checkpoint")
-            with file_system.open(name, "rb") as source, copy.open("wb") as target:
-                shutil.copyfileobj(source, target, _PIECE_BYTES)
-            return files.load(copy, map_location)  # the map outlives the file's name
+        place = place_of(path)
+        if isinstance(place, Path):
+            announced.wait(place)  # another Trainer's thread may be about to write it
+            state = files.load(place, map_location)
+        else:
+            state = _load_copy(place, str(path), map_location)
+        if not isinstance(state, dict):
+            raise CheckpointError(
+                f"{path} holds a {type(state).__name__}, not a checkpoint; give a file that Trainer.save_checkpoint "
+                "wrote."
+            )
+        return state
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove a checkpoint, a file or a folder; after the writes before it, and not if one of them failed."""
+        place = place_of(path)
         if self._asynchronous:
-            self._writer.submit(lambda: _remove(path))
+            self._writer.submit(lambda: remove_place(place))
         else:
-            _remove(path)
+            remove_place(place)
 
     def teardown(self) -> None:
         """Wait for what is being written, and raise its error."""
         self._writer.close()
 
 
-def _write(document: Document, path: str | os.PathLike[str], storage_options: Any) -> None:
-    remote = _remote(path, **(storage_options or {}))
-    if remote is None:
-        files.write_document(document, _local(path))
+def _write(document: Document, place: Path | tuple[Any, str]) -> None:
+    if isinstance(place, Path):
+        files.write_document(document, place)
         return
-    file_system, name = remote
+    file_system, name = place
     # An object store shows an object when it is complete; elsewhere the transaction renames.
     with file_system.transaction, file_system.open(name, "wb") as file:
         streamed.write(document, file)
 
 
-def _remove(path: str | os.PathLike[str]) -> None:
-    remote = _remote(path)
-    if remote is None:
-        atomic.remove(_local(path))
-    elif remote[0].exists(remote[1]):
-        remote[0].rm(remote[1], recursive=True)
-
-
-def _remote(path: str | os.PathLike[str], **options: Any) -> tuple[Any, str] | None:
-    """The file system of a URL and the name in it; None for a path."""
-    if "://" not in str(path):
-        return None
-    file_system, name = url_to_fs(str(path), **options)
-    return None if isinstance(file_system, LocalFileSystem) else (file_system, name)
-
-
-def _local(path: str | os.PathLike[str]) -> Path:
-    return Path(str(path).removeprefix("file://"))
+def _load_copy(place: tuple[Any, str], url: str, map_location: Any) -> Any:
+    file_system, name = place
+    with tempfile.TemporaryDirectory(prefix="memkit-", ignore_cleanup_errors=True) as folder:
+        copy = Path(folder, "checkpoint")
+        with file_system.open(name, "rb") as source, copy.open("wb") as target:
+            shutil.copyfileobj(source, target, _PIECE_BYTES)
+        try:
+            return files.load(copy, map_location)  # the map outlives the file's name
+        except CheckpointError as error:  # what the user knows is the URL
+            raise CheckpointError(str(error).replace(str(copy), url)) from error

@@ -1,15 +1,23 @@
 """At no moment is there half a checkpoint, or none: kills, failures, leftovers."""
 
+import errno
+import io
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from lightning_memkit.checkpoints import atomic
+from lightning_memkit.checkpoints.errors import CheckpointError
 from lightning_memkit.checkpoints.files import load, save
+from lightning_memkit.checkpoints.sharded import gather, save_sharded
+from lightning_memkit.checkpoints.writeback import StreamedFile
 
 ROOT = Path(__file__).parents[2]
 FAST = ["file", "folder", "trainer with a thread", "ranks with a thread"]
@@ -60,6 +68,60 @@ def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path, 
     monkeypatch.undo()
     assert torch.equal(load(tmp_path / "last.ckpt")["n"], torch.ones(2))
     assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """The system refuses to write more than 100 kB into a file."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+LARGE = {"n": torch.zeros(100_000)}
+NO_ROOM: dict[str, Callable[[Path], object]] = {
+    "file": lambda path: save(LARGE, path),
+    "shards": lambda path: save_sharded(LARGE, {}, path),
+    "beside the shards": lambda path: save_sharded({}, LARGE, path),
+}
+
+
+@pytest.mark.usefixtures("small_files")
+@pytest.mark.parametrize("kind", NO_ROOM)
+def test_a_checkpoint_for_which_there_is_no_room_leaves_the_old_one_and_says_why(
+    kind: str, tmp_path: Path
+) -> None:
+    old = {"n": torch.ones(2)}
+    path = tmp_path / "last.ckpt"
+    save(old, path) if kind == "file" else save_sharded(old, {}, path)
+    with pytest.raises(
+        (atomic.FullDiskError, CheckpointError),
+        match=r"last.ckpt could not be written: it is larger than a file may be .* free there.*older.*`ulimit -f`",
+    ):
+        NO_ROOM[kind](path)
+    assert torch.equal((load(path) if kind == "file" else gather(path))["n"], old["n"])
+    assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+@pytest.mark.parametrize("kind", NO_ROOM)
+def test_a_full_disk_is_said_with_its_room_and_the_remedy(kind: str, tmp_path: Path, monkeypatch) -> None:
+    written = [0]
+
+    def write(file: Any, data: Any) -> int:
+        written[0] += len(data)
+        if written[0] > 50_000:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return io.FileIO.write(file, data)
+
+    monkeypatch.setattr(StreamedFile, "write", write)
+    with pytest.raises(
+        (atomic.FullDiskError, CheckpointError),
+        match=r"last.ckpt could not be written: its file system is full; .* of .*room for both.*save_top_k",
+    ):
+        NO_ROOM[kind](tmp_path / "last.ckpt")
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_another_process_is_writing_is_no_leftover(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -301,6 +301,55 @@ def test_fsdp2_refuses_options_of_a_checkpoint_io() -> None:
     strategy.broadcast = lambda obj, src=0: obj  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(TypeError, match="save_distributed_checkpoint=False"):
         strategy.save_checkpoint({}, "x.ckpt", storage_options={"a": 1})
+
+
+@pytest.fixture
+def no_group_left() -> Iterator[None]:
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:It is recommended to use")
+@pytest.mark.usefixtures("no_group_left")
+def test_fsdp2_finds_its_checkpoints_at_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One file wherever fsspec can write; a folder at `file://`, and refused elsewhere. No folder has a URL's name."""
+    monkeypatch.chdir(tmp_path)
+    memory = fsspec.filesystem("memory")
+    saved: list[dict[str, torch.Tensor]] = []
+
+    def run(sharded: bool, url: str, resume: str | None = None, io: Any = None) -> Trainer:
+        strategy = FSDP2Strategy(
+            blocks=["head"], save_distributed_checkpoint=sharded, process_group_backend="gloo"
+        )
+        found = fitted(io, 2 if resume else 1, resume, strategy=strategy, devices=1)
+        found.save_checkpoint(url)
+        saved.append({name: value.full_tensor() for name, value in weights_of(found).items()})  # pyright: ignore
+        return found
+
+    run(False, "memory://fsdp2/one.ckpt", io=StreamingCheckpointIO())
+    fitting = run(False, "memory://fsdp2/two.ckpt", "memory://fsdp2/one.ckpt", StreamingCheckpointIO())
+    fitting.strategy.remove_checkpoint("memory://fsdp2/one.ckpt")
+    assert [Path(name).name for name in memory.ls("/fsdp2", detail=False)] == ["two.ckpt"]
+    folder = f"file://{tmp_path}/there/one.ckpt"
+    run(True, folder)
+    assert (tmp_path / "there" / "one.ckpt" / ".metadata").is_file()
+    fitting = run(True, f"file://{tmp_path}/there/two.ckpt", folder)
+    assert all(torch.equal(saved[1][name], value) for name, value in saved[3].items())
+    fitting.strategy.remove_checkpoint(folder)
+    assert [path.name for path in (tmp_path / "there").iterdir()] == ["two.ckpt"]
+    memory.pipe("/fsdp2/folder.ckpt/.metadata", b"")
+    for call in (
+        lambda: fitting.save_checkpoint("memory://fsdp2/x.ckpt"),
+        lambda: fitting.strategy.load_checkpoint("memory://fsdp2/folder.ckpt"),
+    ):
+        with pytest.raises(
+            CheckpointError, match="is a URL, and a sharded checkpoint is a folder that all ranks see"
+        ):
+            call()
+    fitting.strategy.remove_checkpoint("memory://fsdp2/folder.ckpt")
+    assert not memory.exists("/fsdp2/folder.ckpt")
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
 
 class Plain(LightningModule):
