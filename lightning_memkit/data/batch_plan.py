@@ -6,7 +6,7 @@ The number of steps is the same in every epoch: Lightning asks for it once.
 import heapq
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,7 +56,7 @@ class PlanOptions:
 class Epoch(Protocol):
     """The batches of one epoch."""
 
-    def batch(self, step: int, rank: int) -> NDArray[np.integer]:
+    def batch(self, step: int, rank: int) -> Any:
         """The rows of a step on a rank, at least one."""
         ...
 
@@ -94,6 +94,10 @@ class BatchPlan:
         ranks: Processes that share them.
         multiple_of: What a batch's length is rounded up to.
 
+    Attributes:
+        ranks: The same.
+        is_even: Steps have equally many rows, but for the last two.
+
     Raises:
         ValueError: a row is longer than ``batch_tokens``.
     """
@@ -101,7 +105,8 @@ class BatchPlan:
     def __init__(
         self, packing: Packing, options: PlanOptions, *, ranks: int = 1, multiple_of: int = 1
     ) -> None:
-        self._packing, self._options, self._ranks, self._multiple_of = packing, options, ranks, multiple_of
+        self._packing, self._options, self._multiple_of = packing, options, multiple_of
+        self.ranks = ranks
         self._lengths = packing.row_tokens
         rows = len(self._lengths)
         self._longest = self._padded(int(self._lengths.max())) if rows else 0
@@ -109,10 +114,12 @@ class BatchPlan:
         self._order: NDArray[np.integer] | None = None  # where it is the same in every epoch
         self._buckets: NDArray[np.integer] | None = None
         self._work: NDArray[np.int64] | None = None
+        self.is_even = False
         if options.padding == "bucket":
             self._buckets = _bucket(self._lengths)
             bounds = _in_whole_steps(self._bucket_bounds(), ranks, options.drop_last)
         elif options.batch_tokens is None or not rows or self._lengths.mean() >= _NEARLY_FULL * self._longest:
+            self.is_even = True
             self._rows_each = self._capacity(self._longest)
             self._work = packing.row_work() if options.shuffle else None
             bounds = _even_steps(rows, self._rows_each, ranks, options.drop_last)
@@ -128,7 +135,7 @@ class BatchPlan:
         options, bounds = self._options, self._bounds
         if self._work is not None:
             how = DealOptions(
-                batch_size=self._rows_each, ranks=self._ranks, seed=options.seed, drop_last=options.drop_last
+                batch_size=self._rows_each, ranks=self.ranks, seed=options.seed, drop_last=options.drop_last
             )
             return deal_rows(self._work, how, epoch=number)
         if self._order is not None:
@@ -140,10 +147,10 @@ class BatchPlan:
             order = drawn[np.argsort(-self._buckets[drawn], kind="stable")]
             if options.shuffle:
                 steps = self._generator(number, 1).permutation(self.steps)
-                bounds = bounds.reshape(self.steps, self._ranks, 2)[steps].reshape(-1, 2)
+                bounds = bounds.reshape(self.steps, self.ranks, 2)[steps].reshape(-1, 2)
         else:
             order = np.arange(len(self._lengths))
-        return Ordered(order=order, bounds=bounds, ranks=self._ranks)
+        return Ordered(order=order, bounds=bounds, ranks=self.ranks)
 
     @property
     def most_tokens(self) -> int:
@@ -156,10 +163,16 @@ class BatchPlan:
         return {
             "rows": len(self._lengths),
             "tokens": self._packing.tokens,
-            "rows_per_step": (self._options.batch_size or 0) * self._ranks,
-            "tokens_per_step": (self._options.batch_tokens or 0) * self._ranks,
+            **per_step(self._options, self.ranks),
             "steps": self.steps,
         }
+
+    def least_rows_of_steps(self) -> list[int]:
+        """Rows of each step over all ranks, in any epoch; where batches meet others in every epoch, the fewest."""
+        sizes = np.diff(self._bounds).ravel()
+        if self._order is not None and self._options.shuffle:
+            return [int(np.sort(sizes)[: self.ranks].sum())] if len(sizes) else []
+        return sizes.reshape(self.steps, self.ranks).sum(axis=1).tolist()
 
     def _padded(self, longest: int) -> int:
         return rounded_length(longest, self._packing.context, self._multiple_of)
@@ -186,7 +199,11 @@ class BatchPlan:
             if ends[-1] < end:
                 each = self._capacity(min(self._padded(size), self._longest))
                 ends.extend(range(ends[-1] + each, end + each, each))
-        return list(pairwise(min(end, len(self._lengths)) for end in ends))
+        ends = [min(end, len(self._lengths)) for end in ends]
+        if len(ends) > 2 and 2 * (ends[-1] - ends[-2]) < ends[-2] - ends[-3]:
+            # A last batch of a few rows could not be shared where a resume has more ranks.
+            ends[-2] = (ends[-1] + ends[-3]) // 2
+        return list(pairwise(ends))
 
     def _greedy_bounds(self) -> list[tuple[int, int]]:
         assert self._order is not None
@@ -200,7 +217,23 @@ class BatchPlan:
             fits = int(np.searchsorted(tokens, self._options.batch_tokens or 0, side="right"))
             bounds.append((begin, begin + fits))
             begin += fits
+        if len(bounds) > 1:  # as in buckets: a last batch of a few rows takes some of the one before
+            (first, cut), (_, end) = bounds[-2:]
+            middle = (first + end) // 2
+            if 2 * (end - cut) < cut - first and self._within(padded[middle:end]):
+                bounds[-2:] = [(first, middle), (middle, end)]
         return bounds
+
+    def _within(self, padded: NDArray[np.int64]) -> bool:
+        return len(padded) * int(padded.max()) <= (self._options.batch_tokens or 0)
+
+
+def per_step(options: PlanOptions, ranks: int) -> dict[str, int]:
+    """Rows and tokens of a step over so many ranks, at the most; 0: any number."""
+    return {
+        "rows_per_step": (options.batch_size or 0) * ranks,
+        "tokens_per_step": (options.batch_tokens or 0) * ranks,
+    }
 
 
 def refuse_long_rows(longest: int, batch_tokens: int | None) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from lightning_memkit.data.parts import not_in_forks
 from lightning_memkit.data.store import TokenStore, joined
 from lightning_memkit.data.token_file import FORMAT, UnwritableError, read_store, write_store
 from lightning_memkit.progress_bar import ProgressBar
@@ -99,7 +100,7 @@ def _alone(path: Path) -> Iterator[None]:
         file = lock.open("w")
     except OSError as error:
         raise UnwritableError(f"{path} can't be written ({error})") from error
-    with file:
+    with file, not_in_forks(file):
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -14,15 +14,27 @@ from typing import Any
 
 from lightning_memkit.data.ahead import each_in_a_list
 from lightning_memkit.data.batch import PackedBatch
-from lightning_memkit.data.batch_plan import BatchPlan, Epoch, Ordered, PlanOptions
+from lightning_memkit.data.batch_plan import Epoch, Ordered, PlanOptions
 from lightning_memkit.data.host_memory import HostMemory, loader_memory, tokens_a_part
+from lightning_memkit.data.identity import refuse_other_data, with_usual
 from lightning_memkit.data.load_times import LoadTimes
 from lightning_memkit.data.packed_jobs import EpochBatches, Parts, build
 from lightning_memkit.data.packed_rows import PackedRows
-from lightning_memkit.data.progress import Progress, refuse_other_data
+from lightning_memkit.data.planned import Planned, planned, planned_as_saved, refuse_other_steps
+from lightning_memkit.data.progress import Progress
 from lightning_memkit.data.worker_batches import Built, WorkerBatches, WorkerOptions
 
 __all__ = ["LoaderOptions", "PackedLoader", "PackedRows"]
+
+# Left out of a state, which stays small.
+_USUAL = {
+    "shuffle": True,
+    "padding": "longest",
+    "drop_last": False,
+    "pad_id": 0,
+    "multiple_of": 1,
+    "work_limit": None,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,16 +92,12 @@ class PackedLoader:
     ) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank={rank} is outside 0 to {world_size - 1} (world_size={world_size}).")
-        self.rows = rows
         self.options = options
         self.rank = rank
         self.world_size = world_size
-        self.plan = BatchPlan(rows.packing, options, ranks=world_size, multiple_of=rows.multiple_of)
-        packing = rows.packing
-        if self.plan.dropped_rows and not options.drop_last and packing.rows + world_size <= packing.pieces:
-            # Some rows are cut in two, so that every rank gets equally many and none is left over.
-            self.rows = rows = replace(rows, packing=packing.divisible(world_size))
-            self.plan = BatchPlan(rows.packing, options, ranks=world_size, multiple_of=rows.multiple_of)
+        self._standing: tuple[LoaderOptions, WorkerBatches] | None = None
+        self._given_rows = rows
+        self._take_on(planned(rows, options, world_size))
         if not self.plan.steps:
             limit = (
                 f"batch_size={options.batch_size}"
@@ -97,7 +105,7 @@ class PackedLoader:
                 else f"batch_tokens={options.batch_tokens}"
             )
             raise ValueError(
-                f"{len(rows)} rows are too few for {limit} on {world_size} rank(s) "
+                f"{len(self.rows)} rows are too few for {limit} on {world_size} rank(s) "
                 f"with drop_last={options.drop_last}; add documents, or lower the batch size or the context."
             )
         self._epoch = 0
@@ -106,7 +114,6 @@ class PackedLoader:
         self._iteration = 0
         self.times: LoadTimes | None = None
         self.keeps_workers = False
-        self._standing: tuple[LoaderOptions, WorkerBatches] | None = None
         self.on_the_way: Callable[[Iterator[PackedBatch]], Iterator[PackedBatch]] = iter
         self._planned: Epoch = Ordered.nothing()
         self._progress, self._counted_steps = Progress(), 0
@@ -145,18 +152,29 @@ class PackedLoader:
         self._standing = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands, and what it has dealt: the same on every rank."""
-        where = {"epoch": self._epoch, "batches_done": self._batches_done}
-        return {**self._identity(), **where, "dealt": vars(self.progress).copy()}
+        """Where the loader stands, what it has dealt, and of which data: the same on every rank."""
+        where = {"ranks": self.planned.ranks, "epoch": self._epoch, "batches_done": self._batches_done}
+        if self.planned.least_rows:
+            where["least_rows"] = self.planned.least_rows
+        identity = {name: value for name, value in self._identity().items() if _USUAL.get(name) != value}
+        made_from = {"made_from": dict(self.rows.made_from)} if self.rows.made_from else {}
+        return {**identity, **made_from, **where, "dealt": vars(self.progress).copy()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where the state was taken.
+        """Goes on where the state was taken; on another number of ranks they share the steps of those then.
 
         Raises:
-            ValueError: rows, batch size, number of ranks or seed differ from then.
+            ValueError: documents, packing, order, or rows or tokens a step differ from then, or there is a step that
+                so many ranks can't share.
         """
-        refuse_other_data(state, self._identity())
-        self._epoch, self._batches_done, self._has_begun = state["epoch"], state["batches_done"], False
+        state = with_usual(state, _USUAL)
+        refuse_other_steps(state, self.options, self.world_size)
+        done = state["batches_done"]
+        now = planned_as_saved(self._given_rows, self.options, self.world_size, state)
+        refuse_other_data(state, self._identity(now), now.rows.made_from)
+        now.refuse_begun_last_steps(state)
+        self._take_on(now)
+        self._epoch, self._batches_done, self._has_begun = state["epoch"], done, False
         self._progress = Progress(**state["dealt"])
         self._counted_steps = self._batches_done
 
@@ -168,9 +186,15 @@ class PackedLoader:
         self._progress = self._progress.plus(self._dealt(self._planned, steps))
         return self._progress
 
-    def go_on_after(self, progress: Progress) -> None:
-        """Counts on from what another loader has dealt."""
-        self._progress = progress
+    def go_on_after(self, loader: "PackedLoader") -> None:
+        """Counts on from what another loader of the same rows has dealt, and keeps its plan."""
+        self._progress = loader.progress
+        self._take_on(loader.planned)
+
+    @property
+    def resumed_on_other_ranks(self) -> str | None:
+        """What to tell of a plan that other ranks than these began; None where there is nothing to tell."""
+        return self.planned.note(self.options, self._epoch, self._batches_done)
 
     @property
     def memory(self) -> HostMemory:
@@ -184,18 +208,10 @@ class PackedLoader:
         )
 
     def _dealt(self, epoch: Epoch, steps: range) -> Progress:
-        packing = self.rows.packing
         dealt = Progress()
         for step in steps:
             for rank in range(self.world_size):
-                rows = epoch.batch(step, rank)
-                dealt = dealt.plus(
-                    Progress(
-                        documents=int(self.rows.row_documents[rows].sum()),
-                        tokens=int(packing.row_tokens[rows].sum()),
-                        room=len(rows) * self.rows.length_of(rows),
-                    )
-                )
+                dealt = dealt.plus(self.rows.counted(epoch.batch(step, rank)))
         return dealt
 
     def __iter__(self) -> Iterator[PackedBatch]:
@@ -278,5 +294,17 @@ class PackedLoader:
             pinned=options.pin_memory,
         )
 
-    def _identity(self) -> dict[str, int]:
-        return {"seed": self.options.seed, **self.plan.identity()}
+    def _take_on(self, now: Planned) -> None:
+        self.close()  # workers hold the rows
+        self.planned, self.rows, self.plan = now, now.rows, now.plan
+
+    def _identity(self, now: Planned | None = None) -> dict[str, Any]:
+        now, options = now or self.planned, self.options
+        return {
+            "seed": options.seed,
+            **now.first_plan.identity(),
+            "shuffle": options.shuffle,
+            "padding": options.padding,
+            "drop_last": options.drop_last,
+            **now.rows.identity,
+        }

@@ -2,12 +2,10 @@
 
 from collections.abc import Iterator
 
-import numpy as np
-from numpy.typing import NDArray
-
 from lightning_memkit.data.batch import PackedBatch
 from lightning_memkit.data.batch_plan import Epoch
 from lightning_memkit.data.packed_rows import PackedRows, RowsOfLength
+from lightning_memkit.data.resharding import Batch, CutRows
 
 
 class EpochBatches:
@@ -19,7 +17,7 @@ class EpochBatches:
     def __len__(self) -> int:
         return len(self._steps)
 
-    def __iter__(self) -> Iterator[tuple[int, NDArray[np.integer]]]:
+    def __iter__(self) -> Iterator[tuple[int, Batch]]:
         for step in self._steps:
             yield step, self._epoch.batch(step, self._rank)
 
@@ -33,17 +31,19 @@ class Parts:
     def __len__(self) -> int:
         return sum(len(self.of(rows)) for _, rows in self._batches)
 
-    def __iter__(self) -> Iterator[tuple[int, RowsOfLength]]:
+    def __iter__(self) -> Iterator[tuple[int, RowsOfLength | CutRows]]:
         for step, rows in self._batches:
             yield from ((step, part) for part in self.of(rows))
 
-    def of(self, rows: NDArray[np.integer]) -> list[RowsOfLength]:
+    def of(self, rows: Batch) -> list[RowsOfLength | CutRows]:
         """The parts of a batch."""
+        if isinstance(rows, CutRows):
+            return [rows]
         length = self._rows.length_of(rows)
         each = max(1, self._tokens // length)
         return [RowsOfLength(rows=rows[cut : cut + each], length=length) for cut in range(0, len(rows), each)]
 
 
-def build(rows: PackedRows, job: tuple[int, NDArray[np.integer] | RowsOfLength]) -> PackedBatch:
+def build(rows: PackedRows, job: tuple[int, Batch | RowsOfLength]) -> PackedBatch:
     """The batch, or the part of one, that a job stands for."""
     return rows[job[1]]

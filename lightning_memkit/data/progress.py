@@ -1,9 +1,9 @@
-"""How far work has come: a bar for what takes longer than two seconds, what a loader has dealt, and of which data."""
+"""How far work has come: a bar for what takes longer than two seconds, and what a loader has dealt."""
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 _AFTER_SECONDS = 2.0
 
@@ -63,21 +63,3 @@ def with_progress(items: Iterable[tuple[Item, int]], description: str, total: in
     finally:
         if bar is not None:
             bar.stop()
-
-
-def refuse_other_data(state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    """Raise where a loader's saved state is of other data than `identity` tells.
-
-    Raises:
-        ValueError: it names what differs.
-    """
-    differing = [
-        f"{name}: {state.get(name)} then, {now} now"
-        for name, now in identity.items()
-        if state.get(name) != now
-    ]
-    if differing:
-        raise ValueError(
-            f"The loader's state is of other data ({'; '.join(differing)}), so its position means "
-            "nothing here; resume with the same data options and ranks, or load the weights alone."
-        )

@@ -11,7 +11,7 @@ from lightning_memkit.data.chat import Conversation, conversation_of
 from lightning_memkit.data.corpora import text_store
 from lightning_memkit.data.sources import Numbered, Part, Source
 from lightning_memkit.data.store import TokenStore, joined
-from lightning_memkit.data.token_records import Column, store_of_columns, store_of_records
+from lightning_memkit.data.token_records import Column, mixed, shown, store_of_columns, store_of_records
 from lightning_memkit.data.tokenizers import Tokenizer
 
 RecordKind = Literal["auto", "text", "messages", "prompt", "input_ids"]
@@ -77,9 +77,11 @@ class Encoder:
     def _encoded(self, kind: str, group: list[Numbered]) -> TokenStore:
         records = [record for _, record in group]
         if kind == "input_ids":
-            return store_of_records(records, group[0][0])
+            if self.tokenizer is not None:
+                raise ValueError(f"{self._where(group[0][0])} {mixed('token ids', 'texts')}")
+            return self._of_ids(group)
         if self.tokenizer is None:
-            raise ValueError(f"{self._where(group[0][0])} is no token ids, as the first document is.")
+            raise ValueError(f"{self._where(group[0][0])} {mixed('no token ids', 'token ids')}")
         if kind == "text":
             texts = (
                 record if isinstance(record, str) else record[self.options.text_field] for record in records
@@ -95,6 +97,17 @@ class Encoder:
                 except ValueError as error:
                     raise ValueError(f"{self._where(number)}: {error}") from None
             raise
+
+    def _of_ids(self, group: list[Numbered]) -> TokenStore:
+        try:
+            return store_of_records([record for _, record in group], group[0][0])
+        except ValueError as error:
+            for number, record in group:
+                try:
+                    store_of_records([record], number)
+                except ValueError as error:
+                    raise ValueError(f"{self._where(number)}: {error}") from None
+            raise ValueError(f"{self.source.name}: {error}") from None
 
     def _conversations(self, kind: str, group: list[Numbered]) -> Iterator[Conversation]:
         for number, record in group:
@@ -117,7 +130,17 @@ class Encoder:
                 f"{self._where(number)} could be read as any of {kinds}; say which with documents.kind, in Python "
                 f"with DocumentOptions(kind={kinds[0]!r})."
             )
-        found = sorted(record) if isinstance(record, Mapping) else type(record).__name__
+        rules = {
+            field: ("text", "a text is a string (an empty one is no document)"),
+            "messages": ("messages", "messages are a list"),
+        }
+        for name, (what, rule) in rules.items():
+            if isinstance(record, Mapping) and name in record and wanted in ("auto", what):
+                raise ValueError(
+                    f"{self._where(number)} has no {what}: its {name!r} is {shown(record[name])}, and {rule}; write "
+                    "it so, or leave the record out."
+                )
+        found = sorted(record) if isinstance(record, Mapping) else shown(record)
         rule = (
             f"no text under {field!r}" if wanted in ("auto", "text") else f"nothing to be read as {wanted!r}"
         )
@@ -135,6 +158,8 @@ def kinds_of(record: Any, text_field: str = "text") -> list[str]:
     """What a record can be read as."""
     if isinstance(record, str):
         return ["text"]
+    if isinstance(record, (bytes, bytearray)):
+        return []
     if not hasattr(record, "keys"):
         return ["input_ids"] if isinstance(record, Sequence) or hasattr(record, "__array__") else []
     holds = {

@@ -1,5 +1,6 @@
 """Any map-style ``DataLoader`` with workers whose number may change between two batches, and a position to save."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -9,6 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_memkit.data.ahead import each_in_a_list
 from lightning_memkit.data.host_memory import HostMemory
+from lightning_memkit.data.identity import differences
 from lightning_memkit.data.load_times import LoadTimes
 from lightning_memkit.data.sampling_order import GlobalNumbers, Order, State
 from lightning_memkit.data.worker_batches import Built, Job, WorkerBatches, WorkerOptions, started_for
@@ -48,6 +50,7 @@ class ResumableLoader(DataLoader[Any]):
     Attributes:
         times: Learns how long batches take to build, where it is set.
         on_the_way: What batches pass on their way out of the loader: a copy to the device, one batch ahead.
+        epoch_batches: Where the loop ends an epoch, which may be before the loader has no more.
     """
 
     def __init__(self, loader: DataLoader[Any], *, rank: int = 0) -> None:
@@ -56,6 +59,7 @@ class ResumableLoader(DataLoader[Any]):
         vars(self)["_iterator"] = None
         self.times: LoadTimes | None = None
         self.on_the_way: Callable[[Iterator[Any]], Iterator[Any]] = iter
+        self.epoch_batches: float = math.inf
         self._rank = rank
         self._as_made = WorkerOptions(
             num_workers=loader.num_workers,
@@ -71,6 +75,14 @@ class ResumableLoader(DataLoader[Any]):
         self._to_resume: State | None = None
         self._done = self._iteration = 0
         self._has_begun = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy goes on where this one stands, with workers of its own."""
+        within = self._to_resume
+        if self._order is not None and self._is_within(self._done):
+            within = self.state_dict()
+        run = {"_standing": None, "_iterator": None, "_order": None, "times": None, "on_the_way": iter}
+        return {**vars(self), **run, "_to_resume": within, "_has_begun": False}
 
     def set_workers(self, num_workers: int, prefetch: int, room: HostMemory | None = None) -> None:
         """From the next batch on so many workers build; batches and their order stay the same.
@@ -99,10 +111,11 @@ class ResumableLoader(DataLoader[Any]):
         """Where the loader stands: how many batches are done, and what draws their order again; 30 KB."""
         if self._to_resume is not None:
             return self._to_resume
-        order = self._order.state_dict() if self._order is not None and 0 < self._done < len(self) else None
+        order = self._order.state_dict() if self._order is not None and self._is_within(self._done) else None
         return {
             "batches_done": self._done if order is not None else 0,
             "batches": len(self),
+            **self._identity(),
             "order": order,
             "epoch": getattr(self._of_epochs(), "epoch", None),
             "generator": None if self.generator is None else self.generator.get_state(),
@@ -112,12 +125,18 @@ class ResumableLoader(DataLoader[Any]):
         """Goes on where the state was taken.
 
         Raises:
-            ValueError: it was taken within an epoch of another number of batches.
+            ValueError: it was taken within an epoch of another number of batches or samples, or of another sampler.
         """
         if state["batches_done"] and state["batches"] != len(self):
             raise ValueError(
                 f"The loader's state is of an epoch of {state['batches']} batches, and this one has {len(self)}, so "
                 "its position means nothing here; resume with the same data and batch size, or load the weights alone."
+            )
+        if state["batches_done"] and (differing := differences(state, self._identity())):
+            raise ValueError(
+                f"The loader's state is of another order of samples ({'; '.join(differing)}), so its position means "
+                "nothing here; resume with the same data, kind of sampler and samples a step over all ranks (of one "
+                "rank and several the samplers differ), or load the weights alone."
             )
         self._to_resume, self._order, self._has_begun = state, None, False
         self._done = state["batches_done"]
@@ -135,7 +154,8 @@ class ResumableLoader(DataLoader[Any]):
 
     def _batches(self, iteration: int) -> Iterator[Any]:
         # This runs at the first `next`: the epoch may be set between `iter` and then.
-        order, done = self._begun_order(), self._done
+        order = self._begun_order()
+        done = self._done
         self._has_begun = True
         while done < len(self):
             workers = self._workers
@@ -156,7 +176,7 @@ class ResumableLoader(DataLoader[Any]):
     def _begun_order(self) -> Order:
         state, self._to_resume = self._to_resume, None
         sampler = _sampler_of(self)
-        if state is not None and state["order"] is not None:
+        if state is not None and state["order"] is not None and self._is_within(state["batches_done"]):
             # A trainer that was stopped within an epoch may count it as done, and have announced the next.
             if state["epoch"] is not None:
                 self._of_epochs().set_epoch(state["epoch"])
@@ -164,8 +184,25 @@ class ResumableLoader(DataLoader[Any]):
         elif state is not None or self._order is None:
             if state is not None and state["generator"] is not None and self.generator is not None:
                 self.generator.set_state(state["generator"].cpu())
+            self._done = 0
             self._order = Order(sampler, self.generator)
         return self._order
+
+    def _identity(self) -> State:
+        """What the order of the samples follows from, as far as it can be told; the same on every rank."""
+        batches = self.batch_sampler
+        sampler: Any = self.sampler if batches is None else getattr(batches, "sampler", batches)
+        size, ranks = getattr(batches, "batch_size", None), getattr(sampler, "num_replicas", 1)
+        told: State = {"sampler": type(sampler).__name__}
+        if hasattr(self.dataset, "__len__"):
+            told["samples"] = len(self.dataset)  # pyright: ignore[reportArgumentType]
+        if isinstance(size, int):
+            told["samples_per_step"] = size * ranks
+        return told
+
+    def _is_within(self, done: int) -> bool:
+        """Whether an epoch has begun and not ended after so many batches."""
+        return 0 < done < min(len(self), self.epoch_batches)
 
     def _of_epochs(self) -> Any:
         """The sampler whose order follows from the epoch's number, as a `DistributedSampler`'s; None without any."""

@@ -7,6 +7,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_memkit.data.checksums import checksum_of, crc_of
+
 _LONG = 64  # tokens
 
 
@@ -38,6 +40,16 @@ class TokenStore:
     def vocabulary(self) -> int:
         """Token ids are below this; 0 where there is no token."""
         return int(self.tokens.max()) + 1 if len(self.tokens) else 0
+
+    @cached_property
+    def checksum(self) -> str:
+        """Of all tokens, of where documents end, and of what is learned: a pass over them, once.
+
+        The same as of the file that the store would be written to.
+        """
+        kind = self.tokens.dtype if self.tokens.dtype == np.uint8 else token_type(self.vocabulary)
+        crcs = [crc_of(self.tokens, kind), crc_of(self.offsets)]
+        return checksum_of([*crcs, crc_of(self.learned)] if self.learned is not None else crcs)
 
     def __getitem__(self, document: int) -> NDArray[np.integer]:
         if not 0 <= document < self.documents:

@@ -1,13 +1,15 @@
 """Batches of a stream: its windows dealt row by row to the steps of all ranks, each with the position behind it."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
+from typing import Any
 
 import numpy as np
 
 from lightning_memkit.data.batch import PackedBatch
+from lightning_memkit.data.checksums import checksum_of, crc_of
 from lightning_memkit.data.collate import collate, rounded_length
 from lightning_memkit.data.layout import Packing
 from lightning_memkit.data.pieces import LongDocuments, WorkLimit
@@ -29,6 +31,7 @@ class Stream:
         pad_id: The token that fills a row's end.
         multiple_of: Rounds a batch's length up, but never beyond the context.
         work_limit: Attention work a row can hold; None: only its tokens are limited.
+        made_from: What the documents follow from, by name: tells who resumes with other documents why they differ.
     """
 
     read: Callable[[int, int], Iterator[TokenStore]]
@@ -38,6 +41,7 @@ class Stream:
     pad_id: int = 0
     multiple_of: int = 1
     work_limit: WorkLimit | None = None
+    made_from: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +56,7 @@ class Position:
         truncated_documents: In the windows so far, over all epochs.
         truncated_tokens: In the windows so far, over all epochs.
         is_end: No batch of the epoch is left.
+        window_crc: Checksum of that window's documents, which a resume reads again; empty: not known.
     """
 
     batches: int = 0
@@ -61,6 +66,7 @@ class Position:
     truncated_documents: int = 0
     truncated_tokens: int = 0
     is_end: bool = False
+    window_crc: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +76,8 @@ class _Row:
     number: int
     first_document: int
     truncated: tuple[int, int]  # documents and tokens, by the end of this row's window
+    window_crc: str
+    whole: int | None = None  # the row that it was cut from
 
     @property
     def tokens(self) -> int:
@@ -100,9 +108,20 @@ class Turn:
 
 
 class StreamBatches:
-    """This rank's batches of an epoch, each with the position behind it."""
+    """This rank's batches of an epoch, each with the position behind it.
 
-    def __init__(self, stream: Stream, turn: Turn, epoch: int, begin: Position) -> None:
+    Args:
+        stream: What to read.
+        turn: Whose batches.
+        epoch: Which reading of the stream.
+        begin: Where to begin.
+        differences: What the documents are made from that has changed since then, in words; for an error.
+    """
+
+    def __init__(
+        self, stream: Stream, turn: Turn, epoch: int, begin: Position, differences: Sequence[str] = ()
+    ) -> None:
+        self._differences = differences
         self._stream, self._epoch, self._begin = stream, epoch, begin
         self._rank, self._ranks, self._size = turn.rank, turn.ranks, turn.batch_size
         self._drop_last = turn.drop_last
@@ -129,8 +148,16 @@ class StreamBatches:
             gives_up = not self._drop_last and self._size > 1
             steps += 1
             yield [held.popleft() for _ in range(len(held) - self._ranks if gives_up else full)]
+        if 0 < len(held) < self._ranks and not self._drop_last:
+            held = deque(_cut(list(held), self._ranks))
         if len(held) == full or (len(held) >= self._ranks and not self._drop_last):
             yield list(held)
+        elif held and 0 < steps == self._begin.batches and not self._drop_last:
+            raise ValueError(
+                f"One step of the epoch is left, of {len(held)} rows, too few for {self._ranks} ranks, and not enough "
+                f"documents stand in them to cut rows; end the epoch on at most {len(held)} rank(s), and resume on "
+                "more behind it."
+            )
         elif steps == 0 and len(held) < full:
             raise ValueError(
                 f"The stream's {len(held)} rows are too few for batch_size={self._size} on {self._ranks} rank(s) with "
@@ -141,8 +168,10 @@ class StreamBatches:
         begin = self._begin
         truncated = (begin.truncated_documents, begin.truncated_tokens)
         for store, window in self._windows():
-            packing = window.packing
+            packing, crc = window.packing, _crc(store, window.documents)
             is_begun = window.first_document == begin.first_document and begin.batches > 0
+            if is_begun and begin.window_crc not in ("", crc):
+                self._refuse(window, crc)
             if not is_begun or not begin.rows:
                 truncated = (
                     truncated[0] + packing.truncated_documents,
@@ -155,7 +184,19 @@ class StreamBatches:
                     number=number,
                     first_document=window.first_document,
                     truncated=truncated,
+                    window_crc=crc,
                 )
+
+    def _refuse(self, window: StreamWindow, crc: str) -> None:
+        last = window.first_document + window.documents - 1
+        because = (
+            f" What they are made from differs: {'; '.join(self._differences)}." if self._differences else ""
+        )
+        raise ValueError(
+            f"The stream's documents {window.first_document} to {last} are others than those that the position was "
+            f"taken in (checksum: {self._begin.window_crc} then, {crc} now).{because} Resume with the same documents, "
+            "or load the weights alone."
+        )
 
     def _windows(self) -> Iterator[tuple[TokenStore, StreamWindow]]:
         stream, first = self._stream, self._begin.first_document
@@ -186,7 +227,7 @@ class StreamBatches:
         return Position(
             batches=position.batches + 1,
             first_document=last.first_document,
-            rows=last.number + 1,
+            rows=(last.number if last.whole is None else last.whole) + 1,
             before=position.before.plus(
                 Progress(
                     documents=sum(row.documents for row in rows),
@@ -196,6 +237,7 @@ class StreamBatches:
             ),
             truncated_documents=last.truncated[0],
             truncated_tokens=last.truncated[1],
+            window_crc=last.window_crc,
         )
 
     def _length(self, rows: list[_Row]) -> int:
@@ -203,7 +245,7 @@ class StreamBatches:
 
     def _collated(self, rows: list[_Row]) -> PackedBatch:
         length, parts = self._length(rows), []
-        for _, group in groupby(rows, key=lambda row: row.first_document):
+        for _, group in groupby(rows, key=lambda row: id(row.packing)):
             of_window = list(group)
             parts.append(
                 collate(
@@ -222,3 +264,25 @@ def _without(store: TokenStore, documents: int) -> TokenStore:
     begin = store.offsets[documents]
     learned = None if store.learned is None else store.learned[begin:]
     return TokenStore(tokens=store.tokens[begin:], offsets=store.offsets[documents:] - begin, learned=learned)
+
+
+def _crc(store: TokenStore, documents: int) -> str:
+    """Checksum of a store's first documents; which type holds their tokens does not count."""
+    end = store.offsets[documents]
+    crcs = [crc_of(store.tokens[:end], np.int32), crc_of(store.offsets[: documents + 1])]
+    return checksum_of(crcs if store.learned is None else [*crcs, crc_of(store.learned[:end])])
+
+
+def _cut(rows: list[_Row], number: int) -> list[_Row]:
+    """So many rows of the same documents, cut between them; the rows as they are where there are too few pieces."""
+    cut = list(rows)
+    while len(cut) < number:
+        pieces = [int(np.diff(row.packing.offsets)[row.number]) for row in cut]
+        most = int(np.argmax(pieces))
+        if pieces[most] < 2:
+            return rows
+        row = cut[most]
+        halves = row.packing.in_order(np.array([row.number])).divisible(2)
+        whole = row.number if row.whole is None else row.whole
+        cut[most : most + 1] = [replace(row, packing=halves, number=half, whole=whole) for half in range(2)]
+    return cut

@@ -12,8 +12,10 @@ from typing import Any
 
 from lightning_memkit.data.ahead import ahead
 from lightning_memkit.data.batch import PackedBatch
+from lightning_memkit.data.identity import differences, refuse_other_data
 from lightning_memkit.data.loader import LoaderOptions
-from lightning_memkit.data.progress import Progress, refuse_other_data
+from lightning_memkit.data.planned import refuse_other_steps
+from lightning_memkit.data.progress import Progress
 from lightning_memkit.data.stream_batches import Position, Stream, StreamBatches, Turn
 
 _KEPT = 4  # positions: the one after the last batch, and after those before it
@@ -48,6 +50,7 @@ class StreamLoader:
                 "one row. Raise it, or lower the context."
             )
         self._epoch = 0
+        self._differences: list[str] = []
         self._begin = Position()
         self._positions: deque[Position] = deque([self._begin], maxlen=_KEPT)
         self._has_begun = False
@@ -61,9 +64,9 @@ class StreamLoader:
         """What all ranks were dealt so far, in this epoch and those before it."""
         return self.position.before
 
-    def go_on_after(self, progress: Progress) -> None:
-        """Counts on from what another loader has dealt."""
-        self._begin = replace(self._begin, before=progress)
+    def go_on_after(self, loader: "StreamLoader") -> None:
+        """Counts on from what another loader of the same stream has dealt."""
+        self._begin = replace(self._begin, before=loader.progress)
         self._positions = deque([self._begin], maxlen=_KEPT)
 
     def take(self) -> None:
@@ -82,15 +85,23 @@ class StreamLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands: the same on every rank."""
-        return {**self._identity(), "epoch": self._epoch, "position": asdict(self.position)}
+        made_from = {"made_from": dict(self.stream.made_from)} if self.stream.made_from else {}
+        where = {"epoch": self._epoch, "position": asdict(self.position)}
+        return {**self._identity(), **made_from, **where}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where the state was taken.
+        """Goes on where the state was taken, with any number of ranks that have the same rows a step together.
+
+        The documents that are read again are compared with those then before the first batch.
 
         Raises:
-            ValueError: context, batch size, number of ranks or seed differ from then.
+            ValueError: context, rows a step, seed or what shapes a batch differ from then.
         """
-        refuse_other_data(state, self._identity())
+        refuse_other_steps(
+            state, replace(self.options, batch_size=self.batch_size, batch_tokens=None), self.world_size
+        )
+        refuse_other_data(state, self._identity(), self.stream.made_from)
+        self._differences = differences(state.get("made_from") or {}, self.stream.made_from)
         position = state["position"]
         self._restart(state["epoch"], Position(**{**position, "before": Progress(**position["before"])}))
 
@@ -121,7 +132,7 @@ class StreamLoader:
             batch_size=self.batch_size,
             drop_last=self.options.drop_last,
         )
-        batches = StreamBatches(self.stream, turn, self._epoch, self._begin)
+        batches = StreamBatches(self.stream, turn, self._epoch, self._begin, self._differences)
         options = self.options
         built = (
             ahead(batches, options.num_workers * options.prefetch, name="memkit stream")
@@ -135,9 +146,15 @@ class StreamLoader:
         if iteration == self._iteration:
             self._positions[-1] = replace(self._positions[-1], is_end=True)
 
-    def _identity(self) -> dict[str, int]:
+    def _identity(self) -> dict[str, Any]:
+        stream = self.stream
         return {
-            "seed": self.stream.seed,
-            "context": self.stream.context,
+            "seed": stream.seed,
+            "context": stream.context,
             "rows_per_step": self.batch_size * self.world_size,
+            "long_documents": stream.long_documents,
+            "pad_id": stream.pad_id,
+            "multiple_of": stream.multiple_of,
+            "work_limit": None if stream.work_limit is None else repr(stream.work_limit),
+            "drop_last": self.options.drop_last,
         }

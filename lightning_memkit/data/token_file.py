@@ -4,12 +4,9 @@ The file is a header of one page and the arrays, each from a page's beginning. T
 the file's length and every array's CRC-32.
 """
 
-import contextlib
 import json
 import mmap
 import os
-import tempfile
-import time
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -21,12 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import get_worker_info
 
+from lightning_memkit.data.checksums import checksum_of, crc_of
+from lightning_memkit.data.parts import drop_stale_parts, new_part
 from lightning_memkit.data.store import TokenStore, learned_of, offsets_of, token_type
 
 FORMAT = 1  # raise it when the file's layout changes
 _MAGIC = b"memkit tokens\n"
 _PAGE = 4096
-_STALE_SECONDS = 24 * 3600
 _BLOCK = 2**22
 # The kernel maps up to 16 pages around a place that is read; they are given back once they may have come to this.
 _AROUND, _HELD = 16 * _PAGE, 2**26
@@ -44,6 +42,12 @@ class MappedStore(TokenStore):
     mapped: mmap.mmap = field(repr=False)
     _touched: list[int] = field(default_factory=lambda: [0], repr=False)
     _vocabulary: int = 0
+    _crcs: tuple[int, ...] = ()
+
+    @cached_property
+    def checksum(self) -> str:
+        """Of all tokens, of where documents end, and of what is learned: as the file's header has it."""
+        return checksum_of(self._crcs)
 
     @cached_property
     def vocabulary(self) -> int:
@@ -89,9 +93,10 @@ def read_store(path: Path, *, verify: bool = False) -> MappedStore:
     arrays = {}
     for name, about in header["arrays"].items():
         arrays[name] = np.frombuffer(mapped, about["type"], about["count"], about["begin"])
-        if verify and _crc(arrays[name]) != about["crc32"]:
+        if verify and crc_of(arrays[name]) != about["crc32"]:
             raise ValueError(f"the checksum of its {name} is wrong")
-    store = MappedStore(**arrays, path=path, mapped=mapped, _vocabulary=header["vocabulary"])
+    crcs = tuple(about["crc32"] for about in header["arrays"].values())
+    store = MappedStore(**arrays, path=path, mapped=mapped, _vocabulary=header["vocabulary"], _crcs=crcs)
     offsets = store.offsets
     if len(offsets) < 1 or int(offsets[0]) != 0 or int(offsets[-1]) != len(store.tokens):
         raise ValueError("its offsets don't fit its tokens")
@@ -103,15 +108,16 @@ def read_store(path: Path, *, verify: bool = False) -> MappedStore:
 def write_store(stores: Iterable[TokenStore], path: Path) -> None:
     """All documents of some stores into one file, as they come; it appears whole or not at all.
 
+    What processes that were killed while they wrote the same file have left is removed.
+
     Raises:
         UnwritableError: the folder can't be written to, or is full.
     """
     with _writable(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        _drop_stale_parts(path)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
-        os.close(handle)
-    part, beside = Path(name), Path(f"{name}.learned")
+        drop_stale_parts(path)
+        part, lock = new_part(path)
+    beside = Path(f"{part}.learned")
     try:
         writer = _Writer(part, beside)
         try:
@@ -127,14 +133,7 @@ def write_store(stores: Iterable[TokenStore], path: Path) -> None:
     finally:
         part.unlink(missing_ok=True)
         beside.unlink(missing_ok=True)
-
-
-def _drop_stale_parts(path: Path) -> None:
-    """Remove what a process that was killed while it wrote has left; one that writes still touches its file."""
-    for part in path.parent.glob(f"{path.stem}*.part*"):
-        with contextlib.suppress(OSError):
-            if time.time() - part.stat().st_mtime > _STALE_SECONDS:
-                part.unlink()
+        lock.close()
 
 
 class UnwritableError(Exception):
@@ -261,10 +260,3 @@ def _blocks(file: IO[bytes], count: int) -> Iterator[bytes]:
         block = file.read(min(count, _BLOCK))
         count -= len(block)
         yield block
-
-
-def _crc(array: NDArray) -> int:
-    crc, data = 0, memoryview(array).cast("B")  # pyright: ignore[reportArgumentType]
-    for begin in range(0, len(data), _BLOCK):
-        crc = zlib.crc32(data[begin : begin + _BLOCK], crc)
-    return crc

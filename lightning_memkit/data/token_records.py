@@ -1,5 +1,6 @@
 """Records that are token ids already: lists, arrays, tensors, or mappings with ``input_ids``."""
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from lightning_memkit.data.batch import IGNORED_LABEL
 from lightning_memkit.data.store import TokenStore, joined, offsets_of, token_type
 
 _RECORDS_AT_ONCE = 10_000
+_SHOWN = 40  # characters of a value in an error
 _MASKS = ("completion_mask", "assistant_masks")
 
 Column = tuple[
@@ -36,6 +38,26 @@ def token_store(documents: Iterable[Any]) -> TokenStore:
         counts = np.full(len(array), array.shape[1], np.int64)
         return store_of_columns({"input_ids": (array.ravel(), counts)})
     return joined(_stores(_chunks(records_of(documents))))
+
+
+def mixed(this: str, first: str) -> str:
+    """What to say of a document of one kind among those of the other: of whose vocabulary ids are is not known."""
+    return (
+        f"is {this}, and the first document is {first}: of whose vocabulary the ids are is not known, so they don't "
+        "stand beside texts, in whichever order. Tokenise all documents or none; of records that have both, "
+        "documents.kind='text' or 'input_ids' says which counts, in Python DocumentOptions(kind=...)."
+    )
+
+
+def shown(value: Any) -> str:
+    """A value as JSON has it, cut off, with its type."""
+    if value is None:
+        return "null"
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError):
+        text = repr(value)
+    return f"{text if len(text) <= _SHOWN else text[:_SHOWN] + '...'} ({type(value).__name__})"
 
 
 def records_of(documents: Any) -> Iterator[Any]:
@@ -109,8 +131,8 @@ def store_of_records(records: Sequence[Any], first: int = 0) -> TokenStore:
             record = {"input_ids": record}
         elif "input_ids" not in record:
             raise ValueError(
-                f"Record {number} has the fields {sorted(record.keys())} and no 'input_ids'; tokenise it, or give "
-                "the path of a .jsonl or .txt file."
+                f"Record {number} has the fields {sorted(record.keys())} and no 'input_ids'; tokenise all "
+                "documents or none, or give the path of a .jsonl or .txt file."
             )
         for name in fields:
             if name in record:
@@ -130,7 +152,12 @@ def _row(values: Any, name: str, number: int) -> NDArray[np.integer]:
     ):
         what = f"Document {number}" if name == "input_ids" else f"{name!r} of document {number}"
         raise ValueError(
-            f"{what} is {array.dtype} of shape {array.shape}; a document is one row of integers."
+            f"{what} is {array.dtype} of shape {array.shape} ({shown(values)}); a document is one row of integers."
+            + (
+                " Texts don't stand beside ids: tokenise all documents or none."
+                if isinstance(values, str)
+                else ""
+            )
         )
     return array.astype(np.int64, copy=False)
 

@@ -4,6 +4,7 @@ import gc
 import multiprocessing
 import os
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from lightning_memkit.forks import leave_inherited, starting
 
 _ALONE_SECONDS = 1.0  # starting processes takes a good part of a second
 _PARTS_AHEAD = 4  # a process
+_LOOKS_UP_SECONDS = 1.0
 
 _encoder: Encoder | None = None  # of a worker process
 
@@ -69,7 +71,7 @@ def _by_processes(
     waiting: deque[tuple[Future[TokenStore], int]] = deque()
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process a core is enough
-    begin = (encoder, gc.isenabled())
+    begin = (encoder, gc.isenabled(), os.getpid())
     pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_start, initargs=begin)
     try:
         for part in parts:
@@ -97,10 +99,18 @@ def _first(waiting: "deque[tuple[Future[TokenStore], int]]") -> tuple[TokenStore
     return future.result(), work
 
 
-def _start(encoder: Encoder, collects: bool) -> None:
+def _start(encoder: Encoder, collects: bool, parent: int) -> None:
     global _encoder
     leave_inherited(collects=collects)
     _encoder = encoder
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    """End this process once the one that started it is gone: it would wait for work for ever where that was killed."""
+    while os.getppid() == parent:
+        time.sleep(_LOOKS_UP_SECONDS)
+    os._exit(1)
 
 
 def _encode(part: Part) -> TokenStore:

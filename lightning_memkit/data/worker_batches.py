@@ -7,6 +7,7 @@ that they share with this process, which batch they have begun. A worker that is
 import contextlib
 import gc
 import multiprocessing.connection
+import re
 import signal
 import time
 import warnings
@@ -26,6 +27,7 @@ from lightning_memkit.memory.processors import wanted_processor_seconds
 
 _DYING_SECONDS = 5.0
 _RAISED_IN_WORKER = "in DataLoader worker process"  # what torch writes of an error that a worker has sent
+_IN_WORKER = re.compile(rf"{_RAISED_IN_WORKER} (\d+)")
 Job = tuple[int, Any]  # a batch's number in its epoch, and what it is built from
 _MANY_WORKERS = (
     "This DataLoader will create"  # torch counts cores, the tuner the time that workers really take
@@ -83,8 +85,8 @@ class WorkerBatches:
     def __init__(self, build: Callable[[Job], Any], options: WorkerOptions) -> None:
         self._options = options
         self._jobs = _Jobs()
-        # What each worker has begun. Shared before any process starts.
-        self._begun = torch.full((max(1, options.num_workers),), -1, dtype=torch.int64).share_memory_()
+        # What each worker has begun, and what it has built. Shared before any process starts.
+        self._begun = torch.full((max(1, options.num_workers), 2), -1, dtype=torch.int64).share_memory_()
         with _any_number_of_workers():
             self._loader: DataLoader[Any] = DataLoader(
                 _Builds(build, self._begun),
@@ -148,14 +150,31 @@ class WorkerBatches:
             ended = multiprocessing.connection.wait([one.sentinel for one in processes], _DYING_SECONDS)
             for process in processes:
                 process.join(_DYING_SECONDS if process.sentinel in ended else 0)
-        for index, process in enumerate(processes):
-            if process.exitcode:
-                at = int(self._begun[index])
-                where = f"while it built batch {at} of the epoch" if at >= 0 else "before its first batch"
+        if _RAISED_IN_WORKER not in str(error):
+            # A worker ends by itself only where something has ended it: also with exit code 0, as `sys.exit()` and
+            # a KeyboardInterrupt in a data set do. Those that failed come first.
+            ended = [index for index, process in enumerate(processes) if process.exitcode is not None]
+            for index in sorted(ended, key=lambda index: processes[index].exitcode == 0):
+                process = processes[index]
                 return BatchError(
-                    f"Worker {index} (process {process.pid}) {_ending(process.exitcode)} {where}."
+                    f"Worker {index} (process {process.pid}) {_ending(process.exitcode)} {self._where(index)}."
                 )
+        raised = _IN_WORKER.search(str(error))
+        if raised is not None and int(self._begun[int(raised[1]), 0]) < 0:
+            return BatchError(
+                f"Worker {raised[1]} could not start: its worker_init_fn raised before the first batch. {error}"
+            )
         return BatchError(f"Batch {asked.number_of_next()} of the epoch was not built. {error}")
+
+    def _where(self, worker: int) -> str:
+        begun, built = self._begun[worker].tolist()
+        if begun < 0:
+            return "before its first batch"
+        return (
+            f"after batch {built} of the epoch"
+            if begun == built
+            else f"while it built batch {begun} of the epoch"
+        )
 
 
 def _raise_only_here(iterator: Any) -> None:
@@ -218,12 +237,14 @@ class _Builds(Dataset[Built]):
     def __getitem__(self, job: Job) -> Built:
         worker = get_worker_info()
         if worker is not None:
-            self._begun[worker.id] = job[0]
+            self._begun[worker.id, 0] = job[0]
         begin, cpu_begin = time.perf_counter(), wanted_processor_seconds()
         try:
             batch = self._build(job)
         except StopIteration as error:  # would end the epoch, and nobody would know
             raise RuntimeError("The data set, or what collates its samples, raised StopIteration.") from error
+        if worker is not None:
+            self._begun[worker.id, 1] = job[0]
         return Built(batch, time.perf_counter() - begin, wanted_processor_seconds() - cpu_begin)
 
 
@@ -245,6 +266,8 @@ def _start(worker: int, *, dataset: Any, on_start: Callable[[int], Any] | None) 
 
 
 def _ending(exitcode: int) -> str:
+    if exitcode == 0:
+        return "left with exit code 0, as by sys.exit() or a KeyboardInterrupt,"
     if exitcode > 0:
         return f"ended with exit code {exitcode}"
     name = next((known.name for known in signal.Signals if known == -exitcode), "unknown")

@@ -67,9 +67,12 @@ class TrainingLoaders:
         return loader
 
     def look_again(self, trainer: Trainer) -> None:
-        """Lightning may have made others."""
+        """Lightning may have made others, and know only now where it ends an epoch (limit_train_batches)."""
         present = _seam_loader.training_loaders(trainer)
         self.taken = [loader for loader in present if isinstance(loader, (PackedLoader, ResumableLoader))]
+        for loader in self.taken:
+            if isinstance(loader, ResumableLoader):
+                loader.epoch_batches = trainer.num_training_batches
 
     def set_workers(self, trainer: Trainer, plan: LoaderPlan) -> None:
         """From the next batch on."""
@@ -97,7 +100,9 @@ class TrainingLoaders:
         return next((getattr(loader, "multiprocessing_context", None) for loader in self.taken), None)
 
     def state_dicts(self) -> list[Any]:
-        """Where they stand, but for those whose datamodule says so."""
+        """Where they stand, but for those whose datamodule says so; where they will begin, before they are made."""
+        if not self.taken:
+            return list(self.positions)
         return [loader.state_dict() for loader in self.taken if isinstance(loader, ResumableLoader)]
 
     def load(self, positions: list[Any]) -> None:

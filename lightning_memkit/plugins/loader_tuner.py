@@ -22,6 +22,7 @@ from lightning_memkit.data.resumable_loader import ResumableLoader
 from lightning_memkit.errors import NoEffectWarning
 from lightning_memkit.memory.processors import usable_processors
 from lightning_memkit.plugins import _seam_loader
+from lightning_memkit.plugins._pickling import LeavesRunBehind
 from lightning_memkit.plugins._ranks import any_rank, largest_of_ranks
 from lightning_memkit.plugins._training_loaders import TrainingLoaders
 
@@ -29,7 +30,7 @@ _FIRST_LOOK, _NEXT_LOOK = 12, 4  # after so many batches, then after so many tim
 _WARM_UP = 2  # batches that compile, allocate, fill queues
 
 
-class LoaderTuner(Callback):
+class LoaderTuner(LeavesRunBehind, Callback):
     """Sets workers and prefetch of the training loader by measured times; batches and their order stay the same.
 
     After 12 batches, 48, 192 and so on, and between epochs, it compares how long a batch takes to build and to train
@@ -53,6 +54,8 @@ class LoaderTuner(Callback):
     Raises:
         ValueError: An option is out of range.
     """
+
+    of_run = {"_undo": list}
 
     def __init__(
         self, target_stall: float = 0.02, max_workers: int | None = None, copy_ahead: bool = True
@@ -169,6 +172,13 @@ class LoaderTuner(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give Lightning its own way back."""
         self._stop()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the loaders, which may have iterators and workers; their positions stay."""
+        times = LoadTimes()
+        loaders = TrainingLoaders(times, copy_ahead=self.copy_ahead)
+        loaders.load(self._loaders.state_dicts())
+        return {**super().__getstate__(), "_times": times, "_loaders": loaders}
 
     def _reset(self) -> None:
         self._times = LoadTimes()

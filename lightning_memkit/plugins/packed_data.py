@@ -209,10 +209,13 @@ class PackedDataModule(pl.LightningDataModule):
             # Lightning itself never hands a loader its state where estimated_stepping_batches was asked for.
             loader.load_state_dict(self._state_to_load)
             self._state_to_load = None
+            if isinstance(loader, PackedLoader) and (note := loader.resumed_on_other_ranks):
+                rank_zero_info(f"train: {note}")
         elif (
             self._train_loader is not None
         ):  # made anew in the midst of training: what was dealt still counts
-            loader.go_on_after(self._train_loader.progress)
+            before: Any = self._train_loader  # of the same kind
+            loader.go_on_after(before)
         self._train_loader = self._log.loader = loader
         return loader
 
@@ -323,9 +326,25 @@ class PackedDataModule(pl.LightningDataModule):
             packing=replace(packing, documents=numbers.astype(packing.documents.dtype)[packing.documents]),
             pad_id=self.pad_id,
             multiple_of=self.batches.multiple_of,
+            packed_by=self._packed_by(),
+            made_from=self._made_from(),
         )
         refuse_long_rows(rows.longest_batch if len(rows) else 0, self.batch_tokens)
         return rows
+
+    def _packed_by(self) -> dict[str, Any]:
+        """What else than documents and context the rows follow from."""
+        limit = None if self.work_limit is None else repr(self.work_limit)
+        return {"packing": self.packing, "long_documents": self.long_documents, "work_limit": limit}
+
+    def _made_from(self) -> dict[str, Any]:
+        """What the documents follow from, beside the source's contents."""
+        options, tokenizer = self.documents, self._corpus.tokenizer
+        names = ("text_field", "kind", "mask_prompt", "limit", "validation", "test")
+        return {
+            "tokenizer": "none: token ids" if tokenizer is None else self.tokenizer,
+            **{name: getattr(options, name) for name in names},
+        }
 
     def _stream(self, source: Any, share: str | None) -> Stream:
         check_stream(source)
@@ -348,6 +367,7 @@ class PackedDataModule(pl.LightningDataModule):
             pad_id=self.pad_id,
             multiple_of=self.batches.multiple_of,
             work_limit=self.work_limit,
+            made_from=self._made_from(),
         )
         StreamLoader(stream, self._loader_options(shuffle=False))  # checks the options now, not in training
         return stream

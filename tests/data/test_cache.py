@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from lightning_memkit.data import token_file
+from lightning_memkit.data import parts, token_file
 from lightning_memkit.data.cache import cache_folder, cache_key, cached
 from lightning_memkit.data.store import TokenStore
 
@@ -181,3 +181,67 @@ def test_a_key_follows_from_everything_it_is_given():
     keys = {cache_key(source="a", tokenizer="b"), cache_key(source="a", tokenizer="c"), cache_key(source="b")}
     assert len(keys) == 3
     assert cache_key(source="a") == cache_key(source="a")
+
+
+def test_a_part_that_no_process_holds_goes_at_the_next_build_and_one_that_is_written_stays(folder):
+    folder.mkdir()
+    path = folder / "kept.tokens"
+    for name in ("kept.abc.part", "kept.abc.part.learned", "kept.def.part.learned"):
+        (folder / name).write_bytes(b"half")
+    part, lock = parts.new_part(path)
+    token_file.write_store([STORE], path)
+    assert {file.name for file in folder.iterdir()} == {"kept.tokens", part.name}
+    lock.close()
+    token_file.write_store([STORE], path)
+    assert {file.name for file in folder.iterdir()} == {"kept.tokens"}
+
+
+def test_two_that_build_at_once_do_not_take_each_others_parts(folder):
+    """Without the lock of the name, as on a file system that has none: the second begins and ends amid the first."""
+    path = folder / "kept.tokens"
+
+    def slowly():
+        yield STORE
+        token_file.write_store([STORE], path)
+        yield STORE
+
+    token_file.write_store(slowly(), path)
+    assert token_file.read_store(path, verify=True).documents == 2 * STORE.documents
+    assert {file.name for file in folder.iterdir()} == {"kept.tokens"}
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from lightning_memkit.data import tokenising
+from lightning_memkit.data.corpus import Corpus
+from lightning_memkit.data.shares import DocumentOptions
+
+tokenising._ALONE_SECONDS = 0.0
+if sys.argv[2] == "kill":
+    encode, count = tokenising._first, [0]
+
+    def first(waiting):
+        count[0] += 1
+        if count[0] == 3:
+            os.kill(os.getpid(), signal.SIGKILL)  # its processes live on
+        return encode(waiting)
+
+    tokenising._first = first
+store = Corpus(tokenizer_name="bytes", options=DocumentOptions(processes=2)).read(sys.argv[1])
+print(store.documents)
+"""
+
+
+def test_a_process_that_is_killed_amid_a_build_leaves_nothing_that_counts_and_no_lock(folder, tmp_path):
+    source = tmp_path / "texts.jsonl"
+    source.write_text("\n".join(f'{{"text": "{"x" * 1000}"}}' for _ in range(6000)))
+    command = [sys.executable, "-c", KILLED, str(source)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    killed = subprocess.run([*command, "kill"], env=environment, stdout=subprocess.DEVNULL, timeout=60)
+    assert killed.returncode == -9
+    assert [path.suffix for path in folder.iterdir() if path.suffix != ".lock"] == [".part"]
+    # Those that it had started may still wait for work; whoever builds next waits for none of them.
+    again = subprocess.run([*command, "build"], env=environment, capture_output=True, text=True, timeout=60)
+    assert again.stdout.strip() == "6000", again.stderr
+    assert sorted(path.suffix for path in folder.iterdir()) == [".lock", ".tokens"]

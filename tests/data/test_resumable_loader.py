@@ -359,3 +359,27 @@ class OwnLoader(DataLoader):
 def test_what_can_not_be_wrapped_says_why(loader, why):
     found = why_not_resumable(loader)
     assert (found is None) if why is None else (why in (found or ""))
+
+
+def test_another_number_of_ranks_goes_on_with_the_same_samples_a_step_and_others_are_refused():
+    def of_rank(rank: int, ranks: int, batch_size: int) -> ResumableLoader:
+        numbers: Any = torch.arange(60)
+        sampler: Any = DistributedSampler(numbers, ranks, rank, seed=3)
+        return ResumableLoader(DataLoader(numbers, batch_size=batch_size, sampler=sampler), rank=rank)
+
+    one = of_rank(0, 4, 3)
+    batches = iter(one)
+    next(batches), next(batches)
+    state = one.state_dict()
+    done = [index for rank in range(4) for batch in list(of_rank(rank, 4, 3))[:2] for index in batch.tolist()]
+    for ranks in (1, 2, 3):
+        left = []
+        for rank in range(ranks):
+            resumed = of_rank(rank, ranks, 12 // ranks)
+            resumed.load_state_dict(state)
+            left += [index for batch in resumed for index in batch.tolist()]
+        assert sorted(done + left) == list(range(60))
+    with pytest.raises(ValueError, match="samples_per_step: 12 then, 13 now"):
+        of_rank(0, 1, 13).load_state_dict(state)
+    with pytest.raises(ValueError, match="sampler: DistributedSampler then, RandomSampler now"):
+        ResumableLoader(DataLoader(torch.arange(60), 12, shuffle=True)).load_state_dict(state)  # pyright: ignore[reportArgumentType]

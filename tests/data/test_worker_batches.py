@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import sys
 import time
 
 import pytest
@@ -35,6 +36,30 @@ def killed_on_eight(job):
 def leaves_on_eight(job):
     if job[0] == 8:
         os._exit(3)
+    return squares(job)
+
+
+def leaves_quietly_on_eight(job):
+    if job[0] == 8:
+        os._exit(0)
+    return squares(job)
+
+
+def interrupted_on_eight(job):
+    if job[0] == 8:
+        raise KeyboardInterrupt
+    return squares(job)
+
+
+def exits_on_eight(job):
+    if job[0] == 8:
+        sys.exit()
+    return squares(job)
+
+
+def exits_with_three_on_eight(job):
+    if job[0] == 8:
+        sys.exit(3)
     return squares(job)
 
 
@@ -90,10 +115,18 @@ def looks_often(monkeypatch):
 @pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize(
     ("build", "ending"),
-    [(killed_on_eight, "was killed by signal 9, SIGKILL"), (leaves_on_eight, "ended with exit code 3")],
+    [
+        (killed_on_eight, "was killed by signal 9, SIGKILL"),
+        (leaves_on_eight, "ended with exit code 3"),
+        (exits_with_three_on_eight, "ended with exit code 3"),
+        (leaves_quietly_on_eight, "left with exit code 0"),
+        (interrupted_on_eight, "left with exit code 0, as by sys.exit() or a KeyboardInterrupt,"),
+        (exits_on_eight, "left with exit code 0"),
+    ],
 )
-def test_a_dead_worker_is_named_with_its_ending_and_its_batch(build, ending, num_workers):
-    workers = WorkerBatches(build, WorkerOptions(num_workers=num_workers))
+@pytest.mark.parametrize("is_persistent", [False, True])
+def test_a_dead_worker_is_named_with_its_ending_and_its_batch(build, ending, num_workers, is_persistent):
+    workers = WorkerBatches(build, WorkerOptions(num_workers=num_workers, is_persistent=is_persistent))
     with pytest.raises(BatchError) as raised:
         list(workers.batches(JOBS))
     assert ending in str(raised.value)
@@ -126,6 +159,35 @@ def test_a_worker_that_dies_before_its_first_batch_says_so():
 
     with pytest.raises(BatchError, match="ended with exit code 5 before its first batch"):
         list(WorkerBatches(squares, WorkerOptions(num_workers=1, on_start=leave)).batches(JOBS))
+
+
+@pytest.mark.usefixtures("looks_often")
+def test_a_worker_that_ends_between_two_batches_is_not_said_to_have_been_building_one():
+    def told(_):
+        return os.getpid()
+
+    batches = WorkerBatches(told, WorkerOptions(num_workers=1, prefetch=1)).batches(endless_jobs())
+    pid = next(batches).batch
+    time.sleep(0.2)  # it has built what was asked for, and waits
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(BatchError, match=r"SIGKILL.* after batch \d+ of the epoch"):
+        list(batches)
+
+
+def endless_jobs():
+    return [(number, ()) for number in range(100)]
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_an_error_at_a_workers_start_names_no_batch(num_workers):
+    def fails(_):
+        raise OSError("no such disk")
+
+    workers = WorkerBatches(squares, WorkerOptions(num_workers=num_workers, on_start=fails))
+    with pytest.raises(BatchError, match="Worker 0 could not start: its worker_init_fn raised") as raised:
+        list(workers.batches(JOBS))
+    assert "no such disk" in str(raised.value)
+    assert "Batch" not in str(raised.value).split("\n")[0]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

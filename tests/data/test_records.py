@@ -1,0 +1,131 @@
+"""Records that can't be read say which, what they hold, the rule and the remedy; kinds that don't mix are refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_memkit.data.corpus import Corpus
+from lightning_memkit.data.shares import DocumentOptions
+from lightning_memkit.data.store import TokenStore, joined
+from lightning_memkit.data.stream_source import StreamDocuments
+from lightning_memkit.data.tokenizers import ByteTokenizer
+
+TEXT, IDS = {"text": "hello"}, {"input_ids": [1, 2, 3]}
+PROMPT = {"prompt": "a", "completion": "b"}
+
+
+def read(source: Any, **options: Any) -> TokenStore:
+    return Corpus(tokenizer_name="bytes", options=DocumentOptions(processes=1, **options)).read(source)
+
+
+def written(path: Path, records: list[Any]) -> str:
+    path.write_text("\n".join(json.dumps(record) for record in records), encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("before", [0, 5])
+@pytest.mark.parametrize(
+    ("value", "is_shown"),
+    [
+        (None, "null"),
+        (3, r"3 \(int\)"),
+        (1.5, r"1\.5 \(float\)"),
+        (True, r"true \(bool\)"),
+        (["a", "b"], r'\["a", "b"\] \(list\)'),
+        ({"de": "Hallo"}, r'\{"de": "Hallo"\} \(dict\)'),
+        (["x" * 99], r'\["xxxxx.*\.\.\. \(list\)'),
+    ],
+)
+def test_a_text_that_is_none_is_shown(tmp_path: Path, value: Any, is_shown: str, before: int) -> None:
+    path = written(tmp_path / "a.jsonl", [*[TEXT] * before, {"text": value}, TEXT])
+    rule = (
+        rf"^a\.jsonl, line {before + 1} has no text: its 'text' is {is_shown}, and a text is a string .*leave"
+    )
+    with pytest.raises(ValueError, match=rule):
+        read(path)
+    with pytest.raises(ValueError, match=rf"document {before} has no text: its 'text' is {is_shown}"):
+        read([*[TEXT] * before, {"text": value}, TEXT])
+
+
+def test_other_fields_than_the_texts_are_named_as_they_are(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match="line 2 has no messages: its 'messages' is null, and messages are a list"
+    ):
+        read(written(tmp_path / "a.jsonl", [TEXT, {"messages": None}]))
+    with pytest.raises(ValueError, match="line 1 has no text: its 'body' is null"):
+        read(written(tmp_path / "b.jsonl", [{"body": None}]), text_field="body")
+    with pytest.raises(ValueError, match=r"line 4 has no text under 'text' \(found: \['body'\]\)"):
+        read(written(tmp_path / "c.jsonl", [*[TEXT] * 3, {"body": "x"}, TEXT]))
+    with pytest.raises(ValueError, match=r"document 1 has no text under 'text' \(found: null\)"):
+        read(["hello", None])
+
+
+@pytest.mark.parametrize("blank", ["", " ", "\n\t \n"])
+def test_blank_texts_are_no_documents(tmp_path: Path, blank: str) -> None:
+    assert read(written(tmp_path / "a.jsonl", [{"text": blank}, TEXT, {"text": blank}])).documents == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "is_shown"),
+    [
+        (None, r"\(null\)"),
+        ("ab", r'\("ab" \(str\)\)'),
+        ([1.5], "float64"),
+        ([[1]], r"\[\[1\]\]"),
+        ([1, None], "null"),
+    ],
+)
+def test_token_ids_that_are_none_are_shown_with_their_line(tmp_path: Path, value: Any, is_shown: str) -> None:
+    with pytest.raises(ValueError, match=rf"^a\.jsonl, line 2: .*{is_shown}.*one row of integers"):
+        read(written(tmp_path / "a.jsonl", [IDS, {"input_ids": value}, IDS]))
+
+
+@pytest.mark.parametrize("other", [TEXT, PROMPT, {"messages": [{"role": "assistant", "content": "x"}]}])
+@pytest.mark.parametrize("kind", ["file", "files", "list", "stream"])
+@pytest.mark.parametrize("first", ["ids", "other"])
+def test_token_ids_and_texts_do_not_mix_in_either_order(
+    tmp_path: Path, other: dict[str, Any], kind: str, first: str
+) -> None:
+    records = [IDS, other] if first == "ids" else [other, IDS]
+    source: Any = records
+    if kind == "file":
+        source = written(tmp_path / "a.jsonl", records)
+    elif kind == "files":
+        (tmp_path / "files").mkdir()
+        for name, record in zip("ab", records, strict=True):
+            written(tmp_path / "files" / f"{name}.jsonl", [record])
+        source = str(tmp_path / "files")
+    tokenizer = None if first == "ids" else ByteTokenizer()
+    stream = StreamDocuments(source=records, tokenizer=tokenizer, options=DocumentOptions())
+    with pytest.raises(ValueError, match=r"[Tt]okenise all documents or none|has no chat template"):
+        joined(stream(0, 0)) if kind == "stream" else read(source)
+
+
+@pytest.mark.parametrize("records", [["hello", [1, 2]], [[1, 2], "hello"]])
+def test_bare_texts_and_ids_do_not_mix_either(records: list[Any]) -> None:
+    with pytest.raises(ValueError, match="[Tt]okenise all documents or none"):
+        read(records)
+
+
+@pytest.mark.parametrize("records", [[TEXT, PROMPT], [PROMPT, TEXT]])
+def test_texts_and_prompts_mix_in_either_order(tmp_path: Path, records: list[Any]) -> None:
+    store = read(written(tmp_path / "a.jsonl", records))
+    assert store.documents == 2
+    assert store.learned is not None
+    assert not store.learned.all()
+
+
+def test_of_records_with_both_the_kind_says_which_counts(tmp_path: Path) -> None:
+    both = {**TEXT, **IDS}
+    path = written(tmp_path / "a.jsonl", [both, TEXT])
+    assert read(path, kind="text").documents == 2
+    for order in ([both, TEXT], [TEXT, both]):
+        with pytest.raises(ValueError, match="documents.kind='text'"):
+            read(written(tmp_path / "b.jsonl", order))
