@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed import ReduceOp
 
+from lightning_memkit.distributed.timeouts import host_group, timeout_of, waiting_for_ranks
 from lightning_memkit.memory.meter import unmetered
 
-_GOODBYE = timedelta(seconds=5)  # how long a rank that ends waits for its peers to hear of it
+_GOODBYE = timedelta(seconds=5)  # how long a rank that ends waits for its peers to hear of it, at the most
+_GOODBYE_SHARE = 1 / 5  # of the group's timeout: this rank may have waited that long already
 
 
 class Outcome(IntEnum):
@@ -52,18 +54,21 @@ class Agreement:
 
     Raises:
         PeerEndedError: from `meet`, where another rank has called `end`.
+        RankTimeoutError: a peer stands still for longer than the strategy's timeout.
         RuntimeError: from gloo, within seconds, where a peer's process is gone.
     """
 
     def __init__(self, counts: int = 0) -> None:
-        self.group: Any = distributed.new_group(backend="gloo")
+        self.group: Any = host_group()
+        timeout = timeout_of(self.group)
+        self._goodbye = _GOODBYE if timeout is None else min(_GOODBYE, timeout * _GOODBYE_SHARE)
         self.rank, self.world = self.group.rank(), self.group.size()
         # Every meeting is one message of the same size: a rank that ends doesn't know which one its peers are at.
         self._numbers = torch.zeros(self.world + counts, dtype=torch.float64)
 
     def meet(self, outcome: Outcome = Outcome.DONE, counts: Sequence[float] = ()) -> Meeting:
         """Tell how this rank's attempt went and hear of the others'; `counts` are added up over the ranks."""
-        with unmetered():
+        with unmetered(), waiting_for_ranks("the ranks agreed on how a step went", self.group):
             distributed.all_reduce(self._message(outcome, counts), group=self.group)
         told = self._numbers.tolist()
         outcomes, totals = told[: self.world], told[self.world :]
@@ -77,13 +82,13 @@ class Agreement:
         return Meeting(failed=tuple(failed), counts=tuple(totals[: len(counts)]))
 
     def end(self) -> None:
-        """Tell the peers that this rank ends; takes 5 s at the most where they don't listen. Then raise."""
+        """Tell the peers that this rank ends; takes 5 s, or less, where they don't listen. Then raise."""
         try:
             with unmetered():
                 message = self._message(Outcome.ENDED, ())
                 work = distributed.all_reduce(message, group=self.group, async_op=True)
                 if work is not None:
-                    work.wait(_GOODBYE)
+                    work.wait(self._goodbye)
         except RuntimeError:  # they wait elsewhere, or are gone; this rank's own error is what counts
             return
 
@@ -106,7 +111,7 @@ class Agreement:
         self.group = None
 
     def _reduced(self, values: Sequence[float], operation: Any) -> list[float]:
-        with unmetered():
+        with unmetered(), waiting_for_ranks("the ranks compared sizes", self.group):
             numbers = torch.tensor(list(values), dtype=torch.float64)
             distributed.all_reduce(numbers, op=operation, group=self.group)
             return numbers.tolist()

@@ -9,6 +9,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor, Shard
 
+from lightning_memkit.distributed.timeouts import waiting_for_ranks
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 
 
@@ -59,12 +60,13 @@ def clip_sharded_gradients(
     if any_failed(norms is None) or norms is None or norm is None or coefficient is None:
         raise torch.OutOfMemoryError("A rank ran out of memory where gradients are clipped.")
     group: Any = gradients[0].device_mesh.get_group()
-    if isinf(norm_type):
-        distributed.all_reduce(norms, op=ReduceOp.MAX, group=group)
-    else:
-        norms.pow_(norm_type)
-        distributed.all_reduce(norms, group=group)
-        norms.pow_(1.0 / norm_type)
+    with waiting_for_ranks("gradients' norms were added up", group):
+        if isinf(norm_type):
+            distributed.all_reduce(norms, op=ReduceOp.MAX, group=group)
+        else:
+            norms.pow_(norm_type)
+            distributed.all_reduce(norms, group=group)
+            norms.pow_(1.0 / norm_type)
     torch.linalg.vector_norm(norms, norm_type, out=norm)
     coefficient.copy_(norm).add_(1e-6).reciprocal_().mul_(max_norm).clamp_(max=1.0)
     torch._foreach_mul_(local, coefficient)

@@ -9,6 +9,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_memkit.distributed.agreement import Agreement, Meeting, Outcome
+from lightning_memkit.distributed.timeouts import waiting_for_ranks
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 
 _BUCKET_BYTES = 25 * 2**20  # DDP's own default
@@ -61,7 +62,8 @@ def broadcast_buffers(ddp: DistributedDataParallel) -> None:
     for name, buffer in ddp.module.named_buffers():
         if name not in ddp.parameters_to_ignore and buffer.numel():
             whole = buffer.detach().contiguous()
-            distributed.broadcast(whole, source, group=group)
+            with waiting_for_ranks("rank 0's buffers were broadcast", group):
+                distributed.broadcast(whole, source, group=group)
             if whole.data_ptr() != buffer.data_ptr():
                 with torch.no_grad():
                     buffer.copy_(whole)
@@ -165,7 +167,8 @@ class LateReduction:
         work: Any = distributed.all_reduce(real, group=self._group, async_op=True)
 
         def arrive() -> None:
-            work.wait()
+            with waiting_for_ranks("gradients were averaged", self._group):
+                work.wait()
             if flat.data_ptr() != first.data_ptr():
                 torch._foreach_copy_(gradients, parts)
 

@@ -62,6 +62,24 @@ def parameter_groups(states: list[Any]) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
+def sharded_parameters(module: nn.Module) -> dict[tuple[int, str], nn.Parameter]:
+    """The shards that FSDP2 keeps, by their module's `id` and name: also while gathered ones are in their place."""
+    found: dict[tuple[int, str], nn.Parameter] = {}
+    for group in parameter_groups(sharded_states(module)):
+        for param in group.fsdp_params:
+            info = getattr(param, "_module_info", None)
+            if info is None or not isinstance(getattr(param, "sharded_param", None), nn.Parameter):
+                continue
+            modules, names = (
+                [info.module, *info.shared_modules],
+                [info.param_name, *info.shared_param_names],
+            )
+            found |= {
+                (id(owner), name): param.sharded_param for owner, name in zip(modules, names, strict=True)
+            }
+    return found
+
+
 def why_no_reset(module: nn.Module) -> str:
     """Why FSDP2's engine can't be reset with this torch; empty where it can."""
     states = sharded_states(module)

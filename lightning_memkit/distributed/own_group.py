@@ -4,6 +4,8 @@ from typing import Any
 
 from torch import distributed
 
+from lightning_memkit.distributed.timeouts import host_group
+
 _made: dict[
     int, tuple[Any, Any]
 ] = {}  # by the process's default group, which is kept so that its id stays its own
@@ -28,7 +30,7 @@ def own_group() -> Any:
                 "asynchronous=False, or install a torch with gloo."
             )
         _made.clear()
-        _made[id(default)] = (default, distributed.new_group(backend="gloo"))
+        _made[id(default)] = (default, host_group())
     return _made[id(default)][1]
 
 

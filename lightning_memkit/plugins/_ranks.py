@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_memkit.distributed.catch_up import why_no_catch_up
 from lightning_memkit.distributed.ddp import why_no_late_reduction
 from lightning_memkit.distributed.fsdp2 import sharded_states
+from lightning_memkit.distributed.timeouts import waiting_for_ranks
 from lightning_memkit.optim.methods import local_optimizer
 from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._rank_alone import Ranks
@@ -36,7 +37,7 @@ from lightning_memkit.plugins._ranks_together import DataParallel, Sharded
 
 T = TypeVar("T")
 
-__all__ = ["Ranks", "any_rank", "largest_of_ranks", "local_optimizer", "ranks_of"]
+__all__ = ["Ranks", "any_rank", "largest_of_ranks", "local_optimizer", "ranks_of", "sum_of_ranks"]
 
 
 def largest_of_ranks(trainer: Trainer, values: Sequence[float]) -> list[float]:
@@ -44,8 +45,18 @@ def largest_of_ranks(trainer: Trainer, values: Sequence[float]) -> list[float]:
     if trainer.world_size == 1:
         return list(values)
     largest = torch.tensor(values, dtype=torch.float64, device=trainer.strategy.root_device)
-    torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
-    return largest.tolist()
+    with waiting_for_ranks("the ranks compared numbers"):
+        torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
+        return largest.tolist()  # where a device's collective is waited for
+
+
+def sum_of_ranks(trainer: Trainer, values: Sequence[float]) -> list[float]:
+    """Each value's sum over all ranks."""
+    if trainer.world_size == 1:
+        return list(values)
+    summed = torch.tensor(values, dtype=torch.float64, device=trainer.strategy.root_device)
+    torch.distributed.all_reduce(summed)
+    return summed.tolist()
 
 
 def any_rank(trainer: Trainer, truth: bool) -> bool:
@@ -57,7 +68,9 @@ def averages_after_backward(trainer: Trainer, model: DistributedDataParallel) ->
     """Whether a callback (`MemoryBudget`) is going to average DDP's gradients itself, whatever their dtype."""
     callbacks: Iterable[object] = vars(trainer)["callbacks"]
     wanted = any(getattr(callback, "averages_after_backward", False) for callback in callbacks)
-    return wanted and not why_no_late_reduction(model)
+    return (
+        trainer.world_size > 1 and wanted and not why_no_late_reduction(model)
+    )  # DDP itself serves a rank alone
 
 
 def ranks_of(trainer: Trainer, *, recover: bool = True) -> Ranks:
@@ -100,8 +113,9 @@ class Unretried(Ranks):
     def totals(self, run: Callable[[], Sequence[float]]) -> list[float]:
         device = self._trainer.strategy.root_device
         numbers = torch.tensor(list(run()), dtype=torch.float64, device=device)
-        torch.distributed.all_reduce(numbers)
-        return numbers.tolist()
+        with waiting_for_ranks("the ranks counted what a batch holds"):
+            torch.distributed.all_reduce(numbers)
+            return numbers.tolist()
 
     def most_parts(self, parts: int) -> int:
         return self.largest(parts) if self.meets else parts

@@ -22,9 +22,11 @@ from lightning_memkit.checkpoints.atomic import recover, remove
 from lightning_memkit.checkpoints.sharded import is_sharded
 from lightning_memkit.distributed.own_group import own_group
 from lightning_memkit.distributed.sharding import Sharding, shard_blocks
+from lightning_memkit.distributed.timeouts import give_timeout
 from lightning_memkit.initialization import build_empty, build_on
 from lightning_memkit.materialization import materialize
 from lightning_memkit.plugins import _seam, _sharded_checkpoints
+from lightning_memkit.plugins._checkpoint_places import folder_of_ranks, place_of, remove_place
 from lightning_memkit.plugins._eight_bit import adapt_bitsandbytes_in
 from lightning_memkit.plugins.checkpoint_io import StreamingCheckpointIO
 from lightning_memkit.plugins.precision import PureBF16Precision
@@ -116,6 +118,7 @@ class FSDP2Strategy(ModelParallelStrategy):
             )
         self._data_parallel_size = ranks
         super().setup_environment()
+        give_timeout(self.device_mesh)
         trainer = getattr(self.lightning_module, "_trainer", None)
         if ranks == 1 and isinstance(trainer, Trainer):
             _seam.keep_samplers(trainer)
@@ -190,7 +193,9 @@ class FSDP2Strategy(ModelParallelStrategy):
         if copies == 1:
             return self.device_mesh["data_parallel"]
         shape = (copies, self.world_size // copies)
-        return init_device_mesh(self.root_device.type, shape, mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=("replicate", "shard"))
+        give_timeout(mesh)
+        return mesh
 
     def model_to_device(self) -> None:
         """Move what is not sharded; shards are where they belong."""
@@ -206,8 +211,10 @@ class FSDP2Strategy(ModelParallelStrategy):
         path = self.broadcast(filepath)
         if not self._save_distributed_checkpoint:
             if self.is_global_zero:
-                if is_sharded(Path(path)) and not isinstance(self.checkpoint_io, StreamingCheckpointIO):
-                    remove(Path(path))  # Lightning's own would write into the folder
+                place = place_of(path, **(storage_options or {}))
+                stock = not isinstance(self.checkpoint_io, StreamingCheckpointIO)
+                if stock and isinstance(place, Path) and is_sharded(place):
+                    remove(place)  # Lightning's own would write into the folder
                 self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
         elif storage_options is not None:
             raise TypeError(
@@ -228,11 +235,12 @@ class FSDP2Strategy(ModelParallelStrategy):
         io = self.checkpoint_io
         if isinstance(io, StreamingCheckpointIO) and io.asynchronous:
             _sharded_checkpoints.wait_on_all_ranks(io)
-        recover(Path(path))
-        if Path(path).is_dir():
-            return _sharded_checkpoints.load_folder(
-                Path(path), self.model, self.optimizers, weights_only, strict
-            )
+        place = place_of(path)
+        if isinstance(place, Path):
+            recover(place)
+        if place.is_dir() if isinstance(place, Path) else place[0].isdir(place[1]):
+            folder = folder_of_ranks(path)
+            return _sharded_checkpoints.load_folder(folder, self.model, self.optimizers, weights_only, strict)
         if weights_only is False and not isinstance(io, StreamingCheckpointIO):
             return super().load_checkpoint(path, weights_only=weights_only)
         io = io if isinstance(io, StreamingCheckpointIO) else StreamingCheckpointIO()
@@ -244,7 +252,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         if not self.is_global_zero:
             return
         if self._save_distributed_checkpoint and not isinstance(self.checkpoint_io, StreamingCheckpointIO):
-            remove(Path(filepath))
+            remove_place(place_of(filepath))
         else:
             self.checkpoint_io.remove_checkpoint(filepath)
 

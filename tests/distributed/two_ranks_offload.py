@@ -89,7 +89,8 @@ class Module(LightningModule):
         return self.network(batch).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+        # By the usual epsilon the rounding of a gradient near zero, another one on each CPU, would be a step's size.
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)
 
 
 class Counts(Callback):
