@@ -4,8 +4,8 @@
 """
 
 import warnings
-from collections.abc import Iterator, Mapping
-from typing import get_args
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, get_args
 from weakref import ref
 
 import torch
@@ -16,15 +16,19 @@ from torch.optim import Optimizer
 from lightning_memkit.errors import NoEffectWarning
 from lightning_memkit.optim.bytes_per_parameter import BytesPerParameter, bytes_per_parameter
 from lightning_memkit.optim.checkpoints import install_checkpoint_hooks
+from lightning_memkit.optim.closures import with_closure
 from lightning_memkit.optim.consolidate import float32_weight
+from lightning_memkit.optim.eager import own_values_by_parameter, restore_filled_states, widen_own_buffers
 from lightning_memkit.optim.methods import (
     give_step_back,
     has_own_step,
+    is_known_by_parameter,
     living,
     local_optimizer,
-    refuse_closures,
+    refuse_differentiable,
     replaced_step,
     stock_step,
+    uses_closure_its_own_way,
 )
 from lightning_memkit.optim.pieces import is_compensated, slots
 from lightning_memkit.optim.schedule_free import switch_in_float32
@@ -62,15 +66,19 @@ class Compensation:
         self.mode: Mode = engine.mode
         self.states: States = engine.states
         self.engine = engine
+        self.undo_widening: Callable[[], None] = lambda: None
         self._active = True
         self._previous_step = optimizer.__dict__.get("step")
         self.stock_step = stock_step(optimizer)
         engine.may_fuse = not has_own_step(optimizer)
+        engine.under_identity = not (is_known_by_parameter(optimizer) or _is_sharded(optimizer))
         self._undo_checkpoints = install_checkpoint_hooks(optimizer, engine.rounding)
         self._undo_switches = switch_in_float32(optimizer)
         wrapped = hasattr(self._previous_step, "_wrapped_by_lr_sched")  # a scheduler was made before
         self._own_step = replaced_step(optimizer, self._act, wrapped=wrapped)
         optimizer.step = self._own_step  # pyright: ignore[reportAttributeAccessIssue]
+        # A copy by the class's own way would take plain bfloat16 steps, which lose small updates.
+        optimizer.__dict__["__reduce_ex__"] = self._reduced
 
     @property
     def optimizer(self) -> Optimizer:
@@ -84,9 +92,11 @@ class Compensation:
         self._active = False
         self._undo_checkpoints()
         self._undo_switches()
+        self.undo_widening()
         if self.optimizer.__dict__.get("step") is self._own_step:
             give_step_back(self.optimizer, self._previous_step)
         self.optimizer.__dict__.pop(_MARK, None)
+        self.optimizer.__dict__.pop("__reduce_ex__", None)
         for slot in slots(self.optimizer):
             state = self.optimizer.state.get(slot.parameter)
             if state is None or not is_compensated(slot.parameter):
@@ -137,11 +147,16 @@ class Compensation:
                 float32_weight(slot.parameter, self.optimizer.state.get(slot.parameter, {})),
             )
 
-    def _act(self, optimizer: Optimizer) -> None:
+    def _reduced(self, protocol: Any) -> tuple[Any, ...]:
+        """How copy and pickle make the optimizer again."""
+        optimizer, engine = self.optimizer, self.engine
+        options = (self.mode, self.states, engine.bucket_bytes, engine.rounding.state_dict())
+        return _compensated_again, (type(optimizer), optimizer.__getstate__(), options)
+
+    def _act(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
         if self._active:
-            self.engine.step(optimizer, self.stock_step)
-        else:  # a scheduler made since has wrapped our step
-            self.stock_step()
+            return self.engine.step(optimizer, self.stock_step, closure)
+        return with_closure(self.stock_step, closure)()  # a scheduler made since has wrapped our step
 
 
 def compensate(
@@ -198,8 +213,15 @@ def compensate(
             NoEffectWarning,
             stacklevel=2,
         )
+    known = is_known_by_parameter(optimizer)
     engine = ShadowEngine(mode, states, StochasticRounding(seed), bucket_bytes)
     compensation = Compensation(optimizer, engine)
+    if engine.under_identity:
+        compensation.undo_widening = widen_own_buffers(optimizer, low_halves or {})
+    else:
+        restore_filled_states(optimizer)
+        if not known:
+            _warn_of_own_values(optimizer)
     optimizer.__dict__[_MARK] = compensation
     if mode in ("kahan", "split"):
         for slot in slots(optimizer):
@@ -208,6 +230,29 @@ def compensate(
                 optimizer.state[slot.parameter][LOW_HALF] = low.to(slot.parameter.device)
     _mend_loading(optimizer)
     return compensation
+
+
+def _warn_of_own_values(optimizer: Optimizer) -> None:
+    """Say what a step on shadows can't follow: sharded parameters can't be float32 themselves for a time."""
+    names = own_values_by_parameter(optimizer)
+    if names:
+        warnings.warn(
+            f"{type(optimizer).__name__} keeps {', '.join(names)} outside of its state, and its parameters are "
+            "sharded (DTensor): a compensated bfloat16 step shows it float32 stand-ins for them, which such lookups "
+            "and buffers don't know, and the result may differ. Keep them in self.state[parameter], or train in "
+            "float32 (precision='32-true').",
+            stacklevel=3,
+        )
+
+
+def _compensated_again(kind: type[Optimizer], state: Any, options: tuple[Any, ...]) -> Optimizer:
+    """A copied optimizer, compensated as the one it is a copy of."""
+    optimizer = kind.__new__(kind)
+    optimizer.__setstate__(state)
+    mode, states, bucket_bytes, rounding = options
+    compensation = compensate(optimizer, mode=mode, states=states, bucket_bytes=bucket_bytes)
+    compensation.engine.rounding.load_state_dict(rounding)
+    return optimizer
 
 
 def _mend_loading(optimizer: Optimizer) -> None:
@@ -242,4 +287,14 @@ def refuse_unsupported(optimizer: Optimizer) -> None:
             f"{name}(overlap_with_ddp=True) steps inside DDP's backward, by functions instead of an optimizer, which "
             "a compensated bfloat16 step can't do; leave it False."
         )
-    refuse_closures(local_optimizer(optimizer), "a compensated bfloat16 step")
+    refuse_differentiable(local_optimizer(optimizer), "a compensated bfloat16 step")
+    if uses_closure_its_own_way(optimizer) and _is_sharded(optimizer):
+        raise TypeError(
+            f"{name}.step evaluates its closure in a way of its own (SAM, LBFGS), and its parameters are sharded "
+            "(DTensor): a compensated bfloat16 step can't show the model weights that are in the middle of a step "
+            "there. Use an optimizer such as AdamW, or train in float32 (precision='32-true')."
+        )
+
+
+def _is_sharded(optimizer: Optimizer) -> bool:
+    return any(hasattr(slot.parameter, "to_local") for slot in slots(optimizer))

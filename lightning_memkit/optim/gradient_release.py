@@ -62,7 +62,7 @@ class Release:
         self._previous_step = optimizer.__dict__.get("step")
         self._stock_step = stock_step(optimizer)
         wrapped = hasattr(self._previous_step, "_wrapped_by_lr_sched")  # a scheduler was made before
-        step = replaced_step(optimizer, lambda _: self._finish(), wrapped=wrapped)
+        step = replaced_step(optimizer, lambda *_: self._finish(), wrapped=wrapped)
         # Not the other way round: a cycle would keep the weights until it is collected.
         step.__dict__[_MARK] = self
         optimizer.step = step  # pyright: ignore[reportAttributeAccessIssue]

@@ -11,14 +11,16 @@ _IMMUTABLE = (int, float, str, type(None))
 
 def group_scalars(optimizer: Optimizer) -> list[dict[str, Any]]:
     """A copy of every group's entries but its parameters."""
+    stay = {id(p): p for group in optimizer.param_groups for p in group["params"]}  # as keys, or named beside
     return [
-        {key: copied(value) for key, value in group.items() if key != "params"}
+        {key: copied(value, stay) for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
     ]
 
 
 def restore_group_scalars(optimizer: Optimizer, scalars: list[dict[str, Any]]) -> None:
     """Put `group_scalars` back into the same dicts, and tensors (a capturable learning rate) into the same memory."""
+    stay = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     for group, kept in zip(optimizer.param_groups, scalars, strict=True):
         for key in group.keys() - kept.keys() - {"params"}:
             del group[key]
@@ -27,16 +29,21 @@ def restore_group_scalars(optimizer: Optimizer, scalars: list[dict[str, Any]]) -
             if isinstance(now, Tensor) and isinstance(value, Tensor) and _fits(now, value):
                 now.detach().copy_(value)
             else:
-                group[key] = copied(value)
+                group[key] = copied(value, stay)
 
 
-def copied(value: Any) -> Any:
-    """A deep copy, without its price where there is nothing to copy; it is taken once a bucket."""
+def copied(value: Any, stay: dict[int, Any] | None = None) -> Any:
+    """A deep copy, without its price where there is nothing to copy; it is taken once a bucket.
+
+    Args:
+        value: anything.
+        stay: what is not copied within it, by identity: parameters that a dict is keyed by.
+    """
     if isinstance(value, _IMMUTABLE):
         return value
     if type(value) is tuple and all(isinstance(item, _IMMUTABLE) for item in value):  # betas
         return value
-    return value.detach().clone() if isinstance(value, Tensor) else deepcopy(value)
+    return value.detach().clone() if isinstance(value, Tensor) else deepcopy(value, dict(stay or {}))
 
 
 def _fits(one: Tensor, other: Tensor) -> bool:

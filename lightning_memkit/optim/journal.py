@@ -3,54 +3,57 @@
 A journaled step advances one bundle of parameters after the other, with copies of what that changes beside it.
 Where memory runs out the bundle is put back, caches are emptied, and smaller bundles are stepped: gradients are
 still there, so forward and backward need no repetition. The order in which parameters are stepped does not change
-the result. An optimizer that combines values over the model, or may do so, is stepped as a whole.
+the result. An optimizer that combines values over the model, or may do so, is stepped as a whole. One that evaluates
+its closure within the step (SAM, LBFGS) gets it, and where memory runs out in there all is put back for a retry.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from weakref import ref
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_memkit.memory.meter import ByteMeter
+from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.optim.blocks import local_part
+from lightning_memkit.optim.closures import gradients_are_zero, with_closure, zero_gradients
 from lightning_memkit.optim.compensation import compensation_of
 from lightning_memkit.optim.eight_bit import is_bitsandbytes
 from lightning_memkit.optim.gradient_release import release_of
 from lightning_memkit.optim.journaled_step import SMALLEST_BUNDLE_BYTES, BundledStep
 from lightning_memkit.optim.methods import (
     combines_over_the_model,
+    demands_closure,
     give_step_back,
     has_own_step,
+    is_known_by_parameter,
+    is_known_class,
     living,
-    refuse_closures,
+    refuse_differentiable,
     replaced_step,
     stock_step,
+    uses_closure_its_own_way,
 )
 from lightning_memkit.optim.pieces import slots
 from lightning_memkit.optim.shadow import ShadowEngine
 from lightning_memkit.optim.slices import is_elementwise
 from lightning_memkit.optim.state_home import home_of
+from lightning_memkit.optim.step_copies import WholeStepCopies
 from lightning_memkit.optim.whole_step import step_whole
+
+Closure = Callable[[], Any] | None
 
 BUNDLE_BYTES = 64 << 20
 BUNDLES = 32  # on an accelerator, at most: each costs launches, which the device would wait for
 BUNDLE_BYTES_CPU = 8 << 20  # what stays in its cache is copied for little
 _MARK = "_memkit_journal"
-# Optimizers of these step each parameter by itself, but for those that `combines_over_the_model` knows.
-_BY_PARAMETER = (
-    "torch.optim.",
-    "bitsandbytes.optim.",
-    "lion_pytorch.",
-    "optimi.",
-    "schedulefree.",
-    "torchao.optim.",
-    "transformers.optimization.",
-)
-# Of those, the ones that take norms or products of a whole parameter: on shards that takes all ranks.
+# Of the classes known to step by parameter, the ones that take norms or products of a whole parameter: on shards that
+# takes all ranks.
 _REDUCE_WITHIN_A_PARAMETER = ("Adafactor", "Muon", "StableAdamW")
 _TORCHS_OWN = ("aten", "prim", "prims", "profiler", "c10d", "_c10d_functional")  # namespaces of operators
 
@@ -79,6 +82,9 @@ class Journal:
         self._home = home_of(optimizer)
         self._plain = ShadowEngine.plain()
         self._may_slice = _may_slice(optimizer)
+        self._own_way = uses_closure_its_own_way(optimizer)
+        self._asks = self._own_way or demands_closure(optimizer)
+        self._gradients: dict[Parameter, Tensor] = {}  # those before a step that is to be taken again
         self._counts: dict[Parameter, int] = {}  # states of each parameter after its last cold step
         self._measures = False
         self._active = True
@@ -99,6 +105,7 @@ class Journal:
         if not self._active:
             return
         self._active = False
+        self._gradients = {}
         optimizer = self.optimizer
         optimizer.__dict__.pop(_MARK, None)
         if getattr(optimizer.__dict__.get("step"), _MARK, None) is self:
@@ -142,25 +149,32 @@ class Journal:
             for parameter, count in zip(stepped, counts, strict=True)
         )
 
-    def _act(self, optimizer: Optimizer) -> None:
+    def _act(self, optimizer: Optimizer, closure: Closure) -> Any:
+        if closure is None and self._asks and gradients_are_zero(optimizer):
+            closure = partial(zero_gradients, optimizer)  # a trial's step, of one that may ask for a closure
+            if self._own_way:
+                self._measures = self.needed = False  # it is copied in every step, whatever it allocates
+                return self._step_at_once(optimizer, closure)
         if not self._active:  # a scheduler made since has wrapped our step
-            self._step_at_once(optimizer)
-            return
+            return self._step_at_once(optimizer, closure)
         self._check_order(optimizer)
+        if self._own_way and closure is not None:
+            return self._step_with_closure(optimizer, closure)
         if self._ready is not None:
             self._ready()
         cold = self.is_cold()
         if not cold and self._measures:
             self._measures = False
-            self.needed = _allocations(optimizer, lambda: self._step_at_once(optimizer)) > 0
+            self.needed = _allocations(optimizer, lambda: self._step_at_once(optimizer, closure)) > 0
         elif not (cold or self.needed):
-            self._step_at_once(optimizer)
+            self._step_at_once(optimizer, closure)
         elif self._by_parameter:
-            self._step_in_bundles(optimizer)
+            self._step_in_bundles(optimizer, closure)
         else:
-            self._step_whole(optimizer)
+            self._step_whole(optimizer, closure)
         if cold:
             self._note_counts()
+        return None
 
     def _note_counts(self) -> None:
         """How many states a step has left of each parameter."""
@@ -185,19 +199,19 @@ class Journal:
             return self._plain, self._stock_step
         return self._compensation.engine, self._compensation.stock_step
 
-    def _step_at_once(self, optimizer: Optimizer) -> None:
+    def _step_at_once(self, optimizer: Optimizer, closure: Closure) -> Any:
         """The step as it would be without us."""
         compensation = compensation_of(optimizer)
         if compensation is not None:
-            compensation.engine.step(optimizer, compensation.stock_step)
-        elif home_of(optimizer) is not None:
-            self._plain.step(optimizer, self._stock_step)
-        else:
-            self._stock_step()
+            return compensation.engine.step(optimizer, compensation.stock_step, closure)
+        if home_of(optimizer) is not None:
+            return self._plain.step(optimizer, self._stock_step, closure)
+        return with_closure(self._stock_step, closure)()
 
-    def _step_in_bundles(self, optimizer: Optimizer) -> None:
+    def _step_in_bundles(self, optimizer: Optimizer, closure: Closure) -> None:
         _note_overrides(optimizer)
         engine, stock_step = self._engine_and_step()
+        stock_step = with_closure(stock_step, closure)
         step = BundledStep(optimizer, engine, stock_step, self._bundle_bytes, may_slice=self._may_slice)
         step.run()
         self.recovered += step.failures
@@ -205,10 +219,44 @@ class Journal:
             smallest = min(self._bundle_bytes, SMALLEST_BUNDLE_BYTES)
             self._bundle_bytes = max(self._bundle_bytes // 2, smallest)
 
-    def _step_whole(self, optimizer: Optimizer) -> None:
+    def _step_whole(self, optimizer: Optimizer, closure: Closure) -> None:
         engine, _ = self._engine_and_step()
         tries = 1 if _communicates(optimizer) else 2
-        self.recovered += step_whole(optimizer, engine, lambda: self._step_at_once(optimizer), tries=tries)
+        self.recovered += step_whole(
+            optimizer, engine, lambda: self._step_at_once(optimizer, closure), tries=tries
+        )
+
+    def _step_with_closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+        """A step that evaluates the model within: if memory runs out anywhere, all is as before and the error goes on.
+
+        Whoever catches it may take the same step again. Ranks agree at its end, when the last gradients are there.
+        """
+        for parameter, gradient in self._gradients.items():
+            if (
+                parameter.grad is None
+            ):  # who retries may have let go of them, and the step may begin with them
+                parameter.grad = gradient
+        self._gradients = {}
+        noise = self._engine_and_step()[0].rounding
+        before = noise.state_dict()
+        kept = WholeStepCopies(optimizer)
+        try:
+            result = self._step_at_once(optimizer, closure)
+            if self._ready is not None:
+                self._ready()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            noise.load_state_dict(before)
+            with torch.no_grad():
+                kept.restore()
+            self._gradients = {
+                slot.parameter: slot.parameter.grad
+                for slot in slots(optimizer)
+                if slot.parameter.grad is not None
+            }
+            raise
+        return result
 
 
 def journal_steps(
@@ -221,9 +269,12 @@ def journal_steps(
     host memory. Compensated optimizers and those with offloaded states are journaled as they are; do so last.
 
     Args:
-        optimizer: any optimizer whose step needs no closure.
+        optimizer: any optimizer. One that uses its closure in a way of its own (SAM, LBFGS) is copied to host memory
+            in every step, since forward and backward run within it: what it changes is put back if memory runs out
+            there, and the error goes on to who may retry the step.
         ready: called in every step after its closure, before anything is changed; what it raises leaves nothing
-            changed. Ranks may agree here whether to step.
+            changed. Ranks may agree here whether to step. Where the closure belongs to the step, it is called at the
+            end, and what it raises for want of memory is put back as well.
         bundle_bytes: weights, gradients and states that are copied at a time. By default 8 MiB on a CPU; elsewhere
             64 MiB, or 1/32 of weights and moments if that is more. A parameter with more is stepped in slices if the
             optimizer is known to treat each element by itself, and is a bundle of its own if not.
@@ -234,7 +285,6 @@ def journal_steps(
     Raises:
         ValueError: the steps are journaled already, or gradients are released within backward; a group asks for a
             differentiable step.
-        TypeError: the optimizer's step demands a closure, such as LBFGS's.
     """
     if bundle_bytes is not None and bundle_bytes < 1:
         raise ValueError(f"bundle_bytes={bundle_bytes} must be 1 or more; 64 MiB is {BUNDLE_BYTES}.")
@@ -246,7 +296,7 @@ def journal_steps(
             f"The gradients of this {name} are released: its parameters are stepped within backward, and their "
             "gradients are gone when a step fails. Journal steps, or release gradients."
         )
-    refuse_closures(optimizer, "a step in bundles")
+    refuse_differentiable(optimizer, "a journaled step")
     journal = optimizer.__dict__[_MARK] = Journal(optimizer, ready, bundle_bytes)
     return journal
 
@@ -266,12 +316,14 @@ def _bundle_bytes_for(optimizer: Optimizer) -> int:
 
 def _steps_by_parameter(optimizer: Optimizer) -> bool:
     """Whether parameters may be stepped one after the other, with the same result."""
-    if combines_over_the_model(optimizer) or _communicates(optimizer):
+    if combines_over_the_model(optimizer) or _communicates(optimizer) or uses_closure_its_own_way(optimizer):
         return False
-    if compensation_of(optimizer) is not None or home_of(optimizer) is not None:
+    compensation = compensation_of(optimizer)
+    if home_of(optimizer) is not None or (
+        compensation is not None and not compensation.engine.under_identity
+    ):
         return True  # so they are anyway
-    known = f"{type(optimizer).step.__module__}.".startswith(_BY_PARAMETER)
-    return known and not has_own_step(optimizer)
+    return is_known_by_parameter(optimizer)
 
 
 def _may_slice(optimizer: Optimizer) -> bool:
@@ -285,8 +337,7 @@ def _communicates(optimizer: Optimizer) -> bool:
     """Whether a step is not known to do without other ranks, which a repeated one would leave behind."""
     if not any(hasattr(slot.parameter, "to_local") for slot in slots(optimizer)):
         return False
-    known = f"{type(optimizer).step.__module__}.".startswith(_BY_PARAMETER)
-    return not known or type(optimizer).__name__ in _REDUCE_WITHIN_A_PARAMETER
+    return not is_known_class(optimizer) or type(optimizer).__name__ in _REDUCE_WITHIN_A_PARAMETER
 
 
 def _note_overrides(optimizer: Any) -> None:

@@ -10,6 +10,30 @@ from weakref import ref
 import torch
 from torch.optim import Optimizer
 
+from lightning_memkit.optim.closures import demands_closure, evaluates_in_its_own_way, note_way
+
+# Optimizers of these step each parameter by itself, but for those that `combines_over_the_model` knows.
+_BY_PARAMETER = (
+    "torch.optim.",
+    "bitsandbytes.optim.",
+    "lion_pytorch.",
+    "optimi.",
+    "schedulefree.",
+    "torchao.optim.",
+    "transformers.optimization.",
+)
+_WITHOUT_EFFECT = frozenset(
+    {
+        "__module__",
+        "__doc__",
+        "__init__",
+        "__repr__",
+        "__annotations__",
+        "__firstlineno__",
+        "__static_attributes__",
+    }
+)
+
 
 class WeakMethod:
     """A bound method that doesn't keep its object alive; LR schedulers ask for ``__func__``."""
@@ -47,31 +71,49 @@ def living(reference: "ref[Optimizer]") -> Optimizer:
     return optimizer
 
 
-def replaced_step(optimizer: Optimizer, act: Callable[[Optimizer], object], *, wrapped: bool) -> WeakMethod:
-    """A step that evaluates its closure once, then acts without gradients, and returns the closure's loss.
+def replaced_step(
+    optimizer: Optimizer,
+    act: Callable[[Optimizer, Callable[[], Any] | None], Any],
+    *,
+    wrapped: bool,
+) -> WeakMethod:
+    """A step that acts in the place of the optimizer's own, and returns the closure's loss.
+
+    By torch's convention the closure is evaluated once, before all else; ``act`` then gets one that only gives the
+    loss, for steps that compute with it. Where the optimizer's own step uses its closure in another way, ``act`` gets
+    the closure itself, and gives what the step returns.
 
     Args:
         optimizer: whose step it is to be.
-        act: what steps; it must not hold the optimizer.
+        act: what steps, without gradients but in the second case; it must not hold the optimizer.
         wrapped: whether LR schedulers are to find the mark of their own wrapper, which this does the work of.
     """
+    own_way = uses_closure_its_own_way(optimizer)
 
     @wraps(type(optimizer).step)
     def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]  # as schedulers expect
+        if own_way and closure is not None:
+            return act(optimizer, closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            act(optimizer)
+            act(optimizer, None if closure is None else lambda: loss)
         return loss
 
     # torch's own wrapper around ours: profiler label, and the user's step hooks once a step.
     method = WeakMethod(Optimizer.profile_hook_step(step), optimizer)
+    note_way(method, own_way)
     if wrapped:
         method.__dict__["_wrapped_by_lr_sched"] = True
     return method
+
+
+def uses_closure_its_own_way(optimizer: Optimizer) -> bool:
+    """Whether a step needs the closure itself: it evaluates it again, late, or under a condition (SAM, LBFGS)."""
+    return evaluates_in_its_own_way(local_optimizer(optimizer))
 
 
 def give_step_back(optimizer: Optimizer, previous: Any) -> None:
@@ -97,17 +139,28 @@ def refuse_closures(optimizer: Optimizer, what: str) -> None:
         what: the way of stepping that can't do so, as the subject of a sentence.
 
     Raises:
-        TypeError: the step demands a closure.
+        TypeError: the step demands a closure, or uses it in another way than to evaluate it once, before all else.
         ValueError: a group asks for a differentiable step.
     """
     name = type(optimizer).__name__
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
+    demands = demands_closure(optimizer)
+    if demands or uses_closure_its_own_way(optimizer):
+        does = "demands a closure" if demands else "evaluates its closure in a way of its own"
         raise TypeError(
-            f"{name}.step demands a closure: it evaluates the model several times a step, which {what} can't do; "
+            f"{name}.step {does}: it may evaluate the model several times a step, which {what} can't do; "
             "use an optimizer such as AdamW."
         )
+    refuse_differentiable(optimizer, what)
+
+
+def refuse_differentiable(optimizer: Optimizer, what: str) -> None:
+    """Refuse a step that is to be differentiated.
+
+    Raises:
+        ValueError: a group asks for one.
+    """
     if any(group.get("differentiable") for group in optimizer.param_groups):
+        name = type(optimizer).__name__
         raise ValueError(f"{name} has differentiable=True, and {what} can't be; leave it False.")
 
 
@@ -181,3 +234,19 @@ def has_own_step(optimizer: Optimizer) -> bool:
     """Whether somebody has replaced the step of this one optimizer: then that is what the user's step means."""
     step = optimizer.__dict__.get("step")
     return step is not None and not hasattr(step, "_wrapped_by_lr_sched")
+
+
+def is_known_by_parameter(optimizer: Optimizer) -> bool:
+    """Whether a step is known to step each parameter by itself, and to keep nothing outside of states and groups."""
+    replaced = has_own_step(optimizer) or uses_closure_its_own_way(optimizer)
+    return not replaced and is_known_class(optimizer)
+
+
+def is_known_class(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is of one of a few libraries; a subclass may not override any of their methods."""
+    names: set[str] = set()
+    for each in type(optimizer).__mro__:
+        if f"{each.__module__}.".startswith(_BY_PARAMETER):
+            return not any(hasattr(each, name) for name in names)
+        names |= vars(each).keys() - _WITHOUT_EFFECT
+    return False

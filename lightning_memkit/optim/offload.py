@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_memkit.errors import NoEffectWarning
+from lightning_memkit.optim.closures import with_closure
 from lightning_memkit.optim.compensation import compensation_of
 from lightning_memkit.optim.gradient_release import release_of
 from lightning_memkit.optim.methods import (
@@ -191,11 +192,10 @@ def _make_step(offload: StateOffload, optimizer: Optimizer) -> WeakMethod:
     """A step in buckets, for an optimizer that no other engine steps."""
     engine = ShadowEngine.plain()
 
-    def act(optimizer: Optimizer) -> None:
+    def act(optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
         if offload._active:
-            engine.step(optimizer, offload._stock_step)
-        else:
-            offload._stock_step()
+            return engine.step(optimizer, offload._stock_step, closure)
+        return with_closure(offload._stock_step, closure)()
 
     # Whoever replaces the step after us takes it for the stock step, which it may: its engine knows of the home,
     # too.

@@ -17,10 +17,14 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_memkit.optim.blocks import first_element, local_part
+from lightning_memkit.optim.closures import with_closure
 from lightning_memkit.optim.fused.recipes import take
 from lightning_memkit.optim.fused.step import fused_step
 from lightning_memkit.optim.group_scalars import copied, group_scalars, restore_group_scalars
+from lightning_memkit.optim.identity import Float32Forms
+from lightning_memkit.optim.methods import uses_closure_its_own_way
 from lightning_memkit.optim.modes import LOW_STATES, Mode, States, low_state_of, narrow_, widen_
+from lightning_memkit.optim.own_attributes import has_own_values, own_numbers
 from lightning_memkit.optim.pieces import Piece, Scratch, Slot, buckets_of, is_compensated, slots
 from lightning_memkit.optim.state_dtypes import storage_of
 from lightning_memkit.optim.state_home import home_of
@@ -61,6 +65,8 @@ class ShadowEngine:
         self.states: States = states
         self.rounding = rounding
         self.bucket_bytes = bucket_bytes
+        self.under_identity = False  # whether parameters are float32 themselves in a step, not by shadows
+        self.bfloat16_states: set[str] = set()  # states that an optimizer keeps in bfloat16 by its own choice
         self.may_fuse = True  # whether a kernel may stand in for the step of a class that it knows
         # What the optimizer sees in the place of parameters that are not in the bucket: it has no gradient,
         # so it is passed over, and the places of the others, which some optimizers go by, stay.
@@ -75,13 +81,37 @@ class ShadowEngine:
         """Whether a parameter is stepped on a float32 shadow."""
         return self.mode is not None and is_compensated(parameter)
 
-    def step(self, optimizer: Optimizer, stock_step: Callable[[], object]) -> None:
-        """One optimizer step, from the gradients as they stand."""
-        step = self.begin(optimizer, stock_step)
-        step.advance([slot for slot in slots(optimizer) if slot.parameter.grad is not None])
-        step.finish()
+    def step(
+        self,
+        optimizer: Optimizer,
+        stock_step: Callable[..., Any],
+        closure: Callable[[], Any] | None = None,
+    ) -> Any:
+        """One optimizer step, from the gradients as they stand, or as the closure gives them within the step.
 
-    def begin(self, optimizer: Optimizer, stock_step: Callable[[], object]) -> "OpenStep":
+        Args:
+            optimizer: whose parameters are stepped.
+            stock_step: its own step.
+            closure: what that is to evaluate.
+
+        Returns:
+            What the stock step returns, where it evaluates the model itself.
+        """
+        own_way = closure is not None and uses_closure_its_own_way(optimizer)
+        if own_way and self.under_identity:
+            with torch.no_grad():
+                step = self.begin(optimizer, stock_step)
+            result = step.evaluate(closure)
+            with torch.no_grad():
+                step.finish()
+            return result
+        step = self.begin(optimizer, with_closure(stock_step, closure))
+        ready = [slot for slot in slots(optimizer) if slot.parameter.grad is not None]
+        step.advance(ready, everything=True)
+        step.finish()
+        return None
+
+    def begin(self, optimizer: Optimizer, stock_step: Callable[..., Any]) -> "OpenStep":
         """Open a step that is advanced parameter by parameter; its result is that of one whole step."""
         return OpenStep(self, optimizer, stock_step)
 
@@ -96,7 +126,7 @@ class OpenStep:
     Each parameter may be advanced once, in any order; `finish` ends the step.
     """
 
-    def __init__(self, engine: ShadowEngine, optimizer: Optimizer, stock_step: Callable[[], object]) -> None:
+    def __init__(self, engine: ShadowEngine, optimizer: Optimizer, stock_step: Callable[..., Any]) -> None:
         self._engine = engine
         self._optimizer = optimizer
         self._stock_step = stock_step
@@ -104,19 +134,55 @@ class OpenStep:
         self._scratch = Scratch()
         self._progress: dict[Parameter, _Progress] = {}
         self._scalars = group_scalars(optimizer)
+        self._numbers = own_numbers(optimizer) if engine.under_identity else {}
         self._shared = {key: copied(value) for key, value in _of_no_parameter(optimizer)}
         self._advanced: dict[int, dict[str, Any]] = {}  # scalars of the groups that had a parameter to step
         self._begun = False  # whether a stock step was, and may have failed half-way
         self._stock_steps = 0
         self._fused = False
+        self._whole = False  # the stock step has seen all of the model, under its own identity
         engine.rounding.begin_step()
 
-    def advance(self, ready: Sequence[Slot]) -> None:
-        """Step these parameters now; each must have its gradient. After a failure, `take_back` goes before a retry."""
-        if self._home is None:
-            self._advance(ready)
-        else:
+    def advance(self, ready: Sequence[Slot], *, everything: bool = False) -> None:
+        """Step these parameters now; each must have its gradient. After a failure, `take_back` goes before a retry.
+
+        Args:
+            ready: the parameters.
+            everything: that is all of them which have one; no other call follows.
+        """
+        if self._home is not None:
             self._home.visit(self._optimizer, ready, self._advance)
+        elif everything and self._engine.under_identity:
+            self._advance_at_once(ready)
+        else:
+            self._advance(ready)
+
+    def evaluate(self, closure: Callable[[], Any] | None) -> Any:
+        """Let the stock step evaluate a closure; all parameters are float32 but within the evaluations."""
+        with torch.no_grad():
+            forms = Float32Forms(self._engine, self._optimizer, self._trained())
+        evaluate = None if closure is None else forms.evaluating(closure)
+        self._whole = True
+        params = [group["params"] for group in self._optimizer.param_groups]
+        with _showing(self._optimizer, self._optimizer.state, params), forms.shown():
+            return with_closure(self._stock_step, evaluate)()
+
+    def _trained(self) -> list[Slot]:
+        """What may get gradients, and is stepped in float32."""
+        found = []
+        for slot in slots(self._optimizer):
+            _refuse_sparse(slot.parameter)
+            trained = slot.parameter.requires_grad or slot.parameter.grad is not None
+            if trained and self._engine.shadows(slot.parameter):
+                found.append(slot)
+        return found
+
+    def _advance_at_once(self, ready: Sequence[Slot]) -> None:
+        """The whole model in one bucket, unless the caller has said that parameters go one by one."""
+        if self._engine.bucket_bytes is None or has_own_values(self._optimizer):
+            self.evaluate(None)
+        else:
+            self._advance(ready)
 
     def _advance(self, ready: Sequence[Slot]) -> None:
         shadowed = [slot for slot in ready if self._engine.shadows(slot.parameter)]
@@ -125,10 +191,35 @@ class OpenStep:
             _refuse_sparse(slot.parameter)
         shadowed = self._step_fused(shadowed)
         for bucket in buckets_of(self._optimizer, shadowed, self._engine.bucket_bytes):
-            self._step_bucket(bucket, plain)
+            if self._engine.under_identity:
+                self._step_under_identity([piece.slot for piece in bucket], plain)
+            else:
+                self._step_bucket(bucket, plain)
             plain = []
         if plain:
             self._step_bucket([], plain)
+
+    def _step_under_identity(self, bucket: list[Slot], plain: list[Slot]) -> None:
+        optimizer = self._optimizer
+        self._rewind_once_begun()
+        seen_params = [self._engine.absent(len(group["params"])) for group in optimizer.param_groups]
+        for slot in (*bucket, *plain):
+            seen_params[slot.group][slot.place] = slot.parameter
+        forms = Float32Forms(self._engine, optimizer, bucket)
+        with _showing(optimizer, optimizer.state, seen_params), forms.shown():
+            self._stock_step()
+        self._note_scalars({slot.group for slot in (*bucket, *plain)})
+
+    def _rewind_once_begun(self) -> None:
+        if self._begun:  # what belongs to no parameter advances once a step, not once a bucket
+            self._rewind()
+        self._begun = True
+
+    def _note_scalars(self, groups: set[int]) -> None:
+        self._stock_steps += 1
+        scalars = group_scalars(self._optimizer)
+        for place in groups:
+            self._advanced[place] = scalars[place]
 
     def take_back(self, failed: Sequence[Slot]) -> None:
         """Forget an `advance` that failed, so that it can be tried again; `finish` needs no such call.
@@ -143,6 +234,9 @@ class OpenStep:
 
     def finish(self) -> None:
         """End the step: scalars that the optimizer keeps in its groups have advanced once."""
+        if self._whole:
+            self._engine.rounding.end_step()
+            return
         if self._stock_steps == 0 and not self._fused:
             self._step_bucket([], [])
         if self._home is not None:
@@ -168,9 +262,7 @@ class OpenStep:
 
     def _step_bucket(self, bucket: list[Piece], plain: list[Slot]) -> None:
         optimizer, full_state = self._optimizer, self._optimizer.state
-        if self._begun:  # what belongs to no parameter advances once a step, not once a bucket
-            self._rewind()
-        self._begun = True
+        self._rewind_once_begun()
         seen_state: defaultdict[Any, Any] = defaultdict(dict)
         seen_state.update(_of_no_parameter(optimizer))
         seen_params = [self._engine.absent(len(group["params"])) for group in optimizer.param_groups]
@@ -185,10 +277,7 @@ class OpenStep:
             seen_state[shadow] = self._widened(piece)
         with _showing(optimizer, seen_state, seen_params):
             self._stock_step()
-        self._stock_steps += 1
-        scalars = group_scalars(optimizer)
-        for place in {piece.slot.group for piece in bucket} | {slot.group for slot in plain}:
-            self._advanced[place] = scalars[place]
+        self._note_scalars({piece.slot.group for piece in bucket} | {slot.group for slot in plain})
         for piece, shadow in zip(bucket, shadows, strict=True):
             shadow.grad = None
             self._close(piece, shadow, seen_state.pop(shadow, {}))
@@ -201,6 +290,8 @@ class OpenStep:
     def _rewind(self) -> None:
         """Put back what belongs to no parameter, as it was before the step."""
         restore_group_scalars(self._optimizer, self._scalars)
+        for name, value in self._numbers.items():
+            setattr(self._optimizer, name, value)
         state = self._optimizer.state
         for key, _ in _of_no_parameter(self._optimizer):
             del state[key]
@@ -223,6 +314,7 @@ class OpenStep:
             local_part(weight),
         )
         shadow = Parameter(weight)
+        vars(shadow).update(vars(parameter))  # rates and the like that users give parameters
         assert parameter.grad is not None
         shadow.grad = self._float32(piece.view(parameter.grad))
         return shadow

@@ -1,4 +1,4 @@
-"""Roll an optimizer back to before a step, exactly: states, group scalars, weights.
+"""Roll an optimizer back to before a step, exactly: states, group scalars, weights, attributes of its own.
 
 Works on any `torch.optim.Optimizer`. A snapshot holds copies; it may be restored any number of times. Before
 the first step most optimizers hold no states, so that a snapshot then costs little more than the weights.
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_memkit.optim.group_scalars import group_scalars, restore_group_scalars
 from lightning_memkit.optim.modes import LOW_STATES
 from lightning_memkit.optim.pieces import slots
+from lightning_memkit.optim.step_copies import OwnAttributeCopies
 
 _ABSENT = object()
 
@@ -51,7 +52,10 @@ def take_snapshot(
         weights=tuple(_copy(parameter, device) for parameter in parameters),
         states=tuple((key, _copy(value, device)) for key, value in optimizer.state.items()),
         groups=tuple(group_scalars(optimizer)),
-        extra={"opt_called": getattr(optimizer, "_opt_called", _ABSENT)},
+        extra={
+            "opt_called": getattr(optimizer, "_opt_called", _ABSENT),
+            "own": OwnAttributeCopies(optimizer, on_host=device is not None and device.type == "cpu"),
+        },
     )
 
 
@@ -76,6 +80,7 @@ def restore_snapshot(optimizer: Optimizer, snapshot: OptimizerSnapshot, *, keep_
             restored = {**_beside(restored, current), **restored}
         optimizer.state[key] = restored
     restore_group_scalars(optimizer, list(snapshot.groups))
+    snapshot.extra["own"].restore()
     if snapshot.extra["opt_called"] is _ABSENT:
         optimizer.__dict__.pop("_opt_called", None)
     else:

@@ -16,9 +16,16 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_memkit.optim.group_scalars import group_scalars, restore_group_scalars
+from lightning_memkit.optim.own_attributes import (
+    PLAIN,
+    contents,
+    copied_contents,
+    is_own,
+    own_attributes,
+    set_contents,
+)
 from lightning_memkit.optim.pieces import Slot, slots
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _PLAIN_TENSORS = (Tensor, Parameter)
 _WORTH_KEEPING_BYTES = 16 << 20  # the C library hands smaller memory out again without page faults
 
@@ -48,6 +55,9 @@ class StepCopies:
         self._tensors: list[Tensor] = []
         self._containers: list[tuple[Any, Any]] = []
         self._seen: set[int] = set()
+        self._weights_seen: set[int] = (
+            set()
+        )  # parameters that an optimizer also holds elsewhere are copied once
         self._weights: list[tuple[Parameter, Tensor, Tensor | None]] = []
         self._states: list[tuple[Any, Any]] = []  # a parameter and its state; None where it has none
         self._keep_all(shown)
@@ -60,8 +70,8 @@ class StepCopies:
                 self._optimizer.state[key] = state
             elif key in self._optimizer.state:
                 del self._optimizer.state[key]
-        for container, contents in self._containers:
-            _refill(container, contents)
+        for container, before in self._containers:
+            set_contents(container, before)
         for parameter, data, gradient in self._weights:
             if parameter.grad is not gradient:
                 parameter.grad = gradient
@@ -77,6 +87,7 @@ class StepCopies:
         parameter = slot.parameter
         data = parameter.detach()  # the memory itself: a step may give the parameter another one
         self._weights.append((parameter, data, parameter.grad))
+        self._weights_seen.add(id(parameter))
         self._keep(data)
         if parameter.grad is not None and not self._reads_gradient(slot):
             self._keep(parameter.grad)
@@ -94,29 +105,33 @@ class StepCopies:
             self._tensors.append(value)
         elif isinstance(value, Tensor):
             self._tensors.extend(_parts(value))
-        elif isinstance(value, _PLAIN) or callable(value) or id(value) in self._seen:
-            return
-        elif isinstance(value, (dict, list)):
+        elif type(value) is dict and id(value) not in self._seen:  # a parameter's state
             self._seen.add(id(value))
             self._containers.append((value, value.copy()))
-            for item in list(value.values()) if isinstance(value, dict) else value:
+            for item in value.values():
                 self._keep(item)
-        elif isinstance(value, (tuple, frozenset)):
-            for item in value:
-                self._keep(item)
-        elif hasattr(value, "__dict__"):  # an object of the optimizer's own
-            self._keep(vars(value))
+        elif not isinstance(value, PLAIN):
+            self._keep_all_within(value)
+
+    def _keep_all_within(self, value: Any) -> None:
+        """What an object or a container of the optimizer's own holds, at any depth."""
+        for _, item in contents(value, "", self._seen):
+            if not isinstance(item, Tensor):
+                self._containers.append((item, copied_contents(item)))
+            elif id(item) not in self._weights_seen:
+                self._tensors.extend(_parts(item))
 
 
 class WholeStepCopies(StepCopies):
     """Copies of all that a step may change, whatever the optimizer, in host memory.
 
-    Beside what `StepCopies` keeps: group scalars, states of no parameter, and the optimizer's own numbers and flags.
+    Beside what `StepCopies` keeps: group scalars, states of no parameter, and the optimizer's own attributes with what
+    they hold: buffers, counters, other optimizers.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._scalars = group_scalars(optimizer)
-        self._own = {name: value for name, value in vars(optimizer).items() if isinstance(value, _PLAIN)}
+        self._own = own_attributes(optimizer)
         super().__init__(optimizer, slots(optimizer), on_host=True)
 
     def restore(self) -> None:
@@ -126,7 +141,7 @@ class WholeStepCopies(StepCopies):
             del self._optimizer.state[key]
         super().restore()
         restore_group_scalars(self._optimizer, self._scalars)
-        self._optimizer.__dict__.update(self._own)
+        restore_own_attributes(self._optimizer, self._own)
 
     def _keep_all(self, shown: Iterable[Slot]) -> None:
         super()._keep_all(shown)
@@ -134,6 +149,39 @@ class WholeStepCopies(StepCopies):
         for key in self._optimizer.state:
             if key not in parameters:
                 self._keep_state(key)
+        for value in self._own.values():
+            self._keep(value)
+
+
+class OwnAttributeCopies(StepCopies):
+    """Copies of an optimizer's own attributes alone, with what they hold; may be put back any number of times."""
+
+    def __init__(self, optimizer: Optimizer, *, on_host: bool) -> None:
+        self._own = own_attributes(optimizer)
+        self._elsewhere = {id(slot.parameter) for slot in slots(optimizer)}
+        super().__init__(optimizer, (), on_host=on_host)
+
+    def restore(self) -> None:
+        """Put them back."""
+        super().restore()
+        restore_own_attributes(self._optimizer, self._own)
+
+    def _keep_all(self, shown: Iterable[Slot]) -> None:
+        self._weights_seen |= self._elsewhere  # whoever rolls back the weights does so apart
+        # So are what `state` and the groups hold, which an optimizer within may share.
+        self._seen.update(map(id, (self._optimizer.state, self._optimizer.param_groups)))
+        for group in self._optimizer.param_groups:
+            self._seen |= {id(group), id(group["params"])}
+        for value in self._own.values():
+            self._keep(value) if not isinstance(value, Tensor) else self._keep_all_within(value)
+
+
+def restore_own_attributes(optimizer: Optimizer, own: dict[str, Any]) -> None:
+    """Let an optimizer have these attributes of its own, and no others."""
+    attributes = vars(optimizer)
+    for name in [name for name in attributes if is_own(name) and name not in own]:
+        del attributes[name]
+    attributes.update(own)
 
 
 class _Values:
@@ -217,11 +265,3 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
     for part in (getattr(tensor, name) for name in names):
         if isinstance(part, Tensor):
             yield from _parts(part)
-
-
-def _refill(container: Any, contents: Any) -> None:
-    container.clear()
-    if isinstance(container, dict):
-        container.update(contents)
-    else:
-        container.extend(contents)

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.micro_batching import SplitError, batch_size
 from lightning_memkit.optim.gradient_release import BUNDLE_BYTES, Release, release_gradients
+from lightning_memkit.plugins._pickling import LeavesRunBehind, nothing
 from lightning_memkit.plugins.memory_budget import MemoryBudget
 
 Clipping = Literal["exact", "previous"]
 _SEE_GRADIENTS = ("on_after_backward", "on_before_optimizer_step")
 
 
-class GradientRelease(Callback):
+class GradientRelease(LeavesRunBehind, Callback):
     """Steps each parameter within backward, so gradients are never all alive; same result, but for `"previous"`.
 
     Saves the gradients: 4 bytes a parameter in float32, 2 in bfloat16. Weights, states, schedulers and checkpoints are
@@ -43,6 +44,10 @@ class GradientRelease(Callback):
         TypeError: when fitting starts, where the optimizer's step demands a closure (LBFGS).
     """
 
+    of_run = {"_release": nothing, "_undo_clipping": lambda: nothing}
+
+    sees_micro_batches = True
+
     def __init__(self, clipping: Clipping = "exact", bundle_bytes: int = BUNDLE_BYTES) -> None:
         if clipping not in get_args(Clipping):
             known = ", ".join(map(repr, get_args(Clipping)))
@@ -52,7 +57,7 @@ class GradientRelease(Callback):
         self.clipping: Clipping = clipping
         self.bundle_bytes = bundle_bytes
         self._release: Release | None = None
-        self._undo_clipping: Callable[[], None] = lambda: None
+        self._undo_clipping: Callable[[], None] = nothing
         self._norm: Tensor | None = None  # of the step before a resume
 
     def __repr__(self) -> str:
@@ -153,7 +158,7 @@ class GradientRelease(Callback):
             self._norm = self._release.last_norm
             self._release.undo()
             self._undo_clipping()
-            self._release = None
+            self._release, self._undo_clipping = None, nothing
 
     def _previous_norm(self, release: Release) -> Tensor | None:
         """The last step's norm, where the next is to be clipped by it; one that is not finite can't say anything."""

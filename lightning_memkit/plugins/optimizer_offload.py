@@ -7,6 +7,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelP
 
 from lightning_memkit.memory.units import parse_bytes
 from lightning_memkit.optim.offload import StateOffload, offload_of, offload_states
+from lightning_memkit.plugins._pickling import LeavesRunBehind, nothing
 from lightning_memkit.plugins._seam import keep_states_in_place
 
 # Strategies that hold or load optimizer states themselves, and what they have instead.
@@ -17,7 +18,7 @@ _OWN_OFFLOAD: dict[type, str] = {
 }
 
 
-class OptimizerOffload(Callback):
+class OptimizerOffload(LeavesRunBehind, Callback):
     """Optimizer states in host memory: 0 bytes a parameter on the device but for a few buckets during a step.
 
     AdamW in float32 frees 8 bytes a parameter, under PureBF16Precision with compact states 6. Weights are
@@ -34,12 +35,14 @@ class OptimizerOffload(Callback):
         ValueError: A size that can't be read; at setup, a strategy that holds the optimizer's states itself.
     """
 
+    of_run = {"_offloads": list, "_undo_seam": lambda: nothing}
+
     def __init__(self, bucket_bytes: int | str = "64MiB", pin_memory: bool = True) -> None:
         parse_bytes(bucket_bytes)
         self.bucket_bytes = bucket_bytes
         self.pin_memory = pin_memory
         self._offloads: list[StateOffload] = []
-        self._undo_seam: Callable[[], None] = lambda: None
+        self._undo_seam: Callable[[], None] = nothing
 
     def __repr__(self) -> str:
         return f"OptimizerOffload(bucket_bytes={self.bucket_bytes!r}, pin_memory={self.pin_memory!r})"
@@ -74,4 +77,4 @@ class OptimizerOffload(Callback):
         self._undo_seam()
         for offload in self._offloads:
             offload.undo(move=False)  # the device may be full, and the optimizer steps no more
-        self._offloads = []
+        self._offloads, self._undo_seam = [], nothing

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -26,6 +27,7 @@ from lightning_memkit.optim.compensation import (
     refuse_unsupported,
 )
 from lightning_memkit.optim.consolidate import NAMES_KEY, parameter_names
+from lightning_memkit.optim.methods import uses_closure_its_own_way
 from lightning_memkit.optim.pieces import is_compensated, slots
 from lightning_memkit.optim.shadow import Mode, States
 from lightning_memkit.plugins._averages import average_in_float32, reload_averages
@@ -58,7 +60,8 @@ class PureBF16Precision(Precision):
 
     Raises:
         ValueError: An option has an unknown value.
-        TypeError: At setup, where an optimizer's step demands a closure (LBFGS).
+        TypeError: At setup, where an optimizer's step evaluates its closure in a way of its own (SAM, LBFGS) and its
+            parameters are sharded.
     """
 
     precision: Literal["bf16-true"] = "bf16-true"
@@ -102,6 +105,14 @@ class PureBF16Precision(Precision):
             f"PureBF16Precision(compensation={self.compensation!r}, states={self.states!r}, "
             f"grad_dtype={self.grad_dtype!r}, fp32_exceptions={self.fp32_exceptions!r})"
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "compensations": [], "_undo": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        found = [compensation_of(optimizer) for optimizer in self._optimizers]
+        self.compensations = [compensation for compensation in found if compensation is not None]
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Cast the module in place and keep what the cast drops from float32 weights until a fit takes it."""
@@ -185,14 +196,22 @@ class PureBF16Precision(Precision):
     ) -> Any:
         """Run the closure, then Lightning's hooks and clipping, then the step.
 
-        Where `training_step` returned None and no gradient was accumulated before, there is nothing to step.
+        Where `training_step` returned None and no gradient was accumulated before, there is nothing to step. A step
+        that evaluates its closure in a way of its own (SAM, LBFGS) gets it, hooks and clipping included.
         """
+        if uses_closure_its_own_way(optimizer):
+            return optimizer.step(closure=partial(self._evaluated, model, optimizer, closure), **kwargs)
         result = self._wrap_closure(model, optimizer, closure)
         nothing = all(p.grad is None for group in optimizer.param_groups for p in group["params"])
         if result is None and model.automatic_optimization and nothing:
             return result
         self._announce_gradients()
-        optimizer.step(**kwargs)
+        optimizer.step(closure=lambda: result, **kwargs)
+        return result
+
+    def _evaluated(self, model: LightningModule, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+        result = self._wrap_closure(model, optimizer, closure)
+        self._announce_gradients()
         return result
 
     def state_dict(self) -> dict[str, Any]:

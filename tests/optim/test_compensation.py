@@ -167,12 +167,6 @@ def test_a_subclass_that_calls_super_still_steps():
     assert not torch.equal(before, parameters[0].detach())
 
 
-def test_lbfgs_is_refused():
-    parameters, _ = bf16_twins([torch.randn(4)])
-    with pytest.raises(TypeError, match=r"LBFGS\.step demands a closure.*AdamW"):
-        compensate(torch.optim.LBFGS(parameters))
-
-
 @pytest.mark.parametrize(("option", "value"), [("mode", "kahn"), ("states", "tiny")])
 def test_unknown_options_are_refused_with_the_known_ones(option, value):
     _, _, optimizer = adamw()

@@ -472,15 +472,6 @@ def test_fit_then_test_then_fit_again(tmp_path):
     assert {parameter.dtype for parameter in model.parameters()} == {BF16}
 
 
-def test_lbfgs_is_refused_at_setup(tmp_path):
-    class Newton(Regression):
-        def configure_optimizers(self):
-            return torch.optim.LBFGS(self.parameters())
-
-    with pytest.raises(TypeError, match=r"LBFGS\.step demands a closure"):
-        trainer(PureBF16Precision(), tmp_path).fit(Newton(), loader())
-
-
 @pytest.mark.parametrize(
     "options",
     [{"compensation": "kahn"}, {"states": "tiny"}, {"grad_dtype": "fp16"}, {"fp32_exceptions": "norm"}],

@@ -1,0 +1,191 @@
+"""What an optimizer has made in bfloat16 before it was compensated: buffers that ``__init__`` makes from the weights.
+
+Over float32 weights they would be float32, and so they become: the same tensor objects, so that whoever holds one sees
+it, with views of one memory still views of one memory. A copy of the weights gets their low halves, and a buffer that
+was filled with one of the optimizer's options that option, not what bfloat16 makes of it.
+"""
+
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_memkit.optim.identity import exchange
+from lightning_memkit.optim.modes import widen_
+from lightning_memkit.optim.own_attributes import contents, own_attributes, own_numbers
+from lightning_memkit.optim.pieces import is_compensated, slots
+from lightning_memkit.optim.state_dtypes import KEEP_FLOAT32
+
+Undo = Callable[[], None]
+_NAMED_AT_MOST = 6
+
+
+def widen_own_buffers(optimizer: Optimizer, low_halves: Mapping[Parameter, Tensor]) -> Undo:
+    """Make float32 what an optimizer holds in bfloat16 beside its weights; 2 bytes a value more.
+
+    Returns:
+        The undo, which makes bfloat16 again what is still alive.
+    """
+    found, views = _held(optimizer)
+    if views:
+        warnings.warn(
+            f"{type(optimizer).__name__} holds views of its bfloat16 weights' memory ({_listed(views)}): what it "
+            "writes there is lost by a compensated step, which works on float32 weights. Let it use the parameters, "
+            "or train in float32 (precision='32-true').",
+            stacklevel=4,
+        )
+    memories: defaultdict[int, list[Tensor]] = defaultdict(list)
+    for tensor in found:
+        memories[tensor.untyped_storage()._cdata].append(tensor)
+    options = _options(optimizer)
+    parameters = [slot.parameter for slot in slots(optimizer) if is_compensated(slot.parameter)]
+    with torch.no_grad():
+        for tensors in memories.values():
+            if len(tensors) == 1 and tensors[0]._base is None:
+                _become(tensors[0], _float32_of(tensors[0], parameters, low_halves, options))
+            else:
+                _widen_memory(tensors)
+    widened = [ref(tensor) for tensor in found]
+
+    def undo() -> None:
+        with torch.no_grad():
+            for tensor in (reference() for reference in widened):
+                if tensor is not None and tensor.dtype == torch.float32:
+                    exchange(tensor, tensor.to(torch.bfloat16))
+
+    return undo
+
+
+def restore_filled_states(optimizer: Optimizer) -> None:
+    """Let states that were filled with an option (Adagrad's ``initial_accumulator_value``) hold it in float32."""
+    options = _options(optimizer)
+    for slot in slots(optimizer):
+        state = optimizer.state.get(slot.parameter, {})
+        for name, value in state.items() if is_compensated(slot.parameter) else ():
+            if (
+                isinstance(value, Tensor)
+                and value.dtype == torch.bfloat16
+                and value.shape == slot.parameter.shape
+            ):
+                option = _option_that_fills(value, options)
+                if option is not None:
+                    wide = torch.empty_like(value, dtype=torch.float32)
+                    state[name] = wide.fill_(option)
+
+
+def own_values_by_parameter(optimizer: Optimizer) -> list[str]:
+    """The names of attributes with which an optimizer may know its parameters by more than its groups."""
+    names = []
+    for name, value in own_attributes(optimizer).items():
+        if any(isinstance(item, (Tensor, dict)) for _, item in contents(value, name, set())):
+            names.append(f"self.{name}")
+    return names
+
+
+def _held(optimizer: Optimizer) -> tuple[list[Tensor], list[str]]:
+    """The bfloat16 tensors that an optimizer holds, and the names of those that are views of weights."""
+    parameters = [slot.parameter for slot in slots(optimizer)]
+    weights = {parameter.untyped_storage()._cdata for parameter in parameters if is_compensated(parameter)}
+    seen = {id(parameter) for parameter in parameters}
+    found, views = [], []
+    for path, item in _everything(optimizer, seen):
+        if (
+            not isinstance(item, Tensor)
+            or type(item) not in (Tensor, Parameter)
+            or item.layout != torch.strided
+        ):
+            continue
+        if item.dtype != torch.bfloat16:
+            continue
+        if item.untyped_storage()._cdata in weights:
+            views.append(path)
+        elif item.grad_fn is None:
+            found.append(item)
+    return found, views
+
+
+def _everything(optimizer: Optimizer, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    for key, value in optimizer.state.items():
+        if not (isinstance(value, dict) and value.get(KEEP_FLOAT32)):
+            yield from contents(value, "self.state[...]" if isinstance(key, Tensor) else "self.state", seen)
+    for place, group in enumerate(optimizer.param_groups):
+        for name, value in group.items():
+            if name != "params":
+                yield from contents(value, f"self.param_groups[{place}][{name!r}]", seen)
+        for parameter in group["params"]:
+            for name, value in vars(parameter).items():
+                if isinstance(value, Tensor):
+                    yield from contents(value, f"parameter.{name}", seen)
+    for name, value in own_attributes(optimizer).items():
+        yield from contents(value, f"self.{name}", seen)
+
+
+def _float32_of(
+    tensor: Tensor,
+    parameters: list[Parameter],
+    low_halves: Mapping[Parameter, Tensor],
+    options: list[float],
+) -> Tensor:
+    """What a buffer would be, had it been made from float32 weights."""
+    wide = tensor.float()
+    option = _option_that_fills(tensor, options)
+    if option is not None:
+        return wide.fill_(option)
+    for parameter in parameters:
+        low = low_halves.get(parameter)
+        alike = low is not None and tensor.shape == parameter.shape and tensor.device == parameter.device
+        if alike and low is not None and torch.equal(tensor, parameter):
+            widen_(parameter.detach(), low.to(parameter.device), wide)
+            break
+    return wide
+
+
+def _option_that_fills(tensor: Tensor, options: list[float]) -> float | None:
+    """The option that all values of a tensor are, up to bfloat16; None where none is, or several are."""
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # pyright: ignore[reportAttributeAccessIssue]
+    if local.numel() == 0:
+        return None
+    value = local.flatten()[0]
+    if not bool((local == value).all()):
+        return None
+    fitting = {
+        option for option in options if float(torch.tensor(option, dtype=torch.bfloat16)) == float(value)
+    }
+    return fitting.pop() if len(fitting) == 1 else None
+
+
+def _options(optimizer: Optimizer) -> list[float]:
+    numbers = [own_numbers(optimizer), optimizer.defaults, *optimizer.param_groups]
+    return [
+        float(value)
+        for each in numbers
+        for value in each.values()
+        if isinstance(value, float) and value == value
+    ]
+
+
+def _widen_memory(tensors: list[Tensor]) -> None:
+    """Tensors that share one memory share one of float32 then."""
+    first = tensors[0]
+    storage = first.untyped_storage()
+    whole = torch.empty(0, dtype=first.dtype, device=first.device).set_(storage)
+    wide = whole.float()
+    for tensor in tensors:
+        _become(tensor, wide.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()))
+
+
+def _become(tensor: Tensor, wide: Tensor) -> None:
+    if tensor.requires_grad:
+        wide.requires_grad_()
+    exchange(tensor, Parameter(wide, tensor.requires_grad) if isinstance(tensor, Parameter) else wide)
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMED_AT_MOST} more" if len(names) > _NAMED_AT_MOST else ""
+    return ", ".join(names[:_NAMED_AT_MOST]) + more

@@ -1,0 +1,206 @@
+"""Bfloat16 parameters in float32 under their own identity, for optimizers that know them by more than their groups.
+
+While such an optimizer steps, each parameter *is* its float32 form: the same object, with the same attributes, so that
+lookups by parameter or by `id`, closures over parameters, views of groups and lists of buffers find what they would in
+float32 training. Price: float32 weights, gradients and widened states of all parameters at once, up to 16 bytes a
+parameter during the step. What holds a parameter from C++ (DDP's reducer, autograd) keeps the bfloat16 tensor, since
+the two objects exchange what they stand for and take it back.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_memkit.optim.blocks import first_element
+from lightning_memkit.optim.modes import LOW_STATES, low_state_of, narrow_, widen_
+from lightning_memkit.optim.pieces import Slot
+from lightning_memkit.optim.state_dtypes import storage_of
+
+if TYPE_CHECKING:
+    from lightning_memkit.optim.shadow import ShadowEngine
+
+
+def exchange(one: Tensor, other: Tensor) -> None:
+    """Let two tensor objects exchange what they stand for: values, dtype, gradient; not their Python attributes."""
+    torch._C._swap_tensor_impl(one, other)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class _Float32Form:
+    """One parameter, to be float32 for a time, with the bfloat16 states of its own."""
+
+    def __init__(self, engine: "ShadowEngine", optimizer: Optimizer, slot: Slot) -> None:
+        self.slot = slot
+        self._engine = engine
+        self._optimizer = optimizer
+        self._shown = False
+        parameter = slot.parameter
+        state = optimizer.state[parameter] if parameter in optimizer.state else {}
+        if not isinstance(state, dict):
+            raise TypeError(
+                f"{type(optimizer).__name__} keeps a {type(state).__name__} as the state of a parameter; a "
+                "compensated bfloat16 step needs a dict there, to keep its low half in: put it into one, or train in "
+                "float32 (precision='32-true')."
+            )
+        self._low = {name: state[name] for name in LOW_STATES if name in state}
+        wide = torch.empty_like(parameter.detach(), dtype=torch.float32)
+        widen_(parameter.detach(), next(iter(self._low.values()), None), wide)
+        self._other = Parameter(wide, requires_grad=parameter.requires_grad)
+        self._other.grad = _float32(parameter.grad)
+        self._states = [
+            (value, value.float())
+            for name, value in state.items()
+            if name not in LOW_STATES and name not in engine.bfloat16_states and _is_stored(value, parameter)
+        ]
+
+    def show(self) -> None:
+        """Be float32."""
+        parameter, state = self.slot.parameter, self._optimizer.state
+        if self._low:
+            for name in self._low:
+                del state[parameter][name]
+            if not state[parameter]:  # optimizers make their states where there are none
+                del state[parameter]
+        exchange(parameter, self._other)
+        for stored, wide in self._states:
+            exchange(stored, wide)
+        self._shown = True
+
+    def lend(self) -> None:
+        """Be bfloat16 for an evaluation of the model: the nearest to what the optimizer has made of the weights."""
+        parameter = self.slot.parameter
+        exchange(parameter, self._other)
+        self._shown = False
+        parameter.detach().copy_(self._other.detach())
+        self._hand_gradient_on()
+
+    def resume(self) -> None:
+        """Be float32 again, with the gradient that the evaluation has left."""
+        self._other.grad = _float32(self.slot.parameter.grad)
+        exchange(self.slot.parameter, self._other)
+        self._shown = True
+
+    def close(self) -> None:
+        """Be bfloat16 and low half, with the states as they are to be kept."""
+        parameter = self.slot.parameter
+        exchange(parameter, self._other)
+        self._shown = False
+        self._hand_gradient_on()
+        state = self._optimizer.state.setdefault(parameter, {})
+        self._keep_states(state)
+        mode, master = self._engine.mode, self._other.detach()
+        assert mode is not None
+        name, low = low_state_of(mode), None
+        if name is not None:
+            dtype = torch.int16 if mode == "split" else torch.bfloat16
+            before = self._low.get(name)
+            low = state[name] = torch.empty_like(master, dtype=dtype) if before is None else before
+        stream = (self.slot.index, first_element(parameter))
+        narrow_(mode, master, parameter.detach(), low, self._engine.rounding, stream)
+        if not state:
+            del self._optimizer.state[parameter]
+
+    def abandon(self) -> None:
+        """After an error: the identity, the states' dtypes and the low half as they were; values are the caller's."""
+        parameter, state = self.slot.parameter, self._optimizer.state
+        if self._shown:
+            exchange(parameter, self._other)
+        for stored, wide in self._states:
+            if stored.dtype == torch.float32:
+                exchange(stored, wide)
+        if self._low:
+            state.setdefault(parameter, {}).update(self._low)
+
+    def _hand_gradient_on(self) -> None:
+        """What the optimizer has done to the float32 gradient, done to the parameter's own."""
+        parameter, gradient = self.slot.parameter, self._other.grad
+        if gradient is None:
+            parameter.grad = None
+        elif parameter.grad is None:
+            parameter.grad = gradient.to(getattr(parameter, "grad_dtype", None) or parameter.dtype)
+        elif parameter.grad.data_ptr() != gradient.data_ptr():
+            parameter.grad.copy_(gradient)
+
+    def _keep_states(self, state: dict[str, Any]) -> None:
+        """Store moments in bfloat16 where states are compact, in the tensor objects that they are."""
+        engine, parameter = self._engine, self.slot.parameter
+        rooms = {id(stored): room for stored, room in self._states}
+        for name, value in state.items():
+            if _is_stored(value, parameter):
+                engine.bfloat16_states.add(name)  # the optimizer's own choice, made of float32 weights
+                continue
+            if engine.states != "compact" or not isinstance(value, Tensor) or value._base is not None:
+                continue
+            group = self._optimizer.param_groups[self.slot.group]
+            storage = storage_of(name, value, state, group, self._other)
+            if storage == "keep":
+                continue
+            room = rooms.get(id(value))
+            room = torch.empty_like(value, dtype=torch.bfloat16) if room is None else room
+            if storage == "stochastic":
+                stream = (self.slot.index, name, first_element(parameter))
+                engine.rounding.round_(value, room, stream)
+            else:
+                room.copy_(value)
+            exchange(value, room)
+
+
+class Float32Forms:
+    """Parameters that are float32 while an optimizer's own step runs.
+
+    Args:
+        engine: whose modes and noise apply.
+        optimizer: whose parameters they are.
+        shown: bfloat16 parameters, none of them sharded.
+    """
+
+    def __init__(self, engine: "ShadowEngine", optimizer: Optimizer, shown: Iterable[Slot]) -> None:
+        with torch.no_grad():
+            self._forms = [_Float32Form(engine, optimizer, slot) for slot in shown]
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Within it the parameters are float32; after it bfloat16 with what the step has made of them."""
+        try:
+            with torch.no_grad():
+                for form in self._forms:
+                    form.show()
+            yield
+            with torch.no_grad():
+                for form in self._forms:
+                    form.close()
+        except BaseException:
+            for form in self._forms:
+                form.abandon()
+            raise
+
+    def evaluating(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """A closure that evaluates the model on the bfloat16 weights nearest to the float32 ones of the moment."""
+
+        def evaluate() -> Any:
+            with torch.no_grad():
+                for form in self._forms:
+                    form.lend()
+            result = closure()
+            with torch.no_grad():
+                for form in self._forms:
+                    form.resume()
+            return result
+
+        return evaluate
+
+
+def _float32(gradient: Tensor | None) -> Tensor | None:
+    if gradient is None:
+        return None
+    return gradient.detach() if gradient.dtype == torch.float32 else gradient.detach().float()
+
+
+def _is_stored(value: Any, parameter: Tensor) -> bool:
+    """Whether a state is one that may have been float32 and is kept in bfloat16."""
+    alike = type(value) in (Tensor, Parameter) and value.shape == parameter.shape
+    return alike and value.dtype == torch.bfloat16

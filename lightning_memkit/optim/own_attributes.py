@@ -1,0 +1,184 @@
+"""What an optimizer keeps outside of its `state` and its groups: attributes with buffers, counters, other optimizers.
+
+Whoever copies, rolls back or widens what a step changes looks here as well. Looked into are lists, tuples, dicts,
+sets, deques, arrays, generators, functions' own variables, and objects of the optimizer's own, at any depth; modules,
+classes, and what belongs to Lightning or to torch's own machinery are not the optimizer's.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+CONTAINERS = (dict, list, set, deque)
+_OF_EVERY_OPTIMIZER = frozenset({"state", "param_groups", "defaults", "_opt_called"})
+_NOT_LOOKED_INTO = (nn.Module, type, ModuleType, BuiltinFunctionType, np.dtype, np.generic, torch.Stream)
+_FOREIGN = (
+    "abc.",
+    "collections.",
+    "functools.",
+    "lightning.",
+    "lightning_memkit.",
+    "logging.",
+    "threading.",
+    "torch.autograd.",
+    "torch.distributed.",
+    "torch.utils.data.",
+    "torch.utils.hooks.",
+    "typing.",
+)
+
+
+def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """The attributes that an optimizer has beside those of every optimizer and those of this package.
+
+    A step that was replaced on the object belongs to whoever replaced it.
+    """
+    return {name: value for name, value in vars(optimizer).items() if is_own(name)}
+
+
+def is_own(name: str) -> bool:
+    """Whether an attribute of this name is the optimizer's own, not one of every optimizer or of this package."""
+    if name in _OF_EVERY_OPTIMIZER or name in ("step", "load_state_dict"):
+        return False
+    return not name.startswith(
+        ("_memkit", "_optimizer_", "_patch", "_zero_grad_profile", "_warned_capturable")
+    )
+
+
+def own_numbers(optimizer: Optimizer) -> dict[str, Any]:
+    """The optimizer's own attributes that are numbers, flags or words."""
+    return {name: value for name, value in own_attributes(optimizer).items() if isinstance(value, PLAIN)}
+
+
+def has_own_values(optimizer: Optimizer) -> bool:
+    """Whether an optimizer keeps tensors or objects outside of `state`, which no step in parts can follow."""
+    values = list(own_attributes(optimizer).values())
+    for group in optimizer.param_groups:
+        values += [value for name, value in group.items() if name != "params"]
+    return any(
+        isinstance(item, CONTAINERS) or (isinstance(item, Tensor) and item.dim() > 0)
+        for value in values
+        for _, item in contents(value, "", set())
+    )
+
+
+def contents(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    """What a value holds, at any depth: each tensor, array and generator, and each thing that can be changed in place.
+
+    Yields pairs of a path such as ``bufs[3]`` and the value; what can be changed comes before what it holds. For an
+    object that is its attributes' dict, for a function's own variable its cell.
+
+    Args:
+        value: anything.
+        path: its name.
+        seen: identities that were visited already; added to.
+    """
+    if isinstance(value, PLAIN) or isinstance(value, _NOT_LOOKED_INTO) or id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, (Tensor, np.ndarray, torch.Generator)):
+        yield path, value
+    elif isinstance(value, dict):
+        yield path, value
+        for key, item in list(value.items()):
+            yield from contents(item, f"{path}[{_named(key)}]", seen)
+    elif isinstance(value, (*CONTAINERS, tuple, frozenset)):
+        if isinstance(value, CONTAINERS):
+            yield path, value
+        for place, item in enumerate(list(value)):
+            yield from contents(item, f"{path}[{place}]", seen)
+    elif isinstance(value, MethodType):
+        yield from contents(value.__self__, path, seen)
+    elif isinstance(value, FunctionType):
+        yield from _variables(value, path, seen)
+    else:
+        yield from _attributes(value, path, seen)
+
+
+def _variables(function: FunctionType, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    if f"{function.__module__}.".startswith((*_FOREIGN, "torch.")):
+        return
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            inside = cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+        yield f"{path}.{name}", cell
+        yield from contents(inside, f"{path}.{name}", seen)
+
+
+def _attributes(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    if not _is_object(value):
+        return
+    if hasattr(value, "__dict__"):
+        attributes = vars(value)
+        if isinstance(value, Optimizer):  # hooks and the like of torch's are not looked into
+            yield path, attributes
+            for name, item in list(attributes.items()):
+                if is_own(name) or name in ("state", "param_groups"):
+                    yield from contents(item, f"{path}.{name}", seen)
+        else:
+            for inner, item in contents(attributes, path, seen):
+                yield _as_attribute(path, inner), item
+    for slot in _slots(value):
+        yield from contents(getattr(value, slot), f"{path}.{slot}", seen)
+
+
+def _is_object(value: Any) -> bool:
+    """Whether a value is an object of the optimizer's own that holds something."""
+    plain = (*PLAIN, *_NOT_LOOKED_INTO, *CONTAINERS, Tensor, tuple, frozenset, FunctionType, MethodType)
+    if isinstance(value, plain):
+        return False
+    foreign = f"{type(value).__module__}.".startswith(_FOREIGN)
+    return not foreign and (hasattr(value, "__dict__") or bool(_slots(value)))
+
+
+def _slots(value: Any) -> list[str]:
+    names = [name for each in type(value).__mro__ for name in _listed(vars(each).get("__slots__", ()))]
+    return [name for name in names if not name.startswith("__") and hasattr(value, name)]
+
+
+def _listed(names: Any) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _named(key: Any) -> str:
+    return "<parameter>" if isinstance(key, Tensor) else repr(key)
+
+
+def _as_attribute(path: str, inner: str) -> str:
+    """``path['name']...`` of an object's dict, as ``path.name...``."""
+    rest = inner[len(path) :]
+    if rest.startswith("['"):
+        name, _, after = rest[2:].partition("']")
+        return f"{path}.{name}{after}"
+    return inner
+
+
+def set_contents(holder: Any, kept: Any) -> None:
+    """Give something that `contents` gave its copied contents back, in place."""
+    if isinstance(holder, CellType):
+        holder.cell_contents = kept
+    elif isinstance(holder, np.ndarray):
+        holder[...] = kept
+    elif isinstance(holder, torch.Generator):
+        holder.set_state(kept)
+    else:
+        holder.clear()
+        (holder.update if isinstance(holder, (dict, set)) else holder.extend)(kept)
+
+
+def copied_contents(holder: Any) -> Any:
+    """A shallow copy of what something that `contents` gave holds, for `set_contents`."""
+    if isinstance(holder, CellType):
+        return holder.cell_contents
+    if isinstance(holder, torch.Generator):
+        return holder.get_state()
+    return holder.copy() if isinstance(holder, (dict, np.ndarray)) else list(holder)
