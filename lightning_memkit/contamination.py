@@ -216,7 +216,10 @@ class _Probe:
         batch = PackedBatch({**self.batch, "input_ids": tokens})
         if labels is not None:
             batch["labels"] = labels
-        with TokenWatch(self.model, self.batch.rows, self.batch.length) as watch:
+        with (
+            TokenWatch(self.model, self.batch.rows, self.batch.length) as watch,
+            self._rollback.watching(),  # a step may move weights: a teacher's, say
+        ):
             output = self.run(batch)
         return watch, _loss_of(output)
 

@@ -267,9 +267,8 @@ def test_models_that_can_not_be_switched_are_refused_at_once(name, options, mess
 )
 def test_attention_of_another_kind_is_refused_and_not_guessed(name, options, message):
     model = model_of(name, **GROUPED, **options)
-    use_packed_attention(model)
     with pytest.raises(ValueError, match=message):
-        model(**packed())
+        use_packed_attention(model)
 
 
 def test_twice_is_refused_and_nothing_to_switch_is_reported():

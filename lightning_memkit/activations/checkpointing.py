@@ -69,7 +69,8 @@ def checkpoint_modules(
 
     Loss and gradients stay bitwise the same: random numbers, autocast and default dtype are those of the first
     forward, and buffers that a forward writes (BatchNorm statistics) are written once. Under `compile:x` they are
-    those of the compiled blocks. Forwards are replaced in place: parameter names, state dict and classes don't
+    those of the compiled blocks. Of generators other than torch's own, `full` and `every:k` repeat those that a block
+    holds or is given. Forwards are replaced in place: parameter names, state dict and classes don't
     change, and keyword arguments pass through. In `eval()` and under `no_grad()` nothing changes. Blocks that choose
     among experts choose once. With `full`, `every:k` and `compile:x` an empty KV cache is not filled while training;
     with the first two a block that gets a filled one runs without checkpointing.

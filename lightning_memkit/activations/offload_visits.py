@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_memkit.activations.offload_parameters import Weights, stored_weights
 from lightning_memkit.activations.offload_parcels import Lane, Parcel
 from lightning_memkit.activations.offload_pool import HostPool
+from lightning_memkit.activations.recorded import is_plain
 from lightning_memkit.errors import NoEffectWarning
 from lightning_memkit.memory.units import format_bytes
 
@@ -182,7 +183,7 @@ class Traffic:
         )
 
     def _may_move(self, tensor: Tensor) -> bool:
-        if type(tensor) not in _MOVABLE or tensor.layout is not torch.strided:
+        if type(tensor) not in _MOVABLE or not is_plain(tensor):
             return False
         size = tensor.untyped_storage().nbytes()
         if size < self._min_bytes or size > _LARGEST_SHARE * tensor.nbytes:

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from lightning_memkit.activations.choosing import Choice, choices, choose
 from lightning_memkit.activations.policies import SavedBytes, SavedOperators
 from lightning_memkit.activations.profiling import BlockProfile, Profiler
-from lightning_memkit.activations.recorded import Operator
+from lightning_memkit.activations.recorded import Operator, is_plain
 from lightning_memkit.activations.tape import Tape
 from lightning_memkit.errors import NoEffectWarning
 from lightning_memkit.memory.meter import storages_of
@@ -105,6 +104,8 @@ class BudgetPlan:
         saved: dict[int, tuple[StorageWeakRef, int]] = {}
 
         def pack(tensor: Tensor) -> Tensor:
+            if not is_plain(tensor):
+                return tensor
             storage = tensor.untyped_storage()
             if storage._cdata not in inputs:
                 saved[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
@@ -205,7 +206,7 @@ class BudgetPlan:
 
 def _plain_tensors(module: nn.Module) -> list[Tensor]:
     own = (*module.parameters(), *module.buffers())
-    return [tensor for tensor in own if not is_traceable_wrapper_subclass(tensor)]
+    return [tensor for tensor in own if is_plain(tensor)]
 
 
 def resident_bytes(module: nn.Module) -> int:
@@ -247,4 +248,4 @@ def _count(shape: tuple[int, ...]) -> int:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and is_plain(leaf)]

@@ -90,6 +90,8 @@ class Profiler:
         return BlockProfile(operators=tuple(costs), input_bytes=input_bytes, shapes=shapes)
 
     def _measure(self, tape: Tape, operator: Operator) -> float:
+        if operator.pinned:
+            return 0.0
         contents = _contents(tape, operator)
         made = operator.outputs_of(dict(contents))  # also warms up
         for value, storage in zip(operator.outputs, made, strict=True):

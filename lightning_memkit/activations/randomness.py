@@ -1,6 +1,6 @@
 """The state of torch's global generators before an operator that draws from one."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,9 +9,10 @@ from torch import Tensor
 
 
 class RandomState:
-    """The states of the generators that an operator may draw from: the host's, and its device's if it has one."""
+    """The states of the generators an operator may draw from: the host's, its device's, those that it is given."""
 
-    def __init__(self, devices: set[torch.device]) -> None:
+    def __init__(self, devices: set[torch.device], generators: Iterable[torch.Generator] = ()) -> None:
+        self._generators = [(generator, generator.get_state()) for generator in generators]
         self._host = torch.get_rng_state()
         self._devices = {
             device: torch.get_device_module(device).get_rng_state(device)
@@ -21,13 +22,16 @@ class RandomState:
 
     @classmethod
     def of(cls, arguments: Any) -> "RandomState":
-        """The states now, for the devices among an operator's arguments."""
-        return cls({device for device in _devices(arguments) if device.type not in ("cpu", "meta")})
+        """The states now, for the devices and the generators among an operator's arguments."""
+        found = list(_sources(arguments))
+        generators = [one for one in found if isinstance(one, torch.Generator)]
+        devices = {one for one in found if isinstance(one, torch.device)}
+        return cls({device for device in devices if device.type not in ("cpu", "meta")}, generators)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Run from this state, then go on from the one before."""
-        now = RandomState(set(self._devices))
+        now = RandomState(set(self._devices), [generator for generator, _ in self._generators])
         self._set()
         try:
             yield
@@ -38,15 +42,17 @@ class RandomState:
         torch.set_rng_state(self._host)
         for device, state in self._devices.items():
             torch.get_device_module(device).set_rng_state(state, device)
+        for generator, state in self._generators:
+            generator.set_state(state)
 
 
-def _devices(arguments: Any) -> Iterator[torch.device]:
+def _sources(arguments: Any) -> Iterator[torch.device | torch.Generator]:
     if isinstance(arguments, Tensor):
         yield arguments.device
-    elif isinstance(arguments, torch.device):
+    elif isinstance(arguments, (torch.device, torch.Generator)):
         yield arguments
     elif isinstance(arguments, dict):
-        yield from _devices(tuple(arguments.values()))
+        yield from _sources(tuple(arguments.values()))
     elif isinstance(arguments, (list, tuple)):
         for item in arguments:
-            yield from _devices(item)
+            yield from _sources(item)

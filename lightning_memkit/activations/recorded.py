@@ -2,10 +2,12 @@
 
 import weakref
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_memkit.activations.operators import Kind
 from lightning_memkit.activations.randomness import RandomState
@@ -59,19 +61,23 @@ class Value:
 
 
 class Place:
-    """Where a tensor lies within a value."""
+    """Where a tensor lies within a value, and how what lies there is read: as it is, conjugated, negated."""
 
-    __slots__ = ("device", "dtype", "offset", "size", "stride", "value")
+    __slots__ = ("conjugated", "device", "dtype", "negated", "offset", "size", "stride", "value")
 
     def __init__(self, value: Value, tensor: Tensor) -> None:
         self.value = value
         self.dtype, self.device = tensor.dtype, tensor.device
         self.size, self.stride, self.offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+        self.conjugated, self.negated = tensor.is_conj(), tensor.is_neg()
 
     def over(self, storage: torch.UntypedStorage) -> Tensor:
         """The tensor, with a storage of the same layout under it."""
         empty: Any = torch.empty(0, dtype=self.dtype, device=self.device)
-        return empty.set_(storage, self.offset, self.size, self.stride)
+        tensor = empty.set_(storage, self.offset, self.size, self.stride)
+        if self.conjugated:
+            tensor = torch._conj(tensor)
+        return torch._neg_view(tensor) if self.negated else tensor
 
 
 class Note:
@@ -85,11 +91,19 @@ class Note:
         self.storage = place.value.storage
         self.pending = True
 
+    def point_to(self, value: Value) -> None:
+        """Stand for another value of the same storage: what an operator has filled after autograd saved it."""
+        before = self.place.value
+        reference = next(reference for reference in before.notes if reference() is self)
+        before.notes.remove(reference)
+        value.notes.append(reference)
+        self.place.value, self.storage = value, value.storage
+
 
 class Operator:
     """One recorded call."""
 
-    __slots__ = ("args", "func", "index", "inputs", "kind", "kwargs", "outputs", "pinned", "random")
+    __slots__ = ("args", "func", "grad", "index", "inputs", "kind", "kwargs", "outputs", "pinned", "random")
 
     def __init__(self, func: Any, kind: Kind) -> None:
         self.index = -1
@@ -101,6 +115,9 @@ class Operator:
         self.outputs: list[Value | None] = []  # None where an output lies in an input's storage
         self.pinned = kind.once
         self.random: RandomState | None = None
+        self.grad = (
+            torch.is_grad_enabled()
+        )  # some kernels ask for it: oneDNN's LSTM makes a workspace or none
 
     def made(self) -> list[Value]:
         """The values that it made."""
@@ -122,12 +139,12 @@ class Operator:
         for value, device in self.rewritten().items():
             storages[value] = copied(storages[value], device)
         args, kwargs = _filled(self.args, storages), _filled(self.kwargs, storages)
-        if self.random is None:
+        with (
+            torch.set_grad_enabled(self.grad),
+            nullcontext() if self.random is None else self.random.restored(),
+        ):
             out = self.func(*args, **kwargs)
-        else:
-            with self.random.restored():
-                out = self.func(*args, **kwargs)
-        return [tensor.untyped_storage() for tensor in tensors_in(out)]
+        return [tensor.untyped_storage() for tensor in tensors_in(out) if is_plain(tensor)]
 
     def run(self) -> None:
         """Run it again on its inputs, which are in memory, and store what it makes."""
@@ -135,6 +152,13 @@ class Operator:
         for value, storage in zip(self.outputs, self.outputs_of(storages), strict=True):
             if value is not None:
                 value.storage = storage
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether its contents are one storage and a place therein; sparse, nested, quantized, wrapped ones are more."""
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+        return False
+    return type(tensor) is Tensor or not is_traceable_wrapper_subclass(tensor)
 
 
 def copied(storage: torch.UntypedStorage, device: torch.device) -> torch.UntypedStorage:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memkit.activations.operators import Kind, kind_of
 from lightning_memkit.activations.randomness import RandomState
-from lightning_memkit.activations.recorded import Note, Operator, Place, Value, alive, copied
+from lightning_memkit.activations.recorded import Note, Operator, Place, Value, alive, copied, is_plain
 from lightning_memkit.memory.meter import tensors_in
 
 _LOST = (
@@ -44,6 +44,7 @@ class Tape(TorchDispatchMode):
         self._values: dict[int, Value] = {}
         self._addresses: list[StorageWeakRef] = []  # they keep addresses of freed storages from being reused
         self._waited_for: set[Value] = set()
+        self._just_saved: list[Note] = []  # since the operator before
         self._default_dtype = torch.get_default_dtype()
 
     @classmethod
@@ -65,6 +66,7 @@ class Tape(TorchDispatchMode):
                 value.watch(tensor)  # others may write to it; then it has to be made again
         self._values.clear()
         self._addresses.clear()
+        self._just_saved.clear()  # notes hold their tape: it would hold itself
         later = self.closure(self._pending())
         self._waited_for = {value for operator in later for value in operator.inputs}
         for operator in self.operators:
@@ -102,11 +104,14 @@ class Tape(TorchDispatchMode):
         for key, tensor in written.items():
             self._before_write(self._values[key], tensor.device)
         out = func(*args, **(kwargs or {}))
+        if not all(map(is_plain, tensors_in((args, *(kwargs or {}).values(), out)))):
+            operator.pinned = True  # a sparse tensor is known by reference only, and may be another by then
         self._after(operator, out, written)
+        self._just_saved.clear()
         return out
 
     def _described(self, value: Any, inputs: list[Value]) -> Any:
-        if isinstance(value, Tensor) and value.layout is torch.strided:
+        if isinstance(value, Tensor) and is_plain(value):
             known = self._value(value)
             inputs.append(known)
             return Place(known, value)
@@ -130,7 +135,7 @@ class Tape(TorchDispatchMode):
 
     def _after(self, operator: Operator, out: Any, written: dict[int, Tensor]) -> None:
         left = dict(written)
-        for tensor in tensors_in(out):
+        for tensor in filter(is_plain, tensors_in(out)):
             storage = tensor.untyped_storage()
             key = storage._cdata
             known = self._values.get(key)
@@ -143,7 +148,11 @@ class Tape(TorchDispatchMode):
             else:
                 operator.outputs.append(None)  # a view that its schema does not call one, or a written leaf
         for key, tensor in left.items():  # what a written leaf holds now is a leaf, too
-            self._values[key] = Value(None, tensor.untyped_storage())
+            before, now = self._values[key], Value(None, tensor.untyped_storage())
+            self._values[key] = now
+            for note in self._just_saved:
+                if note.place.value is before:  # autograd saves rrelu's noise before the operator fills it
+                    note.point_to(now)
         if not operator.made():
             return
         operator.index = len(self.operators)
@@ -159,16 +168,17 @@ class Tape(TorchDispatchMode):
     # --- what autograd saves ---------------------------------------------------------------------------------
 
     def _pack(self, tensor: Tensor) -> Any:
-        if tensor.layout is not torch.strided:
+        if not is_plain(tensor):
             return tensor
         value = self._values.get(tensor.untyped_storage()._cdata)
-        if value is None or value.operator is None or tensor.is_conj() or tensor.is_neg():
+        if value is None or value.operator is None:
             return tensor
         _pin_unfilled(value)
         note = Note(self, Place(value, tensor))
         reference = weakref.ref(note)
         value.notes.append(reference)
         self.notes.append(reference)
+        self._just_saved.append(note)
         return note
 
     def _unpack(self, saved: Any) -> Tensor:
@@ -238,7 +248,7 @@ def _pin_unfilled(value: Value) -> None:
 def _written(kind: Kind, args: tuple, kwargs: dict[str, Any] | None) -> dict[int, Tensor]:
     values = [args[index] for index in kind.written if index < len(args)]
     values += [value for name, value in (kwargs or {}).items() if name in kind.written_names]
-    return {tensor.untyped_storage()._cdata: tensor for tensor in tensors_in(values)}
+    return {tensor.untyped_storage()._cdata: tensor for tensor in tensors_in(values) if is_plain(tensor)}
 
 
 @contextmanager

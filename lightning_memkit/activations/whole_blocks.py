@@ -1,7 +1,7 @@
 """A block that keeps its inputs only and runs as a whole again in the backward pass."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,9 +9,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from lightning_memkit.activations.buffers import Snapshot, StatefulBuffers, buffers_replaced
+from lightning_memkit.activations.randomness import RandomState
 from lightning_memkit.errors import NoEffectWarning
 
 
@@ -81,12 +82,16 @@ def _rerun(
     if torch.compiler.is_compiling():
         return checkpoint(run, *values, use_reentrant=False)
     snapshot = buffers.snapshot(block)
-    recompute = _AsInForward(block, snapshot)
+    generators = [one for one in _attributes(block, values) if isinstance(one, torch.Generator)]
+    recompute = _AsInForward(block, snapshot, RandomState(set(), generators) if generators else None)
 
     def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
         return nullcontext(), recompute
 
-    out = checkpoint(run, *values, use_reentrant=False, context_fn=contexts)
+    # torch stops to recompute at the last tensor that is saved, and rrelu fills its noise after that is saved.
+    fills_late = any(isinstance(part, nn.RReLU) for part in block.modules())
+    with set_checkpoint_early_stop(False) if fills_late else nullcontext():
+        out = checkpoint(run, *values, use_reentrant=False, context_fn=contexts)
     buffers.learn(block, snapshot)
     return out
 
@@ -94,9 +99,10 @@ def _rerun(
 class _AsInForward(AbstractContextManager):
     """What a recompute must find as the forward did, beyond what torch restores; entered once a backward."""
 
-    def __init__(self, block: nn.Module, snapshot: Snapshot) -> None:
+    def __init__(self, block: nn.Module, snapshot: Snapshot, own_random: RandomState | None) -> None:
         self._block = block
         self._snapshot = snapshot
+        self._own_random = own_random
         self._dtype = torch.get_default_dtype()
         self._stack: list[ExitStack] = []
 
@@ -106,10 +112,19 @@ class _AsInForward(AbstractContextManager):
         stack.callback(torch.set_default_dtype, torch.get_default_dtype())
         torch.set_default_dtype(self._dtype)
         stack.enter_context(buffers_replaced(self._block, self._snapshot))
+        if self._own_random is not None:
+            stack.enter_context(self._own_random.restored())
         self._stack.append(stack)
 
     def __exit__(self, *exception: Any) -> None:
         self._stack.pop().__exit__(*exception)
+
+
+def _attributes(block: nn.Module, values: tuple) -> Iterator[Any]:
+    """What a block holds and is given."""
+    yield from values
+    for part in block.modules():
+        yield from vars(part).values()
 
 
 def _cache_in(args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -8,44 +8,26 @@ import inspect
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar, Token
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from lightning_memkit.attention.documents import numbers_of
 from lightning_memkit.attention.door import Backend, packed_attention
+from lightning_memkit.attention.packed_mask import KEEP_OWN_MASK, Forward, PackedMask
 from lightning_memkit.attention.pattern import pattern_of
+from lightning_memkit.attention.positions import (
+    PlacesInRows,
+    bounds_of,
+    first_position,
+    positions_of,
+    restarts,
+)
+from lightning_memkit.attention.verified import refuse_what_differs
 
 Undo = Callable[[], None]
 
 NAME = "memkit_packed"
-_KEEP_OWN_MASK = (
-    "Let transformers mask this model's documents: don't switch it, pass position_ids and use_cache=False, and no "
-    "attention_mask. probe_contamination tells whether that keeps them apart."
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Forward:
-    """The documents of the forward that runs now."""
-
-    cu_seqlens: Tensor
-    max_seqlen: int | None
-    backend: Backend
-
-
-@dataclass(frozen=True, kw_only=True)
-class PackedMask:
-    """What the layers are handed in the place of a mask: documents, and what a token sees in its own."""
-
-    forward: Forward
-    causal: bool
-    window: int | None
-
-
 _running: ContextVar[Forward | None] = ContextVar("memkit_packed_forward", default=None)
 
 
@@ -59,10 +41,16 @@ def switch(model: Any, backend: Backend) -> Undo:
     """Let a model attend with `packed_attention` wherever its forward is told documents; returns the undo.
 
     Raises:
-        ValueError: its attention can't be replaced, or it takes no positions.
+        ValueError: its attention can't be replaced, it takes no positions, or a small copy of it computes packed
+            documents otherwise than alone.
     """
     _check(model)
     _register()
+    refuse_what_differs(model, lambda twin: _switched(twin, "loop"))
+    return _switched(model, backend)
+
+
+def _switched(model: Any, backend: Backend) -> Undo:
     models = [module for module in model.modules() if is_transformers_model(module)]
     configs = {id(each.config): each.config for each in models}
     before = [(config, config._attn_implementation) for config in configs.values()]
@@ -146,7 +134,8 @@ class _Hooks:
     def __init__(self, model: Any, backend: Backend) -> None:
         self._backend: Backend = backend
         self._parameters = list(inspect.signature(model.forward).parameters)
-        self._first_position = _first_position(model)
+        self._first_position = first_position(model)
+        self._places = PlacesInRows(model)
         self._tokens: list[Token[Forward | None] | None] = []
 
     def enter(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -154,19 +143,20 @@ class _Hooks:
         self._tokens.append(None)  # for `leave`, which is called after an error here, too
         given: dict[str, Any] = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
         bounds: Any = given.get("cu_seqlens", given.get("cu_seq_lens_q"))
-        if bounds is None and (_running.get() is not None or not _restarts(given)):
+        if bounds is None and (_running.get() is not None or not restarts(given)):
             return None
         self._refuse(given)
         tokens = given.get("input_ids")
         rows, length = (given["inputs_embeds"] if tokens is None else tokens).shape[:2]
         positions: Any = given.get("position_ids")
         if positions is None:
-            positions = _positions_of(bounds, rows, length)
+            positions = positions_of(bounds, rows, length)
         if bounds is None:
-            bounds = _bounds_of(positions, rows, length)
+            bounds = bounds_of(positions, rows, length)
         if self._first_position and int(positions.min()) < self._first_position:
             positions = positions + self._first_position
         longest = given.get("max_seqlen", given.get("max_length_q"))
+        self._places.check(type(model).__name__, length, longest)
         forward = Forward(cu_seqlens=bounds, max_seqlen=longest, backend=self._backend)
         changed = {key: value for key, value in kwargs.items() if key not in ("cu_seqlens", "max_seqlen")}
         changed["position_ids"] = positions
@@ -196,40 +186,6 @@ class _Hooks:
             )
 
 
-def _first_position(model: Any) -> int:
-    """Where a model's positions begin: after the padding's in RoBERTa and its kin, else at 0."""
-    for module in model.modules():
-        if hasattr(module, "create_position_ids_from_input_ids"):
-            return int(module.padding_idx) + 1
-    return 0
-
-
-def _restarts(given: dict[str, Any]) -> bool:
-    """Whether positions begin anew within a row."""
-    positions = given.get("position_ids")
-    return (
-        isinstance(positions, Tensor)
-        and positions.dim() == 2
-        and given.get("attention_mask") is None
-        and given.get("past_key_values") is None
-        and bool((positions.diff() != 1).any())
-    )
-
-
-def _bounds_of(positions: Tensor, rows: int, length: int) -> Tensor:
-    """`cu_seqlens` of positions that begin anew with every document."""
-    positions = positions.expand(rows, length)
-    begins = nn.functional.pad(positions.diff() != 1, (1, 0), value=True).flatten()
-    end = torch.full((1,), rows * length, device=positions.device)
-    return torch.cat((begins.nonzero().flatten(), end)).int()
-
-
-def _positions_of(bounds: Any, rows: int, length: int) -> Tensor:
-    numbers = numbers_of(bounds, rows, length)
-    places = torch.arange(rows * length, device=bounds.device).view(rows, length)
-    return places - bounds.to(places)[numbers]
-
-
 def _mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The mask function: for packed documents what a token sees in its own, else the model's mask."""
     forward = _running.get()
@@ -242,7 +198,7 @@ def _mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if found is None:
         raise ValueError(
             "Within a document this model's attention is neither causal nor in both directions, whole or in a sliding "
-            f"window; packed attention knows nothing else. {_KEEP_OWN_MASK}"
+            f"window; packed attention knows nothing else. {KEEP_OWN_MASK}"
         )
     return PackedMask(forward=forward, causal=found[0], window=found[1])
 
@@ -264,7 +220,7 @@ def _attention(
         if _running.get() is not None:
             raise ValueError(
                 f"{type(module).__name__} is handed a mask that its model makes by itself; documents would see each "
-                f"other. {_KEEP_OWN_MASK}"
+                f"other. {KEEP_OWN_MASK}"
             )
         # The model's own, as before the switch: for evaluation with padding, and for generation.
         function = original or sys.modules[type(module).__module__].eager_attention_forward
@@ -275,7 +231,7 @@ def _attention(
         if kwargs.get(name) is not None:
             raise ValueError(
                 f"{type(module).__name__} adds {name} to its scores, which packed attention does not know. "
-                f"{_KEEP_OWN_MASK}"
+                f"{KEEP_OWN_MASK}"
             )
     out = packed_attention(
         query,

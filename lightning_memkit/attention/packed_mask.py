@@ -1,0 +1,84 @@
+"""What travels through a model's layers in the place of a mask, and refuses to be used as one."""
+
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from lightning_memkit.attention.door import Backend
+
+KEEP_OWN_MASK = (
+    "Let transformers mask this model's documents: don't switch it, pass position_ids and use_cache=False, and no "
+    "attention_mask. probe_contamination tells whether that keeps them apart."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forward:
+    """The documents of the forward that runs now."""
+
+    cu_seqlens: Tensor
+    max_seqlen: int | None
+    backend: Backend
+
+
+class MaskUsedError(ValueError, AttributeError):
+    """A model's own code uses the mask as a tensor; an AttributeError as well, so that `hasattr` can ask."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedMask:
+    """What the layers are handed in the place of a mask: documents, and what a token sees in its own.
+
+    Raises:
+        MaskUsedError: a model's own code slices it, adds to it or asks for its shape: it wants a mask of values, and
+            none is made.
+    """
+
+    forward: Forward
+    causal: bool
+    window: int | None
+
+    def _refuse(self, use: str) -> NoReturn:
+        raise MaskUsedError(
+            f"The model's own code uses its attention mask as a tensor ({use}), and packed documents have none: only "
+            f"the attention knows where they end. {KEEP_OWN_MASK}"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # what copies, pickles or inspects it asks for more than there is
+            raise AttributeError(name)
+        self._refuse(f"mask.{name}")
+
+    def __getitem__(self, index: Any) -> Any:
+        self._refuse("mask[...]")
+
+    def __len__(self) -> int:
+        self._refuse("len(mask)")
+
+    def __bool__(self) -> bool:
+        self._refuse("bool(mask)")
+
+    def __iter__(self) -> Any:
+        self._refuse("iter(mask)")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """A function of torch is called with it."""
+        known = [*args, *(kwargs or {}).values()]
+        mask = next(one for one in known if isinstance(one, cls))
+        mask._refuse(f"torch's {getattr(func, '__name__', func)}")
+
+
+def _operator(name: str) -> Any:
+    def refused(self: PackedMask, *operands: Any) -> Any:
+        self._refuse(f"mask.{name}")
+
+    return refused
+
+
+for _name in ("add", "sub", "mul", "truediv", "and", "or", "xor"):
+    setattr(PackedMask, f"__{_name}__", _operator(f"__{_name}__"))
+    setattr(PackedMask, f"__r{_name}__", _operator(f"__r{_name}__"))
+for _name in ("invert", "neg", "lt", "le", "gt", "ge"):
+    setattr(PackedMask, f"__{_name}__", _operator(f"__{_name}__"))

@@ -1,0 +1,114 @@
+"""Is a switched model's output on packed documents that of each document alone? Asked of a small twin of it."""
+
+import threading
+import warnings
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_memkit.attention.twin import tokens_for, twin_of
+
+Switch = Callable[[Any], Callable[[], None]]
+
+# Two rows of 16 without padding; one document of one token.
+_BOUNDS = (0, 5, 6, 16, 23, 32)
+_ROWS, _LENGTH = 2, 16
+_TOLERANCE = (
+    1e-4  # of the largest value, in float32: rounding is a hundredth of it, a leak a hundred times as much
+)
+_REMEDY = 'Give each document its own row: packing="none".'
+
+
+def refuse_what_differs(model: Any, switch: Switch) -> None:
+    """Stop where packed documents would come out otherwise than alone; costs seven forwards of a small copy.
+
+    It runs in a thread: devices, dtypes and modes (fake tensors, autocast) under which the model is built are the
+    caller's own. Nothing is left of it. A warning says where no copy could be made, so that nothing is known.
+
+    Args:
+        model: of transformers, on any device or none; not yet switched.
+        switch: what lets the copy attend within documents.
+
+    Raises:
+        ValueError: a token's output depends on other documents, on its place in the row, or a row gets one result.
+    """
+    found: list[Exception | None] = []
+    thread = threading.Thread(target=lambda: found.append(_answer(model, switch)), name="memkit-twin")
+    thread.start()
+    thread.join()
+    error = found[0] if found else None
+    if isinstance(error, ValueError):
+        raise error
+    if error is not None:
+        warnings.warn(
+            f"Whether {type(model).__name__} keeps packed documents apart could not be tried on a small copy of it "
+            f"({error}). Train with the ContaminationProbe callback, or compare its output with that of documents "
+            "alone.",
+            stacklevel=4,
+        )
+
+
+def _answer(model: Any, switch: Switch) -> Exception | None:
+    dtype, state = torch.get_default_dtype(), torch.get_rng_state()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a copy
+            return _compared(type(model).__name__, twin_of(model), switch)
+    except Exception as error:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    finally:
+        torch.set_default_dtype(dtype)
+        torch.set_rng_state(state)
+
+
+def _compared(name: str, twin: Any, switch: Switch) -> Exception | None:
+    if twin is None:
+        return RuntimeError("its class can't be built from a smaller config")
+    tokens = tokens_for(twin, _ROWS * _LENGTH)
+    alone = [_outputs(twin(tokens[None, begin:end]), 1, end - begin) for begin, end in pairwise(_BOUNDS)]
+    if not any(alone):
+        return ValueError(
+            f"{name} has no output for every token but one for a row, and a packed row holds several documents. "
+            f"{_REMEDY}"
+        )
+    switch(twin)
+    bounds = torch.tensor(_BOUNDS, dtype=torch.int32)
+    try:
+        output = twin(tokens.view(_ROWS, _LENGTH), cu_seqlens=bounds)
+    except ValueError as error:
+        return error
+    except Exception as error:
+        return ValueError(
+            f"{name} can't be told packed documents: {type(error).__name__}: {error}. {_REMEDY}"
+        )
+    packed = _outputs(output, _ROWS, _LENGTH)
+    worst, at = 0.0, 0
+    for number, (begin, end) in enumerate(pairwise(_BOUNDS)):
+        for key in packed.keys() & alone[number].keys():
+            expected = alone[number][key][0]
+            if not bool(expected.isfinite().all()):
+                return RuntimeError("its outputs are not finite")
+            difference = (packed[key].flatten(0, 1)[begin:end] - expected).abs().max() / expected.abs().max()
+            if not float(difference) <= worst:
+                worst, at = float(difference), number
+    if worst <= _TOLERANCE:
+        return None
+    return ValueError(
+        f"{name} computes a packed document otherwise than alone: on a small copy of it the output of tokens "
+        f"{_BOUNDS[at]} to {_BOUNDS[at + 1] - 1} differs by {worst:.1g} of the largest value. Something beside "
+        f"attention mixes tokens, or counts their places in the row. {_REMEDY}"
+    )
+
+
+def _outputs(output: Any, rows: int, length: int) -> dict[str, Tensor]:
+    """What has a vector for every token."""
+    named: Any = output.items() if isinstance(output, Mapping) else enumerate(output)
+    return {
+        str(key): value
+        for key, value in named
+        if isinstance(value, Tensor) and value.dim() >= 3 and value.shape[:2] == (rows, length)
+    }
