@@ -129,7 +129,7 @@ def cast_inputs(module: nn.Module, dtype: torch.dtype) -> Undo:
         _refuse_two_dtypes(path, layer, dtype)
         target = dtype if any(parameter.dtype == dtype for parameter in own) else torch.float32
         source = torch.float32 if target == dtype else dtype
-        handles.append(layer.register_forward_pre_hook(_input_caster(source, target), with_kwargs=True))
+        handles.append(layer.register_forward_pre_hook(_InputCaster(source, target), with_kwargs=True))
 
     def undo() -> None:
         for handle in handles:
@@ -229,22 +229,26 @@ def _is_metric(module: nn.Module) -> bool:
     return torchmetrics is not None and isinstance(module, torchmetrics.Metric)
 
 
-def _input_caster(source: torch.dtype, target: torch.dtype) -> Callable[..., Any]:
-    def cast(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.to(target) if value.dtype == source else value
-        if isinstance(value, tuple) and hasattr(value, "_fields"):  # such as PackedSequence
-            return type(value)(*(cast(item) for item in value))
-        if type(value) in (tuple, list):
-            return type(value)(cast(item) for item in value)
-        return value
+@dataclass(frozen=True)
+class _InputCaster:
+    """A hook that is copied and pickled with its module."""
 
-    def cast_arguments(
-        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    source: torch.dtype
+    target: torch.dtype
+
+    def __call__(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
-        return cast(args), {name: cast(value) for name, value in kwargs.items()}
+        return self._cast(args), {name: self._cast(value) for name, value in kwargs.items()}
 
-    return cast_arguments
+    def _cast(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(self.target) if value.dtype == self.source else value
+        if isinstance(value, tuple) and hasattr(value, "_fields"):  # such as PackedSequence
+            return type(value)(*(self._cast(item) for item in value))
+        if type(value) in (tuple, list):
+            return type(value)(self._cast(item) for item in value)
+        return value
 
 
 def _join(path: str, name: str) -> str:

@@ -5,16 +5,14 @@ that length, too. Here rows are sorted by length, and a part takes as many as a 
 with the padding that is left. Without padding nothing but the partition changes.
 """
 
-import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from lightning_memkit.micro_batching import batch_size
+from lightning_memkit.micro_batching.splitting import named_tensors, picked_rows, rebuilt
 
 MASK_NAMES = ("attention_mask", "padding_mask", "mask")
 _MULTIPLE = 8  # lengths that matrix units like
@@ -101,30 +99,31 @@ def _aligned(start: int, stop: int, columns: int) -> tuple[int, int]:
     return max(0, start - missing), stop
 
 
-def take_part(batch: Any, part: TokenPart, columns: int) -> Any:
-    """A part of any nested batch: its rows of every tensor, and its columns of those that are as wide as the mask.
+def wide_tensors(batch: Any) -> frozenset[str]:
+    """The names of the tensors that are as wide as the mask of their batch."""
+    extent = extent_of(batch)
+    if extent is None:
+        return frozenset()
+    return frozenset(
+        name
+        for name, tensor in named_tensors(batch, "")
+        if tensor.ndim > 1 and tensor.shape[1] == extent.columns
+    )
+
+
+def take_part(batch: Any, part: TokenPart, wide: frozenset[str]) -> Any:
+    """A part of any nested batch: its rows of every tensor, and its columns of those that are named wide.
 
     Tensors are copied, on the device where they are. Lists of one plain value a row are taken by row, too.
     """
-    size = batch_size(batch)
-    index = torch.tensor(part.rows)
+    narrowed = {id(tensor) for name, tensor in named_tensors(batch, "") if name in wide}
 
     def take(item: Any) -> Any:
         if isinstance(item, Tensor):
-            if item.ndim == 0:
-                return item
-            if item.ndim > 1 and item.shape[1] == columns:
-                item = item[:, part.start : part.stop]
-            return item.index_select(0, index.to(item.device))
-        if (
-            isinstance(item, list)
-            and len(item) == size
-            and not any(isinstance(value, Tensor) for value in item)
-        ):
-            return [item[row] for row in part.rows]
-        return _rebuilt(item, take)
+            return item[:, part.start : part.stop] if id(item) in narrowed else item
+        return rebuilt(item, take)
 
-    return take(batch)
+    return picked_rows(take(batch), part.rows)
 
 
 def widened(output: Any, part: TokenPart, columns: int) -> Any:
@@ -133,29 +132,10 @@ def widened(output: Any, part: TokenPart, columns: int) -> Any:
     It applies to tensors of a row for each of the part's and a column for each of the part's.
     """
     if not isinstance(output, Tensor):
-        return _rebuilt(output, lambda item: widened(item, part, columns))
+        return rebuilt(output, lambda item: widened(item, part, columns))
     kept = part.stop - part.start
     if output.ndim < 2 or output.shape[:2] != (len(part.rows), kept) or kept == columns:
         return output
     whole = output.new_zeros((len(part.rows), columns, *output.shape[2:]))
     whole[:, part.start : part.stop] = output
     return whole
-
-
-def _rebuilt(item: Any, change: Callable[[Any], Any]) -> Any:
-    """The same structure with every value changed."""
-    if isinstance(item, Mapping):
-        made: Any = copy.copy(item)
-        for key, value in item.items():
-            made[key] = change(value)
-        return made
-    if isinstance(item, tuple) and hasattr(item, "_fields"):
-        return type(item)(*map(change, item))
-    if isinstance(item, (tuple, list)):
-        return type(item)(change(value) for value in item)
-    if dataclasses.is_dataclass(item) and not isinstance(item, type):
-        made = copy.copy(item)
-        for field in dataclasses.fields(item):
-            object.__setattr__(made, field.name, change(getattr(item, field.name)))
-        return made
-    return item

@@ -286,3 +286,11 @@ def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     if tensor.layout is not torch.strided:
         return
     yield tensor.untyped_storage()
+
+
+def storage_is_freed(tensor: Tensor) -> bool:
+    """Whether a tensor's memory was given back while it lives on, as FSDP does: to read it would end the process."""
+    return any(
+        tensor.numel() and tensor.device.type != "meta" and not storage.nbytes()
+        for storage in (() if is_traceable_wrapper_subclass(tensor) else storages_of(tensor))
+    )

@@ -1,19 +1,26 @@
 """Tell running out of memory from every other error."""
 
+import re
+
 import torch
 
-# Messages of allocators that raise a plain RuntimeError; lower case.
-_MESSAGES = (
-    "out of memory",
-    "cublas_status_alloc_failed",
-    "cublas_status_not_initialized",
-    "cudnn_status_alloc_failed",
-    "hipblas_status_alloc_failed",
-    "miopenstatusallocfailed",
-    "defaultcpuallocator: can't allocate memory",
-    "defaultcpuallocator: not enough memory",
-    "mps backend out of memory",
-    "xpu out of memory",
+# What allocators write in a plain RuntimeError; lower case. "Out of memory" alone is any sentence's: "ran out of
+# memory-mapped files" is no allocation that failed.
+_MESSAGES = re.compile(
+    r"""
+    \b(cuda|hip|xpu|mps\ backend|device)\ out\ of\ memory\b(?!-)
+    | \berror(\ \[\w+\])?:\ out\ of\ memory\b(?!-)
+    | \bout\ of\ memory[.:]?\ (you\ )?tried\ to\ allocate
+    | \bcudaerrormemoryallocation\b | \bcuda_error_out_of_memory\b | \bhiperroroutofmemory\b
+    | \b(ze|ur)_result_error_out_of_(device|host)_memory\b
+    | \bcublas_status_(alloc_failed|not_initialized)\b
+    | \bcudnn_status_(alloc_failed|internal_error_(device|host)_allocation_failed)\b
+    | \b(cufft|hipfft)_alloc_failed\b
+    | \b(cusolver|cusparse|hipblas|hipsolver|hipsparse)_status_alloc_failed\b
+    | \bcurand_status_allocation_failed\b | \bmiopenstatusallocfailed\b
+    | \bdefaultcpuallocator:\ (can't\ allocate|not\ enough)\ memory\b
+    """,
+    re.VERBOSE,
 )
 # A collective that fails may name memory, but its peers are gone with it: never retried.
 _NEVER = ("nccl", "gloo")
@@ -29,4 +36,4 @@ def is_out_of_memory(error: BaseException) -> bool:
     if not isinstance(error, RuntimeError) or type(error).__name__.startswith("Dist"):
         return False
     text = str(error).lower()
-    return any(message in text for message in _MESSAGES) and not any(word in text for word in _NEVER)
+    return _MESSAGES.search(text) is not None and not any(word in text for word in _NEVER)

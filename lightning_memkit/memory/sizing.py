@@ -16,12 +16,16 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizing:
-    """The size that was chosen, its measured peak, every trial on the way, and the sizes that are safe to time."""
+    """The size that was chosen, its measured peak, every trial on the way, and the sizes that are safe to time.
+
+    `fewest` is the fewest samples that the step runs on.
+    """
 
     micro_batch_size: int
     peak_bytes: int
     trials: tuple[Trial, ...] = field(default=())
     candidates: tuple[int, ...] = field(default=())
+    fewest: int = 1
 
     def __str__(self) -> str:
         sizes = ", ".join(str(trial.micro_batch_size) for trial in self.trials)
@@ -84,6 +88,7 @@ def largest_fitting(
     most: int,
     most_trials: int = 8,
     forecast: Forecast | None = None,
+    least: int = 1,
 ) -> Sizing:
     """The largest size up to `most` that was measured to fit; a handful of trials, one where a forecast holds.
 
@@ -97,11 +102,12 @@ def largest_fitting(
         most: the samples of the effective batch.
         most_trials: how many sizes may be measured.
         forecast: what is predicted of sizes.
+        least: no smaller size is tried.
 
     Raises:
-        NothingFitsError: a size of 1 does not fit.
+        NothingFitsError: the least size does not fit.
     """
-    candidates = part_sizes(most)
+    candidates = [size for size in part_sizes(most) if size >= min(least, most)]
     trials: list[Trial] = []
     low, high = -1, len(candidates)  # indices: the largest that fits, the smallest that does not
 

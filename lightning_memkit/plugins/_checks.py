@@ -2,26 +2,24 @@
 
 import inspect
 import warnings
+from functools import partial
+from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler
 from torch import nn
+
+_OWN = ("lightning.", "lightning_memkit.", "pytorch_lightning.", "torch.", "torchmetrics.")
 
 
 def warn_of_inexactness(trainer: Trainer, module: LightningModule) -> None:
-    """Name what is not exact in parts: batch statistics, unweighted accumulation, hooks that run once a part."""
+    """Name what is not exact in parts: batch statistics, unweighted accumulation, batches that it fetches itself."""
     names = with_batch_statistics(module)
     if names:
         shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         warnings.warn(
             f"{shown} normalize with statistics of the batch: in parts they see each part's, as under any "
             "gradient accumulation, and update their running averages once a part.",
-            stacklevel=3,
-        )
-    if type(module).on_after_backward is not LightningModule.on_after_backward:
-        warnings.warn(
-            f"{type(module).__name__}.on_after_backward runs after every part, on gradients that are not complete; "
-            "what changes gradients belongs into on_before_optimizer_step, which runs once.",
             stacklevel=3,
         )
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
@@ -32,15 +30,69 @@ def warn_of_inexactness(trainer: Trainer, module: LightningModule) -> None:
         )
 
 
+def hooks_run_by_part(trainer: Trainer, module: LightningModule) -> list[str]:
+    """What of the user's runs once a micro-batch, on gradients that are not the batch's: named, in order.
+
+    `on_before_backward`, and hooks on parameters' gradients; `on_after_backward` runs once. Lightning's callbacks and
+    ours don't mind, nor do the hooks that torch, Lightning or we register, nor callbacks that say that they want to
+    see each micro-batch (`sees_micro_batches = True`).
+    """
+    found = [
+        f"{type(callback).__name__}.on_before_backward"
+        for callback in vars(trainer)["callbacks"]
+        if type(callback).on_before_backward is not Callback.on_before_backward
+        and not _is_known(type(callback).on_before_backward)
+        and not getattr(callback, "sees_micro_batches", False)
+    ]
+    if not _is_known(type(module).on_before_backward):
+        found.append(f"{type(module).__name__}.on_before_backward")
+    for name, parameter in module.named_parameters():
+        before = parameter._backward_hooks or {}
+        after: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+        found += [f"a hook on {name}'s gradient" for hook in before.values() if not _is_known(hook)]
+        found += [f"a hook on {name}, after its gradient" for hook in after.values() if not _is_known(hook)]
+    return list(dict.fromkeys(found))
+
+
+def warn_of_hooks(trainer: Trainer, module: LightningModule) -> None:
+    """Name the hooks that run once a micro-batch, where a batch is split."""
+    names = hooks_run_by_part(trainer, module)
+    if names:
+        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        warnings.warn(
+            f"{shown}: runs in every micro-batch, on the gradients of that one, or of those so far. What changes or "
+            "reads gradients belongs into on_before_optimizer_step, which runs once; or keep the batch whole "
+            "(micro_batch_size = the loader's batch size). A callback that wants to see each micro-batch says so by "
+            "an attribute, sees_micro_batches = True.",
+            stacklevel=3,
+        )
+
+
+def _is_known(hook: Any) -> bool:
+    """Whether Lightning, torch or we have written a hook."""
+    while isinstance(hook, partial):
+        hook = hook.func
+    written_in = getattr(hook, "__module__", None) or type(hook).__module__
+    return f"{written_in}.".startswith(_OWN)
+
+
 def check_accumulation(trainer: Trainer, effective_batch_size: int | None) -> None:
     """Accumulation is either Lightning's, with a warning, or exact.
 
     Raises:
-        ValueError: both are asked for.
+        ValueError: both are asked for, or the loader's batches are still to change.
     """
-    scheduled = any(isinstance(c, GradientAccumulationScheduler) for c in vars(trainer)["callbacks"])
+    callbacks = vars(trainer)["callbacks"]
+    if effective_batch_size is not None and any(isinstance(c, BatchSizeFinder) for c in callbacks):
+        raise ValueError(
+            f"effective_batch_size={effective_batch_size} is made of loader batches, whose size BatchSizeFinder "
+            "(Tuner.scale_batch_size) changes; remove the finder, or effective_batch_size."
+        )
+    scheduled = any(isinstance(c, GradientAccumulationScheduler) for c in callbacks)
     if trainer.accumulate_grad_batches == 1 and not scheduled:
         return
+    said = f"accumulate_grad_batches={trainer.accumulate_grad_batches}"
+    said = "GradientAccumulationScheduler" if scheduled else said
     if effective_batch_size is not None:
         asked = "GradientAccumulationScheduler" if scheduled else "accumulate_grad_batches"
         raise ValueError(
@@ -48,7 +100,7 @@ def check_accumulation(trainer: Trainer, effective_batch_size: int | None) -> No
             f"remove {asked}."
         )
     warnings.warn(
-        f"accumulate_grad_batches={trainer.accumulate_grad_batches} weighs its batches equally, whatever "
+        f"{said} weighs its batches equally, whatever "
         "labels they hold; MemoryBudget(effective_batch_size=...) accumulates them exactly.",
         stacklevel=3,
     )

@@ -12,12 +12,20 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_memkit.memory.sizing import Sizing, part_sizes
 from lightning_memkit.memory.units import format_bytes
-from lightning_memkit.micro_batching import SplitError, WeighBy, Weigher, batch_size, weigher
+from lightning_memkit.micro_batching import SplitError, batch_size, weigher
+from lightning_memkit.micro_batching.loss_rules import VaryingFactorError
+from lightning_memkit.micro_batching.step_shares import (
+    MistakenTotalsError,
+    NothingCountedError,
+    UnknownTotalsError,
+)
 from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._forecast import Foreseen, foreseen
 from lightning_memkit.plugins._options import BudgetOptions
+from lightning_memkit.plugins._partition import WHOLE
 from lightning_memkit.plugins._parts import PartsRunner
 from lightning_memkit.plugins._probe import Weighing
+from lightning_memkit.plugins._ranks import any_rank, largest_of_ranks
 from lightning_memkit.plugins._shortfall import ran_dry
 from lightning_memkit.plugins._sizing import AccumulationWindow, BudgetError, choose_size, verify_whole
 from lightning_memkit.plugins._token_parts import form_by_tokens
@@ -62,17 +70,28 @@ class PartsChoice:
         self._tuned_sizes: TunedSizes | None = None
         self._remembered: TunedSize | None = None
         self._warned = ""
-        self._keeps_rows = False  # as the resumed run did, where parts formed by tokens had run out of memory
+        self._sized_for = 0  # samples of the largest batch that a size was measured for
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run repeats: the size in use, or the sizes of which the clock has still to choose one."""
         partition, tuning = self._runner.partition, self.tuning
         under_way = tuning is not None and tuning.fastest.settled is None
         return {
-            "micro_batch_size": tuning.size if tuning is not None else partition.micro_batch_size,
+            "micro_batch_size": self.size_in_use if tuning is None else self._at_most_whole(tuning.size),
             "open_sizes": list(tuning.sizes) if tuning is not None and under_way else [],
+            "given": self._options.micro_batch_size,
             "by_tokens": partition.row_tokens is not None,
+            "row_tokens": partition.row_tokens,
+            "wide": sorted(partition.wide),
         }
+
+    @property
+    def size_in_use(self) -> int:
+        """The most samples in a part; of batches that run whole, those of the largest one so far."""
+        return self._at_most_whole(self._runner.partition.micro_batch_size)
+
+    def _at_most_whole(self, size: int) -> int:
+        return min(size, self._sized_for or size)
 
     @property
     def faster_than_larger_ones(self) -> int | None:
@@ -94,7 +113,7 @@ class PartsChoice:
             self.sizing = sizing = self._first(step)
         rank_zero_info(
             f"MemoryBudget: {sizing}; budget {format_bytes(self._options.budget_bytes)}, weighed by "
-            f"{_described(self.weighing.weigh_by)}."
+            f"{_described(self.weighing)}."
         )
         return sizing
 
@@ -110,30 +129,72 @@ class PartsChoice:
             partition.whole, self._runner.unsplittable = True, str(error)
             return sizing
         self._window.open(step.trainer, total)
-        self.foreseen = foreseen = self._foresee(
-            step, total
-        )  # the probe's backward may end what forks can do
+        # The probe's backward may end what forks can do.
+        self.foreseen = foreseen = self._foresee(step, total)
         self._settle(step)
-        if options.micro_batch_size != "auto":
+        if options.micro_batch_size != "auto" and not self._runs_whole:
             self._check(splits=options.micro_batch_size < total)
-        sizing = self._size(step, foreseen)
-        partition.micro_batch_size = sizing.micro_batch_size
-        if not self._keeps_rows:
-            form_by_tokens(step, self._trials, partition, options.usable_bytes)
-        self._check(splits=sizing.micro_batch_size < total)
+        sizing = self._sized(step, foreseen)
+        is_open = bool(self._resumed.get("open_sizes"))
+        if is_open or self._resumed.get("by_tokens", True):
+            form_by_tokens(step, self._trials, partition, options.usable_bytes, self._resumed_tokens)
         self.tuning = self._tuning_of(step, sizing)
         return sizing
 
+    def _sized(self, step: _seam.Step, foreseen: Foreseen | None) -> Sizing:
+        """Measure and set the size: of parts, or of whole batches where the loss can't be split."""
+        partition, total = self._runner.partition, batch_size(step.batch)
+        sizing = self._size(step, foreseen)
+        self._sized_for = int(largest_of_ranks(step.trainer, [total])[0])
+        partition.micro_batch_size = sizing.micro_batch_size
+        self._check(splits=sizing.micro_batch_size < total)
+        return sizing
+
     def before_later(self, step: _seam.Step) -> None:
-        """Probe where this batch is the first to differ.
+        """Probe where this batch is the first to differ; measure where it is the largest so far, and none was split.
 
         Raises:
-            BudgetError: it shows that the loss can't be split.
+            BudgetError: it shows that the loss can't be split, and as a whole it does not fit.
         """
         partition = self._runner.partition
-        if not partition.whole:
-            self._settle(step)
-            self._check(splits=partition.micro_batch_size < batch_size(step.batch))
+        if partition.whole:
+            return
+        known = self._mismatch
+        self._settle(step)
+        total = batch_size(step.batch)
+        grown = (
+            any_rank(step.trainer, total > self._sized_for) and partition.micro_batch_size >= self._sized_for
+        )
+        found = self._mismatch and not known and self._runs_whole
+        if (grown and (self._options.micro_batch_size == "auto" or self._runs_whole)) or found:
+            self.sizing = self._sized(step, None)
+        else:
+            self._check(splits=partition.micro_batch_size < total and not partition.held)
+
+    def reconsider(self, step: _seam.Step, error: Exception) -> None:
+        """After a batch whose loss was another one than foreseen, and before it runs again.
+
+        Raises:
+            BudgetError: its loss can't be split, and as a whole it does not fit.
+        """
+        partition, weighing = self._runner.partition, self.weighing
+        if isinstance(error, NothingCountedError):
+            partition.counts_nothing = step.batch_idx
+            return
+        if isinstance(error, MistakenTotalsError):
+            return  # what foretold them is forgotten
+        if isinstance(error, UnknownTotalsError):
+            self._check_window(is_unlike=True)
+            partition.surveyed = partition.unlike = True
+            return
+        if isinstance(error, VaryingFactorError):
+            weighing.refute(str(error))
+            self._take_over(step)
+        elif batch_size(step.batch) > 1 and not partition.whole:
+            weighing.again(step, self._trials, min(partition.micro_batch_size, batch_size(step.batch)))
+            self._take_over(step)
+        if self._mismatch:
+            self.sizing = self._sized(step, None)
 
     def dry(self, step: _seam.Step, failure: str) -> Exception:
         """The error where no smaller part can help."""
@@ -151,10 +212,15 @@ class PartsChoice:
         return {"budget_bytes": self._options.budget_bytes, "headroom": self._options.headroom}
 
     @property
-    def _all_open(self) -> bool:
-        """Whether the user has left everything to the probe."""
-        options = self._options
-        return options.micro_batch_size == options.weigh_by == "auto" and options.split is None
+    def _splits_by_itself(self) -> bool:
+        """Whether the user has left it to the proof how parts are made and weighed."""
+        return self._options.weigh_by == "auto" and self._options.split is None
+
+    @property
+    def _runs_whole(self) -> bool:
+        """Whether what can't be split runs whole where it fits; a size of the user's that is wrong is refused."""
+        unproven = bool(self.weighing.unproven)
+        return self._splits_by_itself and (self._options.micro_batch_size == "auto" or unproven)
 
     def _foresee(self, step: _seam.Step, total: int) -> Foreseen | None:
         """What is predicted, where the size is open and no earlier run has found it."""
@@ -167,17 +233,18 @@ class PartsChoice:
 
     def _size(self, step: _seam.Step, foreseen: Foreseen | None) -> Sizing:
         """What the user says holds; else a resumed run's size, if it still fits; else the largest that fits."""
-        if self._mismatch and self._all_open:
+        if self._mismatch and self._runs_whole:
             try:
                 return choose_size(step, self._trials, **self._known, given=batch_size(step.batch))
             except BudgetError as error:
                 raise BudgetError(f"{self._mismatch} Whole it does not fit: {error}") from None
-        if self._options.micro_batch_size == "auto" and self._resumed.get("micro_batch_size") is not None:
+        given = self._options.micro_batch_size
+        repeats = given == "auto" or given == self._resumed.get("given")  # else the user says another one
+        if repeats and self._resumed.get("micro_batch_size") is not None:
             sizing = self._resumed_size(step)
             if sizing is not None:
                 return sizing
         remembered = self._remembered.micro_batch_size if self._remembered is not None else None
-        given = self._options.micro_batch_size
         return choose_size(
             step, self._trials, **self._known, given=given, remembered=remembered, foreseen=foreseen
         )
@@ -196,9 +263,14 @@ class PartsChoice:
                 stacklevel=2,
             )
             return None
-        self._keeps_rows = not still_open and not self._resumed.get("by_tokens", True)
         smaller = tuple(size for size in still_open if size < sizing.micro_batch_size)
         return replace(sizing, candidates=(sizing.micro_batch_size, *smaller))
+
+    @property
+    def _resumed_tokens(self) -> tuple[int, frozenset[str]] | None:
+        """How the resumed run formed parts by tokens, if it did."""
+        row_tokens = self._resumed.get("row_tokens")
+        return None if row_tokens is None else (int(row_tokens), frozenset(self._resumed.get("wide", ())))
 
     def _cache_of(self, step: _seam.Step) -> TunedSizes | None:
         """Where an earlier run may have left the fastest size, if it is to be chosen at all."""
@@ -217,19 +289,53 @@ class PartsChoice:
 
     def _settle(self, step: _seam.Step) -> None:
         """Let the probe decide how this batch's parts are weighed, where that is still open."""
-        weighing, partition = self.weighing, self._runner.partition
+        partition = self._runner.partition
         size = partition.micro_batch_size if self.tuning is None else self.tuning.probed_size
-        weighing.settle(step, self._trials, size)
+        self.weighing.fewest = partition.fewest
+        self.weighing.settle(step, self._trials, size)
+        self._take_over(step)
+
+    def _take_over(self, step: _seam.Step) -> None:
+        weighing, partition = self.weighing, self._runner.partition
         partition.weigh = weigher(weighing.weigh_by, step.batch)
-        self._runner.logs = weighing.logs
+        partition.rules, partition.foretold = weighing.rules, weighing.foretold
+        partition.unlike = partition.unlike or weighing.unlike
+        self._check_window(is_unlike=partition.unlike)
+        partition.held, partition.state = weighing.skipped, weighing.state
         partition.summed = weighing.weigh_by == "sum"
+        self._runner.logs, self._runner.returned = weighing.logs, weighing.returned
+
+    def _check_window(self, *, is_unlike: bool) -> None:
+        """Refuse to weigh several batches exactly where each term of the loss has a share of its own.
+
+        Raises:
+            BudgetError: terms' totals over the window are known at its end only, when their gradients are summed up.
+        """
+        rules, batches = self.weighing.rules, self._window.loader_batches
+        if batches < 2 or rules is None or not (is_unlike or rules.needs_totals):
+            return
+        raise BudgetError(
+            f"effective_batch_size={self._window.effective_batch_size} weighs {batches} loader batches as one, and "
+            "the loss has terms that divide by unlike counts: what each counts in all of them is not known before "
+            f"the last one. Let the loader's batches be of {self._window.effective_batch_size} (they are split to "
+            f"fit), or write Trainer(accumulate_grad_batches={batches}) instead, where each batch is its own mean."
+        )
 
     @property
     def _mismatch(self) -> str:
         """Why the loss can't be split, and what to do; empty where it can, or nothing is known."""
-        verdict = self.weighing.verdict
+        weighing = self.weighing
+        if weighing.unproven and self._splits_by_itself:
+            return (
+                f"Whether a batch may be split can't be found out, since {weighing.unproven}. To mend it, keep the "
+                "batch whole (micro_batch_size = the loader's batch size), or write weigh_by= to say what the loss "
+                "is a mean over."
+            )
+        verdict = weighing.verdict
         if verdict is None or verdict.adds_up:
             return ""
+        if verdict.relative_error == 0:
+            return f"Batches are not split: {verdict.cause}. To mend it, {verdict.remedy}."
         by = f" by {verdict.relative_error:.1%}" if isfinite(verdict.relative_error) else ""
         return (
             f"The weighted gradients of a batch's parts miss the whole batch's{by}: {verdict.cause}. To mend it, "
@@ -237,21 +343,33 @@ class PartsChoice:
         )
 
     def _check(self, *, splits: bool) -> None:
-        """Refuse to split by guess; warn where the user decided, keep in mind where nothing is split yet."""
+        """Refuse to split by guess; warn where the user decided otherwise, and say what runs whole."""
         text, options = self._mismatch, self._options
         if not text:
             return
-        if options.weigh_by != "auto" or options.split is not None:
-            if splits and text != self._warned:
-                self._warned = text
-                warnings.warn(f"weigh_by={options.weigh_by!r}, split={options.split!r}: {text}", stacklevel=2)
-        elif splits and not (self.tuning is not None and self.tuning.keep_whole()):
+        if not self._splits_by_itself:
+            if splits:
+                self._warn(f"weigh_by={options.weigh_by!r}, split={options.split!r}: {text}")
+            return
+        if splits and not (self.tuning is not None and self.tuning.keep_whole()):
             raise BudgetError(text)
-        else:
-            self._runner.unsplittable = text
+        self._runner.unsplittable = text
+        if not self._runs_whole:
+            return
+        self._runner.partition.micro_batch_size = WHOLE
+        if options.micro_batch_size != "auto" and options.micro_batch_size < self._sized_for:
+            self._warn(f"MemoryBudget runs batches whole, not in parts of {options.micro_batch_size}: {text}")
+
+    def _warn(self, text: str) -> None:
+        if text != self._warned:
+            self._warned = text
+            warnings.warn(text, stacklevel=2)
 
 
-def _described(weigh_by: WeighBy | Weigher) -> str:
+def _described(weighing: Weighing) -> str:
+    if weighing.rules is not None:
+        return "what the loss shows that it divides by"
+    weigh_by = weighing.weigh_by
     if not isinstance(weigh_by, str):
         return "the given callable"
     return "the batch's own count" if weigh_by == "auto" else weigh_by

@@ -94,17 +94,10 @@ class EvaluationRollback(Rollback):
         if owner._buffers or not type(owner).__module__.startswith("torch.nn.modules."):
             super()._keep_module(path, owner)
 
-    def _keep_contents(self, path: str, value: Any) -> None:
-        if not isinstance(value, (list, dict)) or id(value) in self._seen:
-            super()._keep_contents(path, value)
-            return
-        items = list(value.values()) if isinstance(value, dict) else value
+    def _looks_into(self, container: Any) -> bool:
+        items = list(container.values()) if isinstance(container, dict) else list(container)
         tensors = [item for item in items if isinstance(item, Tensor)]
-        if len(tensors) <= _FEW and all(tensor.numel() <= _SMALL for tensor in tensors):
-            super()._keep_contents(path, value)
-            return
-        self._seen.add(id(value))
-        self._contents.append((value, dict(value) if isinstance(value, dict) else list(value)))
+        return len(tensors) <= _FEW and all(tensor.numel() <= _SMALL for tensor in tensors)
 
 
 @cache

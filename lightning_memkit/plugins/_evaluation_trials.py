@@ -20,7 +20,7 @@ from lightning_memkit.micro_batching import (
     split_batch,
 )
 from lightning_memkit.plugins import _evaluation_state as state
-from lightning_memkit.plugins._parts import Splitter
+from lightning_memkit.plugins._partition import Splitter
 from lightning_memkit.plugins._rank_alone import Ranks
 from lightning_memkit.plugins._seam_evaluation import EvaluationStep, logging_held, nothing_logged
 from lightning_memkit.plugins._tensors import tensors_of

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from lightning_memkit.micro_batching import WeighBy, Weigher
-from lightning_memkit.plugins._parts import Splitter
+from lightning_memkit.plugins._partition import Splitter
 
 Enforce = Literal["verified", "always"]
 

@@ -1,96 +1,35 @@
 """Run one training batch in parts: weigh, move, step, accumulate, log once."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from lightning_memkit.micro_batching import (
-    Weigher,
-    batch_size,
-    even_sizes,
-    joined,
-    normalized,
-    split_batch,
+from lightning_memkit.micro_batching import batch_size, joined, normalized, observation, split_batch
+from lightning_memkit.micro_batching.batch_counts import holds_none
+from lightning_memkit.micro_batching.loss_rules import UnseenValueError
+from lightning_memkit.micro_batching.step_shares import (
+    MistakenTotalsError,
+    NothingCountedError,
+    StepShares,
+    UnknownTotalsError,
 )
+from lightning_memkit.micro_batching.term_values import TermValues
 from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._logs import LoggedValues
-from lightning_memkit.plugins._ranks import Ranks
-from lightning_memkit.token_parts import TokenPart, extent_of, parts_by_tokens, take_part, widened
-
-Splitter = Callable[[Any, Sequence[int]], Sequence[Any]]
-
-_LESS_PADDING = 0.9  # of the tokens: what makes copying and sorting rows worth while
+from lightning_memkit.plugins._partition import Cut, Partition
+from lightning_memkit.plugins._ranks import Ranks, any_rank, sum_of_ranks
+from lightning_memkit.plugins._returned import ReturnedValues
 
 
-@dataclass(kw_only=True)
-class Partition:
-    """How batches are split.
+class Survey(Protocol):
+    """Reads off forwards without a backward, and without a trace, what each micro-batch counts."""
 
-    Args:
-        micro_batch_size: the most samples in a part.
-        weigh: what a part holds of what the loss is a mean over.
-        summed: the loss is a sum: every part weighs 1.
-        split: the user's own splitter.
-        whole: batches are not split at all.
-        row_tokens: the length of the worst batch's rows, where parts of a padded batch may be formed by tokens:
-            short rows together, without padding, `micro_batch_size` times so many in a part.
-    """
-
-    micro_batch_size: int
-    weigh: Weigher
-    summed: bool = False
-    split: Splitter | None = None
-    whole: bool = False
-    row_tokens: int | None = None
-
-    def cut(self, batch: Any) -> "Cut":
-        """The parts of a batch."""
-        if self.whole:
-            return Cut(parts=[batch], sizes=[1])
-        sizes = even_sizes(batch_size(batch), self.micro_batch_size)
-        if len(sizes) == 1:
-            return Cut(parts=[batch], sizes=sizes)
-        by_tokens = self._cut_by_tokens(batch)
-        return by_tokens or Cut(parts=split_batch(batch, sizes, split=self.split), sizes=sizes)
-
-    def _cut_by_tokens(self, batch: Any) -> "Cut | None":
-        """Parts by tokens, where that computes a tenth less of padding, or the same in fewer parts."""
-        if self.row_tokens is None or self.split is not None:
-            return None
-        extent = extent_of(batch)
-        if extent is None:
-            return None
-        places = parts_by_tokens(extent, self.micro_batch_size * self.row_tokens)
-        rows = batch_size(batch)
-        saves = sum(place.tokens for place in places) < _LESS_PADDING * rows * extent.columns
-        if not saves and len(places) >= -(-rows // self.micro_batch_size):
-            return None
-        parts = [take_part(batch, place, extent.columns) for place in places]
-        return Cut(
-            parts=parts, sizes=[len(place.rows) for place in places], places=places, columns=extent.columns
-        )
-
-
-@dataclass(kw_only=True)
-class Cut:
-    """A batch in parts: each with its number of samples, and where it is from, if it is not a run of rows."""
-
-    parts: list[Any]
-    sizes: list[int]
-    places: list[TokenPart] | None = None
-    columns: int = 0
-
-    def as_wide_as_the_batch(self, index: int, output: Any) -> Any:
-        """What the step gave for a part, with the columns that the part does without."""
-        return output if self.places is None else widened(output, self.places[index], self.columns)
-
-    def rows(self, indices: Sequence[int]) -> list[int] | None:
-        """The batch's rows that some parts hold; None where they are in order."""
-        return None if self.places is None else [row for i in indices for row in self.places[i].rows]
+    def __call__(self, step: _seam.Step, parts: Sequence[Any]) -> list[float]: ...
 
 
 @dataclass(kw_only=True)
@@ -99,6 +38,7 @@ class _Window:
 
     reference: float = 0.0
     counted: float = 0.0
+    totals: list[float] | None = None  # of the terms that a graph shows: the first batch's
 
 
 @dataclass(kw_only=True)
@@ -112,6 +52,24 @@ class _Attempt:
     rows: list[int] | None = None
     logged: list[tuple[float, list[dict[str, Any]]]] = field(default_factory=list)
     sizes_logged: list[int] = field(default_factory=list)
+    contributions: list[Tensor | None] = field(default_factory=list)  # of terms of unlike shares, to the loss
+
+
+@dataclass(kw_only=True)
+class _Batch:
+    """A batch that is being run in parts.
+
+    Args:
+        step: its step.
+        cut: its parts.
+        weights: what each weighs, where this is known before they run; else by `shares`.
+        shares: weighs each by its own loss.
+    """
+
+    step: _seam.Step
+    cut: Cut
+    weights: list[float]
+    shares: StepShares | None
 
 
 class PartsRunner:
@@ -136,14 +94,26 @@ class PartsRunner:
         self.unsplittable = ""  # why the loss can't be split, where that is known and nothing is split yet
         self.phase = ""  # what runs, for those who say what failed
         self.logs = LoggedValues()
+        self.returned = ReturnedValues()
         self.ranks = Ranks()
+        self.survey: Survey | None = None
         self._trainer = trainer
         self._transfer = transfer
-        self._exact_window = exact_window
+        self._has_exact_windows = exact_window
         self._window = _Window()
 
+    @property
+    def _exact_window(self) -> bool:
+        """Whether several batches are weighed as one; a window of one batch is that batch."""
+        return self._has_exact_windows and self._trainer.accumulate_grad_batches > 1
+
     def run(self, step: _seam.Step) -> tuple[Tensor | None, dict[str, Any]]:
-        """Forward, zero_grad and backward of the step's batch, in parts; gradients are the full batch's."""
+        """Forward, zero_grad and backward of the step's batch, in parts; gradients are the full batch's.
+
+        Raises:
+            UnforeseenLossError: its loss is another one than was proven to add up; gradients are not complete.
+            UnknownTotalsError: it has to begin again, with totals that are known; gradients are not complete.
+        """
         attempt = _Attempt()
         self._attempt(step, attempt)
         self.phase = "after backward, in hooks, clipping or the optimizer's step"
@@ -163,12 +133,28 @@ class PartsRunner:
             self._window = _Window()
         self.phase = "in splitting and weighing the batch"
         cut, weights = self._weighed(step.batch)
-        kept = self._kept(weights)
-        self.ranks.attempt(
-            lambda: self._run_parts(step, attempt, cut, weights, kept), ends_window=step.ends_window
+        # A batch that runs whole weighs what it weighs, unless it is one of several.
+        observed = self._is_observed and (
+            len(cut.parts) > 1 or self._exact_window or self._trainer.world_size > 1
         )
-        if self._exact_window and step.ends_window:
+        shares = self._shares(step, cut) if observed else None
+        batch = _Batch(step=step, cut=cut, weights=weights, shares=shares)
+        kept = self._kept(batch)
+        self.ranks.attempt(lambda: self._run_parts(batch, attempt, kept), ends_window=step.ends_window)
+        if shares is not None:
+            factor = self._finish_batch(step, shares)
+            attempt.contributions = [None if c is None else c * factor for c in shares.contributions]
+            if attempt.losses and shares.totals is None and shares.rules.means and not self._exact_window:
+                raise NothingCountedError  # a mean over nothing, whose gradient and loss are still the batch's
+        elif self._exact_window and step.ends_window:
             self._finish_window(step)
+        if attempt.losses:
+            step.after_backward()
+
+    @property
+    def _is_observed(self) -> bool:
+        """Whether parts are weighed by what their own losses show."""
+        return self.partition.rules is not None and not observation.is_paused()
 
     def _weighed(self, batch: Any) -> "tuple[Cut, list[float]]":
         """The parts of a batch, and the share of each in what the loss is a mean over, over all ranks."""
@@ -176,13 +162,13 @@ class PartsRunner:
 
         def count() -> list[float]:
             cuts.append(partition.cut(batch))
-            even = partition.whole or partition.summed
+            even = partition.whole or partition.summed or self._is_observed
             counts.extend(1.0 if even else float(partition.weigh(part)) for part in cuts[0].parts)
             return [sum(counts)]
 
         # Gradients are averaged over ranks; shares are of what all ranks hold together.
         total = self.ranks.totals(count)[0] / self._trainer.world_size
-        if partition.summed:
+        if partition.summed or self._is_observed:
             return cuts[0], counts
         if self._exact_window:
             self._window.reference = self._window.reference or total
@@ -192,24 +178,55 @@ class PartsRunner:
             total = self._window.reference
         return cuts[0], normalized(counts, total=total)
 
-    def _kept(self, weights: list[float]) -> list[int | None]:
+    def _shares(self, step: _seam.Step, cut: Cut) -> StepShares:
+        """What weighs the parts of a batch while they run: against totals that are known, foretold, or the first's."""
+        partition, rules = self.partition, self.partition.rules
+        assert rules is not None
+        if self._exact_window and not step.starts_window:
+            return StepShares(rules, self._window.totals)
+        told = [ways[0].total(step.batch) if ways else None for ways in partition.foretold]
+        is_told = all(told[index] is not None for index in rules.means)
+        if self._exact_window and not all(told[index] for index in rules.means):
+            is_told = False
+        surveys = partition.surveyed or partition.counts_nothing == step.batch_idx
+        if self._trainer.world_size > 1 and rules.means:  # all ranks need one reference
+            surveys = any_rank(self._trainer, surveys or not is_told)
+        if surveys and self.survey is not None:
+            self.phase = "in reading what the loss counts"
+            return StepShares(rules, self._averaged(self.survey(step, cut.parts)), is_known=True)
+        if is_told:
+            return StepShares(rules, self._averaged([total or 0.0 for total in told]), is_known=True)
+        if step.trainer.accumulate_grad_batches > 1 and rules.means and not self._exact_window:
+            raise UnknownTotalsError  # gradients of other batches are there: they can't be brought to scale later
+        return StepShares(rules, None)
+
+    def _averaged(self, totals: Sequence[float]) -> list[float]:
+        """Totals over all ranks, divided by their number, as gradients are."""
+        return [total / self._trainer.world_size for total in sum_of_ranks(self._trainer, totals)]
+
+    def _kept(self, batch: _Batch) -> list[int | None]:
         """Which parts run: those that count, all of them where ranks meet in every part; None repeats the first."""
+        weights = batch.weights
         if self.ranks.uncounted != "backward":
             # Where nothing is counted, one part still runs, for what it returns and logs.
             return [index for index, weight in enumerate(weights) if weight > 0] or [0]
         return [*range(len(weights)), *[None] * (self.ranks.most_parts(len(weights)) - len(weights))]
 
-    def _run_parts(
-        self, step: _seam.Step, attempt: _Attempt, cut: Cut, weights: list[float], kept: list[int | None]
-    ) -> None:
+    def _run_parts(self, batch: _Batch, attempt: _Attempt, kept: list[int | None]) -> None:
         counted: list[int] = []
+        ran: list[int] = []  # of those that left something behind, the ones that counted
+        cut, step, state = batch.cut, batch.step, self.partition.state
+        if state is not None:
+            state.begin()
         for position, index in enumerate(kept):
             which = f"of part {position + 1} of {len(kept)}"
             repeated = index is None
-            weight, index = 0.0 if repeated else weights[index or 0], index or 0
-            loss, extra, logged = self.ranks.part(
+            if state is not None:
+                state.begin_part()
+            weight, index = 0.0 if repeated else batch.weights[index or 0], index or 0
+            loss, extra, logged, weight = self.ranks.part(
                 lambda index=index, weight=weight, which=which, first=position == 0: self._run_part(
-                    step, cut.parts[index], weight, which, first=first
+                    batch, index, weight, which, first=first
                 ),
                 counts=weight > 0,
                 last=position == len(kept) - 1 and step.ends_window,
@@ -217,34 +234,70 @@ class PartsRunner:
             )
             if repeated:
                 continue
+            if state is not None:
+                state.end_part()
             attempt.logged.append((weight, logged))
             attempt.sizes_logged.append(cut.sizes[index])
-            if loss is not None and (weight > 0 or len(kept) == 1):
+            if loss is not None and (weight > 0 or len(kept) == 1 or batch.shares is not None):
                 attempt.weights.append(weight)
                 attempt.sizes.append(cut.sizes[index])
                 attempt.losses.append(loss)
                 attempt.extras.append(cut.as_wide_as_the_batch(index, extra))
                 counted.append(index)
+                ran.append(len(attempt.logged) - 1)
             del loss, extra
         attempt.rows = cut.rows(counted)
+        if state is not None:
+            sizes = [float(size) for size in attempt.sizes]
+            state.finish({"loss": attempt.weights, "samples": sizes}, ran)
 
     def _run_part(
-        self, step: _seam.Step, part: Any, weight: float, which: str, *, first: bool
-    ) -> tuple[Tensor | None, dict[str, Any], list[dict[str, Any]]]:
-        """Transfer, forward and backward of one part: its detached loss, what else it returned, what it logged."""
+        self, batch: _Batch, index: int, weight: float, which: str, *, first: bool
+    ) -> tuple[Tensor | None, dict[str, Any], list[dict[str, Any]], float]:
+        """Transfer, forward and backward of one part: its detached loss, what it returned and logged, its weight."""
         self.phase = f"in forward {which}"
-        part = self._transfer(part)
+        step = batch.step
+        part = self._transfer(batch.cut.parts[index])
+        watched = batch.shares is not None and (
+            self.partition.unlike or (self._trainer.world_size > 1 and bool(batch.shares.rules.means))
+        )
         with _seam.logging_held(self._trainer) as logged:
-            loss, extra = step.forward(part)
+            with TermValues() if watched else nullcontext() as noted:
+                loss, extra = step.forward(part)
             if first:
                 step.zero_grad()
             if loss is None:
-                return None, extra, logged
+                return None, extra, logged, weight
             self.phase = f"in backward {which}"
-            scaled = self._scaled(step, loss, weight)
+            if batch.shares is not None and weight > 0:
+                scaled, weight = self._observed(batch, loss, index, None if noted is None else noted.values)
+            else:
+                scaled = self._scaled(step, loss, weight)
             if scaled is not None:
                 step.backward(scaled)
-        return loss.detach(), extra, logged
+        return loss.detach(), extra, logged, weight
+
+    def _observed(
+        self, batch: _Batch, loss: Tensor, index: int, values: dict[Any, Tensor] | None
+    ) -> tuple[Tensor | None, float]:
+        """What a part's backward starts from by what its loss itself shows, and what it counts."""
+        shares = batch.shares
+        assert shares is not None
+        rows = batch.cut.sizes[index] / max(sum(batch.cut.sizes), 1)
+        none = holds_none(self.partition.foretold, batch.cut.parts[index])
+        over = 1 if self._exact_window else self._trainer.accumulate_grad_batches
+        try:
+            scaled, weight = shares.scaled(loss, rows, over, values, none)
+        except UnseenValueError:
+            self.partition.unlike = True  # from now on the terms' values are noted
+            raise MistakenTotalsError from None
+        if shares.was_unlike and not self.partition.unlike:
+            self.partition.unlike = True
+            if self._trainer.world_size == 1:
+                raise MistakenTotalsError
+        if scaled is None and self.ranks.uncounted != "skip":
+            scaled = shares.nothing(loss)
+        return scaled, weight
 
     def _run_smallest(self, step: _seam.Step) -> None:
         """Forward and backward of one row, which count for nothing."""
@@ -268,25 +321,98 @@ class PartsRunner:
         # Its loss may be nan (a mean over nothing).
         return torch.stack([p.sum() * 0 for p in _parameters(step) if p.requires_grad]).sum()
 
+    def _finish_batch(self, step: _seam.Step, shares: StepShares) -> float:
+        """Check what parts counted against the totals that they were weighed by; mend the scale, and return by what.
+
+        Raises:
+            MistakenTotalsError: the scale can't be mended any more.
+        """
+        if not shares.rules.means:
+            return 1.0
+        counted, main = shares.counted, shares.rules.means[0]
+        *overall, unlike = self._averaged([*counted, float(shares.was_unlike)])
+        if self._exact_window:
+            window = self._window
+            window.totals, window.counted = shares.totals, window.counted + overall[main]
+            if step.ends_window and window.totals is not None:
+                window.reference = window.totals[main]
+                self._finish_window(step)
+            return 1.0
+        try:
+            factor = shares.factor(overall, unlike=unlike > 0)
+        except MistakenTotalsError:
+            self._forget_wrong(step.batch, counted)
+            raise
+        if factor == 1.0:
+            return factor
+        self._forget_wrong(step.batch, counted)
+        if self._trainer.accumulate_grad_batches > 1:
+            raise MistakenTotalsError
+        self._scale(step, factor)
+        return factor
+
+    def _forget_wrong(self, batch: Any, counted: Sequence[float]) -> None:
+        """Numbers of the batch that foretold a total wrongly are not asked again."""
+        for ways, count in zip(self.partition.foretold, counted, strict=False):
+            ways[:] = [way for way in ways if abs(way.total(batch) - count) <= 1e-9 * abs(count)]
+
     def _finish_window(self, step: _seam.Step) -> None:
         """Bring the window's gradients from the first batch's scale to the whole window's."""
-        factor = self._window.reference / self._window.counted if self._window.counted else 1.0
+        self._scale(step, self._window.reference / self._window.counted if self._window.counted else 1.0)
+
+    def _scale(self, step: _seam.Step, factor: float) -> None:
         gradients = [parameter.grad for parameter in _parameters(step) if parameter.grad is not None]
         if factor != 1.0 and gradients:
             torch._foreach_mul_(gradients, factor)
 
     def _result(self, attempt: _Attempt) -> tuple[Tensor | None, dict[str, Any]]:
+        whole = _put_together(attempt)
         for entry in self.logs.merged(attempt.logged, attempt.sizes_logged):
+            if whole is not None and _is_the_loss(entry, attempt):
+                entry = {**entry, "value": whole}
             _seam.log_now(self._trainer, entry)
         if not attempt.losses:
             return None, {}
         total = sum(attempt.weights)
-        shares = (
-            [weight / total for weight in attempt.weights] if total and not self.partition.summed else None
-        )
+        summed = self.partition.summed or (self.partition.rules is not None and self.partition.rules.summed)
+        shares = [weight / total for weight in attempt.weights] if total and not summed else None
         shares = shares or attempt.weights
-        extra = joined(attempt.extras, shares, attempt.sizes, attempt.rows)
-        return joined(attempt.losses, shares, attempt.sizes), extra
+        extra = self.returned.merged(attempt.extras, shares, attempt.sizes, attempt.rows)
+        if whole is not None:  # a loss that is returned under another name, too
+            extra = {
+                key: whole
+                if all(map(_same_number, attempt.losses, (e[key] for e in attempt.extras)))
+                else value
+                for key, value in extra.items()
+            }
+        loss = joined(attempt.losses, shares, attempt.sizes) if whole is None else whole
+        if self.partition.state is not None and len(attempt.logged) > 1:
+            self.partition.state.take(loss)
+        return loss, extra
+
+
+def _put_together(attempt: _Attempt) -> Tensor | None:
+    """The batch's loss from what each part's terms add to it; None where they all weigh alike, or can't be told."""
+    told = [value for value in attempt.contributions if value is not None]
+    return sum(told[1:], start=told[0]) if told and len(told) == len(attempt.contributions) else None
+
+
+def _is_the_loss(entry: dict[str, Any], attempt: _Attempt) -> bool:
+    """Whether what was logged is in every part the very number that it has as a loss."""
+    if len(attempt.logged) != len(attempt.losses):
+        return False
+    for (_, entries), loss in zip(attempt.logged, attempt.losses, strict=True):
+        values = [e["value"] for e in entries if (e["fx"], e["name"]) == (entry["fx"], entry["name"])]
+        if not all(_same_number(loss, value) for value in values):
+            return False
+    return True
+
+
+def _same_number(loss: Tensor, value: Any) -> bool:
+    """Whether a value is the loss itself; a mean over nothing is nan."""
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        return False
+    return bool(value == loss) or bool(value.isnan() & loss.isnan())
 
 
 def _parameters(step: _seam.Step) -> Iterator[torch.nn.Parameter]:

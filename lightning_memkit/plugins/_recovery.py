@@ -12,12 +12,17 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.micro_batching import batch_size
+from lightning_memkit.micro_batching.loss_rules import UnforeseenLossError
+from lightning_memkit.micro_batching.step_changes import label
+from lightning_memkit.micro_batching.step_shares import UnknownTotalsError
 from lightning_memkit.optim.journaled_step import StepOutOfMemoryError
 from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._parts import PartsRunner
+from lightning_memkit.plugins._trials import beside
 from lightning_memkit.rollback import Rollback
 
 _CALM_STEPS = 32  # without an OOM, before larger parts are tried again; twice as many after each failure
+_MOST_REPEATS = 3  # of a batch that was foreseen wrongly: its totals, its terms, or both
 
 
 class Resized(Protocol):
@@ -27,7 +32,11 @@ class Resized(Protocol):
 
 
 class SafePoint:
-    """What a step changes besides weights, gradients and the optimizer, as it was before the step."""
+    """What a step changes besides gradients and the optimizer, as it was before the step; the batch included.
+
+    Of tensors those are cloned that trials, or earlier steps, were seen to change: a teacher that is moved within the
+    step costs its bytes once more. One that a step changes for the first time as it runs out of memory is named.
+    """
 
     def __init__(self, step: _seam.Step, changing: frozenset[tuple[str, str]] | None) -> None:
         self._undo = [
@@ -35,7 +44,13 @@ class SafePoint:
             _seam.keep_results(step.trainer),
             _seam.keep_scaler(step.trainer),
         ]
-        self._rollback = Rollback(step.trainer.lightning_module, changing)
+        self._rollback = Rollback(
+            step.trainer.lightning_module, changing, batches=[step.batch], beside=beside(step)
+        )
+
+    def optimizer_steps(self) -> frozenset[tuple[str, str]]:
+        """Weights change by the optimizer from here on; returns the tensors that the step itself has changed."""
+        return self._rollback.optimizer_steps()
 
     def restore(self) -> frozenset[tuple[str, str]]:
         """Put it back, as often as needed; returns the tensors that were changed in place and not cloned."""
@@ -64,6 +79,10 @@ class Recovery:
         runner: runs the step's batch in parts; its partition's size is what shrinks and grows.
         resized: called with the step whenever the size has changed, and whether a retry is the cause.
         dry: the error for a batch that no smaller part can help.
+        reconsider: told of a batch whose loss was another one than foreseen, before it runs again.
+
+    Attributes:
+        retries: an OOM is retried; else only a batch that was foreseen wrongly runs again.
     """
 
     def __init__(
@@ -72,12 +91,16 @@ class Recovery:
         *,
         resized: Resized,
         dry: Callable[[_seam.Step, str], Exception],
+        reconsider: Callable[[_seam.Step, Exception], None],
     ) -> None:
+        self.retries = True
+        self._reconsider = reconsider
         self.changing: frozenset[tuple[str, str]] | None = None
         self._runner = runner
         self._resized = resized
         self._dry = dry
         self._past: list[_Past] = []
+        self._point: SafePoint | None = None
         self._larger: list[int] = []  # sizes that ran out of memory, the smallest last
         self._calm, self._patience = 0, _CALM_STEPS
         self._stepping = False
@@ -102,6 +125,8 @@ class Recovery:
         """The optimizer's own step begins, if all ranks agree; from here on weights change."""
         self._runner.ranks.optimizer_steps()
         self._stepping = True
+        if self._point is not None and self.changing is not None:
+            self.changing |= self._point.optimizer_steps()
 
     def drive(self, step: _seam.Step, optimize: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Take the step, as often as it takes.
@@ -118,26 +143,35 @@ class Recovery:
         if step.starts_window:
             self._past = []
             self._grow(step)
+        foreseen_wrongly: Exception | None = None
         while True:
             self._stepping, self._runner.phase = False, "before forward"
             try:
                 ranks.begin_step(starts_window=step.starts_window)
                 if point is None:
-                    point = SafePoint(step, self.changing)
+                    point = self._point = SafePoint(step, self.changing)
                 if retries and self._past:
                     self._replay()
                     point.restore()
                 result = optimize()
                 ranks.optimizer_steps()
                 break
+            except (UnforeseenLossError, UnknownTotalsError) as error:
+                if step.trainer.world_size > 1 or retries > _MOST_REPEATS:
+                    raise
+                foreseen_wrongly, failure = error, ""
             except (RuntimeError, MemoryError) as error:
                 if not self._retriable(step.trainer, error):
                     raise
                 _tell(step.trainer, error)
-                failure = f"{type(error).__name__}: {error}"
+                foreseen_wrongly, failure = None, f"{type(error).__name__}: {error}"
             # Outside of `except`: the traceback holds the failed step's tensors alive.
-            ranks.failed()
             retries += 1
+            if foreseen_wrongly is not None:
+                self._put_back(step, point)
+                self._reconsider(step, foreseen_wrongly)
+                continue
+            ranks.failed()
             self._begin_again(step, failure, point)
         self._calm = 0 if retries else self._calm + 1
         if ends_window:
@@ -160,7 +194,7 @@ class Recovery:
                 partition.micro_batch_size, partition.row_tokens = now
 
     def _retriable(self, trainer: Trainer, error: BaseException) -> bool:
-        if not is_out_of_memory(error) or self._runner.ranks.reason:
+        if not self.retries or not is_out_of_memory(error) or self._runner.ranks.reason:
             return False
         if not self._stepping:
             return True
@@ -168,21 +202,27 @@ class Recovery:
         alone = trainer.world_size == 1
         return alone and isinstance(error, StepOutOfMemoryError) and not error.half_stepped
 
-    def _begin_again(self, step: _seam.Step, failure: str, point: SafePoint | None) -> None:
-        """Restore the state before the step, and halve the parts."""
+    def _put_back(self, step: _seam.Step, point: SafePoint | None) -> None:
+        """Restore the state before the step, without gradients."""
         for parameter in step.trainer.lightning_module.parameters():
             parameter.grad = None
         lost = point.restore() if point is not None else frozenset()
-        gc.collect()
-        if torch.accelerator.is_available():
-            _empty_caches()
         if lost:
-            names = ", ".join(sorted(f"{path}.{name}".lstrip(".") for path, name in lost))
+            names = ", ".join(sorted(label(*key) for key in lost))
+            if self.changing is not None:
+                self.changing |= lost
             warnings.warn(
-                f"The step that ran out of memory had changed {names} in place for the first time; these "
+                f"The step that is repeated had changed {names} in place for the first time; these "
                 "keep the failed step's values, and the retry is not exact in them.",
                 stacklevel=2,
             )
+
+    def _begin_again(self, step: _seam.Step, failure: str, point: SafePoint | None) -> None:
+        """Restore the state before the step, and halve the parts."""
+        self._put_back(step, point)
+        gc.collect()
+        if torch.accelerator.is_available():
+            _empty_caches()
         failed = self._shrink(step, failure)
         rank_zero_info(
             f"MemoryBudget: out of memory at batch {step.batch_idx} {self._runner.phase} "

@@ -17,11 +17,10 @@ _WIDTH = 118  # of a log file, which has none of its own; 80 columns would break
 
 
 class Printer:
-    """Prints through the progress bar that is on the screen, which would be torn otherwise."""
+    """Prints through the progress bar that is on the screen, which would be torn otherwise.
 
-    def __init__(self) -> None:
-        width = None if sys.stdout.isatty() else _WIDTH
-        self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True, width=width)
+    Where the standard output goes is asked at each line: it may be redirected later, and a process has its own.
+    """
 
     @rank_zero_only
     def show(self, trainer: Trainer, what: RenderableType) -> None:
@@ -33,13 +32,18 @@ class Printer:
         elif isinstance(bar, TQDMProgressBar) and bar.is_enabled:
             Tqdm.write(self._text(what), file=sys.stdout, end="")
         else:
-            self._console.print(what, markup=False)
+            _console().print(what, markup=False)
 
     def _text(self, what: RenderableType) -> str:
-        plain = Console(file=StringIO(), highlight=False, soft_wrap=True, width=self._console.width)
+        plain = Console(file=StringIO(), highlight=False, soft_wrap=True, width=_console().width)
         with plain.capture() as captured:
             plain.print(what, markup=False)
         return captured.get()
+
+
+def _console() -> Console:
+    width = None if sys.stdout.isatty() else _WIDTH
+    return Console(file=sys.stdout, highlight=False, soft_wrap=True, width=width)
 
 
 def _is_live(bar: RichProgressBar) -> bool:

@@ -57,7 +57,10 @@ class Step:
         output = call._call_strategy_hook(trainer, "training_step", *kwargs.values())
         trainer.strategy.post_training_step()
         result = ClosureResult.from_training_step_output(output)
-        return result.closure_loss, result.extra
+        if result.closure_loss is None:
+            return None, result.extra
+        # Lightning's own is divided by 1: another division for who reads the loss's graph.
+        return output if isinstance(output, Tensor) else output["loss"], result.extra
 
     def zero_grad(self) -> None:
         """Lightning's zero_grad with its hooks, where this batch is the first to accumulate."""
@@ -65,9 +68,19 @@ class Step:
             self._zero_grad()
 
     def backward(self, loss: Tensor) -> None:
-        """Lightning's backward with its hooks."""
+        """Lightning's backward with its hooks, but for those that see gradients: they wait for `after_backward`."""
         if self._backward is not None:
-            self._backward(loss)
+            with _after_backward_held():
+                self._backward(loss)
+
+    def after_backward(self) -> None:
+        """The hooks that see a batch's gradients, once these are complete."""
+        if self._backward is None:
+            return
+        trainer = self.trainer
+        with _callbacks_of(trainer, by_part=False):
+            call._call_callback_hooks(trainer, "on_after_backward")
+        call._call_lightning_module_hook(trainer, "on_after_backward")
 
     def quiet_backward(self, loss: Tensor) -> None:
         """The module's own backward, with no callback hook and no scaling: for trials."""
@@ -78,6 +91,42 @@ class Step:
         progress = self._loop.optim_progress
         before = progress.state_dict()
         return lambda: progress.load_state_dict(before)
+
+
+@contextmanager
+def _callbacks_of(trainer: Trainer, *, by_part: bool) -> Iterator[None]:
+    """Only the callbacks that want to see each micro-batch's backward (`sees_micro_batches`), or only the others."""
+    attributes = vars(trainer)
+    callbacks: list[Any] = attributes["callbacks"]
+    attributes["callbacks"] = [c for c in callbacks if getattr(c, "sees_micro_batches", False) is by_part]
+    try:
+        yield
+    finally:
+        attributes["callbacks"] = callbacks
+
+
+@contextmanager
+def _after_backward_held() -> Iterator[None]:
+    """Lightning calls `on_after_backward` within its backward; a micro-batch's gradients are not complete there."""
+    of_callbacks, of_module = call._call_callback_hooks, call._call_lightning_module_hook
+
+    def call_callbacks(trainer: Trainer, hook_name: str, *args: Any, **kwargs: Any) -> None:
+        if hook_name == "on_after_backward":
+            with _callbacks_of(trainer, by_part=True):
+                of_callbacks(trainer, hook_name, *args, **kwargs)
+        else:
+            of_callbacks(trainer, hook_name, *args, **kwargs)
+
+    def call_module(trainer: Trainer, hook_name: str, *args: Any, **kwargs: Any) -> Any:
+        if hook_name == "on_after_backward":
+            return None
+        return of_module(trainer, hook_name, *args, **kwargs)
+
+    call._call_callback_hooks, call._call_lightning_module_hook = call_callbacks, call_module
+    try:
+        yield
+    finally:
+        call._call_callback_hooks, call._call_lightning_module_hook = of_callbacks, of_module
 
 
 class Driver(Protocol):
@@ -125,11 +174,13 @@ class PartsOptimization(_AutomaticOptimization):
     def __init__(self, trainer: Trainer, driver: Driver) -> None:
         super().__init__(trainer)
         self._driver = driver
+        self._stands_aside = finder_runs(trainer)
         self._step: Step | None = None
 
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
         """Let the driver prepare, then step as Lightning does."""
-        if "batch" not in kwargs:  # `training_step(dataloader_iter)` fetches by itself: nothing to split
+        # `training_step(dataloader_iter)` fetches by itself: nothing to split.
+        if "batch" not in kwargs or self._stands_aside():
             return super().run(optimizer, batch_idx, kwargs)
         self._driver.prepare(Step(self, kwargs, optimizer, batch_idx))
         # Made anew: preparing may have changed how many batches make a step.
@@ -145,6 +196,16 @@ class PartsOptimization(_AutomaticOptimization):
         if self._step is None:  # `training_step(dataloader_iter)`
             return super()._make_closure(kwargs, optimizer, batch_idx)
         return _PartsClosure(partial(self._driver.run, self._step), self.trainer.accumulate_grad_batches)
+
+
+def finder_runs(trainer: Trainer) -> Callable[[], bool]:
+    """Tells, whenever it is asked, whether Lightning's batch size finder is trying sizes.
+
+    It asks which batches fit whole, and puts all callbacks aside meanwhile. (The learning rate finder puts its own in
+    their place: its steps are the training's.)
+    """
+    had_callbacks = bool(vars(trainer)["callbacks"])
+    return lambda: had_callbacks and not vars(trainer)["callbacks"]
 
 
 def install(trainer: Trainer, driver: Driver) -> Undo:
@@ -179,10 +240,10 @@ def keep_batches_on_host(trainer: Trainer) -> tuple[Callable[[Any], Any], Undo]:
     Lightning moves a whole batch before the step. The transfer hooks run once a part instead.
     """
     strategy = trainer.strategy
-    transfer = strategy.batch_to_device
+    transfer, stands_aside = strategy.batch_to_device, finder_runs(trainer)
 
     def batch_to_device(batch: Any, *args: Any, **kwargs: Any) -> Any:
-        if trainer.training and trainer.lightning_module.automatic_optimization:
+        if trainer.training and not stands_aside() and trainer.lightning_module.automatic_optimization:
             return batch
         return transfer(batch, *args, **kwargs)
 

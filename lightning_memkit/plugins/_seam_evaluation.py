@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 
-from lightning_memkit.plugins._seam import calls_held, keep_logged, loggers_silent
+from lightning_memkit.plugins._seam import calls_held, finder_runs, keep_logged, loggers_silent
 
 Undo = Callable[[], None]
 
@@ -86,7 +86,7 @@ class Driver(Protocol):
 def install(trainer: Trainer, driver: Driver) -> Undo:
     """Let a driver run every batch of validation, test and prediction; returns the undo."""
     strategy = trainer.strategy
-    transfer = strategy.batch_to_device
+    transfer, stands_aside = strategy.batch_to_device, finder_runs(trainer)
     stock = {hook: getattr(strategy, hook) for hook in HOOKS}
     before = {name: vars(strategy)[name] for name in ("batch_to_device", *HOOKS) if name in vars(strategy)}
     arrived: list[EvaluationStep] = []
@@ -94,7 +94,7 @@ def install(trainer: Trainer, driver: Driver) -> Undo:
     def batch_to_device(batch: Any, *args: Any, **kwargs: Any) -> Any:
         hook, module = _evaluating(trainer), trainer.lightning_module
         # A callback that moves a batch of its own does not come by way of the loop.
-        if hook is None or module._current_fx_name != "batch_to_device":
+        if hook is None or stands_aside() or module._current_fx_name != "batch_to_device":
             return transfer(batch, *args, **kwargs)
         index = kwargs.get("dataloader_idx", 0)
         move = partial(transfer, **{**kwargs, "dataloader_idx": index})

@@ -1,6 +1,7 @@
 """Choose the micro-batch on the real device."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -11,12 +12,13 @@ from lightning_memkit.memory.sizing import Forecast, NothingFitsError, Sizing, T
 from lightning_memkit.memory.speed import smaller_sizes
 from lightning_memkit.micro_batching import batch_size
 from lightning_memkit.plugins import _seam
+from lightning_memkit.plugins._checks import with_batch_statistics
 from lightning_memkit.plugins._forecast import Foreseen
 from lightning_memkit.plugins._policy import policy_of
-from lightning_memkit.plugins._ranks import largest_of_ranks
+from lightning_memkit.plugins._ranks import any_rank, largest_of_ranks
 from lightning_memkit.plugins._shortfall import Needs, shortfall
 from lightning_memkit.plugins._tensors import tensors_of
-from lightning_memkit.plugins._trials import Trials
+from lightning_memkit.plugins._trials import StepFailedError, Trials
 from lightning_memkit.plugins._worst_batch import worst_batch
 from lightning_memkit.prediction.residuals import keep_residual, residual_of
 
@@ -61,31 +63,45 @@ def choose_size(
         peaks = _Peaks(step, trials, states, step_peak, total)
 
         def search() -> Sizing | None:
+            least = peaks.least
             if given != "auto":
-                return _verified(min(given, total), peaks.of(min(given, total)), usable)
+                size = min(max(given, least), total)
+                return _verified(size, peaks.of(size), usable)
             try:
-                # A part of 1 is measured without a limit: its peak says by how much the budget is short.
+                # The smallest part is measured without a limit: its peak says by how much the budget is short.
                 return _automatic(
-                    lambda size: peaks.of(size, None if size == 1 else usable),
+                    lambda size: peaks.of(size, None if size <= least else usable),
                     usable,
                     total,
                     remembered,
                     forecast,
+                    least,
                 )
             except NothingFitsError:
                 return None
+            except (
+                StepFailedError
+            ):  # not on so few rows; what runs on none of these raises on the whole batch
+                return search()
 
+        if total > 1 and (given == 2 or with_batch_statistics(step.trainer.lightning_module)):
+            peaks.try_one_row()
         sizing = search()
         if sizing is None and policy.tightened(peaks.of_part, usable):
             sizing = search()
         if sizing is None:
             needs = Needs.measured(step, part_peak=peaks.of_part_here, step_peak=step_peak, states=states)
             predicted = "" if foreseen is None else foreseen.remedy
-            size = 1 if given == "auto" else min(given, total)
+            size = min(peaks.least if given == "auto" else given, total)
             raise BudgetError(shortfall(needs, size, usable, headroom, predicted))
         sizing = policy.loosened(sizing, lambda size: peaks.of(size, usable), usable)
         if given == "auto" and sizing.candidates == ():
             sizing = _with_candidates(step, sizing, lambda size: peaks.of(size, usable), usable, total)
+            if min(sizing.candidates, default=total) < total and peaks.fewest == 1:
+                peaks.try_one_row()
+            candidates = tuple(size for size in sizing.candidates if size >= peaks.least or size == total)
+            sizing = replace(sizing, candidates=candidates)
+        sizing = replace(sizing, fewest=peaks.fewest)
     if foreseen is not None and forecast is not None and forecast.ratio is not None:
         keep_residual(foreseen.device, forecast.ratio)
     set_gradient_parts(step.trainer, -(-total // sizing.micro_batch_size))
@@ -98,6 +114,7 @@ class _Peaks:
     Attributes:
         of_part_here: of the last trial's forward and backward on this rank; None where it ran out of memory.
         of_part: the largest of all ranks'.
+        fewest: the fewest samples that the step may run on, as far as that is known.
     """
 
     def __init__(
@@ -105,16 +122,41 @@ class _Peaks:
     ) -> None:
         self.of_part_here: int | None = None
         self.of_part: int | None = None
+        self.fewest = 1
+        self._runs_on = total
         self._step, self._trials, self._total = step, trials, total
         self._states, self._step_peak = states, step_peak
 
+    @property
+    def least(self) -> int:
+        """The least size that makes no part of too few samples, of any batch: 3 where one sample is too few."""
+        return min(2 * self.fewest - 1, self._total)
+
+    def try_one_row(self) -> None:
+        """Find out whether the step runs on one sample, where that is not known."""
+        if self._runs_on > 1:
+            with suppress(StepFailedError):
+                self.of(1)
+
     def of(self, size: int, limit: int | None = None) -> int | None:
-        """The peak with parts of a size, the optimizer's step included; None where a rank ran out of memory."""
+        """The peak with parts of a size, the optimizer's step included; None where a rank ran out of memory.
+
+        Raises:
+            StepFailedError: the step does not run on so few samples, on this rank or another.
+        """
         step = self._step
         set_gradient_parts(step.trainer, -(-self._total // size))
         part = worst_batch(step.trainer, step.batch, size)
         held = [*self._states, *tensors_of(step.batch)]
-        self.of_part_here = self._trials.peak_of(step, part, held, limit)
+        failure: StepFailedError | None = None
+        try:
+            self.of_part_here = self._trials.peak_of(step, part, held, limit)
+        except StepFailedError as error:
+            failure = error
+        if any_rank(step.trainer, failure is not None):
+            self.fewest = max(self.fewest, size + 1)
+            raise failure or StepFailedError(RuntimeError("another rank's step failed"), skipped=False)
+        self._runs_on = min(self._runs_on, size)
         self.of_part = _largest_of_ranks(step.trainer, self.of_part_here)
         of_step = int(largest_of_ranks(step.trainer, [self._step_peak])[0])
         return None if self.of_part is None else max(self.of_part, of_step)
@@ -126,19 +168,27 @@ def _automatic(
     total: int,
     remembered: int | None,
     forecast: Forecast | None = None,
+    least: int = 1,
 ) -> Sizing:
     """The remembered size if it fits, else the largest that does."""
     if remembered is None:
         return largest_fitting(
-            peak_of, usable_bytes=usable, most=total, most_trials=_MOST_TRIALS, forecast=forecast
+            peak_of,
+            usable_bytes=usable,
+            most=total,
+            most_trials=_MOST_TRIALS,
+            forecast=forecast,
+            least=least,
         )
-    size = min(remembered, total)
+    size = min(max(remembered, least), total)
     peak = peak_of(size)
     sizing = _verified(size, peak, usable)
     if sizing is not None:
         return sizing
     first = Trial(micro_batch_size=size, peak_bytes=peak)
-    sizing = largest_fitting(peak_of, usable_bytes=usable, most=total, most_trials=_MOST_TRIALS - 1)
+    sizing = largest_fitting(
+        peak_of, usable_bytes=usable, most=total, most_trials=_MOST_TRIALS - 1, least=least
+    )
     return replace(sizing, trials=(first, *sizing.trials))
 
 

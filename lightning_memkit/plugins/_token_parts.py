@@ -1,48 +1,70 @@
 """May the parts of this run's padded batches be formed by tokens? Asked of its own module, before step 1."""
 
+from functools import partial
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
 
-from lightning_memkit import decomposability
-from lightning_memkit.micro_batching import Weigher, batch_size, normalized
+from lightning_memkit.micro_batching import batch_size, normalized
+from lightning_memkit.micro_batching.comparison import SCALE, Comparison, Miss, spans_of
+from lightning_memkit.micro_batching.loss_rules import LossRules, UnforeseenLossError
+from lightning_memkit.micro_batching.loss_terms import terms_of
+from lightning_memkit.micro_batching.without_noise import LEVELS, quiet
 from lightning_memkit.plugins import _seam
-from lightning_memkit.plugins._parts import Partition
-from lightning_memkit.plugins._probe import deterministic
+from lightning_memkit.plugins._partition import Partition
 from lightning_memkit.plugins._ranks import any_rank, largest_of_ranks
 from lightning_memkit.plugins._tensors import tensors_of
 from lightning_memkit.plugins._trials import StepFailedError, Trials
 from lightning_memkit.plugins._worst_batch import worst_batch
-from lightning_memkit.token_parts import TokenPart, extent_of, take_part
+from lightning_memkit.token_parts import TokenPart, extent_of, take_part, wide_tensors
+
+_MISSED = Miss(excess=float("inf"), relative_error=float("inf"))
 
 
-def form_by_tokens(step: _seam.Step, trials: Trials, partition: Partition, usable_bytes: int) -> None:
+def form_by_tokens(
+    step: _seam.Step,
+    trials: Trials,
+    partition: Partition,
+    usable_bytes: int,
+    resumed: tuple[int, frozenset[str]] | None = None,
+) -> None:
     """Let a partition form its parts by tokens, where that saves something, is exact, and was measured to fit.
 
     Exact: the gradient of a short and a long row together is that of both apart, the short one without padding.
     A module that looks at padding (no mask in its attention, positions counted from the right) fails this, and its
-    batches are split by rows.
+    batches are split by rows. Only the tensors that were as wide as the mask then go without their padding later.
+
+    What a `resumed` run had come to (the tokens of a row, and the wide tensors) is taken as it was, if it fits.
     """
+    if partition.whole or partition.summed or partition.split is not None:
+        return
+    if resumed is not None:
+        partition.row_tokens, partition.wide = resumed
+        _keep_where_it_fits(step, trials, partition, usable_bytes)
+        return
     row_tokens = _columns(worst_batch(step.trainer, step.batch, 1)) or _columns(step.batch)
-    if partition.whole or partition.summed or partition.split is not None or row_tokens is None:
+    if row_tokens is None or partition.micro_batch_size >= batch_size(step.batch):
         return
-    if partition.micro_batch_size >= batch_size(step.batch) or _seam.communicates_in_every_part(step.trainer):
+    if _seam.communicates_in_every_part(step.trainer):
         return
-    partition.row_tokens = row_tokens
+    partition.row_tokens, partition.wide = row_tokens, wide_tensors(step.batch)
     useful = partition.cut(step.batch).places is not None
     partition.row_tokens = None
     if not any_rank(step.trainer, useful):
         return
-    error = largest_of_ranks(step.trainer, [_error(step, trials, partition.weigh)])[0]
-    module = step.trainer.lightning_module
-    exact = str(step.trainer.precision_plugin.precision) in ("32-true", "64-true")
-    if error > decomposability.tolerance(module.parameters(), reduced=not exact):
+    miss = _miss(step, trials, partition)
+    if largest_of_ranks(step.trainer, [miss.excess])[0] > 1:
         rank_zero_info(
-            f"MemoryBudget splits by rows: without their padding, short rows' gradient differs by {error:.1%}, so the "
-            "module looks at padding."
+            "MemoryBudget splits by rows: without their padding, short rows' gradient differs by "
+            f"{miss.relative_error:.1%}, so the module looks at padding."
         )
         return
     partition.row_tokens = row_tokens
+    _keep_where_it_fits(step, trials, partition, usable_bytes)
+
+
+def _keep_where_it_fits(step: _seam.Step, trials: Trials, partition: Partition, usable_bytes: int) -> None:
     largest = max(partition.cut(step.batch).parts, key=batch_size)
     resident = list(tensors_of(step.batch))
     with trials.optimizer_state(step) as (states, _):
@@ -56,31 +78,45 @@ def _columns(batch: Any) -> int | None:
     return None if extent is None else extent.columns
 
 
-def _error(step: _seam.Step, trials: Trials, weigh: Weigher) -> float:
+def _miss(step: _seam.Step, trials: Trials, partition: Partition) -> Miss:
     """How far the shortest and the longest row's gradients, apart and without padding, miss that of both together."""
     extent = extent_of(step.batch)
     if extent is None:
-        return float("inf")
+        return _MISSED
     lengths = extent.lengths
     rows = sorted({lengths.index(min(lengths)), lengths.index(max(lengths))})
     if len(rows) < 2:
-        return float("inf")
-    whole = TokenPart(rows=tuple(rows), start=0, stop=extent.columns)
-    both = take_part(step.batch, whole, extent.columns)
-    apart = [
-        take_part(
-            step.batch,
-            TokenPart(rows=(row,), start=int(extent.first[row]), stop=int(extent.stop[row])),
-            extent.columns,
-        )
-        for row in rows
+        return _MISSED
+    both = take_part(step.batch, TokenPart(rows=tuple(rows), start=0, stop=extent.columns), partition.wide)
+    places = [
+        TokenPart(rows=(row,), start=int(extent.first[row]), stop=int(extent.stop[row])) for row in rows
     ]
+    apart = [take_part(step.batch, place, partition.wide) for place in places]
+    module = step.trainer.lightning_module
+    miss = _MISSED
     try:
-        with deterministic(step.trainer.lightning_module, everything=True):
-            together = trials.gradient_of(step, both)
-            gradients = [trials.gradient_of(step, part) for part in apart]
-    except StepFailedError:
-        return float("inf")
-    return decomposability.relative_error(
-        together, gradients, normalized([float(weigh(part)) for part in apart])
-    )
+        for level in LEVELS:
+            with quiet(module, level):
+                together = trials.gradient_of(step, both)
+                again = trials.gradient_of(step, both, look=lambda loss: loss * SCALE) / SCALE
+                counts: list[float] = []
+                note = partial(_noted, partition.rules, counts)
+                gradients = [trials.gradient_of(step, part, look=note) for part in apart]
+                comparison = Comparison(spans_of(module), together, again)
+                if partition.rules is None:
+                    counts = [float(partition.weigh(part)) for part in apart]
+                miss = comparison.miss(gradients, normalized(counts))
+                # On one rank's answer alone no other may wait: each tries as many levels as there are.
+                random = comparison.differs(trials.gradient_of(step, both, seed=1))
+            if not any_rank(step.trainer, miss.excess > 1 and random):
+                break
+    except (StepFailedError, UnforeseenLossError):
+        return _MISSED
+    return miss
+
+
+def _noted(rules: LossRules | None, counts: list[float], loss: Tensor) -> Tensor:
+    if rules is not None:
+        counted = rules.counts(rules.read(terms_of(loss)), loss)
+        counts.append(counted[rules.means[0]] if rules.means else 1.0)
+    return loss

@@ -1,26 +1,38 @@
 """Trial steps that leave no trace: the gradient of a batch, and the peak of a micro-batch."""
 
 import random
+import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_debug
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_memkit import decomposability
-from lightning_memkit.memory.measure import PeakMeter, peak_meter
+from lightning_memkit.memory.measure import AllocatorMeter, PeakMeter, peak_meter
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
-from lightning_memkit.micro_batching import (
-    batch_size,
-    split_batch,
-)
+from lightning_memkit.micro_batching import SplitError, batch_size, split_batch
+from lightning_memkit.micro_batching.batch_counts import Foretold, holds_none
+from lightning_memkit.micro_batching.composed_state import ComposedState
+from lightning_memkit.micro_batching.composition import Left, compose
+from lightning_memkit.micro_batching.loss_rules import LossRules
+from lightning_memkit.micro_batching.loss_terms import terms_of
+from lightning_memkit.micro_batching.state_walk import Keys
+from lightning_memkit.micro_batching.step_changes import StepChange, label
+from lightning_memkit.micro_batching.step_shares import kept_from_zero
+from lightning_memkit.micro_batching.term_values import TermValues
+from lightning_memkit.micro_batching.without_noise import quiet
+from lightning_memkit.optim.closures import trial_step
 from lightning_memkit.optim.compensation import compensation_of
 from lightning_memkit.optim.journal import journal_of
+from lightning_memkit.optim.methods import uses_closure_its_own_way
 from lightning_memkit.optim.snapshots import (
     forget_new_states,
     known_states,
@@ -31,6 +43,8 @@ from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._ranks import Ranks, local_optimizer
 from lightning_memkit.plugins._tensors import tensors_of
 from lightning_memkit.rollback import Generators, Rollback
+
+_Named = tuple[str, str]  # a change's kind and name
 
 
 class StepFailedError(Exception):
@@ -49,16 +63,37 @@ class Trials:
         trainer: the trainer, within its training loop.
         transfer: moves a part to the device.
         budget_bytes: what a probe's tensors may take on the host; an accelerator's allocator keeps its own cap.
+
+    Attributes:
+        changes: what the step of the latest `gradient_of` or `peak_of` changes besides gradients, each time that it
+            runs: what a first step sets up once and a second one leaves alone (a mask that is built lazily) is not in.
+        changing: the keys of all tensors that trials saw changed in place; a `Rollback` clones these.
+        logged: what the step of the latest `gradient_of` logged.
+        handed_on: the attributes that the batch before (`after=`) had set.
+        returned: what the step of the latest run returned beside its loss.
+        values: the numbers that the step of the latest `gradient_of` with `look=` has computed, by their nodes.
+        between: called after the batch before (`after=`) has run.
+        capture: called within `gradient_of` once the step has run; `captured` is what it gave.
     """
 
     def __init__(
         self, trainer: Trainer, transfer: Callable[[Any], Any], budget_bytes: int | None = None
     ) -> None:
         self.changing: frozenset[tuple[str, str]] = frozenset()
+        self.changes: tuple[StepChange, ...] = ()
         self.logged: list[dict[str, Any]] = []
         self.handed_on: list[str] = []
+        self.returned: dict[str, Any] = {}
+        self.values: dict[Any, Tensor] = {}
+        self.capture: Callable[[], Any] | None = None
+        self.captured: Any = None
+        self.between: Callable[[], None] | None = None
         self.limited = False
         self.ranks = Ranks()
+        self._has_watched = False
+        self._once: set[_Named] = set()  # changes that a second step does not repeat
+        self._always: dict[_Named, StepChange] = {}
+        self._judged: set[_Named] = set()  # those of which it is known whether they compose
         self._trainer = trainer
         self._transfer = transfer
         self._budget_bytes = budget_bytes
@@ -68,10 +103,13 @@ class Trials:
         return self._trainer.lightning_module
 
     @contextmanager
-    def _no_trace(self, step: _seam.Step) -> Iterator[list[dict[str, Any]]]:
-        rollback = self._rollback = Rollback(self._module)
+    def _no_trace(self, step: _seam.Step, *parts: Any, seen: bool = False) -> Iterator[list[dict[str, Any]]]:
+        unwatched = self._has_watched and self._sees_too_little() and not seen
+        rollback = self._rollback = self._kept(step, *parts, changing=self.changing if unwatched else None)
         # The last step's gradients are zeroed before they are used: held beside the trial's they would cost twice.
-        kept = [] if step.starts_window else [(p, p.grad) for p in self._module.parameters()]
+        # A step that uses its closure in a way of its own may look at them before.
+        zeroed = step.starts_window and not uses_closure_its_own_way(step.optimizer)
+        kept = [] if zeroed else [(p, p.grad) for p in self._module.parameters()]
         for parameter in self._module.parameters():
             parameter.grad = None
         try:
@@ -79,25 +117,66 @@ class Trials:
                 _seam.logging_held(self._trainer) as logged,
                 _seam.loggers_silent(self._trainer),
                 torch.enable_grad(),
+                nullcontext() if unwatched else rollback.watching(),
             ):
                 yield logged
         finally:
             self.changing |= rollback.changed()
-            rollback.restore()
+            lost = rollback.restore()
             for parameter in self._module.parameters():
                 parameter.grad = None
             for parameter, gradient in kept:
                 parameter.grad = gradient
+        if lost:
+            warnings.warn(
+                f"A trial step changed {', '.join(sorted(label(*key) for key in lost))} by a kernel that PyTorch's "
+                "dispatcher does not see: these keep what the trial left. Register the kernel as an operator that "
+                "names what it writes to (torch.library.custom_op with mutates_args).",
+                stacklevel=2,
+            )
+
+    def _kept(self, step: _seam.Step, *parts: Any, changing: Keys | None = None) -> Rollback:
+        """The state before a step that a trial puts back."""
+        return Rollback(self._module, changing, batches=[step.batch, *parts], beside=beside(step))
+
+    @contextmanager
+    def materialized(self, step: _seam.Step) -> Iterator[None]:
+        """Within it lazy modules have the shapes that a forward of some rows gives them; then they are lazy again.
+
+        So the first step draws their weights itself, from the random numbers that it has without trials. Costs a
+        forward, and nothing where no module is lazy.
+        """
+        rollback = self._kept(step)
+        lazy = rollback.uninitialized()
+        if not lazy:
+            yield
+            return
+        rows = _rows(step.batch)
+        some = split_batch(step.batch, [2, rows - 2])[0] if rows > 2 else step.batch
+        try:
+            with _seam.logging_held(self._trainer), _seam.loggers_silent(self._trainer), rollback.watching():
+                step.forward(self._transfer(some))
+            rollback.restore(but=lazy)
+            yield
+        finally:
+            rollback.restore()
 
     def gradient_of(
-        self, step: _seam.Step, batch: Any, *, seed: int | None = None, after: Any = None
+        self,
+        step: _seam.Step,
+        batch: Any,
+        *,
+        seed: int | None = None,
+        after: Any = None,
+        look: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
         """A sample of the gradient that a batch's own loss has; `seed` draws other random numbers than training.
 
         `logged` then holds what the step logged. With `after`, another batch's step comes first, with the same random
-        numbers, and leaves behind what it leaves behind; `handed_on` names the attributes that it has set.
+        numbers, and leaves behind what it leaves behind; `handed_on` names the attributes that it has set. `look` is
+        given the loss, and what it returns is differentiated.
         """
-        with self._no_trace(step) as self.logged:
+        with self._no_trace(step, batch, after, seen=True) as self.logged:
             if seed is not None:
                 random.seed(seed)
                 np.random.seed(seed)
@@ -106,17 +185,126 @@ class Trials:
             if after is not None:
                 self._run_before(step, after)
             try:
-                skipped = not self._run(step, batch, self._limit(step))
+                skipped = not self._run(step, batch, self._limit(step), look)
                 if skipped:
                     raise ValueError("training_step returned None")
             except Exception as error:
                 raise StepFailedError(error, skipped=skipped) from error
-            return decomposability.sampled_gradient(self._module.parameters())
+            gradient = decomposability.sampled_gradient(self._module.parameters())
+            self.captured = None if self.capture is None else self.capture()
+            returned = self.returned
+            self._note_changes(step, batch, self.logged)
+            self.returned = returned  # not what further steps gave
+            return gradient
+
+    def _note_changes(self, step: _seam.Step, batch: Any, logged: list[dict[str, Any]]) -> None:
+        """Tell what every step changes from what only the first one does, and what composes from micro-batches.
+
+        Costs three more steps, once for all changes of a name; none where a step changes nothing.
+        """
+        self.changing |= self._rollback.changed()  # before further runs put something back
+        found, rows, count = self._rollback.changes(), _rows(batch), len(logged)
+        # One or two rows can't be split into unlike parts: what composes is asked for again when there are more.
+        known = self._once | self._judged | (self._always.keys() if rows < 3 else set())
+        unknown = {_named(change) for change in found} - known
+        if not self.ranks.reason and self.ranks.any(bool(unknown)):
+            again = self._changes_of_a_second_step(step, batch)
+            del logged[count:]
+            if again is not None:
+                # What was judged without batch statistics is not judged again with them.
+                again = {named: change for named, change in again.items() if named not in self._judged}
+                self._always.update(again)
+                self._judged |= again.keys() if rows > 2 else set()
+                self._once = (self._once | unknown) - self._always.keys()
+                found = (*found, *again.values())
+        self.changes = tuple(
+            {self._always.get(_named(c), c): None for c in found if _named(c) not in self._once}
+        )
+
+    def _changes_of_a_second_step(self, step: _seam.Step, batch: Any) -> dict[_Named, StepChange] | None:
+        """What the step changes on other rows, after the first; and which of it parts of them change alike."""
+        rows = other_rows(step.batch, batch)
+        rollback = self._kept(step, rows)
+        try:
+            with rollback.watching():
+                self._run(step, rows)
+        except Exception as error:  # on these rows only: the first step itself went well
+            rank_zero_debug(f"MemoryBudget can't try a second step: {error!r}")
+            return None
+        again, left = rollback.changes(), rollback.left_behind()
+        self.changing |= rollback.changed()
+        composed = self._composed(step, rows, rollback, left) if again else frozenset()
+        if set(again) - composed:
+            composed |= self._composed_without_noise(step, rows)
+        return {_named(change): replace(change, composes=change in composed) for change in again}
+
+    def _composed_without_noise(self, step: _seam.Step, rows: Any) -> frozenset[StepChange]:
+        """The changes that parts leave as their whole in eval mode: dropout draws other numbers for a part."""
+        with quiet(self._module, 2):
+            rollback = self._kept(step, rows)
+            try:
+                with rollback.watching():
+                    self._run(step, rows)
+            except Exception as error:  # a module may not be made for a step in eval mode
+                rank_zero_debug(f"MemoryBudget can't try a step in eval mode: {error!r}")
+                return frozenset()
+            return self._composed(step, rows, rollback, rollback.left_behind())
+
+    def _composed(self, step: _seam.Step, rows: Any, rollback: Rollback, left: Left) -> frozenset[StepChange]:
+        """The changes that two micro-batches of unlike size leave as the whole of them does."""
+        total = _rows(rows)
+        if total < 3:
+            return frozenset()
+        # Two equal halves would pass off a mean of means as the mean.
+        first = total // 2 if total % 2 else total // 2 - 1
+        rollback.restore()
+        try:
+            with rollback.watching():
+                for part in split_batch(rows, [first, total - first]):
+                    self._run(step, part)
+            return compose(left, rollback.left_behind())
+        except Exception as error:  # a part may have too few rows for the module
+            rank_zero_debug(f"MemoryBudget can't try a step in parts: {error!r}")
+            return frozenset()
+
+    def survey(
+        self,
+        step: _seam.Step,
+        parts: Sequence[Any],
+        rules: LossRules,
+        state: ComposedState | None,
+        foretold: Sequence[Sequence[Foretold]],
+    ) -> list[float]:
+        """What the terms of a loss count in all micro-batches together: a forward of each, without a backward.
+
+        Each begins with the same `state`, as in training.
+
+        Raises:
+            UnforeseenLossError: a micro-batch's loss has other terms.
+        """
+        counted = [0.0] * len(rules.rules)
+        with self._no_trace(step, *parts):
+            if state is not None:
+                state.begin()
+            for part in parts:
+                if state is not None:
+                    state.begin_anew()
+                with TermValues() as noted:
+                    loss, _ = step.forward(self._transfer(part))
+                if loss is not None:
+                    reading = rules.read(terms_of(loss))
+                    counts = rules.counts(reading, loss, noted.values)
+                    kept = kept_from_zero(reading, counts, holds_none(foretold, part))
+                    for index, count in enumerate(counts):
+                        counted[index] += 0.0 if kept[index] else count
+        return counted
 
     def _run_before(self, step: _seam.Step, batch: Any) -> None:
         generators = Generators()
         self._run(step, batch, self._limit(step))
         generators.restore()
+        if self.between is not None:
+            self.between()
         self.handed_on = self._rollback.replaced()
         for parameter in self._module.parameters():
             parameter.grad = None
@@ -130,13 +318,21 @@ class Trials:
         held += states_on(device, local_optimizer(step.optimizer))
         return peak_meter(device, held, self._budget_bytes)
 
-    def _run(self, step: _seam.Step, batch: Any, meter: PeakMeter | None = None) -> bool:
+    def _run(
+        self,
+        step: _seam.Step,
+        batch: Any,
+        meter: PeakMeter | None = None,
+        look: Callable[[Tensor], Tensor] | None = None,
+    ) -> bool:
         """Forward and backward of a part; whether it has a loss."""
 
         def run(part: Any) -> bool:
-            loss, _ = step.forward(self._transfer(part))
+            with TermValues() if look is not None else nullcontext() as noted:
+                loss, self.returned = step.forward(self._transfer(part))
+            self.values = {} if noted is None else noted.values
             if loss is not None:
-                step.quiet_backward(loss)
+                step.quiet_backward(loss if look is None else look(loss))
             return loss is not None
 
         def measured() -> bool:
@@ -202,7 +398,8 @@ class Trials:
                 # A device that is too full for copies leaves them to the host: they need not fit.
                 counts_copies = device.type == "cpu" or journal is None
                 with nullcontext() if counts_copies or journal is None else journal.paused():
-                    optimizer.step()
+                    # A journal knows a trial by its gradients, and gives it the closure that it may ask for.
+                    trial_step(optimizer) if journal is None else optimizer.step()
                 if journal is not None:
                     with journal.measuring():
                         optimizer.step()
@@ -226,20 +423,52 @@ class Trials:
     def peak_of(
         self, step: _seam.Step, batch: Any, resident: list[Tensor], budget_bytes: int | None
     ) -> int | None:
-        """The peak of forward and backward of one part, weights, gradients and `resident` included; None: OOM."""
+        """The peak of forward and backward of one part, weights, gradients and `resident` included; None: OOM.
+
+        Raises:
+            StepFailedError: the step raised on fewer rows than the batch has (batch normalization of one row, say):
+                it does not run at this size. On the whole batch the user's own error comes out as it is.
+        """
+        if self._sees_too_little():
+            self._watch_first(step, batch)
         failed = False
-        with self._no_trace(step):
+        with self._no_trace(step, batch) as logged:
             self._allocate_gradients(self._module.parameters())  # in a step's later parts all are alive
             held = [*self._module.parameters(), *self._module.buffers(), *resident]
             held += [p.grad for p in self._module.parameters() if p.grad is not None]
             meter = peak_meter(self._trainer.strategy.root_device, held, budget_bytes)
             try:
                 self._run(step, batch, meter)
-            except (RuntimeError, MemoryError) as error:
+            except Exception as error:
                 if not is_out_of_memory(error):
-                    raise
+                    self._raise(step, batch, error)
                 failed = True
+            if not failed:
+                self._has_watched = True
+                self._note_changes(step, batch, logged)
         return None if failed else meter.peak_bytes
+
+    def _raise(self, step: _seam.Step, batch: Any, error: Exception) -> NoReturn:
+        """The user's own error, of the whole batch as it is."""
+        if _rows(batch) < _rows(step.batch):
+            raise StepFailedError(error, skipped=False) from error
+        raise error
+
+    def _sees_too_little(self) -> bool:
+        """Whether a peak has to be measured with compiled functions, within which a trial does not see writes."""
+        return "torch._dynamo" in sys.modules and AllocatorMeter.counts(self._trainer.strategy.root_device)
+
+    def _watch_first(self, step: _seam.Step, batch: Any) -> None:
+        """See what the step writes to before it is run unwatched.
+
+        Probes don't count as seen: in eval mode, or with the batch's own statistics, a step writes to less. Nor does
+        a run that was broken off.
+        """
+        if self._has_watched:
+            return
+        with self._no_trace(step, batch), suppress(RuntimeError, MemoryError):
+            self._run(step, batch)
+            self._has_watched = True
 
 
 def states_on(device: torch.device, optimizer: Optimizer) -> list[Tensor]:
@@ -259,3 +488,44 @@ def _without_hooks(optimizer: Optimizer) -> Iterator[None]:
     finally:
         for registered, before in zip(hooks, kept, strict=True):
             registered.update(before)
+
+
+_HOOKS_IN_A_STEP = (
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+)
+
+
+def beside(step: _seam.Step) -> dict[str, Any]:
+    """What a step may change besides the module: its optimizers' settings, and callbacks whose hooks run within it."""
+    found: dict[str, Any] = {}
+    for index, optimizer in enumerate(step.trainer.optimizers):
+        for number, group in enumerate(optimizer.param_groups):
+            found[f"optimizers[{index}].param_groups[{number}]"] = group
+    for callback in vars(step.trainer)["callbacks"]:
+        hears = any(getattr(type(callback), hook) is not getattr(Callback, hook) for hook in _HOOKS_IN_A_STEP)
+        if hears and not type(callback).__module__.startswith(
+            ("lightning_memkit.", "lightning.", "pytorch_lightning.")
+        ):
+            found[type(callback).__name__] = callback
+    return found
+
+
+def other_rows(whole: Any, batch: Any) -> Any:
+    """As many rows of the whole batch as a trial's have, others as far as there are: its last ones."""
+    total, rows = _rows(whole), _rows(batch)
+    return split_batch(whole, [total - rows, rows])[1] if 0 < rows < total else batch
+
+
+def _rows(batch: Any) -> int:
+    """How many rows there are to split, 0 where that is not known."""
+    try:
+        return batch_size(batch)
+    except SplitError:
+        return 0
+
+
+def _named(change: StepChange) -> _Named:
+    return change.kind, change.name

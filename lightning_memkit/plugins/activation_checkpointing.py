@@ -12,9 +12,10 @@ from lightning_memkit.activations.planned import BudgetPlan
 from lightning_memkit.activations.policies import parse_policy
 from lightning_memkit.errors import NoEffectWarning
 from lightning_memkit.memory.measure import budget_bytes
+from lightning_memkit.plugins._pickling import LeavesRunBehind, nothing
 
 
-class ActivationCheckpointing(Callback):
+class ActivationCheckpointing(LeavesRunBehind, Callback):
     """Keeps less of the forward while fitting; costs up to one more forward of the model's blocks.
 
     Loss and gradients stay bitwise the same (under `compile:x` they are those of the compiled blocks).
@@ -37,6 +38,8 @@ class ActivationCheckpointing(Callback):
         ValueError: the policy is unknown, `blocks` is one string and no list, or (at setup) `auto` finds no
             MemoryBudget.
     """
+
+    of_run = {"_undo": nothing}
 
     def __init__(self, policy: str = "full", blocks: Sequence[str] | None = None) -> None:
         if policy != "auto":

@@ -18,9 +18,10 @@ from lightning_memkit.activations.offload import (
 )
 from lightning_memkit.activations.offload_visits import in_host_memory
 from lightning_memkit.errors import NoEffectWarning
+from lightning_memkit.plugins._pickling import LeavesRunBehind, nothing
 
 
-class ActivationOffload(Callback):
+class ActivationOffload(LeavesRunBehind, Callback):
     """Keeps the activations of all but about two blocks in host memory while fitting; each crosses twice a step.
 
     Loss and gradients stay bitwise the same. Copies run beside the arithmetic: a block's on their way to the host
@@ -42,6 +43,8 @@ class ActivationOffload(Callback):
     Raises:
         ValueError: A size that can't be read, an unknown choice, or `blocks` that is one string and no list.
     """
+
+    of_run = {"_offload": nothing, "_began": bool, "_told": bool}
 
     def __init__(
         self,

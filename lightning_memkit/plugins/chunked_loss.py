@@ -7,9 +7,10 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_memkit.loss.backends import Backend
 from lightning_memkit.loss.switch import refuse_options, use_chunked_loss
+from lightning_memkit.plugins._pickling import LeavesRunBehind, nothing
 
 
-class ChunkedLoss(Callback):
+class ChunkedLoss(LeavesRunBehind, Callback):
     """Computes the model's own loss without its logits in memory; in bfloat16 one more product of the head.
 
     For models of the transformers package that are called with `labels`, and for every linear layer named in
@@ -26,6 +27,8 @@ class ChunkedLoss(Callback):
         ValueError: `heads` is one string and no list; the backend is unknown; at setup: no head was found, or one
             can't be replaced.
     """
+
+    of_run = {"_undo": nothing}
 
     def __init__(self, heads: Sequence[str] | None = None, backend: Backend = "auto") -> None:
         refuse_options(heads, backend)

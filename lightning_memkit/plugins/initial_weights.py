@@ -51,6 +51,14 @@ class InitialWeights(Callback):
         self.strict = strict
         self._loaded: weakref.ref[nn.Module] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_loaded": None if self._loaded is None else self._loaded()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A copy of a Trainer goes on with the copied module, into which nothing is to be loaded once more.
+        module = state["_loaded"]
+        vars(self).update({**state, "_loaded": None if module is None else weakref.ref(module)})
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}(source={self.source!r}, rename={self.rename!r}, strict={self.strict})"
 

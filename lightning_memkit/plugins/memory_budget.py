@@ -1,7 +1,8 @@
 """Keep the effective batch and its exact result within a memory budget."""
 
+import gc
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
@@ -14,15 +15,17 @@ from lightning_memkit.memory.limits import hard_cap
 from lightning_memkit.memory.measure import budget_bytes, check_budget
 from lightning_memkit.memory.meter import ByteMeter, unmetered
 from lightning_memkit.memory.sizing import Sizing
-from lightning_memkit.micro_batching import WeighBy, Weigher, batch_size
+from lightning_memkit.micro_batching import SplitError, WeighBy, Weigher, batch_size
 from lightning_memkit.optim.journal import BUNDLE_BYTES, BUNDLE_BYTES_CPU, journal_steps
 from lightning_memkit.plugins import _seam
-from lightning_memkit.plugins._checks import check_accumulation, warn_of_inexactness
+from lightning_memkit.plugins._checks import check_accumulation, warn_of_hooks, warn_of_inexactness
 from lightning_memkit.plugins._choice import PartsChoice
 from lightning_memkit.plugins._evaluation import Observer, keep_budget_in_evaluation
 from lightning_memkit.plugins._history import PartsChange, noted
 from lightning_memkit.plugins._options import BudgetOptions, Enforce, check_options
-from lightning_memkit.plugins._parts import Partition, PartsRunner, Splitter
+from lightning_memkit.plugins._partition import WHOLE, Partition, Splitter
+from lightning_memkit.plugins._parts import PartsRunner
+from lightning_memkit.plugins._pickling import LeavesRunBehind, nothing
 from lightning_memkit.plugins._ranks import local_optimizer, ranks_of
 from lightning_memkit.plugins._recovery import Recovery
 from lightning_memkit.plugins._sizing import AccumulationWindow, set_gradient_parts
@@ -33,7 +36,7 @@ from lightning_memkit.rollback import Generators
 _COPIED = 0.01  # of the budget, for copies beside an optimizer's step that may be left half-done
 
 
-class MemoryBudget(Callback):
+class MemoryBudget(LeavesRunBehind, Callback):
     """Trains the loader's batch in parts that fit the budget, with the unsplit batch's result up to rounding.
 
     The DataLoader yields the effective batch (per rank). Each is split inside the optimizer step, so shuffling,
@@ -67,6 +70,8 @@ class MemoryBudget(Callback):
             before a later one: the probe finds only then that the loss can't be split.
     """
 
+    of_run = {"_runner": nothing, "_trials": nothing, "_recovery": nothing, "_choice": nothing, "_undo": list}
+
     def __init__(
         self,
         budget: str | int | float = "auto",
@@ -94,7 +99,10 @@ class MemoryBudget(Callback):
         self.retries = 0
         self.history: list[PartsChange] = []
         self._resumed: dict[str, Any] = {}
+        self._copied: dict[str, Any] = {}  # the state of the one that this is a copy of
+        self._peaks: dict[int, int] = {}  # likewise
         self._prepared = False
+        self._has_split = False
         self._window = AccumulationWindow(effective_batch_size)
         self._runner: PartsRunner | None = None
         self._trials: Trials | None = None
@@ -109,6 +117,15 @@ class MemoryBudget(Callback):
             f"split={self.split!r}, headroom={self.headroom!r}, recover={self.recover!r}, "
             f"enforce={self.enforce!r})"
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            **super().__getstate__(),
+            "_copied": self.state_dict(),
+            "_peaks": self.predicted_peaks,
+            "_prepared": False,
+            "_window": AccumulationWindow(self.effective_batch_size),
+        }
 
     @property
     def averages_after_backward(self) -> bool:
@@ -125,7 +142,7 @@ class MemoryBudget(Callback):
     def predicted_peaks(self) -> dict[int, int]:
         """Predicted bytes by micro-batch; empty where sizes were measured without a prediction."""
         foreseen = None if self._choice is None else self._choice.foreseen
-        return {} if foreseen is None else dict(foreseen.peaks)
+        return dict(self._peaks) if foreseen is None else dict(foreseen.peaks)
 
     # Lightning's hooks
 
@@ -164,14 +181,17 @@ class MemoryBudget(Callback):
         self._runner = PartsRunner(
             trainer,
             transfer,
-            Partition(micro_batch_size=2**62, weigh=batch_size, split=self.split),
+            Partition(micro_batch_size=WHOLE, weigh=batch_size, split=self.split),
             exact_window=self.effective_batch_size is not None,
         )
         self._choice = PartsChoice(options, self._runner, self._trials, self._window, self._resumed)
-        self._recovery = Recovery(self._runner, resized=self._resized, dry=self._choice.dry)
+        self._recovery = Recovery(
+            self._runner, resized=self._resized, dry=self._choice.dry, reconsider=self._reconsidered
+        )
+        self._recovery.retries = self.recover
         self.history = []
         self._undo += [_seam.install(trainer, self), undo_transfer, self._window.close]
-        self._prepared = False
+        self._prepared = self._has_split = False
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Lightning calls no teardown after an error."""
@@ -188,7 +208,7 @@ class MemoryBudget(Callback):
     def state_dict(self) -> dict[str, Any]:
         """The sizes in use, which a resumed run repeats; while tuning is under way, those it goes on to time."""
         if self._choice is None or not self._prepared:
-            return dict(self._resumed)
+            return dict(self._resumed or self._copied)
         return {
             **self._choice.state_dict(),
             "retries": self.retries,
@@ -211,19 +231,38 @@ class MemoryBudget(Callback):
         try:
             with unmetered():  # whoever meters the step is to see the step
                 if self._prepared:
+                    probes = self._choice.weighing.probes
                     self._choice.before_later(step)
+                    if self._choice.weighing.probes != probes:
+                        gc.collect()  # as after the first
                 else:
-                    if self._recovery is not None:
-                        self._recovery.load_state_dict(self._resumed)
-                    self._meet(step.trainer, self._runner, self._trials)
-                    self._journal(step)
-                    self.sizing = self._choice.before_first(step)
-                    self.peak_bytes = self.sizing.peak_bytes
-                    if self._recovery is not None:
-                        self._recovery.changing = self._trials.changing
-                    self._prepared = True
+                    self._prepare_first(step, self._runner, self._trials, self._choice)
+            if self._choice.sizing is not None:
+                self._runner.partition.fewest = self._choice.sizing.fewest
         finally:
             generators.restore()
+
+    def _prepare_first(
+        self, step: _seam.Step, runner: PartsRunner, trials: Trials, choice: PartsChoice
+    ) -> None:
+        """Before the first step; where that fails, everything is as before, and it may be tried again."""
+        taken = len(self._undo)
+        try:
+            if self._recovery is not None:
+                self._recovery.load_state_dict(self._resumed)
+            self._meet(step.trainer, runner, trials)
+            self._journal(step)
+            with trials.materialized(step):
+                self.sizing = choice.before_first(step)
+        except BaseException:
+            while len(self._undo) > taken:
+                self._undo.pop()()
+            raise
+        self.peak_bytes = self.sizing.peak_bytes
+        if self._recovery is not None:
+            self._recovery.changing = trials.changing
+        self._prepared = True
+        gc.collect()  # nodes of the trials' graphs that refer to each other hold tensors until then
 
     def _meet(self, trainer: Trainer, runner: PartsRunner, trials: Trials) -> None:
         """Let ranks take steps together, where that can be."""
@@ -233,8 +272,17 @@ class MemoryBudget(Callback):
                 f"Steps that run out of memory are not retried on several ranks, since {ranks.reason}."
             )
         runner.ranks = trials.ranks = ranks
+        runner.survey = self._survey
         if trainer.world_size > 1:
             self._undo += [ranks.close, _seam.clip_by(trainer, ranks.clip)]
+
+    def _survey(self, step: _seam.Step, parts: Sequence[Any]) -> list[float]:
+        """What the terms of a batch's loss count in all its parts."""
+        partition = None if self._runner is None else self._runner.partition
+        if self._trials is None or partition is None or partition.rules is None:
+            raise RuntimeError("MemoryBudget surveys a batch before its loss is known.")
+        with unmetered():
+            return self._trials.survey(step, parts, partition.rules, partition.state, partition.foretold)
 
     def _journal(self, step: _seam.Step) -> None:
         """Let the optimizer's own step survive an OOM; where it can't, no step is retried."""
@@ -250,7 +298,7 @@ class MemoryBudget(Callback):
             )
         except (TypeError, ValueError) as error:
             warnings.warn(f"MemoryBudget can't retry steps that run out of memory: {error}", stacklevel=2)
-            self._recovery = None
+            self._recovery.retries = False
         else:
             self._undo.append(journal.undo)
 
@@ -280,17 +328,38 @@ class MemoryBudget(Callback):
         began_at = step.trainer.global_step
         if self._runner is None or self._choice is None:
             raise RuntimeError("MemoryBudget drives a step before its setup.")
+        self._warn_where_split(step, self._runner.partition)
         with self._choice.timed(step):
-            if self._recovery is None or not self.recover:
-                result = optimize()
-            else:
-                result = self._recovery.drive(step, optimize)
-            size, row_tokens = self._runner.partition.micro_batch_size, self._runner.partition.row_tokens
+            result = optimize() if self._recovery is None else self._recovery.drive(step, optimize)
+            size, row_tokens = self._choice.size_in_use, self._runner.partition.row_tokens
         fastest = self._choice.faster_than_larger_ones
         if self._recovery is not None and fastest:
             self._recovery.forget_above(fastest)
         noted(self.history, PartsChange(began_at, size, row_tokens, step.batch_idx))
         return result
+
+    def _warn_where_split(self, step: _seam.Step, partition: Partition) -> None:
+        """Once, before the first batch that is split: which hooks run in every part."""
+        if self._has_split or partition.whole or partition.held:
+            return
+        try:
+            splits = batch_size(step.batch) > partition.micro_batch_size
+        except SplitError:  # running it says so
+            return
+        if not splits:
+            return
+        self._has_split = True
+        warn_of_hooks(step.trainer, step.trainer.lightning_module)
+
+    def _reconsidered(self, step: _seam.Step, error: Exception) -> None:
+        """A batch's loss was another one than foreseen: what follows from it, before the batch runs again."""
+        generators = Generators()
+        try:
+            with unmetered():
+                if self._choice is not None:
+                    self._choice.reconsider(step, error)
+        finally:
+            generators.restore()
 
     def _resized(self, step: _seam.Step, *, retry: bool) -> None:
         """The precision hears of the new number of parts; the logger of a retry."""

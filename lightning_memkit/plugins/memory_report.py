@@ -19,6 +19,7 @@ from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.memory.report import StepReport
 from lightning_memkit.memory.units import parse_bytes
 from lightning_memkit.plugins import _seam
+from lightning_memkit.plugins._pickling import LeavesRunBehind, nothing
 from lightning_memkit.plugins._report_facts import budget_of, device_bytes, facts
 from lightning_memkit.plugins._report_files import ReportFiles
 from lightning_memkit.plugins._report_foresight import Foresight
@@ -28,7 +29,11 @@ from lightning_memkit.plugins._report_rates import Rates, known_device
 from lightning_memkit.plugins._report_watch import StepsWatch
 
 
-class MemoryReport(Callback):
+def _no_time() -> float:
+    return 0.0
+
+
+class MemoryReport(LeavesRunBehind, Callback):
     """Prints a live line while training and at the end a table of the peak by category; one metered step.
 
     The live line has loss, tokens (or samples) a second, the share of the device's peak operations (MFU, where the
@@ -55,6 +60,20 @@ class MemoryReport(Callback):
         predict: predict the metered step, too, and show both side by side; takes seconds, once, in a fork.
         advise: predict what single changes would save and cost, and list them; takes about ten predictions.
     """
+
+    of_run = {
+        "_meter": nothing,
+        "_watch": lambda: StepsWatch(0),
+        "_outer": set,
+        "_batch": nothing,
+        "_rates": Rates,
+        "_in_bar": dict,
+        "_waited": lambda: _no_time,
+        "_undo": list,
+        "_files": nothing,
+    }
+
+    sees_micro_batches = True
 
     def __init__(
         self,
@@ -91,7 +110,7 @@ class MemoryReport(Callback):
         self._process_bytes = self._live_bytes = 0
         self._rates = Rates()
         self._in_bar: dict[str, str] = {}
-        self._waited = lambda: 0.0
+        self._waited = _no_time
         self._undo: list[_seam.Undo] = []
         self._printer = Printer()
         self._files: ReportFiles | None = None
@@ -166,8 +185,8 @@ class MemoryReport(Callback):
             self._judge(trainer, pl_module)
         self._batches += 1
         self._rates.count(batch)
-        every: int = vars(trainer)["log_every_n_steps"]
-        if self._batches % every:
+        every: int = vars(trainer)["log_every_n_steps"]  # 0, as barebones=True sets it, is never
+        if not every or self._batches % every:
             return
         flops = None if self.report is None else self.report.flops
         values = self._rates.take(self._waited(), flops, known_device(trainer.strategy.root_device))

@@ -93,9 +93,12 @@ def normalized(counts: Sequence[float], *, total: float | None = None, summed: b
     return [count / whole for count in counts]
 
 
-def even_sizes(total: int, largest: int) -> list[int]:
-    """The fewest parts of at most `largest`, as even as possible: 8 by 3 is [3, 3, 2]."""
-    count = -(-total // largest)
+def even_sizes(total: int, largest: int, fewest: int = 1) -> list[int]:
+    """The fewest parts of at most `largest`, as even as possible: 8 by 3 is [3, 3, 2].
+
+    No part holds less than `fewest`, which goes before `largest`: 5 by 2 with at least 2 in each is [3, 2].
+    """
+    count = max(1, min(-(-total // largest), total // fewest))
     short, extra = divmod(total, count)
     return [short + 1] * extra + [short] * (count - extra)
 
@@ -109,7 +112,7 @@ def batch_size(batch: Any) -> int:
     if isinstance(batch, SplittableBatch):
         return batch.rows
     sizes: dict[int, str] = {}
-    for name, tensor in _named_tensors(batch, "batch"):
+    for name, tensor in named_tensors(batch, "batch"):
         if tensor.ndim > 0:
             sizes.setdefault(tensor.shape[0], f"{name} {tuple(tensor.shape)}")
     remedy = (
@@ -196,28 +199,89 @@ def find_labels(batch: Any) -> Tensor | None:
 
 
 def joined(
-    outputs: Sequence[Any], weights: Sequence[float], sizes: Sequence[int], rows: Sequence[int] | None = None
+    outputs: Sequence[Any],
+    weights: Sequence[float],
+    sizes: Sequence[int],
+    rows: Sequence[int] | None = None,
+    *,
+    doubtful: list[str] | None = None,
+    name: str = "",
 ) -> Any:
-    """One output from the parts': rows concatenated, numbers averaged by weight, of the rest the last.
+    """One output from the parts': rows and lists of one entry a row concatenated, floats averaged by weight.
 
-    `rows` says which of the batch's rows the parts held, where they are out of order; they come back in order.
+    What all parts have alike stays. Of the rest (counts, lists of another length, other objects) the last part's is
+    returned, which is not what the whole batch would have given.
+
+    Args:
+        outputs: what each part gave.
+        weights: what each part weighs.
+        sizes: the rows of each part.
+        rows: which of the batch's rows the parts held, where they are out of order; they come back in order.
+        doubtful: the names of the values that are the last part's are added to it.
+        name: where the outputs are from, for these names.
     """
     first = outputs[0]
     if len(outputs) == 1 and rows is None:
         return first
-    if isinstance(first, Tensor):
+    if isinstance(first, Tensor) and all(isinstance(out, Tensor) for out in outputs):
         if first.ndim > 0 and all(out.shape[:1] == (size,) for out, size in zip(outputs, sizes, strict=True)):
             whole = torch.cat(list(outputs))
             return whole if rows is None else whole[torch.tensor(rows, device=whole.device).argsort()]
         if first.ndim == 0 and first.is_floating_point():
-            return sum(
-                (out * weight for out, weight in zip(outputs, weights, strict=True)), start=0.0 * first
-            )
-        return outputs[-1]
-    if isinstance(first, Mapping):
+            # A part that counts nothing may have a mean over nothing: nan.
+            weighed = [out * weight for out, weight in zip(outputs, weights, strict=True) if weight]
+            return sum(weighed[1:], start=weighed[0]) if weighed else first
+    elif isinstance(first, Mapping) and all(isinstance(out, Mapping) for out in outputs):
         common = [key for key in first if all(key in out for out in outputs)]
-        return {key: joined([out[key] for out in outputs], weights, sizes, rows) for key in common}
+        if doubtful is not None:
+            doubtful += [_within(name, key) for out in outputs for key in out if key not in common]
+            doubtful[:] = dict.fromkeys(doubtful)
+        return {
+            key: joined(
+                [out[key] for out in outputs],
+                weights,
+                sizes,
+                rows,
+                doubtful=doubtful,
+                name=_within(name, key),
+            )
+            for key in common
+        }
+    elif type(first) in (list, tuple) and all(type(out) is type(first) for out in outputs):
+        if all(len(out) == size for out, size in zip(outputs, sizes, strict=True)):
+            if doubtful is not None and len(outputs) > 1 and all(_same(first, out) for out in outputs[1:]):
+                doubtful.append(
+                    name or type(first).__name__
+                )  # a list that is always the same, or one entry a row
+            entries = [entry for out in outputs for entry in out]
+            if rows is not None:
+                entries = [
+                    entry for _, entry in sorted(zip(rows, entries, strict=True), key=lambda pair: pair[0])
+                ]
+            return tuple(entries) if isinstance(first, tuple) else entries
+    if doubtful is not None and not all(_same(first, out) for out in outputs[1:]):
+        doubtful.append(name or type(first).__name__)
     return outputs[-1]
+
+
+def _within(name: str, key: Any) -> str:
+    return f"{name}.{key}" if name else str(key)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values are alike; of objects that can't be compared, whether they are one."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    try:
+        return bool(one == other)
+    except (TypeError, ValueError, RuntimeError):
+        return False
 
 
 def _part(item: Any, index: int, sizes: Sequence[int], size: int) -> Any:
@@ -246,19 +310,54 @@ def _part(item: Any, index: int, sizes: Sequence[int], size: int) -> Any:
     return item
 
 
+def picked_rows(batch: Any, rows: Sequence[int]) -> Any:
+    """Some rows of any nested batch, in the order given: copies; what is no tensor and no list of rows stays."""
+    size = batch_size(batch)
+    index = torch.tensor(list(rows))
+
+    def pick(item: Any) -> Any:
+        if isinstance(item, Tensor):
+            return item if item.ndim == 0 else item.index_select(0, index.to(item.device))
+        if isinstance(item, (list, tuple)) and len(item) == size and not any(map(_holds_tensor, item)):
+            return type(item)(item[row] for row in rows) if not hasattr(item, "_fields") else item
+        return rebuilt(item, pick)
+
+    return pick(batch)
+
+
+def rebuilt(item: Any, change: Callable[[Any], Any]) -> Any:
+    """The same mapping, sequence or dataclass with every value changed."""
+    if isinstance(item, Mapping):
+        made: Any = copy.copy(item)
+        for key, value in item.items():
+            made[key] = change(value)
+        return made
+    if isinstance(item, tuple) and hasattr(item, "_fields"):
+        return type(item)(*map(change, item))
+    if isinstance(item, (tuple, list)):
+        return type(item)(change(value) for value in item)
+    if dataclasses.is_dataclass(item) and not isinstance(item, type):
+        made = copy.copy(item)
+        for field in dataclasses.fields(item):
+            object.__setattr__(made, field.name, change(getattr(item, field.name)))
+        return made
+    return item
+
+
 def _holds_tensor(item: Any) -> bool:
-    return next(_named_tensors(item, ""), None) is not None
+    return next(named_tensors(item, ""), None) is not None
 
 
-def _named_tensors(item: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(item: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of any nested structure, in order, each with its place behind `name`."""
     if isinstance(item, Tensor):
         yield name, item
     elif isinstance(item, Mapping):
         for key, value in item.items():
-            yield from _named_tensors(value, f"{name}[{key!r}]")
+            yield from named_tensors(value, f"{name}[{key!r}]")
     elif isinstance(item, (tuple, list)):
         for index, value in enumerate(item):
-            yield from _named_tensors(value, f"{name}[{index}]")
+            yield from named_tensors(value, f"{name}[{index}]")
     elif dataclasses.is_dataclass(item) and not isinstance(item, type):
         for field in dataclasses.fields(item):
-            yield from _named_tensors(getattr(item, field.name), f"{name}.{field.name}")
+            yield from named_tensors(getattr(item, field.name), f"{name}.{field.name}")

@@ -1,0 +1,37 @@
+"""Split a batch into parts, and have of the parts what the whole batch would have given."""
+
+from lightning_memkit.micro_batching.splitting import (
+    IGNORED_LABEL,
+    LABEL_NAMES,
+    SplitError,
+    SplittableBatch,
+    WeighBy,
+    Weigher,
+    batch_size,
+    even_sizes,
+    find_labels,
+    joined,
+    micro_batches,
+    normalized,
+    picked_rows,
+    split_batch,
+    weigher,
+)
+
+__all__ = [
+    "IGNORED_LABEL",
+    "LABEL_NAMES",
+    "SplitError",
+    "SplittableBatch",
+    "WeighBy",
+    "Weigher",
+    "batch_size",
+    "even_sizes",
+    "find_labels",
+    "joined",
+    "micro_batches",
+    "normalized",
+    "picked_rows",
+    "split_batch",
+    "weigher",
+]

@@ -1,0 +1,422 @@
+"""One value that a step may change, as it was: whether it is still so, and how to put it back in place."""
+
+import random
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from io import IOBase
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from lightning_memkit.micro_batching._alike import alike
+from lightning_memkit.micro_batching._kept_tensor import Place
+from lightning_memkit.micro_batching.own_objects import slots_of
+from lightning_memkit.micro_batching.step_changes import ChangeKind, StepChange
+
+CONTAINERS = (list, dict, set, deque)
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+_ABSENT = object()
+
+
+def is_iterator(value: Any) -> bool:
+    """Whether a value is Python's own kind of iterator, a generator or a loader's: what can't be set back."""
+    if isinstance(value, Rewindable):
+        return True
+    kind = type(value)
+    known = kind.__module__ in ("builtins", "itertools") or kind.__module__.startswith("torch.utils.data")
+    return known and isinstance(value, Iterator) and not isinstance(value, IOBase)
+
+
+class Kept(Protocol):
+    """What is remembered of one value."""
+
+    place: Place
+
+    def changes(self) -> Iterator[StepChange]:
+        """What is no longer as it was."""
+        ...
+
+    def now(self, change: StepChange) -> Any:
+        """What is there now in the place of what the change names."""
+        ...
+
+    def before(self, now: Any) -> Any:
+        """What was there before; for numbers and tensors, from which a change is measured."""
+        ...
+
+    def restore(self) -> None:
+        """Put it back."""
+        ...
+
+
+class KeptDict:
+    """The items of a dictionary: an attribute table, or one that holds values itself; the values by reference.
+
+    Args:
+        place: where it is.
+        owner: the dictionary.
+        passed_over: keys that are neither looked at nor restored.
+        attributes: it is an object's, so that keys are names.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        owner: dict[Any, Any],
+        passed_over: frozenset[str] = frozenset(),
+        *,
+        attributes: bool,
+    ) -> None:
+        self.place, self._owner, self._passed_over, self._attributes = place, owner, passed_over, attributes
+        self.items = {key: value for key, value in owner.items() if key not in passed_over}
+
+    def changes(self) -> Iterator[StepChange]:
+        now = {key: value for key, value in self._owner.items() if key not in self._passed_over}
+        if not self._attributes:
+            if not alike(self.items, now):
+                yield self.place.change()
+            return
+        for key in {**self.items, **now}:
+            before, after = self.items.get(key, _ABSENT), now.get(key, _ABSENT)
+            if not alike(before, after):
+                yield self._change(key, after)
+
+    def _change(self, key: Any, after: Any) -> StepChange:
+        kind = _kind_of(self.items.get(key, _ABSENT), after)
+        return self.place.change(f".{key}" if self.place.name else str(key), kind)
+
+    def now(self, change: StepChange) -> Any:
+        now = {key: value for key, value in self._owner.items() if key not in self._passed_over}
+        if not self._attributes:
+            return now
+        private = {key for key in now if change.kind == "metric" and str(key).startswith("_")}
+        return {
+            key: value
+            for key, value in now.items()
+            if key not in private
+            and not alike(self.items.get(key, _ABSENT), value)
+            and self._change(key, value) == change
+        }
+
+    def before(self, now: Any) -> Any:
+        return {key: self.items.get(key) for key in now}
+
+    def restore(self) -> None:
+        owner = self._owner
+        if self._passed_over or self._attributes:
+            for key in [key for key in owner if key not in self._passed_over and key not in self.items]:
+                del owner[key]
+            for key, value in self.items.items():
+                if owner.get(key, _ABSENT) is not value:
+                    owner[key] = value
+            return
+        kept, now = list(self.items.items()), list(owner.items())
+        if len(kept) == len(now) and all(a is c and b is d for (a, b), (c, d) in zip(kept, now, strict=True)):
+            return
+        # A class of the user's may count what is set: the dictionary's own methods don't.
+        base: Any = OrderedDict if isinstance(owner, OrderedDict) else dict
+        base.clear(owner)
+        for key, value in self.items.items():
+            base.__setitem__(owner, key, value)
+
+
+class KeptHooks(KeptDict):
+    """Hooks by their identifiers; those that a step adds or takes off again are no change to be said."""
+
+    def changes(self) -> Iterator[StepChange]:
+        return iter(())
+
+
+class KeptItems:
+    """The items of a list, deque or set, by reference."""
+
+    def __init__(self, place: Place, owner: Any) -> None:
+        self.place, self._owner, self.items = place, owner, list(owner)
+
+    def changes(self) -> Iterator[StepChange]:
+        now = list(self._owner)
+        same = set(self.items) == set(now) if isinstance(self._owner, set) else alike(self.items, now)
+        if not same:
+            yield self.place.change()
+
+    def now(self, change: StepChange) -> Any:
+        now = list(self._owner)
+        if isinstance(self._owner, set):
+            return set(self._owner)
+        gained = len(now) >= len(self.items) and all(map(lambda a, b: a is b, self.items, now))
+        return now[len(self.items) :] if gained and isinstance(self._owner, list) else now
+
+    def before(self, now: Any) -> Any:
+        return None
+
+    def restore(self) -> None:
+        owner = self._owner
+        if len(owner) == len(self.items) and all(a is b for a, b in zip(owner, self.items, strict=True)):
+            return
+        if isinstance(owner, list):
+            list.__setitem__(owner, slice(None), self.items)
+        elif isinstance(owner, deque):
+            deque.clear(owner)
+            deque.extend(owner, self.items)
+        else:
+            set.clear(owner)
+            set.update(owner, self.items)
+
+
+class KeptLength:
+    """How long a list was that is too long to be copied at every step: what it gains is taken off again."""
+
+    def __init__(self, place: Place, owner: Any) -> None:
+        self.place, self._owner, self._length = place, owner, len(owner)
+
+    def changes(self) -> Iterator[StepChange]:
+        if len(self._owner) != self._length:
+            yield self.place.change()
+
+    def now(self, change: StepChange) -> Any:
+        return list(self._owner)[self._length :]
+
+    def before(self, now: Any) -> Any:
+        return None
+
+    def restore(self) -> None:
+        if isinstance(self._owner, list):
+            del self._owner[self._length :]
+
+
+class KeptSlots:
+    """The slots of an object."""
+
+    def __init__(self, place: Place, owner: object) -> None:
+        self.place, self._owner = place, owner
+        self.items = {name: getattr(owner, name, _ABSENT) for name in slots_of(type(owner))}
+
+    def changes(self) -> Iterator[StepChange]:
+        for name, before in self.items.items():
+            if not alike(before, getattr(self._owner, name, _ABSENT)):
+                yield self.place.change(f".{name}")
+
+    def now(self, change: StepChange) -> Any:
+        return {name: getattr(self._owner, name, _ABSENT) for name in self.items}
+
+    def before(self, now: Any) -> Any:
+        return {key: self.items.get(key) for key in now}
+
+    def restore(self) -> None:
+        for name, before in self.items.items():
+            now = getattr(self._owner, name, _ABSENT)
+            if before is _ABSENT and now is not _ABSENT:
+                object.__delattr__(self._owner, name)
+            elif before is not now:
+                object.__setattr__(self._owner, name, before)
+
+
+class KeptClassAttributes:
+    """What a class of the user's holds besides its methods."""
+
+    def __init__(self, place: Place, owner: type, items: dict[str, Any]) -> None:
+        self.place, self._owner, self.items = place, owner, items
+
+    def changes(self) -> Iterator[StepChange]:
+        for name, before in self.items.items():
+            if not alike(before, vars(self._owner).get(name, _ABSENT)):
+                yield StepChange(kind="attribute", name=f"{self._owner.__name__}.{name}")
+
+    def now(self, change: StepChange) -> Any:
+        return {name: vars(self._owner).get(name, _ABSENT) for name in self.items}
+
+    def before(self, now: Any) -> Any:
+        return {key: self.items.get(key) for key in now}
+
+    def restore(self) -> None:
+        for name, before in self.items.items():
+            if vars(self._owner).get(name, _ABSENT) is not before:
+                setattr(self._owner, name, before)
+
+
+class KeptClass:
+    """A module's class, which a lazy module changes in its first forward."""
+
+    def __init__(self, place: Place, owner: nn.Module) -> None:
+        self.place, self._owner, self._kind = place, owner, type(owner)
+
+    def changes(self) -> Iterator[StepChange]:
+        return iter(())
+
+    def now(self, change: StepChange) -> Any:
+        return type(self._owner)
+
+    def before(self, now: Any) -> Any:
+        return None
+
+    def restore(self) -> None:
+        if type(self._owner) is not self._kind:
+            self._owner.__class__ = self._kind
+
+
+class KeptCell:
+    """A variable that functions share (`nonlocal n; n += 1`)."""
+
+    def __init__(self, place: Place, owner: Any) -> None:
+        self.place, self._owner, self.content = place, owner, _content(owner)
+
+    def changes(self) -> Iterator[StepChange]:
+        if not alike(self.content, _content(self._owner)):
+            yield self.place.change()
+
+    def now(self, change: StepChange) -> Any:
+        return _content(self._owner)
+
+    def before(self, now: Any) -> Any:
+        return self.content
+
+    def restore(self) -> None:
+        if self.content is not _ABSENT and _content(self._owner) is not self.content:
+            self._owner.cell_contents = self.content
+
+
+class KeptArray:
+    """A NumPy array's values."""
+
+    def __init__(self, place: Place, owner: np.ndarray) -> None:
+        self.place, self._owner, self._copy = place, owner, owner.copy()
+
+    def changes(self) -> Iterator[StepChange]:
+        if not alike(self._copy, self._owner):
+            yield self.place.change()
+
+    def now(self, change: StepChange) -> Any:
+        return self._owner
+
+    def before(self, now: Any) -> Any:
+        return self._copy
+
+    def restore(self) -> None:
+        if not alike(self._copy, self._owner):
+            self._owner[...] = self._copy
+
+
+class KeptGenerator:
+    """The state of a generator of random numbers of the module's own."""
+
+    def __init__(self, place: Place, owner: Any) -> None:
+        self.place, self._owner, self._state = place, owner, _drawn(owner)
+
+    def changes(self) -> Iterator[StepChange]:
+        if not alike(self._state, _drawn(self._owner)):
+            yield self.place.change()
+
+    def now(self, change: StepChange) -> Any:
+        return _drawn(self._owner)
+
+    def before(self, now: Any) -> Any:
+        return None
+
+    def restore(self) -> None:
+        owner, state = self._owner, self._state
+        if isinstance(owner, random.Random):
+            owner.setstate(state)
+        elif isinstance(owner, np.random.Generator):
+            owner.bit_generator.state = state
+        else:
+            owner.set_state(state)
+
+
+class Rewindable:
+    """An iterator that can go back to where it stood; it holds what was drawn since the first place still asked for.
+
+    Args:
+        source: what is drawn from, once.
+    """
+
+    def __init__(self, source: Iterator[Any]) -> None:
+        self.source = source
+        self.position = 0
+        self._drawn: deque[Any] = deque()  # the last ones before the position
+        self._again: deque[Any] = deque()
+        self._places: weakref.WeakSet[KeptIterator] = weakref.WeakSet()
+
+    def __iter__(self) -> "Rewindable":
+        return self
+
+    def __next__(self) -> Any:
+        item = self._again.popleft() if self._again else next(self.source)
+        self.position += 1
+        if self._places:
+            self._drawn.append(item)
+        return item
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "source":
+            raise AttributeError(name)
+        return getattr(self.source, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_drawn": deque(), "_places": weakref.WeakSet()}
+
+    def ask_for(self, place: "KeptIterator") -> None:
+        """Hold what is drawn from here on, as long as the place is."""
+        first = min((one.position for one in self._places), default=self.position)
+        while len(self._drawn) > self.position - first:
+            self._drawn.popleft()
+        self._places.add(place)
+
+    def back_to(self, position: int) -> None:
+        """What was drawn since comes once more."""
+        while self.position > position and self._drawn:
+            self._again.appendleft(self._drawn.pop())
+            self.position -= 1
+
+
+class KeptIterator:
+    """How far an iterator in an attribute has been drawn; it is made one that can go back.
+
+    Args:
+        place: where it is.
+        owner: the attributes.
+        name: its own.
+    """
+
+    def __init__(self, place: Place, owner: dict[str, Any], name: str) -> None:
+        if not isinstance(owner[name], Rewindable):
+            owner[name] = Rewindable(owner[name])
+        self.place, self._iterator = place, owner[name]
+        self.position = self._iterator.position
+        self._iterator.ask_for(self)
+
+    def changes(self) -> Iterator[StepChange]:
+        if self._iterator.position != self.position:
+            yield self.place.change()
+
+    def now(self, change: StepChange) -> Any:
+        return self._iterator.position
+
+    def before(self, now: Any) -> Any:
+        return None
+
+    def restore(self) -> None:
+        self._iterator.back_to(self.position)
+
+
+def _drawn(owner: Any) -> Any:
+    if isinstance(owner, random.Random):
+        return owner.getstate()
+    return owner.bit_generator.state if isinstance(owner, np.random.Generator) else owner.get_state()
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty so far
+        return _ABSENT
+
+
+def _kind_of(before: Any, after: Any) -> ChangeKind:
+    """What kind of thing an attribute is: a parameter, a container, or just an attribute."""
+    value = after if before is _ABSENT else before
+    if isinstance(value, nn.Parameter):
+        return "parameter"
+    return "container" if isinstance(value, CONTAINERS) else "attribute"

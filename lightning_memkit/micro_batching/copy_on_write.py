@@ -1,0 +1,98 @@
+"""Copy tensors to the host just before an operator first writes to them: exact undo at the price of what changes."""
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from typing_extensions import Self
+
+from lightning_memkit.memory.meter import storage_is_freed, storages_of, tensors_in
+
+# Kernels of batch normalization write to these without saying so in their schema.
+_WRITTEN_UNSAID = ("running_mean", "running_var")
+
+
+class CopyOnWrite(TorchDispatchMode):
+    """While it is active, what operators write to is copied first; costs microseconds an operator.
+
+    An operator is known to write by its schema, whether it is given the tensor itself, a view of it, its `.data`, or
+    it in a list. What kernels write to past the dispatcher (through a raw pointer) is not seen.
+    Copies lie on the host.
+
+    Args:
+        tensors: those that are watched; they may share storages.
+
+    Attributes:
+        copies: what each tensor that was written to had held, by the tensor's `id`.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.copies: dict[int, Tensor] = {}
+        self._watched: dict[int, list[Tensor]] = {}
+        self._stances: list[AbstractContextManager[Any]] = []
+        for tensor in tensors:
+            for storage in storages_of(tensor):
+                self._watched.setdefault(storage._cdata, []).append(tensor)
+
+    def __enter__(self) -> Self:
+        # What a compiled function writes to is decided within its kernels, which dispatch nothing.
+        compiles = "torch._dynamo" in sys.modules
+        stance = torch.compiler.set_stance("force_eager") if compiles else nullcontext()
+        stance.__enter__()
+        self._stances.append(stance)
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._stances.pop().__exit__(*exception)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for tensor in _written(func, args, kwargs):
+            for storage in storages_of(tensor):
+                for watched in self._watched.pop(storage._cdata, ()):
+                    if id(watched) not in self.copies and not storage_is_freed(watched):
+                        self.copies[id(watched)] = copy_of(watched)
+        return func(*args, **kwargs)
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    """A copy on the host; of a tensor in shards, where they are."""
+    if is_traceable_wrapper_subclass(tensor):
+        return tensor.detach().clone()
+    with torch.inference_mode(tensor.is_inference()):
+        return tensor.detach().to("cpu", copy=True)
+
+
+def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """The tensors that an operator is about to write to."""
+    positions, names = _places(func)
+    for position in positions:
+        if position < len(args):
+            yield from tensors_in(args[position])
+    for name in names:
+        if name in kwargs:
+            yield from tensors_in(kwargs[name])
+
+
+@cache
+def _places(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Where an operator's arguments are that it writes to, by position and by name."""
+    schema = getattr(func, "_schema", None)
+    if schema is None:  # a higher-order operator; what runs within it is dispatched by itself
+        return (), ()
+    written = [
+        (place, argument.name)
+        for place, argument in enumerate(schema.arguments)
+        if (argument.alias_info is not None and argument.alias_info.is_write)
+        or (argument.name in _WRITTEN_UNSAID and "backward" not in schema.name)
+    ]
+    return tuple(place for place, _ in written), tuple(name for _, name in written)

@@ -1,0 +1,353 @@
+"""What each micro-batch weighs in its batch's loss, by the divisors that its own graph shows: exact for any counts.
+
+A term of a loss is a sum over the batch's rows, divided by something: the weight of the labels, the tokens that a mask
+leaves, a number of elements. Seen once in a whole batch and in its micro-batches, the divisors tell the law: they add
+up (a mean), or are the same (a sum). From then on every micro-batch's own divisors say what it weighs: divisor over
+total for a mean, 1 for a sum.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_memkit.micro_batching.loss_terms import Divisor, LossTerms, Term, collapsed
+
+_ALIKE = 1e-9  # relative: shares that differ by less are the same
+_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+_SMALL = (
+    1e-3  # a divisor below counts nothing: it was added to, or clamped, so that nothing is divided by zero
+)
+VARYING_FACTOR = "a factor that is made of the batch's rows"
+
+
+class Law(Enum):
+    """How a term's divisors in micro-batches make the whole batch's."""
+
+    MEAN = "mean"  # they add up
+    SUM = "sum"  # they are the same, and the term's sum runs over the rows
+    SHARED = "shared"  # they are the same, and so is the term: it looks at no row (weight decay in the loss)
+
+
+class UnforeseenLossError(Exception):
+    """A micro-batch's loss has other terms than those that were proven to add up."""
+
+
+class UnseenValueError(Exception):
+    """Whether a term counts nothing shows in its value, which was not noted."""
+
+
+class VaryingFactorError(UnforeseenLossError):
+    """What scales a reduction is another one in every micro-batch: rows act on each other by it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TermRule:
+    """One term of a loss, and how it adds up.
+
+    Args:
+        name: the term's name in the graph.
+        index: which of several terms of that name it is.
+        law: how its divisors make the whole's.
+        branch: where rows that a step adds up one by one come together; None where terms are taken as they are.
+        excess: what every divisor holds more than its rows: the epsilon that keeps it from zero.
+        fixed: which of its factors are not its rows' own, and so the same in every micro-batch.
+        divided: the step itself divides it by a number that it has counted, which was 1 wherever it was looked at: one
+            that is kept from being zero, or a constant.
+    """
+
+    name: str
+    index: int
+    law: Law
+    branch: str | None = None
+    excess: float = 0.0
+    fixed: tuple[int, ...] = ()
+    divided: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """A micro-batch's divisors and quotients (see `Term`), one a rule, its nodes, and factors that may not vary."""
+
+    divisors: tuple[float, ...]
+    quotients: tuple[float, ...]
+    nodes: tuple[tuple[Any, ...], ...]
+    tops: tuple[tuple[tuple[Any, Divisor], ...], ...] = ()
+    factors: tuple[Tensor, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossRules:
+    """How a loss's terms add up: proven on some rows, then read in every micro-batch.
+
+    Args:
+        rules: one for each term.
+    """
+
+    rules: tuple[TermRule, ...]
+
+    @property
+    def summed(self) -> bool:
+        """Whether every micro-batch weighs 1."""
+        return all(rule.law is not Law.MEAN for rule in self.rules) and any(
+            rule.law is Law.SUM for rule in self.rules
+        )
+
+    def read(self, seen: LossTerms) -> Reading:
+        """A micro-batch's divisors.
+
+        Raises:
+            UnforeseenLossError: its loss has other terms.
+        """
+        if seen.curved or seen.opaque:
+            raise UnforeseenLossError(seen.curved or seen.opaque)
+        named = _by_name(seen.terms)
+        wanted = {(rule.name, rule.branch): 0 for rule in self.rules}
+        for rule in self.rules:
+            wanted[rule.name, rule.branch] += 1
+        if {name for name, _ in wanted} != named.keys():
+            raise UnforeseenLossError(_difference({name for name, _ in wanted}, named.keys()))
+        for (name, branch), count in wanted.items():
+            if branch is None and len(named[name]) != count:
+                raise UnforeseenLossError(f"{len(named[name])} terms {name} for {count}")
+        terms = [
+            named[rule.name][rule.index] if rule.branch is None else collapsed(named[rule.name], rule.branch)
+            for rule in self.rules
+        ]
+        numbers = _on_host([term.divisor for term in terms] + [term.quotient for term in terms])
+        tops = tuple(
+            tuple((t.top, t.gain) for t in (named[rule.name] if rule.branch is not None else [term]))
+            for rule, term in zip(self.rules, terms, strict=True)
+        )
+        return Reading(
+            divisors=numbers[: len(terms)],
+            quotients=numbers[len(terms) :],
+            nodes=tuple(t.nodes for t in terms),
+            tops=tops,
+            factors=tuple(
+                term.factors[i]
+                for rule, term in zip(self.rules, terms, strict=True)
+                for i in rule.fixed
+                if i < len(term.factors)
+            ),
+        )
+
+    def tells_less(self, known: "LossRules") -> bool:
+        """Whether other rows have told more of a term whose divisor is 1 everywhere here: that may be any count."""
+        laws = {(rule.name, rule.index, rule.branch): rule.law for rule in known.rules}
+        return any(
+            rule.divided and rule.law is not laws.get((rule.name, rule.index, rule.branch), rule.law)
+            for rule in self.rules
+        )
+
+    def counts(
+        self, reading: Reading, loss: Tensor, values: Mapping[Any, Tensor] | None = None
+    ) -> tuple[float, ...]:
+        """What a micro-batch counts in each term.
+
+        A divisor of 1, or one near zero, may be there to keep an empty sum from being divided by zero
+        (`mask.sum().clamp(min=1)`): with a term of exactly zero it counts nothing.
+
+        Args:
+            reading: what its loss shows.
+            loss: its loss.
+            values: the numbers that its step has computed (see `TermValues`), which several terms' own are among.
+
+        Raises:
+            UnseenValueError: the value of one of several terms is asked for, and `values` are not there.
+        """
+        counted = list(reading.divisors)
+        for index, (rule, quotient) in enumerate(zip(self.rules, reading.quotients, strict=True)):
+            if rule.law is not Law.MEAN:
+                counted[index] = 1.0
+            elif quotient == 1.0 or 0 < abs(quotient) <= _SMALL:
+                if self._is_zero(index, reading, loss, values):
+                    counted[index] = 0.0
+            if rule.excess and counted[index]:
+                counted[index] = max(counted[index] - rule.excess, 0.0)
+        return tuple(counted)
+
+    def _is_zero(
+        self, index: int, reading: Reading, loss: Tensor, values: Mapping[Any, Tensor] | None
+    ) -> bool:
+        if len(self.rules) == 1:
+            return float(loss.detach()) == 0
+        if values is None:
+            raise UnseenValueError
+        own = [values.get(node) for node, _ in reading.tops[index]]
+        return all(value is not None and float(value) == 0 for value in own)
+
+    def shares(self, counts: Sequence[float], totals: Sequence[float], main: float) -> list[float]:
+        """What a micro-batch weighs in each term.
+
+        Args:
+            counts: its own.
+            totals: the whole batch's.
+            main: the share of a term that looks at no row.
+        """
+        by_law = {Law.SUM: 1.0, Law.SHARED: main}
+        return [
+            by_law.get(rule.law, count / total if total else 0.0)
+            for rule, count, total in zip(self.rules, counts, totals, strict=True)
+        ]
+
+    @property
+    def means(self) -> tuple[int, ...]:
+        """The places of the rules whose divisors add up."""
+        return tuple(index for index, rule in enumerate(self.rules) if rule.law is Law.MEAN)
+
+    @property
+    def needs_totals(self) -> bool:
+        """Whether sums stand beside means: what a mean weighs beside a sum is its share of a total known before."""
+        return bool(self.means) and any(rule.law is Law.SUM for rule in self.rules)
+
+
+def learned(
+    whole: LossTerms, parts: Sequence[LossTerms], dtype: torch.dtype = torch.float32
+) -> LossRules | str:
+    """How a loss's terms add up, from one batch run whole and in micro-batches; or why this does not show.
+
+    Args:
+        whole: the terms of the whole batch's loss.
+        parts: those of each micro-batch's.
+        dtype: that the loss was computed in: what its divisors are rounded to.
+    """
+    for seen in (whole, *parts):
+        if seen.curved or seen.opaque or not seen.terms:
+            return seen.curved or seen.opaque or "a loss without terms"
+    named = [_by_name(seen.terms) for seen in (whole, *parts)]
+    if any(names.keys() != named[0].keys() for names in named[1:]):
+        return next(_difference(named[0].keys(), n.keys()) for n in named[1:] if n.keys() != named[0].keys())
+    rules: list[TermRule] = []
+    for name in named[0]:
+        aligned = _aligned(name, [names[name] for names in named])
+        if isinstance(aligned, str):
+            return aligned
+        branch, rows = aligned
+        fixed = _fixed_factors([names[name] for names in named], dtype) if branch is None else []
+        if isinstance(fixed, str):
+            return fixed
+        for index, divisors in enumerate(rows):
+            rule = _rule(name, index, branch, [_number(divisor) for divisor in divisors], dtype)
+            if isinstance(rule, str):
+                return rule
+            ones = branch is None and all(_number(names[name][index].quotient) == 1.0 for names in named)
+            rules.append(replace(rule, fixed=fixed[index] if fixed else (), divided=ones))
+    return LossRules(rules=tuple(rules))
+
+
+def _fixed_factors(groups: list[list[Term]], dtype: torch.dtype) -> list[tuple[int, ...]] | str:
+    """Of each term, the factors of one shape in the batch and its micro-batches: no rows' own, and so to be equal."""
+    found = []
+    for terms in zip(*groups, strict=True):
+        fixed = []
+        for place, (whole, *parts) in enumerate(zip(*(term.factors for term in terms), strict=False)):
+            if any(part.shape != whole.shape for part in parts):
+                continue
+            if not all(same_factors((whole,), (part,), dtype) for part in parts):
+                return VARYING_FACTOR
+            fixed.append(place)
+        found.append(tuple(fixed))
+    return found
+
+
+def same_factors(
+    ours: Sequence[Tensor], theirs: Sequence[Tensor], dtype: torch.dtype = torch.float32
+) -> bool:
+    """Whether factors of two micro-batches are equal up to rounding."""
+    if len(ours) != len(theirs) or any(a.shape != b.shape for a, b in zip(ours, theirs, strict=True)):
+        return False
+    allowed = max(_ROUNDING.get(kind, 1e-5) for kind in (dtype, *(a.dtype for a in ours)))
+    return all(
+        float((a.double() - b.double()).norm()) <= allowed * float(a.double().norm())
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def _aligned(name: str, groups: list[list[Term]]) -> "tuple[str | None, list[list[Divisor]]] | str":
+    """The divisors of terms of one name, the whole's first: one by one, or as one sum over rows."""
+    if len({len(group) for group in groups}) == 1:
+        return None, [[term.divisor for term in terms] for terms in zip(*groups, strict=True)]
+    branches = {term.branch for group in groups for term in group if len(group) > 1}
+    if len(branches) != 1:
+        return f"terms {name} of different number"
+    branch = branches.pop()
+    return branch, [[collapsed(group, branch).divisor for group in groups]]
+
+
+def _rule(
+    name: str, index: int, branch: str | None, divisors: list[float], dtype: torch.dtype
+) -> TermRule | str:
+    whole, *parts = divisors
+    if whole == 0:
+        return "a batch in which nothing counts"
+    allowed = _ROUNDING.get(dtype, 1e-5) * abs(whole)
+    if all(abs(part - whole) <= allowed for part in parts):
+        return TermRule(name=name, index=index, branch=branch, law=Law.SUM)
+    excess = (sum(parts) - whole) / max(len(parts) - 1, 1)
+    if abs(excess) <= allowed:
+        exact = excess if dtype is torch.float64 and 0 < excess < _SMALL else 0.0
+        return TermRule(name=name, index=index, branch=branch, law=Law.MEAN, excess=exact)
+    least = min(parts)
+    if excess > 0 and excess <= least + allowed and least < _SMALL * abs(whole):
+        return TermRule(name=name, index=index, branch=branch, law=Law.MEAN, excess=excess)
+    empty = [part for part in parts if abs(part - least) <= allowed]
+    if least > 0 and abs(sum(parts) - sum(empty) - whole) <= allowed:
+        return TermRule(name=name, index=index, branch=branch, law=Law.MEAN)
+    return f"a divisor of {whole:g} where its micro-batches have {', '.join(f'{part:g}' for part in parts)}"
+
+
+def alike(shares: Sequence[float]) -> bool:
+    """Whether a micro-batch weighs the same in all terms: then its loss is scaled, and no term by itself."""
+    return max(shares) - min(shares) <= _ALIKE * max(abs(share) for share in shares)
+
+
+def scale_terms(reading: Reading, shares: Sequence[float]) -> None:
+    """Let the coming backward scale each term's gradient by its share; one that weighs nothing sends none on.
+
+    The scale is set where the gradient enters the term, behind its division: what a division by zero made of it is
+    dropped.
+    """
+    for nodes, share in zip(reading.nodes, shares, strict=True):
+        for node in nodes:
+            node.register_prehook(_scaled_by(share))
+
+
+def _scaled_by(share: float) -> Any:
+    def scale(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        if share == 0:
+            return tuple(None if g is None else torch.zeros_like(g) for g in gradients)
+        return tuple(None if g is None else g * share for g in gradients)
+
+    return scale
+
+
+def _by_name(terms: Sequence[Term]) -> dict[str, list[Term]]:
+    named: dict[str, list[Term]] = defaultdict(list)
+    for term in terms:
+        named[term.name].append(term)
+    return named
+
+
+def _difference(expected: Any, found: Any) -> str:
+    new, gone = sorted(set(found) - set(expected)), sorted(set(expected) - set(found))
+    return "; ".join(
+        f"{what} {', '.join(name.lstrip('/') for name in names)}"
+        for what, names in (("a new term", new), ("no term", gone))
+        if names
+    )
+
+
+def _number(divisor: Divisor) -> float:
+    return float(divisor)
+
+
+def _on_host(numbers: Sequence[Divisor]) -> tuple[float, ...]:
+    """Numbers of which some may lie on a device: it is waited for once."""
+    held = [number.reshape(()) for number in numbers if isinstance(number, Tensor)]
+    known = iter(torch.stack(held).tolist() if held else ())
+    return tuple(next(known) if isinstance(number, Tensor) else float(number) for number in numbers)

@@ -1,0 +1,179 @@
+"""Weigh the micro-batches of one batch while they run, and bring the gradients to the batch's scale at its end."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lightning_memkit.micro_batching.loss_rules import (
+    VARYING_FACTOR,
+    LossRules,
+    Reading,
+    UnseenValueError,
+    VaryingFactorError,
+    alike,
+    same_factors,
+    scale_terms,
+)
+from lightning_memkit.micro_batching.loss_terms import terms_of
+from lightning_memkit.micro_batching.term_values import weighed_value
+
+_SAME = 1e-12
+
+
+class UnknownTotalsError(Exception):
+    """The terms of this batch's loss have unlike shares: what they count in the whole batch has to be known before."""
+
+
+class NothingCountedError(UnknownTotalsError):
+    """No micro-batch counted anything: which stands for the batch has to be known before."""
+
+
+class MistakenTotalsError(UnknownTotalsError):
+    """Totals were foretold wrongly, or terms weigh unlike for the first time: this is noted; the batch runs again."""
+
+
+def kept_from_zero(reading: Reading, counts: Sequence[float], holds_none: Sequence[bool]) -> list[bool]:
+    """Which terms of a micro-batch that holds nothing of what they count are divided by 1 all the same."""
+    return [
+        bool(none and count and quotient == 1.0)
+        for none, count, quotient in zip(
+            holds_none or [False] * len(counts), counts, reading.quotients, strict=True
+        )
+    ]
+
+
+class StepShares:
+    """What each micro-batch of a batch weighs, read off its loss.
+
+    A loss whose terms all weigh alike is scaled by one number, relative to a reference: `factor` brings the sum of all
+    to the batch's own scale. Terms of unlike shares are scaled each by its own, which takes totals.
+
+    Attributes:
+        contributions: what each micro-batch adds to the batch's loss, where values were noted.
+
+    Args:
+        rules: how the loss's terms add up.
+        totals: what each term counts in the whole batch, over all ranks and divided by their number; None where this
+            is not known yet.
+        is_known: the totals are the batch's own, not those of a batch that was accumulated before.
+    """
+
+    def __init__(self, rules: LossRules, totals: Sequence[float] | None, *, is_known: bool = False) -> None:
+        self.rules = rules
+        self.counted = [0.0] * len(rules.rules)
+        self.totals = list(totals) if totals is not None else None
+        self.is_known = is_known
+        self.was_unlike = False
+        self.contributions: list[Tensor | None] = []
+        self._factors: tuple[Tensor, ...] | None = None
+        self._ran = 0
+
+    def scaled(
+        self,
+        loss: Tensor,
+        rows: float,
+        over: float,
+        values: Mapping[Any, Tensor] | None = None,
+        holds_none: Sequence[bool] = (),
+    ) -> tuple[Tensor | None, float]:
+        """What a micro-batch's backward starts from, None where nothing of it counts; and what its loss counts.
+
+        Args:
+            loss: of the micro-batch.
+            rows: its share of the batch's rows, for a loss that looks at none.
+            over: batches that are accumulated, each a mean of its own.
+            values: the numbers that its step has computed, from which `contributions` are made.
+            holds_none: for each term, whether the micro-batch is known to hold nothing of what it counts: a divisor of
+                1 is then there to keep the term from being divided by zero, and does not count.
+
+        Raises:
+            UnforeseenLossError: its loss has other terms, or other factors than the micro-batches before.
+            UnknownTotalsError: totals are needed.
+            UnseenValueError: values are needed.
+        """
+        reading = self.rules.read(terms_of(loss))
+        if self._factors is None:
+            self._factors = reading.factors
+        elif not same_factors(self._factors, reading.factors, loss.dtype):
+            raise VaryingFactorError(VARYING_FACTOR)
+        counts = self.rules.counts(reading, loss, values)
+        kept = kept_from_zero(reading, counts, holds_none)
+        if any(kept) and values is None:
+            raise UnseenValueError  # the loss is no mean of its micro-batches' any more
+        for index, count in enumerate(counts):
+            self.counted[index] += 0.0 if kept[index] else count
+        shares = self._shares(counts, rows)
+        main = self.rules.means[0] if self.rules.means else None
+        weight = counts[main] if main is not None else (1.0 if self.rules.summed else rows)
+        if values is not None:
+            self.contributions.append(weighed_value(loss, reading, shares, values))
+        if not any(shares):
+            return None, weight
+        if not weight:
+            weight = 1.0 if self._ran else weight
+        if alike(shares):
+            return loss * (shares[0] / over), weight
+        self.was_unlike = True
+        scale_terms(reading, [share / over for share in shares])
+        return loss * 1, weight
+
+    def nothing(self, loss: Tensor) -> Tensor:
+        """A loss whose backward runs as any, and leaves exact zeros: other ranks wait in it."""
+        reading: Reading = self.rules.read(terms_of(loss))
+        scale_terms(reading, [0.0] * len(reading.nodes))
+        return loss * 1
+
+    def factor(self, counted: Sequence[float], *, unlike: bool) -> float:
+        """What gradients are multiplied with once the batch has run: 1 where its totals were right.
+
+        Args:
+            counted: what the terms counted, over all ranks and divided by their number.
+            unlike: a rank has scaled its terms each by its own share.
+
+        Raises:
+            MistakenTotalsError: the totals that terms of unlike shares were scaled by were foretold wrongly, or
+                nothing was foretold to count where something does.
+        """
+        if self.totals is None or not self.rules.means:
+            return 1.0
+        if any(counted[index] and not self.totals[index] for index in self.rules.means):
+            raise MistakenTotalsError
+        factors = [self.totals[index] / counted[index] for index in self.rules.means if counted[index]]
+        if all(abs(factor - 1) <= _SAME for factor in factors):
+            return 1.0
+        if unlike or not alike(factors):
+            raise MistakenTotalsError
+        return factors[0]
+
+    def _shares(self, counts: Sequence[float], rows: float) -> list[float]:
+        means = self.rules.means
+        if not means:
+            return self.rules.shares(counts, counts, rows)
+        if not self.is_known and self.rules.needs_totals:
+            raise UnknownTotalsError
+        if self.totals is None:
+            if any(counts[index] for index in means):
+                self.totals = [float(count) for count in counts]
+            else:
+                return [0.0] * len(counts)
+        if self.is_known and not any(self.totals[index] for index in means):
+            return self._of_nothing(counts)
+        main = self._share(counts, means[0])
+        if not self.is_known and not alike([self._share(counts, index) for index in means]):
+            raise UnknownTotalsError
+        return self.rules.shares(counts, self.totals, main)
+
+    def _of_nothing(self, counts: Sequence[float]) -> list[float]:
+        """Where nothing is counted in the whole batch, its first micro-batch has the loss that the batch has.
+
+        Unless its divisor is kept from being zero, and what is divided by it isn't zero either: that adds up.
+        """
+        self._ran += 1
+        if any(counts[index] for index in self.rules.means):
+            return [1.0] * len(self.rules.rules)
+        return [1.0 if self._ran == 1 else 0.0] * len(self.rules.rules)
+
+    def _share(self, counts: Sequence[float], index: int) -> float:
+        total = self.totals[index] if self.totals is not None else 0.0
+        return counts[index] / total if total else 0.0

@@ -1,0 +1,133 @@
+"""Hand the random draws of a batch out to its micro-batches, so that both can be compared in train mode.
+
+A step that draws (dropout, noise of a diffusion model) draws other numbers for a micro-batch than for the batch's same
+rows. Here the batch's draws are recorded, and its micro-batches get those of their rows.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+LEVELS = (0, 1, 2)
+
+# Their statistics are the batch's own, which is known of them and said: here they stand still.
+_BATCHED = (nn.modules.batchnorm._BatchNorm,)
+_aten = torch.ops.aten
+
+
+class SharedDraws(TorchDispatchMode):
+    """While it is active, random operators give a batch's recorded numbers to its micro-batches.
+
+    Tensors of one entry (or several in a row) for each of the batch's rows are handed out by rows; those of the same
+    shape in both as they are. Attention kernels that drop by themselves drop nothing. What fits neither way, and what
+    Python or NumPy draw, is not handed out.
+
+    Attributes:
+        complete: whether all draws could be handed out.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.complete = True
+        self._recorded: list[list[Any]] = []
+        self._place: int | None = None  # of the next draw; None while the batch's own are recorded
+        self._first, self._rows, self._total = 0, 0, 0
+
+    def record(self) -> None:
+        """The whole batch runs next."""
+        self._recorded, self._place = [], None
+
+    def hand_out(self, first: int, rows: int, total: int) -> None:
+        """A micro-batch of so many of the batch's rows runs next, or the batch itself again."""
+        self._place, self._first, self._rows, self._total = 0, first, rows, total
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        args, kwargs = _without_dropout(func, args, kwargs)
+        out = func(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+            return out
+        drawn, spec = tree_flatten(out)
+        if self._place is None:
+            self._recorded.append([d.detach().clone() if isinstance(d, Tensor) else d for d in drawn])
+            return out
+        if self._place >= len(self._recorded):
+            self.complete = False
+            return out
+        recorded = self._recorded[self._place]
+        self._place += 1
+        if func is _aten.native_dropout.default:
+            return self._dropped(args, recorded, out)
+        for index, value in enumerate(drawn):
+            share = self._share(recorded[index], value) if index < len(recorded) else None
+            if share is None:
+                self.complete = self.complete and not isinstance(value, Tensor)
+            else:
+                value.copy_(share)
+        return tree_unflatten(drawn, spec)
+
+    def _dropped(self, args: Any, recorded: list[Any], out: Any) -> Any:
+        """Dropout by the batch's mask: what is left of the input is another one's than the batch's."""
+        mask = self._share(recorded[1], out[1])
+        if mask is None:
+            self.complete = False
+            return out
+        return args[0] * mask / max(1 - args[1], 1e-12), mask
+
+    def _share(self, recorded: Any, value: Any) -> Tensor | None:
+        """The part of a recorded tensor that is this micro-batch's."""
+        if not isinstance(value, Tensor) or not isinstance(recorded, Tensor):
+            return None
+        if recorded.shape == value.shape:
+            return recorded
+        if not value.ndim or recorded.shape[1:] != value.shape[1:] or recorded.shape[0] % self._total:
+            return None
+        each = recorded.shape[0] // self._total
+        if value.shape[0] != each * self._rows:
+            return None
+        return recorded.narrow(0, each * self._first, each * self._rows)
+
+
+def _without_dropout(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The arguments of an attention kernel that drops by itself, so that it drops nothing."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or "scaled_dot_product" not in schema.name:
+        return args, kwargs
+    names = [argument.name for argument in schema.arguments]
+    if "dropout_p" in kwargs:
+        kwargs["dropout_p"] = 0.0
+    elif "dropout_p" in names and len(args) > names.index("dropout_p"):
+        place = names.index("dropout_p")
+        args = (*args[:place], 0.0, *args[place + 1 :])
+    return args, kwargs
+
+
+@contextmanager
+def quiet(module: nn.Module, level: int) -> Iterator[SharedDraws | None]:
+    """Runs steps without batch statistics (level 0), with draws to be handed out (1), or all in eval mode (2).
+
+    Args:
+        module: whose submodules are switched to eval mode meanwhile.
+        level: 0 and 1 leave `training` as it is, but for batch normalization.
+    """
+    switched = [
+        child for child in module.modules() if child.training and (level == 2 or isinstance(child, _BATCHED))
+    ]
+    for child in switched:
+        child.training = False
+    try:
+        if level == 1:
+            with SharedDraws() as draws:
+                yield draws
+        else:
+            yield None
+    finally:
+        for child in switched:
+            child.training = True
