@@ -1,5 +1,10 @@
-"""What the fault sweep trains: three tiny models, five optimizers, batches of four in parts of two."""
+"""What the fault sweep trains: three tiny models, six optimizers, batches of four in parts of two.
 
+Four more models change other things in their steps than gradients: a teacher, counters, the batch, and all of these.
+"""
+
+import copy
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,7 +22,8 @@ from lightning_memkit.data.collate import collate
 from lightning_memkit.data.store import TokenStore
 
 MODELS = ("transformer", "cnn", "packed_lm")
-OPTIMIZERS = ("for_loop", "foreach", "fused", "kahan", "eight_bit")
+CHANGING = ("ema_teacher", "counters", "batch_in_place", "everything")
+OPTIMIZERS = ("for_loop", "foreach", "fused", "kahan", "eight_bit", "own_buffers")
 BATCH, PART, STEPS = 4, 2, 3
 VOCABULARY, LENGTH, WIDTH = 24, 6, 16
 
@@ -33,6 +39,10 @@ class Trained(LightningModule):
         """The mean that the step minimizes."""
         raise TypeError(f"{type(self).__name__} has no loss.")
 
+    def kept(self) -> dict[str, Any]:
+        """What the step keeps in attributes."""
+        return {}
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """The loss, logged a step and an epoch."""
         loss = self.loss(batch)
@@ -43,7 +53,7 @@ class Trained(LightningModule):
         """The optimizer in two groups, and a learning rate that changes with every step."""
         groups = [
             {
-                "params": [p for p in self.parameters() if (p.ndim > 1) is decayed],
+                "params": [p for p in self.parameters() if p.requires_grad and (p.ndim > 1) is decayed],
                 "weight_decay": 0.1 * decayed,
             }
             for decayed in (True, False)
@@ -84,6 +94,146 @@ class CNN(Trained):
         return F.cross_entropy(self.layers(batch[0].to(self.dtype)), batch[1])
 
 
+class EMATeacher(Transformer):
+    """Moves a teacher towards itself within the step, and is drawn to what it says."""
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__(optimizer)
+        self.teacher = copy.deepcopy(self.head).requires_grad_(False)
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        """Cross-entropy, and the distance from the teacher, which has moved before it is asked."""
+        with torch.no_grad():
+            for slow, fast in zip(self.teacher.parameters(), self.head.parameters(), strict=True):
+                slow.mul_(0.9).add_(fast, alpha=0.1)
+        hidden = self.layer(self.embedding(batch["x"]))
+        logits = self.head(hidden)
+        loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+        return loss + (logits - self.teacher(hidden.detach())).square().mean()
+
+
+class Tally:
+    """A plain object that a step counts in."""
+
+    def __init__(self) -> None:
+        self.steps, self.by_length = 0, Counter()
+
+
+class Counters(Transformer):
+    """Anneals by a counter of its own, and keeps lists, a plain object and a function's variable."""
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__(optimizer)
+        self.losses: list[Tensor] = []
+        self.tally = Tally()
+        self.gradients: list[int] = []
+        gradients = self.gradients
+        self.head.weight.register_hook(lambda gradient: gradients.append(gradient.numel()))
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        """The transformer's, scaled by how many steps there were."""
+        self.tally.steps += 1
+        self.tally.by_length[len(batch["x"])] += 1
+        loss = super().loss(batch) * 0.9**self.tally.steps
+        self.losses.append(loss.detach())
+        return loss
+
+    def kept(self) -> dict[str, Any]:
+        """All of it."""
+        lengths = dict(self.tally.by_length)
+        return {"losses": self.losses, "steps": self.tally.steps, "lengths": lengths, "hook": self.gradients}
+
+
+class BatchInPlace(CNN):
+    """Normalizes its pictures in the batch itself."""
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Cross-entropy a picture."""
+        batch[0].div_(2).sub_(0.1)
+        return super().loss(batch)
+
+
+class Everything(Trained):
+    """A teacher, a counter, a list and the batch in one small step; with `own_buffers`, the optimizer's too."""
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__(optimizer)
+        self.hidden, self.head = nn.Linear(6, 4), nn.Linear(4, 3)
+        self.teacher = copy.deepcopy(self.head).requires_grad_(False)
+        self.running = nn.Buffer(torch.zeros(4))
+        self.tally, self.losses = Tally(), list[Tensor]()
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Cross-entropy, the distance from a teacher, and what an average and a counter make of them."""
+        pictures, labels = batch
+        pictures.div_(2).sub_(0.1)
+        with torch.no_grad():
+            for slow, fast in zip(self.teacher.parameters(), self.head.parameters(), strict=True):
+                slow.lerp_(fast, 0.1)
+        self.tally.steps += 1
+        self.tally.by_length[len(labels)] += 1
+        hidden = self.hidden(pictures[:, 0, 0]).relu()
+        self.running.lerp_(hidden.detach().mean(0), 0.1)
+        logits = self.head(hidden - self.running)
+        distance = (logits - self.teacher(hidden.detach())).square().mean()
+        loss = F.cross_entropy(logits, labels % 3) + distance * 0.9**self.tally.steps
+        self.losses.append(loss.detach())
+        return loss
+
+    def kept(self) -> dict[str, Any]:
+        """The counters and the list."""
+        lengths = dict(self.tally.by_length)
+        return {"losses": self.losses, "steps": self.tally.steps, "lengths": lengths}
+
+
+class OwnBuffers(torch.optim.Optimizer):
+    """Normalized momentum whose buffers, average and counters are attributes of its own; `state` stays empty."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": 0.0})
+        self.momenta = [torch.zeros_like(p) for group in self.param_groups for p in group["params"]]
+        self.norms: dict[int, Tensor] = {}
+        self.average: Tensor | None = None
+        self.steps, self.history = 0, list[float]()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Each parameter by its momentum, over a running average of all gradients' norm."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.steps += 1
+        pairs = [(group, p) for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for _, p in pairs]).norm()
+        self.average = norm if self.average is None else self.average.lerp(norm, 0.5)
+        self.history.append(float(self.average))
+        for place, (group, p) in enumerate(pairs):
+            self.norms.setdefault(place, torch.zeros_like(norm)).add_(p.grad.square().sum())
+            momentum = self.momenta[place].mul_(0.9).add_(p.grad)
+            scale = group["lr"] / (self.average + self.norms[place].sqrt() + 0.1 * self.steps)
+            p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(momentum * scale)
+        return loss
+
+    def kept(self) -> dict[str, Any]:
+        """All that `state_dict` has not."""
+        return {
+            "momenta": self.momenta, "norms": self.norms, "average": self.average, "steps": self.steps,
+            "history": self.history,
+        }  # fmt: skip
+
+
+class CountsBackwards(Callback):
+    """A callback with a counter in a hook that runs within the step."""
+
+    def __init__(self) -> None:
+        self.backwards = 0
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        """Count."""
+        self.backwards += 1
+
+
 class PackedLM(Trained, CausalLM):
     """The pretraining example on packed rows; its blocks are recomputed in the backward."""
 
@@ -113,12 +263,18 @@ def model_named(name: str, optimizer: str) -> Trained:
     """A model with its weights from the global seed; `exact` has no dropout."""
     if name == "exact":
         return Transformer(optimizer, dropout=0.0)
-    kinds = {"transformer": Transformer, "cnn": CNN, "packed_lm": PackedLM, "sharded": ShardedTransformer}
+    kinds: dict[str, type[Trained]] = {
+        "transformer": Transformer, "cnn": CNN, "packed_lm": PackedLM, "sharded": ShardedTransformer,
+        "ema_teacher": EMATeacher, "counters": Counters, "batch_in_place": BatchInPlace,
+        "everything": Everything,
+    }  # fmt: skip
     return kinds[name](optimizer)
 
 
 def optimizer_named(name: str, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """AdamW in one of its kinds; all but `eight_bit` are torch's."""
+    """AdamW in one of its kinds, all but `eight_bit` torch's; or one with buffers of its own."""
+    if name == "own_buffers":
+        return OwnBuffers(groups, lr=1e-2)
     if name == "eight_bit":
         from bitsandbytes.optim import AdamW8bit
 
@@ -129,6 +285,11 @@ def optimizer_named(name: str, groups: list[dict[str, Any]]) -> torch.optim.Opti
     return torch.optim.AdamW(groups, lr=1e-2, **kind)
 
 
+def changing_optimizer(model: str) -> str:
+    """What one of the models in `CHANGING` trains with."""
+    return "own_buffers" if model == "everything" else "for_loop"
+
+
 def extras(model: str, optimizer: str) -> tuple[list[Callback], list[Any]]:
     """The callbacks and the precision that make the case."""
     callbacks: list[Callback] = []
@@ -136,6 +297,8 @@ def extras(model: str, optimizer: str) -> tuple[list[Callback], list[Any]]:
         callbacks = [
             ActivationCheckpointing("full", blocks=["Block"])
         ]  # one block repeats nothing: it is named
+    if model == "counters":
+        callbacks = [CountsBackwards()]
     return callbacks, [PureBF16Precision()] if optimizer == "kahan" else []
 
 
@@ -166,7 +329,7 @@ def samples_for(model: str, rank: int = 0) -> tuple[Sequence[Any], Any]:
     """Samples from a fixed seed, another one a rank, and their collate function."""
     count = BATCH * (STEPS + 1)
     generator = torch.Generator().manual_seed(11 + rank)
-    if model == "cnn":
+    if model in ("cnn", "batch_in_place", "everything"):
         pictures = torch.randn(count, 1, 6, 6, generator=generator)
         return [(picture, index % 4) for index, picture in enumerate(pictures)], None
     if model == "packed_lm":

@@ -15,7 +15,7 @@ import torch._dynamo
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from benchmarks._fault_cases import PART, extras, loader_for, model_named
+from benchmarks._fault_cases import BATCH, CHANGING, PART, extras, loader_for, model_named
 from benchmarks._fault_state import captured, differences, relative_difference
 from lightning_memkit import MemoryBudget, NoEffectWarning
 from lightning_memkit.testing import FakeDevice, Faults, count_allocations, fake_device, sweep
@@ -30,7 +30,7 @@ class Case:
     """A cell of the table.
 
     Attributes:
-        model: a name of `_fault_cases.MODELS`, or `exact`.
+        model: a name of `_fault_cases.MODELS` or `CHANGING`, or `exact`.
         optimizer: a name of `_fault_cases.OPTIMIZERS`.
         step: the optimizer step that the faults are in: 0 is cold.
         kind: operators' outputs on the CPU, or the fake device's allocator.
@@ -81,8 +81,10 @@ class Tally:
 class ArmedBudget(MemoryBudget):
     """Arms the faults once its own trials are over; in a run without, takes the partition it is given."""
 
-    def __init__(self, faults: Faults | None, step: int, partition: Partition) -> None:
-        super().__init__("1GiB", micro_batch_size=PART)
+    def __init__(
+        self, faults: Faults | None, step: int, partition: Partition, micro_batch_size: int = PART
+    ) -> None:
+        super().__init__("1GiB", micro_batch_size=micro_batch_size)
         self.faults, self.armed_step, self.given = faults, step, dict(partition)
 
     def prepare(self, step: Any) -> None:
@@ -164,7 +166,7 @@ def train(
     module = model_named(case.model, case.optimizer).to(case.dtype)
     loader = loader_for(case.model, rank)
     callbacks, plugins = extras(case.model, case.optimizer)
-    budget = ArmedBudget(faults, case.step, partition)
+    budget = ArmedBudget(faults, case.step, partition, BATCH if case.model in CHANGING else PART)
     end = StepEnd(faults, case.step, device)
     callbacks += [NaiveRetry(faults, case.step) if case.naive else budget, end]
     trainer = Trainer(

@@ -17,12 +17,13 @@ def captured(trainer: Trainer, module: LightningModule, loader: Any) -> dict[str
     return {
         "weights": _host(dict(module.named_parameters())),
         "buffers": _host(dict(module.named_buffers())),
-        "optimizer": _host(optimizer.state_dict()),
+        "optimizer": _host([optimizer.state_dict(), getattr(optimizer, "kept", dict)()]),
         "rng": _host([torch.get_rng_state(), random.getstate(), list(np.random.get_state())]),
         "lr": [_host([group["lr"] for group in optimizer.param_groups]), _host(schedule.state_dict())],
         "global_step": trainer.global_step,
         "position": [list(loader.sampler.drawn), trainer.fit_loop.epoch_loop.batch_progress.state_dict()],
         "logged": _host(dict(trainer.callback_metrics)),
+        "kept": _host(_kept(trainer, module)),
     }
 
 
@@ -40,6 +41,12 @@ def relative_difference(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
     weights = theirs["weights"]
     largest = max(weight.abs().max() for weight in weights.values())
     return float(max((ours["weights"][name] - weights[name]).abs().max() for name in weights) / largest)
+
+
+def _kept(trainer: Trainer, module: Any) -> list[Any]:
+    """What the module's steps and the callbacks' hooks count."""
+    callbacks = vars(trainer)["callbacks"]
+    return [module.kept(), [one.backwards for one in callbacks if hasattr(one, "backwards")]]
 
 
 def _host(value: Any) -> Any:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from benchmarks.__main__ import main_of
-from benchmarks._fault_cases import MODELS, OPTIMIZERS
+from benchmarks._fault_cases import CHANGING, MODELS, OPTIMIZERS, changing_optimizer
 from benchmarks._fault_ranks import Job, run_ranks
 from benchmarks._fault_runs import Case, Tally, added, quiet, run_case
 from benchmarks.harness import Options, Report
@@ -96,6 +96,10 @@ def all_cases() -> Iterator[Case]:
             for step in STEPS:
                 case = Case(model=model, optimizer=optimizer, step=step)
                 yield from (case, replace(case, kind="allocator"), replace(case, naive=True))
+    for model in CHANGING:
+        for step in STEPS:
+            case = Case(model=model, optimizer=changing_optimizer(model), step=step)
+            yield from (case, replace(case, kind="allocator"), replace(case, naive=True))
     for step in STEPS:
         yield Case(model="exact", optimizer="for_loop", step=step, dtype=torch.float64, steps_after=0)
 

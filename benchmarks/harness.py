@@ -34,10 +34,14 @@ class Options:
     Args:
         quick: A smaller run with the same figures, in under five minutes.
         seed: Seeds the data, the models and the order of the pairs.
+        only: The one case to run, of benchmarks that have named ones; nothing is written down then.
+        size: The one micro-batch size to run, likewise.
     """
 
     quick: bool = False
     seed: int = 0
+    only: str = ""
+    size: str = ""
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ class Report:
         rows: The lines of the printed table; the first row names the columns.
         void: True where a step timed against itself was off by more than 1 %.
         notes: Sentences that a reader of the table needs.
+        failed: True where the run showed what must not be: the command's exit code is 1.
     """
 
     name: str
@@ -57,6 +62,7 @@ class Report:
     rows: list[dict[str, object]]
     void: bool = False
     notes: tuple[str, ...] = field(default=())
+    failed: bool = False
 
 
 @dataclass(frozen=True)

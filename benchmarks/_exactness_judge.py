@@ -1,0 +1,280 @@
+"""What became of a cell: a run under MemoryBudget, judged against the unsplit run of the same seed.
+
+In float64 everything is compared to 1e-12 of its size. In a smaller dtype the unsplit run is itself off: a run of the
+same weights and batches in a larger dtype tells by how much, parameter by parameter, and so do unsplit runs whose
+losses were scaled by numbers that are no powers of two, and whose gradients were scaled back: all is rounded anew in
+them, as it is where micro-batches are brought to scale once their batch has run. A run in micro-batches may be off
+from the unsplit one by a few times that, and no more. In float64, too, where LBFGS or a run that diverges makes more
+than 1e-12 of a rounding.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from torch import Tensor
+
+from benchmarks._exactness_models import ROWS_ACT, Case
+from benchmarks._exactness_runs import Seen, Trace
+
+EQUAL, WHOLE, REFUSED, WARNED, DIFFERENT = "equal", "whole", "refused", "warned", "different"
+OUTCOMES = (WHOLE, EQUAL, WARNED, REFUSED, DIFFERENT)
+
+EXACT = 1e-12  # of a tensor's largest value, in float64
+FLOAT32_LOSS = 2e-5  # the same, where a float64 model's loss is taken in float32
+# Times the unsplit run's own error. With weights known to be right, no run in micro-batches came to a third of this
+# (tests hold a sample to it).
+NOISE = {"float64": 4.0, "float32": 4.0, "bf16-mixed": 3.0, "pure-bf16": 3.0, "lora": 3.0}
+# Of a tensor's norm: what rounding its own elements costs, whatever the unsplit run's luck was.
+STORED = {"float64": 0.0, "float32": 5e-7, "bf16-mixed": 5e-7, "pure-bf16": 2e-3, "lora": 5e-7}
+VALUES = {
+    "float64": 0.0,
+    "float32": 5e-6,
+    "bf16-mixed": 8e-3,
+    "pure-bf16": 2e-2,
+    "lora": 2e-2,
+}  # logged values and outputs
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """An outcome, and what there is to say of it.
+
+    Args:
+        outcome: one of OUTCOMES.
+        where: the worst parameter or value.
+        difference: by how many times it is off more than is allowed, or the error.
+        at_step: the first batch, over all epochs, at which something differs; -1 where that is unknown.
+        split: whether any batch was split.
+    """
+
+    outcome: str
+    where: str = ""
+    difference: str = ""
+    at_step: int = -1
+    split: bool = False
+
+
+@dataclass(frozen=True)
+class Excess:
+    """How often a difference holds what is allowed; over 1 it differs."""
+
+    ratio: float
+    where: str
+    at_step: int
+    text: str
+
+
+def judge(case: Case, dtype: str, run: Trace, plain: Trace, others: Sequence[Trace] = ()) -> Verdict:
+    """Compare a run with the unsplit one.
+
+    Args:
+        case: what was trained.
+        dtype: in what.
+        run: under MemoryBudget.
+        plain: without it.
+        others: the unsplit run in a larger dtype, then those of scaled losses; none for float64.
+
+    Raises:
+        ValueError: the unsplit run failed: the case is no case.
+    """
+    for unsplit in (plain, *others):
+        if unsplit.error is not None:
+            raise ValueError(f"{case.name} in {dtype} fails without memkit: {unsplit.error!r}")
+    if run.error is not None:
+        return _of_error(run, case, Noise(dtype, case, plain, others))
+    found = excesses(run, Noise(dtype, case, plain, others))
+    worst = max(found, key=lambda one: one.ratio)
+    split = run.split_batches > 0
+    if worst.ratio > 1:
+        first = min((one for one in found if one.ratio > 1), key=lambda one: one.at_step)
+        kind = WARNED if _was_warned(case, run, found) else DIFFERENT
+        return Verdict(kind, worst.where, worst.text, first.at_step, split)
+    if split and case.truth == ROWS_ACT and not case.warned:
+        return Verdict(DIFFERENT, "split", "rows act on each other, and no dtype hides that", 0, split)
+    return Verdict(EQUAL if split else WHOLE, worst.where, worst.text, split=split)
+
+
+def _of_error(run: Trace, case: Case, noise: "Noise") -> Verdict:
+    said = f"{type(run.error).__name__}: {run.error}"
+    if not run.ours:
+        return Verdict(DIFFERENT, "crashed", said, run.at_step)
+    if case.named and not re.search(case.named, said):
+        return Verdict(DIFFERENT, f"refused without naming {case.named}", said, run.at_step)
+    before = noise.plain.weights[run.at_step - 1] if run.at_step else noise.plain.start
+    if run.start:
+        found = [noise.weights(name, run.weights[-1], before, run.at_step) for name in before]
+        worst = max(found, key=lambda one: one.ratio)
+        if worst.ratio > 1:
+            return Verdict(DIFFERENT, worst.where, f"changed before it refused: {worst.text}", run.at_step)
+    return Verdict(REFUSED, "", said, run.at_step)
+
+
+def _was_warned(case: Case, run: Trace, found: list[Excess]) -> bool:
+    """Whether all that differs was named by a warning: batch statistics, or a logged value."""
+    if case.warned and any(re.search(case.warned, text) for text in run.warned):
+        return True
+    return all(
+        one.ratio <= 1
+        or (one.where.startswith("logged ") and any(f"'{one.where[7:]}'" in text for text in run.warned))
+        for one in found
+    )
+
+
+def excesses(run: Trace, noise: "Noise") -> list[Excess]:
+    """Every weight after every batch, the first gradients, outputs, logged values and the state at the end."""
+    plain = noise.plain
+    found = [
+        noise.weights(name, ours, theirs, index)
+        for index, (ours, theirs) in enumerate(zip(run.weights, plain.weights, strict=True))
+        for name in theirs
+    ]
+    found += noise.gradients(run)
+    for kind in ("outputs", "logged"):
+        series = list(zip(getattr(run, kind), getattr(plain, kind), strict=True))
+        for index, (ours, theirs) in enumerate(series):
+            found += noise.values(kind, ours, theirs, min(index, len(plain.weights) - 1))
+    return found + noise.values("state", run.state, plain.state, len(plain.weights) - 1)
+
+
+class Noise:
+    """What the unsplit run is itself off by, and so what is allowed.
+
+    Args:
+        dtype: in what was trained.
+        case: what was trained.
+        plain: the unsplit run.
+        others: unsplit runs that differ from it by rounding alone; none in float64.
+    """
+
+    def __init__(self, dtype: str, case: Case, plain: Trace, others: Sequence[Trace]) -> None:
+        self.plain = plain
+        self._exact = FLOAT32_LOSS if case.float32_loss else EXACT
+        self._dtype, self._others = dtype, others
+        self._off: dict[str, float] = {}
+        self._off_gradients: dict[str, float] = {}
+        if not others:
+            return
+        for name in plain.weights[0]:
+            self._off[name] = max(
+                float((ours[name] - theirs[name]).norm() / (self._moved(name, ours) + 1e-12))
+                for other in others
+                for ours, theirs in zip(plain.weights, other.weights, strict=True)
+            )
+        moved = [off for name, off in self._off.items() if self._moved(name, plain.weights[-1]) > 0]
+        self._usual = median(moved) if moved else 0.0
+
+    def weights(self, name: str, ours: Seen, theirs: Seen, at_step: int) -> Excess:
+        """A parameter after a batch."""
+        a, b = ours.get(name), theirs[name]
+        if a is None or a.shape != b.shape:
+            return Excess(float("inf"), name, at_step, "missing, or of another shape")
+        if self._dtype == "float64":
+            off, allowed = _largest(a - b), self._exact * max(_largest(b), 1e-3)
+            if self._others:
+                allowed = max(allowed, NOISE[self._dtype] * self._off[name] * self._moved(name, theirs))
+            return _excess(off, allowed, name, at_step, f"by {off:.1e}")
+        off, moved = float((a - b).norm()), self._moved(name, theirs)
+        allowed = NOISE[self._dtype] * max(self._off[name], self._usual) * moved + STORED[
+            self._dtype
+        ] * float(b.norm())
+        text = f"by {off / (moved + 1e-12):.1e} of what it moved (allowed {allowed / (moved + 1e-12):.1e})"
+        return _excess(off, allowed, name, at_step, text)
+
+    def gradients(self, run: Trace) -> list[Excess]:
+        """Those that each optimizer step saw: an optimizer may hide a factor that they all share."""
+        plain = self.plain
+        if len(run.gradients) != len(plain.gradients):
+            text = f"called {len(run.gradients)} times for {len(plain.gradients)}"
+            return [Excess(float("inf"), "on_before_optimizer_step", len(plain.weights) - 1, text)]
+        found = []
+        for index, (ours, theirs) in enumerate(zip(run.gradients, plain.gradients, strict=True)):
+            at_step = index * len(plain.weights) // len(plain.gradients)
+            for name in theirs.keys() & ours.keys():
+                off, size = float((ours[name] - theirs[name]).norm()), float(theirs[name].norm())
+                allowed = self._exact * max(size, 1e-3) if self._dtype == "float64" else 0.0
+                if self._others:
+                    allowed += NOISE[self._dtype] * self._off_gradient(name) + 4 * STORED[self._dtype] * max(
+                        size, 1e-3
+                    )
+                text = f"by {off / (size + 1e-12):.1e} of its norm (allowed {allowed / (size + 1e-12):.1e})"
+                found.append(_excess(off, allowed, f"gradient {name}", at_step, text))
+        return found
+
+    def _off_gradient(self, name: str) -> float:
+        if not self._others:
+            return 0.0
+        if name not in self._off_gradients:
+            off = [
+                float((a[name] - b[name]).norm())
+                for other in self._others
+                for a, b in zip(self.plain.gradients, other.gradients, strict=False)
+                if name in a and name in b
+            ]
+            self._off_gradients[name] = max(off, default=0.0)
+        return self._off_gradients[name]
+
+    def values(self, kind: str, ours: Seen, theirs: Seen, at_step: int) -> list[Excess]:
+        """Outputs, logged values, or state."""
+        found = []
+        for name in dict.fromkeys([*theirs, *ours]):
+            label = f"{kind} {name.rstrip('.')}"
+            if name not in ours or name not in theirs:
+                text = "missing" if name not in ours else "not there in the unsplit run"
+                found.append(Excess(float("inf"), label, at_step, text))
+                continue
+            a, b = ours[name], theirs[name]
+            if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.shape != b.shape:
+                alike = type(a) is type(b) and not isinstance(a, Tensor) and a == b
+                shown = f"{_short(a)} for {_short(b)}"
+                found.append(Excess(0.0 if alike else float("inf"), label, at_step, shown))
+                continue
+            off, allowed = _largest(a - b), self._allowed(kind, name, b)
+            found.append(_excess(off, allowed, label, at_step, f"{_short(a)} for {_short(b)}"))
+        return found
+
+    def _moved(self, name: str, weights: Seen) -> float:
+        start = self.plain.start.get(name)  # a lazy layer has none
+        return float((weights[name] - (start if start is not None else 0.0)).norm())
+
+    def _allowed(self, kind: str, name: str, value: Tensor) -> float:
+        exact = self._exact * max(_largest(value), 1e-3) if self._dtype == "float64" else 0.0
+        off = [
+            _largest(a[name] - b[name])
+            for a, b in self._pairs(kind)
+            if isinstance(a.get(name), Tensor)
+            and isinstance(b.get(name), Tensor)
+            and a[name].shape == b[name].shape
+        ]
+        return (
+            exact
+            + NOISE[self._dtype] * max(off, default=0.0)
+            + VALUES[self._dtype] * max(_largest(value), 1e-3)
+        )
+
+    def _pairs(self, kind: str) -> Iterator[tuple[Seen, Seen]]:
+        """What the unsplit run showed, beside what each of the others did."""
+        for other in self._others:
+            if kind == "state":
+                yield self.plain.state, other.state
+            else:
+                yield from zip(getattr(self.plain, kind), getattr(other, kind), strict=True)
+
+
+def _excess(off: float, allowed: float, where: str, at_step: int, text: str) -> Excess:
+    """NaN in one run alone is a difference; `_largest` has made it infinite."""
+    return Excess(off / allowed if allowed > 0 else (float("inf") if off else 0.0), where, at_step, text)
+
+
+def _largest(values: Tensor) -> float:
+    if values.numel() == 0:
+        return 0.0
+    largest = float(values.abs().max())
+    return largest if largest == largest else float("inf")
+
+
+def _short(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"{float(value):.6g}" if value.numel() == 1 else f"a tensor of {tuple(value.shape)}"
+    return repr(value)

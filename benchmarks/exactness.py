@@ -1,0 +1,202 @@
+"""Training steps split by MemoryBudget, against the same steps unsplit: equal, whole, refused or different.
+
+Half of the steps are written by hand, half are drawn by a generator, others for each `--seed`. Each trains in twelve
+seeds, each in float64, fp32, bf16-mixed, pure bf16 or with adapters on a bf16 base, with micro-batches of 1, of 3 and
+"auto". Truth "parts": the loss is a weighted combination of its micro-batches' losses; "terms": each of its terms is,
+with weights of its own; "rows": rows act on each other; "state": the step changes more than gradients. A refusal of a
+step of truth "parts" counts as wrong. What differs is named with the command that repeats it; a documented
+inexactness that a warning named counts as "warned". Then class weights with 1 to 10 % of positives, 48 runs in
+float64, and the time that observing the loss adds to a step, in pairs.
+"""
+
+import gc
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module, util
+from typing import Any
+
+from benchmarks.__main__ import main_of
+from benchmarks._exactness_classes import RUNS, class_weight_runs
+from benchmarks._exactness_generator import drawn_cases
+from benchmarks._exactness_judge import DIFFERENT, OUTCOMES, REFUSED, WHOLE, Verdict, judge
+from benchmarks._exactness_models import Case
+from benchmarks._exactness_runs import MORE_SCALES, rescaled, train, unsplit
+from benchmarks._exactness_states import CASES
+from benchmarks.harness import Options, Ratio, Report, one_thread, paired_ratio
+from lightning_memkit import MemoryBudget
+
+SIZES: tuple[Any, ...] = (1, 3, "auto")
+# The dtype of each of a step's twelve seeds
+DTYPES_OF_SEEDS = (
+    "float64", "float32", "bf16-mixed", "pure-bf16", "lora", "float64",
+    "float32", "bf16-mixed", "float64", "lora", "pure-bf16", "float32",
+)  # fmt: skip
+QUICK_STEPS, QUICK_SEEDS = 24, 5
+_OBSERVATION = "lightning_memkit.micro_batching.observation"
+_SHOWN = 400  # characters of an error
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One step, seed, dtype and size, and what became of it."""
+
+    case: Case
+    seed: int
+    dtype: str
+    size: int | str
+    verdict: Verdict
+
+
+def run(options: Options) -> Report:
+    """About half an hour on one core; `--quick` takes a sample of steps and seeds."""
+    with one_thread(), _no_tuning_cache(), short_collections():
+        cells = list(judged(options))
+        figures = figures_of(cells)
+        if not options.only:
+            runs = class_weight_runs(options.seed, RUNS // 4 if options.quick else RUNS)
+            figures["class_weights_equal"] = sum(one.equal for one in runs)
+            figures["class_weights_split"] = sum(one.split for one in runs)
+            figures["class_weights_runs"] = len(runs)
+            added = _observation_pct(options)
+            if added is not None:
+                figures["observation_pct"] = 100 * (added.median - 1)
+                figures["observation_high_pct"] = 100 * (added.high - 1)
+    notes = [told(cell, options.seed) for cell in cells if cell.verdict.outcome == DIFFERENT]
+    notes += [told(cell, options.seed) for cell in cells if _is_wrongly_refused(cell)]
+    return Report(
+        "exactness", figures, rows_of_table(cells), notes=tuple(notes), failed=bool(figures["different"])
+    )
+
+
+def cases_of(seed: int) -> list[Case]:
+    """The steps written by hand, and as many drawn from the seed."""
+    return [*CASES, *drawn_cases(seed, len(CASES))]
+
+
+def judged(options: Options) -> Iterator[Cell]:
+    """Every cell, in order."""
+    cases = cases_of(options.seed)
+    seeds = range(len(DTYPES_OF_SEEDS))
+    if options.only:
+        cases = [case for case in cases if case.name == options.only]
+        if not cases:
+            raise ValueError(f"--only {options.only}: no such step; drawn steps are named by --seed.")
+    elif options.quick:
+        cases, seeds = cases[:: -(-len(cases) // QUICK_STEPS)], range(QUICK_SEEDS)
+    sizes = [size for size in SIZES if options.size in ("", str(size))]
+    for place, case in enumerate(cases):
+        for index in seeds:
+            # Another order of dtypes a step, where only some seeds are run.
+            dtype = DTYPES_OF_SEEDS[(index + place * options.quick) % len(DTYPES_OF_SEEDS)]
+            dtype = dtype if dtype in case.dtypes else case.dtypes[index % len(case.dtypes)]
+            yield from cells_of(case, 100 * options.seed + index, dtype, sizes)
+
+
+def cells_of(case: Case, seed: int, dtype: str, sizes: Any = SIZES) -> Iterator[Cell]:
+    """The unsplit runs, once, and a run of each size against them."""
+    plain, others = unsplit(case, seed, dtype)
+    for size in sizes:
+        ours = train(case, seed, dtype, MemoryBudget("1GiB", micro_batch_size=size))
+        verdict = judge(case, dtype, ours, plain, others)
+        if verdict.outcome == DIFFERENT and ours.error is None:
+            # A hinge or an optimizer may make much of a rounding: ask more runs that only round otherwise.
+            others += rescaled(case, seed, dtype, MORE_SCALES)
+            verdict = judge(case, dtype, ours, plain, others)
+        yield Cell(case, seed, dtype, size, verdict)
+
+
+def figures_of(cells: list[Cell]) -> dict[str, float | int | bool]:
+    """Counts and shares."""
+    decomposable = [cell for cell in cells if cell.case.decomposable]
+    outcomes = Counter(cell.verdict.outcome for cell in cells)
+    return {
+        "steps": len({cell.case.name for cell in cells}),
+        "cells": len(cells),
+        **{outcome: outcomes[outcome] for outcome in OUTCOMES},
+        "whole_fraction": outcomes[WHOLE] / max(1, len(cells)),
+        "wrongly_refused_fraction": sum(map(_is_wrongly_refused, cells)) / max(1, len(decomposable)),
+        "split_fraction": sum(cell.verdict.split for cell in decomposable) / max(1, len(decomposable)),
+    }
+
+
+def rows_of_table(cells: list[Cell]) -> list[dict[str, object]]:
+    """A row a truth and dtype, or a step where one alone was run: how many of its cells became what."""
+    one_step = len({cell.case.name for cell in cells}) == 1
+    grouped: dict[tuple[str, str, str], Counter[str]] = {}
+    for cell in cells:
+        key = (cell.case.name if one_step else "all", cell.case.truth, cell.dtype)
+        grouped.setdefault(key, Counter())[cell.verdict.outcome] += 1
+    return [
+        {"steps": name, "truth": truth, "dtype": dtype, **{outcome: counts[outcome] for outcome in OUTCOMES}}
+        for (name, truth, dtype), counts in sorted(grouped.items())
+    ]
+
+
+def told(cell: Cell, seed: int) -> str:
+    """A cell in words, with the command that repeats it."""
+    verdict = cell.verdict
+    at_step = "" if verdict.at_step < 0 else f" from batch {verdict.at_step}"
+    return (
+        f"{verdict.outcome.upper()} {cell.case.name} ({cell.case.truth}), seed {cell.seed}, {cell.dtype}, "
+        f"micro-batches of {cell.size}: {verdict.where} {verdict.difference[:_SHOWN]}{at_step}. "
+        f"python -m benchmarks.exactness --seed {seed} --only {cell.case.name} --size {cell.size}"
+    )
+
+
+def _is_wrongly_refused(cell: Cell) -> bool:
+    return cell.verdict.outcome == REFUSED and cell.case.decomposable
+
+
+def _observation_pct(options: Options) -> Ratio | None:
+    """A split step with the loss observed over one without; None where observation can't be paused."""
+    try:
+        found = util.find_spec(_OBSERVATION)
+    except ModuleNotFoundError:
+        found = None
+    paused = getattr(import_module(_OBSERVATION), "paused", None) if found else None
+    if paused is None:
+        return None
+    from benchmarks.micro_batching import SteppedTrainer
+
+    stepped = SteppedTrainer(8, MemoryBudget("8GiB", micro_batch_size=2))
+
+    def unobserved() -> None:
+        with paused():
+            stepped.step()
+
+    try:
+        return paired_ratio(stepped.step, unobserved, pairs=100 if options.quick else 200, seed=options.seed)
+    finally:
+        stepped.stop()
+
+
+@contextmanager
+def short_collections() -> Iterator[None]:
+    """Each run collects garbage before it measures: what was imported is not looked through each time."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@contextmanager
+def _no_tuning_cache() -> Iterator[None]:
+    """One run's sizes must not decide another's."""
+    before = os.environ.get("MEMKIT_TUNING_CACHE")
+    os.environ["MEMKIT_TUNING_CACHE"] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["MEMKIT_TUNING_CACHE"]
+        else:
+            os.environ["MEMKIT_TUNING_CACHE"] = before
+
+
+if __name__ == "__main__":
+    raise SystemExit(main_of(__file__))
