@@ -1,9 +1,13 @@
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torchmetrics import MeanMetric
 
 from lightning_memkit.rollback import Rollback
@@ -129,3 +133,61 @@ def test_hooks_that_a_first_forward_installs_are_installed_once():
     module(torch.ones(1, 2))
     assert module.seen == [1]
     assert list(module.layer._forward_pre_hooks) == [own.id]
+
+
+def test_a_tensor_whose_memory_its_owner_frees_within_the_step_is_left_to_the_owner() -> None:
+    """Gathered parameters under FSDP2: they are written to, and freed once the backward is done."""
+
+    class Gathering(nn.Module):
+        def __init__(self, freed: bool) -> None:
+            super().__init__()
+            self.gathered = nn.Parameter(torch.ones(3))
+            self.buffer = nn.Buffer(torch.ones(3))
+            if freed:
+                self.free()
+
+        def free(self) -> None:
+            for tensor in (self.gathered, self.buffer):
+                tensor.untyped_storage().resize_(0)
+
+        def forward(self) -> None:
+            for tensor in (self.gathered, self.buffer):
+                tensor.untyped_storage().resize_(12)
+                with torch.no_grad():
+                    tensor.fill_(2.0)
+            self.free()
+
+    for freed in (False, True):
+        module = Gathering(freed)
+        for changing in (None, frozenset({("", "buffer"), ("", "gathered")}), frozenset()):
+            rollback = Rollback(module, changing)
+            with rollback.watching():
+                module()
+            assert rollback.changed() == frozenset()
+            assert rollback.restore() == frozenset()
+        assert module.gathered.untyped_storage().nbytes() == 0
+
+
+def test_a_sharded_module_s_shards_are_kept_while_gathered_weights_are_in_their_place(tmp_path: Path) -> None:
+    """A forward without a backward, as in validation, leaves the outermost module's weights gathered."""
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        module: Any = fully_shard(
+            nn.Linear(3, 3), mesh=init_device_mesh("cpu", (1,)), reshard_after_forward=False
+        )
+        shard: Any = module.weight
+        with torch.no_grad():
+            module(torch.ones(1, 3))
+        assert not isinstance(module.weight, DTensor)
+        before = shard.to_local().clone()
+        rollback = Rollback(module)
+        with rollback.watching():
+            module(torch.ones(1, 3)).sum().backward()  # frees what was gathered
+            assert module.weight is shard
+            with torch.no_grad():
+                shard.mul_(2)
+        assert rollback.changed() == {("", "weight")}
+        assert rollback.restore() == frozenset()
+        assert torch.equal(shard.to_local(), before)
+    finally:
+        distributed.destroy_process_group()

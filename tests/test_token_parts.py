@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_memkit.token_parts import Extent, extent_of, parts_by_tokens, take_part, widened
+from lightning_memkit.token_parts import Extent, extent_of, parts_by_tokens, take_part, wide_tensors, widened
 
 
 def padded(lengths: list[int], columns: int, left: bool = False) -> dict[str, Tensor]:
@@ -60,12 +60,12 @@ def test_a_part_takes_its_rows_and_columns_of_everything() -> None:
     whole = Batch(batch["input_ids"], batch["attention_mask"], ["a", "b", "c"], torch.tensor(2.0))
     (first, second) = parts_by_tokens(extent([3, 16, 10], 16), 32)[:2]
     assert first.rows == (1, 2)
-    taken = take_part(whole, second, 16)
+    taken = take_part(whole, second, wide_tensors(whole))
     assert torch.equal(taken.input_ids, batch["input_ids"][:1, :8])
     assert taken.names == ["a"]
     assert taken.weight == 2
     nested: Any = {"pair": (batch["input_ids"], torch.arange(3)), "attention_mask": batch["attention_mask"]}
-    assert torch.equal(take_part(nested, first, 16)["pair"][1], torch.tensor([1, 2]))
+    assert torch.equal(take_part(nested, first, wide_tensors(nested))["pair"][1], torch.tensor([1, 2]))
 
 
 def test_outputs_are_as_wide_as_the_batch() -> None:

@@ -29,6 +29,9 @@ INNER = (
     "CannotCatchUpError",
 )
 INNER += ("UnwritableError", "NoPictureError", "ConfigError")  # caught, or printed without their name
+# The batch runs again.
+INNER += ("UnforeseenLossError", "VaryingFactorError", "UnseenValueError")
+INNER += ("UnknownTotalsError", "MistakenTotalsError", "NothingCountedError")
 
 
 @cache

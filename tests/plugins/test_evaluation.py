@@ -89,11 +89,19 @@ class Everything(TokenTagger):
         self.log("total", self.totals["loss"].clone())
 
 
+SEEN: list[list[int]] = []
+
+
 class Seen:
-    """Sizes that reached the step; a plain object, so that no rollback puts it back."""
+    """Sizes that reached the step, in trials too: kept by this file, since a trial puts back a module's objects."""
 
     def __init__(self) -> None:
-        self.seen: list[int] = []
+        self.index = len(SEEN)
+        SEEN.append([])
+
+    @property
+    def seen(self) -> list[int]:
+        return SEEN[self.index]
 
 
 def evaluated(

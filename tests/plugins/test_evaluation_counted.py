@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from lightning_memkit import MemoryBudget
+from tests.plugins.test_evaluation import Seen
 from tests.plugins.toys import loader, trainer
 
 RUNS = ("validate", "test", "predict")
@@ -38,7 +39,7 @@ class Swelling(LightningModule):
         super().__init__()
         self.linear = torch.nn.Linear(12, 512)
         self.raises = raises
-        self.sizes: Any = type("Sizes", (), {"seen": []})()
+        self.sizes = Seen()
 
     def evaluate(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         self.sizes.seen.append(len(batch["x"]))
@@ -100,13 +101,12 @@ def test_a_retry_of_evaluation_is_counted_and_told_like_one_of_training(
 
 def test_retries_of_training_and_of_its_validation_add_up() -> None:
     budget, logger = MemoryBudget("1GiB", micro_batch_size=4), Kept()
+    failed: list[bool] = []  # not the module's own, which the retry puts back
 
     class Both(Swelling):
-        failed = False
-
         def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-            if batch_idx == 3 and not Both.failed:  # the first three are probed
-                Both.failed = True
+            if batch_idx == 3 and not failed:  # the first three are probed
+                failed.append(True)
                 raise torch.OutOfMemoryError("the device is full")
             return super().training_step(batch, batch_idx)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import _fault_runs, fault_sweep
-from benchmarks._fault_cases import MODELS, OPTIMIZERS
+from benchmarks._fault_cases import CHANGING, MODELS, OPTIMIZERS, changing_optimizer
 from benchmarks._fault_ranks import Job, run_ranks
 from benchmarks._fault_runs import Case, End, References, chosen_points, reasons, run_case
 from benchmarks._fault_state import differences
@@ -36,6 +36,23 @@ def test_a_fault_at_a_sample_of_the_points_leaves_no_trace(model: str, optimizer
     assert not tally.failures
     assert tally.equal == tally.points == 3
     assert tally.total_points > 100
+
+
+@pytest.mark.parametrize("model", CHANGING)
+def test_a_fault_leaves_no_trace_in_what_the_step_changes_besides_gradients(model: str) -> None:
+    """A teacher, counters, lists, a plain object, a hook's variable, a callback's counter, the batch."""
+    tally = run_case(Case(model=model, optimizer=changing_optimizer(model), step=1), 8)
+    assert not tally.failures
+    assert tally.equal == tally.points == 8
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_fault_at_any_point_of_a_step_that_changes_everything_leaves_no_trace(step: int) -> None:
+    """With an optimizer whose buffers and counters are its own; each allocation of the step once."""
+    tally = run_case(Case(model="everything", optimizer="own_buffers", step=step), None)
+    assert not tally.failures
+    assert tally.equal == tally.points == tally.total_points
+    assert tally.points > 100
 
 
 @NEEDS_COMPILER

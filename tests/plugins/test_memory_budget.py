@@ -191,19 +191,10 @@ def vectors() -> DataLoader:
     return DataLoader(rows, batch_size=8)  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize(
-    ("kind", "cause", "remedy"),
-    [
-        ("contrastive", "act on each other", "keep the batch whole"),
-        ("sum", "sum over its samples", 'weigh_by="sum"'),
-    ],
-)
-def test_losses_that_do_not_decompose_are_refused_with_cause_and_remedy(
-    kind: str, cause: str, remedy: str
-) -> None:
-    module = Custom(kind)
+def test_losses_that_do_not_decompose_are_refused_with_cause_and_remedy() -> None:
+    module = Custom("contrastive")
     before = weights(module).clone()
-    with pytest.raises(BudgetError, match=f"{cause}.*{remedy}"):
+    with pytest.raises(BudgetError, match="act on each other.*keep the batch whole"):
         trained(MemoryBudget("1GiB", micro_batch_size=2), module=module, data=vectors())
     assert torch.equal(weights(module), before)
 
@@ -275,6 +266,12 @@ def test_batch_normalization_is_named_in_a_warning_and_allowed() -> None:
     assert int(module.net[1].num_batches_tracked) == 3 * 4  # pyright: ignore
 
 
+@pytest.mark.parametrize("seed", [0, 2])
+def test_a_metric_beside_dropout_is_no_reason_to_refuse(seed: int) -> None:
+    torch.manual_seed(seed)  # of those with which parts get other predictions right than their whole does
+    trainer(MemoryBudget("1GiB", micro_batch_size=4), max_steps=2).fit(DigitsNet(), digits())
+
+
 class CausalTagger(TokenTagger):
     """Shifts inside, as transformers' models do: each row's first label never counts."""
 
@@ -305,17 +302,19 @@ def test_the_probe_takes_two_rows_where_five_are_over_the_budget() -> None:
     class Notes(TokenTagger):
         def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
             rows.append(len(batch["x"]))
-            return super().training_step(batch, batch_idx)
+            output = super().training_step(batch, batch_idx)
+            self.steps.clear()  # a list that grows would be asked about in further trials
+            return output
 
     def probed(budget: str) -> list[int]:
         rows.clear()
         data = DataLoader(tagged_rows(8, length=400), batch_size=8)  # pyright: ignore[reportArgumentType]
         trainer(MemoryBudget(budget, micro_batch_size=1), max_steps=1).fit(Notes(), data)
-        return rows[:6]
+        return rows[:7]
 
-    # Whole, its parts alone, the second part after the first; then training.
-    assert probed("1GiB") == [5, 2, 3, 2, 3, 1]
-    assert probed("1MiB") == [5, 2, 1, 1, 1, 1]  # the five ran into the budget
+    # Whole, twice for noise and for hooks, its parts alone, the second part after the first; then training.
+    assert probed("1GiB") == [5, 5, 5, 2, 3, 2, 3]
+    assert probed("1MiB") == [5, 2, 2, 2, 1, 1, 1]  # the five ran into the budget
 
 
 @pytest.mark.parametrize("kind", [TokenTagger, CausalTagger, SampleMean])
@@ -377,7 +376,10 @@ def test_a_transformers_model_on_padded_batches_is_weighed_by_its_shifted_labels
     budget = MemoryBudget("1GiB", micro_batch_size=3)
     parts, _ = trained(budget, module=Llama, data=data, max_steps=6, **plugins)
     assert budget._choice is not None
-    assert budget._choice.weighing.weigh_by == "causal_labels"
+    assert (
+        budget._choice.weighing.rules is not None
+    )  # the loss itself shows how many labels it is a mean over
+    assert budget._choice.weighing.foretold[0][0].count.start == 1
     norm = weights(whole).float().norm()
     relative = float((weights(whole).float() - weights(parts).float()).norm() / norm)
     assert relative <= (5e-3 if bf16 else 1e-5)
@@ -498,7 +500,7 @@ def test_a_step_that_runs_out_of_memory_is_retried_bitwise() -> None:
     counted = whole[0]
     assert counted.retries == 0
     repaired = 0
-    for index in range(0, counted.meter.allocations, 12):
+    for index in range(0, counted.meter.allocations, 40):
         callback, module, logged, rng = faulty_run(index)
         _, reference, expected, expected_rng = parts if callback.retries else whole
         repaired += not callback.retries  # the optimizer's own step goes on where it was
@@ -507,7 +509,7 @@ def test_a_step_that_runs_out_of_memory_is_retried_bitwise() -> None:
         assert logged == expected
         assert torch.equal(rng, expected_rng)
         assert module.steps == reference.steps
-    assert 0 < repaired < len(range(0, counted.meter.allocations, 12))
+    assert 0 < repaired < len(range(0, counted.meter.allocations, 40))
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before.*")
@@ -772,9 +774,12 @@ def test_samples_too_alike_in_the_first_batch_are_told_apart_by_the_next() -> No
         (row["x"], row["x"][0] * 0 + (3 if i < 6 else int(row["x"][1])))
         for i, row in enumerate(tagged_rows(80))
     ]
-    with pytest.raises(BudgetError, match="mean over something else"):
-        trained(MemoryBudget("1GiB", micro_batch_size=3), module=Weighted, dtype=torch.float64,
-                data=DataLoader(rows, batch_size=8))  # fmt: skip  # pyright: ignore[reportArgumentType]
+    data = DataLoader(rows, batch_size=8)  # pyright: ignore[reportArgumentType]
+    whole, _ = trained(module=Weighted, dtype=torch.float64, data=data)
+    parts, _ = trained(
+        MemoryBudget("1GiB", micro_batch_size=3), module=Weighted, dtype=torch.float64, data=data
+    )
+    assert difference(whole, parts) <= 1e-12
 
 
 def test_a_data_set_and_an_optimizer_that_draw_see_the_same_numbers() -> None:
@@ -841,8 +846,9 @@ def test_sparse_gradients_and_losses_with_noise_of_their_own() -> None:
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
             return (self.net(batch + torch.randn_like(batch)) - 1).square().mean()
 
-    with pytest.warns(UserWarning, match="draws random numbers of its own.*mean over samples"):
-        trained(MemoryBudget("1GiB", 3), module=lambda: Diffusing("mean"), data=vectors(), max_steps=2)
+    budget = MemoryBudget("1GiB", 3)
+    trained(budget, module=lambda: Diffusing("mean"), data=vectors(), max_steps=2)
+    assert budget.history[-1].micro_batch_size == 3  # its parts were compared with the noise of their rows
 
 
 def test_accumulation_that_is_asked_for_twice_is_refused() -> None:

@@ -131,7 +131,16 @@ def test_four_steps_are_judged_when_training_ends():
 
 def test_under_a_budget_the_watch_waits_until_sizes_are_settled(monkeypatch):
     report, budget = MemoryReport(live=False), MemoryBudget("260KiB", enforce="always")
-    settled = []
+    settled, kept = [], []
+
+    class KeepingElsewhere(Keeping):
+        """Where no rollback looks; a list of the module's own would be composed of the parts' values."""
+
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            kept.append(loss)
+            return loss
+
     enter = _report_watch.StepsWatch.enter
 
     def watched(self, budget, batches):
@@ -141,7 +150,7 @@ def test_under_a_budget_the_watch_waits_until_sizes_are_settled(monkeypatch):
             settled.append(batches > 0 and (tuning is None or tuning.fastest.settled is not None))
 
     monkeypatch.setattr(_report_watch.StepsWatch, "enter", watched)
-    trained(budget, report, module=lambda: Keeping("losses"), max_steps=36, data=loader(count=320))
+    trained(budget, report, module=lambda: KeepingElsewhere("nothing"), max_steps=36, data=loader(count=320))
     assert settled == [True] * 5
     (found,) = report.findings
     assert line_of(Keeping.training_step, "loss = F.cross_entropy") in found.where

@@ -1,6 +1,7 @@
 """Plans of small modules: kept constraints, runs as planned, configs that run, and errors that say what is missing."""
 
 import gc
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -48,24 +49,24 @@ def on_cpu(memory: str, **options: Any) -> Budget:
 
 
 def peak_of(kwargs: dict[str, Any]) -> int:
-    """Of the steps after the first, which MemoryBudget's trials belong to."""
+    """Of the steps after the first three, which MemoryBudget's trials belong to."""
 
     def train() -> int:
-        prepare, traces = MemoryBudget.prepare, [AllocatorTrace()]
+        prepare, traces, steps = MemoryBudget.prepare, [AllocatorTrace()], itertools.count(1)
 
         def prepared(self: MemoryBudget, step: Any) -> None:
             prepare(self, step)
-            if len(traces) == 1:
+            if next(steps) == 3:
                 traces[0].__exit__(None, None, None)
                 traces.append(AllocatorTrace().__enter__())
 
         MemoryBudget.prepare = prepared
         traces[0].__enter__()
         trainer = Trainer(
-            **kwargs, max_steps=3, accelerator="cpu", logger=False, enable_checkpointing=False,
+            **kwargs, max_steps=5, accelerator="cpu", logger=False, enable_checkpointing=False,
             enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip
-        trainer.fit(Language(), Loader(given_batch(), 3))
+        trainer.fit(Language(), Loader(given_batch(), 5))
         traces[-1].__exit__(None, None, None)
         return traces[0].live_bytes + traces[-1].peak_bytes
 

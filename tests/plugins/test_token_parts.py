@@ -1,6 +1,7 @@
 """MemoryBudget forms parts of padded batches by tokens where the module does not look at padding."""
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_memkit import MemoryBudget
-from tests.plugins.toys import TokenTagger, tagged_rows, trained, weights
+from tests.plugins.toys import TokenTagger, tagged_rows, trained, trainer, weights
 
 
 def padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -35,14 +36,24 @@ def uneven(count: int = 80, longest: int = 48) -> DataLoader:
     return DataLoader(rows, batch_size=8, collate_fn=padded)  # pyright: ignore[reportArgumentType]
 
 
+class Parts(Callback):
+    """The shapes of what training ran; trials run no hooks."""
+
+    sees_micro_batches = True
+    latest: tuple[int, ...] = ()
+
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        self.shapes.append(Parts.latest)
+
+
 class Causal(TokenTagger):
     """A recurrent layer never sees what comes later, so padding on the right changes nothing before it."""
 
-    shapes: list[tuple[int, ...]]
-
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        if torch.is_grad_enabled():
-            self.shapes = [*getattr(self, "shapes", []), tuple(batch["x"].shape)]
+        Parts.latest = tuple(batch["x"].shape)
         return super().training_step(batch, batch_idx)
 
 
@@ -67,12 +78,12 @@ def test_parts_by_tokens_have_the_whole_batch_s_result_and_half_its_tokens() -> 
     options: dict[str, Any] = {"module": Causal, "dtype": torch.float64, "max_steps": 8}
     before, now = Outputs(), Outputs()
     whole, _ = trained(before, data=uneven(), **options)
-    parts, _ = trained(MemoryBudget("1GiB", micro_batch_size=2), now, data=uneven(), **options)
+    ran = Parts()
+    parts, _ = trained(MemoryBudget("1GiB", micro_batch_size=2), now, ran, data=uneven(), **options)
     assert torch.allclose(weights(whole), weights(parts), rtol=0, atol=1e-12)
-    assert isinstance(parts, Causal)
-    computed = sum(rows * columns for rows, columns in parts.shapes)
-    assert computed < 0.5 * 8 * 8 * 48
-    assert max(rows for rows, _ in parts.shapes) > 2
+    computed = sum(rows * columns for rows, columns in ran.shapes)
+    assert 0 < computed < 0.5 * 8 * 8 * 48
+    assert max(rows for rows, _ in ran.shapes) > 2
     for first, second in zip(before.logits, now.logits, strict=True):
         assert torch.allclose(first, second, rtol=0, atol=1e-12)
 
@@ -80,12 +91,12 @@ def test_parts_by_tokens_have_the_whole_batch_s_result_and_half_its_tokens() -> 
 def test_a_module_that_looks_at_padding_is_split_by_rows(caplog: pytest.LogCaptureFixture) -> None:
     options: dict[str, Any] = {"module": LooksAtPadding, "dtype": torch.float64, "max_steps": 4}
     whole, _ = trained(data=uneven(), **options)
+    ran = Parts()
     with caplog.at_level(logging.INFO):
-        parts, _ = trained(MemoryBudget("1GiB", micro_batch_size=2), data=uneven(), **options)
+        parts, _ = trained(MemoryBudget("1GiB", micro_batch_size=2), ran, data=uneven(), **options)
     assert "the module looks at padding" in caplog.text
     assert torch.allclose(weights(whole), weights(parts), rtol=0, atol=1e-12)
-    assert isinstance(parts, Causal)
-    assert set(parts.shapes) == {(2, 48)}
+    assert set(ran.shapes) == {(2, 48)}
 
 
 def test_a_larger_part_than_was_measured_to_fit_is_not_formed() -> None:
@@ -99,7 +110,49 @@ def test_a_larger_part_than_was_measured_to_fit_is_not_formed() -> None:
             return output
 
     budget = MemoryBudget("5MiB", micro_batch_size=2, enforce="always")
-    parts, _ = trained(budget, module=Hungry, data=uneven(), max_steps=4)
+    ran = Parts()
+    trained(budget, ran, module=Hungry, data=uneven(), max_steps=4)
     assert budget.retries == 0
-    assert isinstance(parts, Causal)
-    assert max(rows for rows, _ in parts.shapes) == 2
+    assert max(rows for rows, _ in ran.shapes) == 2
+
+
+DRY: list[bool] = []  # whether the step is to run out of memory; here no retry puts it back
+
+
+class DriesUp(Causal):
+    """Runs out of memory once, in the smallest parts: from then on they are formed by rows."""
+
+    def __init__(self, at: int | None = None) -> None:
+        super().__init__()
+        self.at = at
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        DRY[:] = [batch_idx == self.at]
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        if any(DRY):
+            DRY[:] = [len(batch["x"]) > 1]
+            raise torch.OutOfMemoryError("CUDA out of memory (injected)")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("at", [None, 3])
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before.*")
+def test_a_resumed_run_forms_the_same_parts(at: int | None, tmp_path: Path) -> None:
+    """Also where parts formed by tokens had run out of memory; bitwise the same weights. All batches are alike."""
+    rows = [row for batch in uneven(8, longest=40) for row in zip(*batch.values(), strict=True)]
+    alike: Any = 10 * [dict(zip(("x", "labels", "attention_mask"), row, strict=True)) for row in rows]
+    data = DataLoader(alike, 8)
+    through, after = Parts(), Parts()
+    whole, _ = trained(
+        MemoryBudget("1GiB", micro_batch_size=2), through, module=lambda: DriesUp(at), data=data, max_steps=8
+    )
+    _, fitted = trained(
+        MemoryBudget("1GiB", micro_batch_size=2), module=lambda: DriesUp(at), data=data, max_steps=5
+    )
+    fitted.save_checkpoint(tmp_path / "at_5.ckpt")
+    module = DriesUp()
+    again = trainer(MemoryBudget("1GiB", micro_batch_size=2), after, max_steps=8, gradient_clip_val=0.5)
+    again.fit(module, data, ckpt_path=tmp_path / "at_5.ckpt")
+    assert through.shapes[-len(after.shapes) :] == after.shapes != []
+    assert torch.equal(weights(whole), weights(module))

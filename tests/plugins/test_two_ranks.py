@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.plugins.toys import ShardableTagger, loader, trained, weights
+from tests.plugins.toys import ShardableTagger, WeightedTagger, loader, trained, weights
 
 
 def two_ranks(path: Path, micro_batch_size: int, strategy: str) -> dict[str, torch.Tensor]:
@@ -24,3 +24,10 @@ def test_parts_weigh_over_all_ranks(tmp_path: Path, strategy: str, micro_batch_s
     difference = float((ranks["weights"] - weights(whole)).abs().max())
     assert float(ranks["spread"]) == 0
     assert (difference <= 1e-12) if micro_batch_size else (difference >= 1e-3)
+
+
+def test_class_weights_weigh_over_all_ranks(tmp_path: Path) -> None:
+    whole, _ = trained(dtype=torch.float64, max_steps=10, data=loader(count=80), module=WeightedTagger)
+    ranks = two_ranks(tmp_path / "weights.pt", 3, "ddp weighted")
+    assert float(ranks["spread"]) == 0
+    assert float((ranks["weights"] - weights(whole)).abs().max()) <= 1e-12

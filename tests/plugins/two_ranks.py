@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_memkit import MemoryBudget
 from tests.plugins.ranks import leave
-from tests.plugins.toys import ShardableTagger, tagged_rows, trainer
+from tests.plugins.toys import ShardableTagger, WeightedTagger, tagged_rows, trainer
 
 
 class Sharded(ShardableTagger):
@@ -27,12 +27,14 @@ class Sharded(ShardableTagger):
 def main(path: str, micro_batch_size: int, strategy: str) -> None:
     torch.set_num_threads(1)
     # Rank 1 has the rows with more labels; the sharded run is told what its loss is a mean over.
-    callbacks = [MemoryBudget("1GiB", micro_batch_size, weigh_by="labels")] if micro_batch_size else []
-    kinds: dict[str, Any] = {"ddp": "ddp", "fsdp2": ModelParallelStrategy(2, 1)}
+    weigh_by = "auto" if "weighted" in strategy else "labels"
+    callbacks = [MemoryBudget("1GiB", micro_batch_size, weigh_by=weigh_by)] if micro_batch_size else []
+    kinds: dict[str, Any] = {"ddp": "ddp", "ddp weighted": "ddp", "fsdp2": ModelParallelStrategy(2, 1)}
+    modules = {"ddp": ShardableTagger, "ddp weighted": WeightedTagger, "fsdp2": Sharded}
     fitted = trainer(*callbacks, max_steps=10, devices=2, strategy=kinds[strategy], gradient_clip_val=0.5,
                      use_distributed_sampler=False)  # fmt: skip
     torch.manual_seed(0)
-    module = (Sharded if strategy == "fsdp2" else ShardableTagger)().double()
+    module = modules[strategy]().double()
     rows = tagged_rows(80)
     steps = [
         sorted(rows[i : i + 8], key=lambda row: int((row["labels"] != -100).sum())) for i in range(0, 80, 8)

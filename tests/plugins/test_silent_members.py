@@ -1,0 +1,224 @@
+"""Further members of the families of silent differences: equal to the unsplit run, or not split and said why."""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_memkit import MemoryBudget
+from lightning_memkit.micro_batching._kept_state import Rewindable
+from lightning_memkit.plugins._sizing import BudgetError
+from tests.plugins.toys import trained, weights
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
+STEPS, ROWS, CLASSES = 5, 16, 4
+Loss = Callable[["Classifier", dict[str, Tensor], Tensor], Tensor]
+
+
+class Classifier(LightningModule):
+    """Scores of four classes, most rows of class 0; the loss is another one each time."""
+
+    accuracy: Any
+    curve: Any
+    notes: Any
+    drawn: Any
+
+    def __init__(self, loss: Loss, prepare: Callable[["Classifier"], None] | None = None) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+        self.loss = loss
+        self.given: list[Any] = []
+        if prepare is not None:
+            prepare(self)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        scores = self.net(batch["x"])
+        loss = self.loss(self, batch, scores)
+        return {"loss": loss, "rows": len(scores), "top": scores.max().detach(), "ids": batch["id"].tolist()}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.given.append((outputs["rows"], float(outputs["top"]), outputs["ids"]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=1e-2)
+
+
+def rows() -> DataLoader:
+    generator = torch.Generator().manual_seed(3)
+    data = []
+    for index in range(64):
+        label = torch.randint(1, CLASSES, (), generator=generator) * (
+            torch.rand((), generator=generator) < 0.3
+        )
+        x = torch.randn(6, generator=generator, dtype=torch.float64)
+        group = torch.randint(0, 3, (), generator=generator)
+        data.append({"x": x, "y": label, "group": group, "id": torch.tensor(index)})
+    return DataLoader(data, batch_size=ROWS)  # pyright: ignore[reportArgumentType]
+
+
+def run(
+    loss: Loss, prepare: Callable[[Classifier], None] | None = None, size: Any = None
+) -> tuple[Any, MemoryBudget | None, dict[str, Tensor]]:
+    budget = None if size is None else MemoryBudget("1GiB", micro_batch_size=size)
+    module, fitted = trained(
+        *([] if budget is None else [budget]),
+        module=lambda: Classifier(loss, prepare),
+        data=rows(),
+        dtype=torch.float64,
+        max_steps=STEPS,
+        gradient_clip_val=None,
+    )
+    return module, budget, dict(fitted.callback_metrics)
+
+
+def cross_entropy(module: Classifier, batch: dict[str, Tensor], scores: Tensor) -> Tensor:
+    return F.cross_entropy(scores, batch["y"])
+
+
+def by_positives(module: Classifier, batch: dict[str, Tensor], scores: Tensor) -> Tensor:
+    """As detectors do: all rows over the number of those with an object, of which there may be none."""
+    targets = F.one_hot(batch["y"], CLASSES).to(scores)
+    total = F.binary_cross_entropy_with_logits(scores, targets, reduction="sum")
+    return total / (batch["y"] > 0).sum().clamp(min=1)
+
+
+def by_group(module: Classifier, batch: dict[str, Tensor], scores: Tensor) -> Tensor:
+    """The mean of means over groups, of which a micro-batch may hold none."""
+    each, groups = F.cross_entropy(scores, batch["y"], reduction="none"), batch["group"]
+    means = [each[groups == group].sum() / (groups == group).sum().clamp(min=1) for group in range(3)]
+    return torch.stack(means).mean()
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("loss", [by_positives, by_group])
+def test_divisors_that_are_kept_from_being_zero_are_the_batch_s(loss: Loss, size: int) -> None:
+    plain, _, _ = run(loss)
+    split, budget, _ = run(loss, size=size)
+    assert budget is not None
+    assert budget.sizing is not None
+    assert budget.sizing.micro_batch_size == size
+    torch.testing.assert_close(weights(split), weights(plain), rtol=1e-10, atol=1e-12)
+
+
+def test_what_a_step_returns_is_the_whole_batch_s() -> None:
+    plain, _, _ = run(cross_entropy)
+    split, _, _ = run(cross_entropy, size=3)
+    assert len(split.given) == STEPS
+    for (count, top, ids), (count_of_all, top_of_all, ids_of_all) in zip(
+        split.given, plain.given, strict=True
+    ):
+        assert (count, ids) == (count_of_all, ids_of_all)
+        assert top == pytest.approx(top_of_all, rel=1e-9)
+
+
+def with_metrics(module: Classifier) -> None:
+    module.accuracy = torchmetrics.Accuracy("multiclass", num_classes=CLASSES)
+    module.curve = torchmetrics.AveragePrecision("multiclass", num_classes=CLASSES)
+
+
+def measured(module: Classifier, batch: dict[str, Tensor], scores: Tensor) -> Tensor:
+    module.accuracy(scores, batch["y"])
+    module.log("accuracy", module.accuracy, on_step=False, on_epoch=True)
+    module.curve.update(scores.detach(), batch["y"])
+    return cross_entropy(module, batch, scores)
+
+
+@pytest.mark.parametrize("size", [3, "auto"])
+def test_metrics_of_counts_and_of_rows_compose(size: Any) -> None:
+    plain, _, logged = run(measured, with_metrics)
+    split, _, logged_in_parts = run(measured, with_metrics, size)
+    torch.testing.assert_close(weights(split), weights(plain), rtol=1e-10, atol=1e-12)
+    assert logged_in_parts["accuracy"] == logged["accuracy"]
+    assert float(split.curve.compute()) == pytest.approx(float(plain.curve.compute()), rel=1e-6)
+
+
+def hardest(module: Classifier, batch: dict[str, Tensor], scores: Tensor) -> Tensor:
+    each = F.cross_entropy(scores, batch["y"], reduction="none")
+    return each.topk(max(1, len(each) // 2)).values.mean()
+
+
+def balanced(module: Classifier, batch: dict[str, Tensor], scores: Tensor) -> Tensor:
+    """A router's balancing loss: the shares of rows, of which no gradient runs, times mean probabilities."""
+    shares = F.one_hot(scores.argmax(1), CLASSES).to(scores).mean(0)
+    return cross_entropy(module, batch, scores) + 0.01 * CLASSES * (shares * scores.softmax(1).mean(0)).sum()
+
+
+def normalized(module: Classifier, batch: dict[str, Tensor], scores: Tensor) -> Tensor:
+    if scores.requires_grad:
+        scores.register_hook(lambda gradient: gradient / gradient.norm())
+    return cross_entropy(module, batch, scores)
+
+
+def with_notes(module: Classifier) -> None:
+    module.notes = defaultdict(list)
+
+
+def noting(module: Classifier, batch: dict[str, Tensor], scores: Tensor) -> Tensor:
+    loss = cross_entropy(module, batch, scores)
+    module.notes["loss"].append(float(loss.detach()))
+    return loss
+
+
+def drawing(source: Callable[[], Iterator[Any]]) -> tuple[Loss, Callable[[Classifier], None]]:
+    def prepare(module: Classifier) -> None:
+        module.drawn = source()
+
+    def loss(module: Classifier, batch: dict[str, Tensor], scores: Tensor) -> Tensor:
+        return cross_entropy(module, batch, scores) * (1 + next(module.drawn) % 3)
+
+    return loss, prepare
+
+
+UNSPLIT: dict[str, tuple[Loss, Callable[[Classifier], None] | None, str]] = {
+    "the hardest half": (hardest, None, "act on each other"),
+    "a router's balance": (balanced, None, "a factor that is made of the batch.s rows|act on each other"),
+    "a gradient's norm": (normalized, None, "half of the loss has not half of its gradients"),
+    "losses in a dict": (noting, with_notes, "notes"),
+    "a counter": (*drawing(itertools.count), "drawn"),
+    "a cycle": (*drawing(lambda: itertools.cycle([0, 1, 2])), "drawn"),
+    "a generator": (*drawing(lambda: (number for number in range(10**6))), "drawn"),
+    "a list's iterator": (*drawing(lambda: iter(list(range(10**4)))), "drawn"),
+}
+
+
+@pytest.mark.parametrize("case", UNSPLIT)
+def test_what_micro_batches_would_change_is_not_split(case: str) -> None:
+    loss, prepare, words = UNSPLIT[case]
+    with pytest.raises(BudgetError, match=words):
+        run(loss, prepare, size=3)
+
+
+@pytest.mark.parametrize("case", UNSPLIT)
+def test_what_micro_batches_would_change_is_left_whole_and_bitwise(case: str) -> None:
+    loss, prepare, _ = UNSPLIT[case]
+    plain, _, _ = run(loss, prepare)
+    whole, _, _ = run(loss, prepare, size=ROWS)
+    assert torch.equal(weights(whole), weights(plain))
+    if prepare is with_notes:
+        assert whole.notes == plain.notes
+
+
+def test_an_iterator_goes_back_to_places_within_each_other() -> None:
+    class Place:
+        def __init__(self, iterator: Rewindable) -> None:
+            self.position = iterator.position
+            iterator.ask_for(self)  # pyright: ignore[reportArgumentType]
+
+    iterator = Rewindable(iter(range(10)))
+    assert next(iterator) == 0
+    outer = Place(iterator)
+    assert [next(iterator), next(iterator)] == [1, 2]
+    inner = Place(iterator)
+    assert [next(iterator), next(iterator)] == [3, 4]
+    iterator.back_to(inner.position)
+    assert next(iterator) == 3
+    iterator.back_to(outer.position)
+    assert list(iterator) == list(range(1, 10))

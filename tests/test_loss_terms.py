@@ -1,0 +1,175 @@
+"""What the graph behind a loss tells: its terms, how they add up, and what none of it shows."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_memkit.micro_batching.comparison import SCALE, Comparison, spans_of
+from lightning_memkit.micro_batching.loss_rules import (
+    VARYING_FACTOR,
+    Law,
+    LossRules,
+    VaryingFactorError,
+    learned,
+)
+from lightning_memkit.micro_batching.loss_terms import terms_of
+from lightning_memkit.micro_batching.step_shares import MistakenTotalsError, StepShares
+
+Loss = Callable[[Tensor, slice], Tensor]
+ROWS, CLASSES = 6, 4
+GENERATOR = torch.Generator().manual_seed(3)
+LABELS = torch.tensor([0, 3, 2, 3, 1, 0])
+MASK = torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0, 0.0])
+WEIGHTS = torch.tensor([1.0, 7.0, 0.25, 3.0])
+WHOLE, PARTS = slice(0, ROWS), (slice(0, 2), slice(2, 6))
+LOGITS = torch.randn(ROWS, CLASSES, generator=GENERATOR)
+
+
+def each(x: Tensor, rows: slice) -> Tensor:
+    return F.cross_entropy(x, LABELS[rows], reduction="none")
+
+
+def seen(loss: Loss, *slices: slice) -> list[Any]:
+    # What comes of a product is no parameter.
+    return [
+        terms_of(loss(LOGITS[rows].clone().requires_grad_() @ torch.eye(CLASSES), rows)) for rows in slices
+    ]
+
+
+def rules_of(loss: Loss) -> LossRules | str:
+    whole, *parts = seen(loss, WHOLE, *PARTS)
+    return learned(whole, parts)
+
+
+@pytest.mark.parametrize(
+    ("loss", "divisor", "law"),
+    [
+        (lambda x, r: F.cross_entropy(x, LABELS[r]), 6.0, Law.MEAN),
+        (lambda x, r: F.cross_entropy(x, LABELS[r], weight=WEIGHTS), 15.25, Law.MEAN),
+        (lambda x, r: F.cross_entropy(x, LABELS[r], ignore_index=3), 4.0, Law.MEAN),
+        (lambda x, r: (each(x, r) * MASK[r]).sum() / MASK[r].sum(), 3.0, Law.MEAN),
+        (lambda x, r: each(x, r)[MASK[r] > 0].mean(), 3.0, Law.MEAN),
+        (lambda x, r: F.mse_loss(x, torch.zeros_like(x)), 24.0, Law.MEAN),
+        (lambda x, r: each(x, r).sum() / 32, 32.0, Law.SUM),
+        (lambda x, r: F.cross_entropy(x, LABELS[r], reduction="sum"), 1.0, Law.SUM),
+    ],
+    ids=["mean", "class weights", "ignored", "mask", "indexed", "mse", "over a constant", "sum"],
+)
+def test_a_divisor_and_how_it_adds_up(loss: Loss, divisor: float, law: Law) -> None:
+    (whole,) = seen(loss, WHOLE)
+    assert [float(term.divisor) for term in whole.terms] == [pytest.approx(divisor)]
+    rules = rules_of(loss)
+    assert isinstance(rules, LossRules)
+    assert [rule.law for rule in rules.rules] == [law]
+
+
+def test_terms_of_unlike_divisors_are_two() -> None:
+    rules = rules_of(
+        lambda x, r: F.cross_entropy(x, LABELS[r], weight=WEIGHTS) + 0.1 * x.logsumexp(1).square().mean()
+    )
+    assert isinstance(rules, LossRules)
+    assert [rule.law for rule in rules.rules] == [Law.MEAN, Law.MEAN]
+
+
+def test_a_root_of_a_mean_is_curved_and_a_product_of_two_as_well() -> None:
+    assert seen(lambda x, r: each(x, r).mean().sqrt(), WHOLE)[0].curved == "sqrt"
+    assert "product" in seen(lambda x, r: each(x, r).mean() * x.square().mean(), WHOLE)[0].curved
+
+
+def balance(x: Tensor, rows: slice) -> Tensor:
+    """A router's balancing loss: the shares of the experts are counted in the batch, and have no gradient."""
+    shares = F.one_hot(x.argmax(1), CLASSES).to(x.dtype).mean(0)
+    return CLASSES * (shares * x.softmax(1).mean(0)).sum()
+
+
+def test_a_factor_that_is_counted_in_the_batch_is_seen_where_gradients_hide_it() -> None:
+    assert rules_of(lambda x, r: each(x, r).mean() + 1e-9 * balance(x, r)) == VARYING_FACTOR
+
+
+def test_a_factor_that_is_a_row_s_own_or_the_same_for_all_is_allowed() -> None:
+    tokens = torch.rand(ROWS, CLASSES, generator=torch.Generator().manual_seed(1)) + 0.1
+
+    def by_row(x: Tensor, rows: slice) -> Tensor:
+        return ((x * tokens[rows]).sum(1) / tokens[rows].sum(1)).mean()
+
+    def by_class(x: Tensor, rows: slice) -> Tensor:
+        return (WEIGHTS * x.softmax(1).mean(0)).sum()
+
+    for loss in (by_row, by_class):
+        rules = rules_of(loss)
+        assert isinstance(rules, LossRules)
+        assert [rule.law for rule in rules.rules] == [Law.MEAN]
+
+
+def test_a_factor_that_varies_later_is_found_in_the_micro_batches_themselves() -> None:
+    alike = torch.stack([LOGITS[0]] * ROWS)  # all rows go to one expert
+
+    def run(logits: Tensor, rows: slice) -> Tensor:
+        return balance(logits[rows].clone().requires_grad_(), rows)
+
+    rules = learned(terms_of(run(alike, WHOLE)), [terms_of(run(alike, rows)) for rows in PARTS])
+    assert isinstance(rules, LossRules)
+    shares = StepShares(rules, [6.0], is_known=True)
+    shares.scaled(run(LOGITS, PARTS[0]), 1 / 3, 1)
+    with pytest.raises(VaryingFactorError, match="made of the batch's rows"):
+        shares.scaled(run(LOGITS, PARTS[1]), 2 / 3, 1)
+
+
+def test_a_total_of_nothing_that_was_foretold_wrongly_is_no_scale() -> None:
+    rules = rules_of(lambda x, r: F.cross_entropy(x, LABELS[r]))
+    assert isinstance(rules, LossRules)
+    shares = StepShares(rules, [0.0], is_known=True)
+    for rows in PARTS:
+        loss = F.cross_entropy(LOGITS[rows].clone().requires_grad_(), LABELS[rows])
+        shares.scaled(loss, 0.5, 1)
+    with pytest.raises(MistakenTotalsError):
+        shares.factor(shares.counted, unlike=False)
+
+
+class ShowsItsDivisor(torch.autograd.Function):
+    """A mean that says so."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.loss_divisor = len(x)
+        ctx.save_for_backward(x)
+        return x.square().sum() / len(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (x,) = ctx.saved_tensors
+        return grads[0] * 2 * x / len(x)
+
+
+def test_a_function_of_the_user_s_own_may_show_its_divisor() -> None:
+    rules = rules_of(lambda x, rows: ShowsItsDivisor.apply(x))
+    assert isinstance(rules, LossRules)
+    assert [rule.law for rule in rules.rules] == [Law.MEAN]
+
+
+# Gradients
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("clamps", [False, True])
+def test_gradients_that_are_clamped_are_told_from_rounding(dtype: torch.dtype, clamps: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(CLASSES, CLASSES).to(dtype)
+    if clamps:
+        for parameter in model.parameters():
+            parameter.register_hook(lambda grad: grad.clamp(-1e-2, 1e-2))
+
+    def gradient(scale: float) -> Tensor:
+        model.zero_grad()
+        (F.cross_entropy(model(LOGITS.to(dtype)), LABELS) * scale).backward()
+        return (
+            torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None]) / scale
+        )
+
+    comparison = Comparison(spans_of(model), gradient(1.0), gradient(SCALE))
+    assert comparison.bends(gradient(0.5)) is clamps
+    assert comparison.bends(gradient(0.5), gradient(1.0)) is clamps
