@@ -1,0 +1,427 @@
+"""Some rows of a batch on trial, whole and in parts: how their gradients, and what their loss shows, add up."""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_memkit.decomposability import Verdict
+from lightning_memkit.memory.out_of_memory import is_out_of_memory
+from lightning_memkit.micro_batching import WeighBy, Weigher, normalized, weigher
+from lightning_memkit.micro_batching.batch_counts import Foretold, foretelling
+from lightning_memkit.micro_batching.comparison import SCALE, Comparison, Miss, spans_of
+from lightning_memkit.micro_batching.composed_state import ComposedState
+from lightning_memkit.micro_batching.loss_rules import VARYING_FACTOR, Law, LossRules, learned, scale_terms
+from lightning_memkit.micro_batching.loss_terms import LossTerms, terms_of
+from lightning_memkit.micro_batching.step_changes import StepChange
+from lightning_memkit.micro_batching.without_noise import SharedDraws
+from lightning_memkit.plugins import _seam, _verdicts
+from lightning_memkit.plugins._ranks import any_rank, largest_of_ranks
+from lightning_memkit.plugins._trials import StepFailedError, Trials
+
+ROUNDING = (
+    1e-5  # relative difference of logged and kept values that is rounding; nothing is summed up in them
+)
+_TERMS = 6  # of a loss, or groups of them, that are compared one by one
+# Batch statistics are warned about; a batch that is changed in place is handed out in copies.
+_CHANGED_IN_PARTS = ("batch_statistics", "batch", "generator")
+_COARSE = 1e-5  # measured noise from which on a small term could hide in a large one
+
+
+class NothingCountsError(Exception):
+    """The rows have no gradient: of what does not count nothing is learned."""
+
+
+@dataclass(kw_only=True)
+class Run:
+    """One trial step: its gradient, and what its loss, its logs and its results were."""
+
+    gradient: Tensor
+    terms: LossTerms
+    loss: Tensor
+    logged: list[dict[str, Any]]
+    returned: dict[str, Any]
+    values: dict[Any, Tensor]
+    left: dict[str, Any]
+
+    @property
+    def counts(self) -> bool:
+        """Whether it has a gradient: not where all labels are ignored, or a mean is over nothing."""
+        return bool(self.gradient.isfinite().all()) and bool(self.gradient.any())
+
+
+@dataclass(kw_only=True)
+class Rows:
+    """Some rows of a batch, whole and in parts."""
+
+    whole: Any
+    parts: list[Any]
+    sizes: list[int]
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """What a comparison has come to.
+
+    Attributes:
+        miss: by how much the parts' gradients miss the whole's, of what rounding explains.
+        ways: of weighing that remain possible.
+        rules: how the loss's terms add up, where its graph shows it.
+        parts: None for one that the module passes over.
+        shares: what each part weighs; with `rules` of those that are not passed over.
+        why: the graph's own word on why the loss does not split.
+        bends: gradients are changed by what is not linear in them.
+        is_lone: a sum of which one part alone counts: it may be a mean that is kept from zero.
+        unlike: the loss's terms have unlike shares.
+        changes: what the step changes besides gradients.
+        state: of these, what may be put together from parts.
+    """
+
+    miss: Miss
+    ways: list[WeighBy | Weigher]
+    rules: LossRules | None
+    whole: Run
+    parts: list[Run | None]
+    shares: list[float]
+    comparison: Comparison
+    why: str = ""
+    bends: bool = False
+    is_lone: bool = False
+    unlike: bool = False
+    changes: Sequence[StepChange] = ()
+    state: ComposedState | None = None
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether several parts count: one alone tells little of what rows do to each other."""
+        return not self.is_lone and _several(self.parts)
+
+    @property
+    def present(self) -> list[int]:
+        """The parts that are not passed over."""
+        return [index for index, part in enumerate(self.parts) if part is not None]
+
+    @property
+    def present_shares(self) -> list[float]:
+        """What each of these weighs."""
+        return self.shares if self.rules is not None else [self.shares[index] for index in self.present]
+
+
+class RowTrials:
+    """Runs rows whole and in parts, which leaves no trace, and compares.
+
+    Args:
+        step: whose rows they are.
+        trials: run them.
+        rows: to compare.
+        draws: hands the whole's random numbers out to its parts; None where the step draws none that matter.
+    """
+
+    def __init__(self, step: _seam.Step, trials: Trials, rows: Rows, draws: SharedDraws | None) -> None:
+        self._step, self._trials, self._rows, self._draws = step, trials, rows, draws
+        self._is_exact = str(step.trainer.precision_plugin.precision) in ("32-true", "64-true")
+
+    def compare(
+        self, ways: list[WeighBy | Weigher], *, reads: bool, known: LossRules | None = None
+    ) -> Outcome:
+        """Compare gradients; by what the loss's terms show, else under each way of weighing.
+
+        Args:
+            ways: that are possible.
+            reads: whether the loss's terms are to be read.
+            known: rules that held before.
+
+        Raises:
+            NothingCountsError: the rows have no gradient, or their loss shows less than is known.
+        """
+        self._trials.capture = None
+        if self._draws is not None:
+            self._draws.record()
+        whole = self._run(self._rows.whole)
+        if any_rank(self._step.trainer, not whole.counts):
+            raise NothingCountsError
+        changes = [c for c in self._trials.changes if not c.composes and c.kind not in _CHANGED_IN_PARTS]
+        state = self._capture(changes, whole.loss.dtype)
+        scaled = self._whole(lambda loss: loss * SCALE)
+        whole.left, again = scaled.left, scaled.gradient / SCALE
+        comparison = Comparison(self._spans(), whole.gradient, again)
+        bends = self._bends(comparison)
+        parts = [self._part(index) for index in range(len(self._rows.parts))]
+        present = [part for part in parts if part is not None]
+        rules, outcome = None, None
+        if reads and present and not bends:
+            rules = learned(whole.terms, [part.terms for part in present], whole.loss.dtype)
+            if isinstance(rules, LossRules) and known is not None and rules.tells_less(known):
+                raise NothingCountsError
+        if isinstance(rules, LossRules):
+            outcome = self._by_rules(ways, rules, whole, parts, comparison)
+        if outcome is None:
+            outcome = self._by_ways(ways, whole, parts, comparison)
+            outcome.why = whole.terms.curved or (VARYING_FACTOR if rules == VARYING_FACTOR else "")
+            outcome.bends = bends
+            if outcome.why or bends:  # a sample on which this does not show proves nothing
+                outcome.miss = Miss(excess=float("inf"), relative_error=outcome.miss.relative_error)
+        outcome.changes, outcome.state = changes, state
+        return outcome
+
+    def noise_explains(self, outcome: Outcome) -> bool:
+        """Whether parts may differ by their random numbers alone, which then are to be taken away or shared."""
+        self._hand_out(None)
+        other = self._trials.gradient_of(self._step, self._rows.whole, seed=1)
+        incomplete = self._draws is not None and not self._draws.complete
+        return any_rank(self._step.trainer, incomplete or outcome.comparison.differs(other))
+
+    def dependence(self, outcome: Outcome) -> Verdict | None:
+        """None where the second part's gradient is the same after the first as alone, else what to say of it."""
+        second = outcome.parts[1]
+        if second is None or outcome.parts[0] is None or not bool(second.gradient.isfinite().all()):
+            return None  # a part in which nothing counts
+        if self._draws is not None:
+            return None  # with numbers that are handed out, another step before would take them
+        trials, parts = self._trials, self._rows.parts
+        failure, error = "", 0.0
+        trials.capture = None
+        trials.between = None if outcome.state is None else outcome.state.begin_anew
+        try:
+            after = trials.gradient_of(self._step, parts[1], after=parts[0])
+            noisy = second.gradient * (1 + outcome.comparison.level)
+            miss = Comparison(self._spans(), second.gradient, noisy).miss([after], [1.0])
+            error = miss.relative_error if miss.excess > 1 else 0.0
+        except StepFailedError as failed:
+            if failed.skipped or is_out_of_memory(failed.cause):
+                raise
+            error, failure = float("inf"), f" ({type(failed.cause).__name__}: {failed.cause})"
+        error = largest_of_ranks(self._step.trainer, [error])[0]
+        if error == 0:
+            return None
+        return _verdicts.handed_on(
+            [*trials.handed_on, *(change.name for change in outcome.changes)], error, failure
+        )
+
+    def foretold(self, outcome: Outcome, rules: LossRules) -> list[list[Foretold]]:
+        """The numbers of a batch that each term's divisor was in proportion to, in the batch and its parts."""
+        present = outcome.present
+        counts = [_counts(rules, outcome.whole), *(_counts(rules, outcome.parts[index]) for index in present)]
+        batches = [self._rows.whole, *(self._rows.parts[index] for index in present)]
+        return [
+            foretelling(batches, [count[index] for count in counts]) if index in rules.means else []
+            for index in range(len(rules.rules))
+        ]
+
+    def _hand_out(self, part: int | None) -> None:
+        """The next run gets the random numbers of a part's rows; of the whole, its own again."""
+        if self._draws is not None:
+            sizes = self._rows.sizes
+            total = sum(sizes)
+            first = 0 if part is None else sum(sizes[:part])
+            self._draws.hand_out(first, total if part is None else sizes[part], total)
+
+    def _run(self, batch: Any, change: Callable[[Tensor], Tensor] | None = None) -> Run:
+        seen: list[tuple[Tensor, LossTerms]] = []
+
+        def look(loss: Tensor) -> Tensor:
+            seen.append((loss.detach(), terms_of(loss)))
+            return loss if change is None else change(loss)
+
+        trials = self._trials
+        gradient = trials.gradient_of(self._step, batch, look=look)
+        loss, terms = seen[0]
+        return Run(
+            gradient=gradient,
+            terms=terms,
+            loss=loss,
+            logged=trials.logged,
+            returned=trials.returned,
+            values=trials.values,
+            left=trials.captured or {},
+        )
+
+    def _whole(self, change: Callable[[Tensor], Tensor] | None = None) -> Run:
+        """The whole's run once more, with the same random numbers."""
+        self._hand_out(None)
+        return self._run(self._rows.whole, change)
+
+    def _part(self, index: int, change: Callable[[Tensor], Tensor] | None = None) -> Run | None:
+        """A part's run; None where the module passes over it, though it has a loss of the whole."""
+        self._hand_out(index)
+        try:
+            return self._run(self._rows.parts[index], change)
+        except StepFailedError as error:
+            if not error.skipped:
+                raise
+            return None
+
+    def _spans(self) -> Any:
+        return spans_of(self._step.trainer.lightning_module)
+
+    def _capture(self, changes: Sequence[StepChange], dtype: torch.dtype) -> ComposedState | None:
+        """Let the further runs tell what they leave in the attributes and lists that the step changes."""
+        names = [c.name for c in changes if c.kind in ("attribute", "container")]
+        if not names:
+            return None
+        rounding = max(ROUNDING if self._is_exact else 2e-2, 10 * torch.finfo(dtype).eps)
+        state = ComposedState(self._step.trainer.lightning_module, names, rounding)
+        state.begin()
+        self._trials.capture = state.left
+        return state
+
+    def _bends(self, comparison: Comparison) -> bool:
+        """Whether gradients are no multiple of the loss's: what changes them would see those of a micro-batch.
+
+        Half of a loss has half of its gradients to the bit. Where it has not, another run tells what kernels do in
+        another order each time.
+        """
+        trainer = self._step.trainer
+        if str(trainer.precision_plugin.precision).startswith("16"):
+            return False  # small gradients are rounded to fewer bits
+        halved = self._whole(lambda loss: loss * 0.5).gradient * 2
+        if not any_rank(trainer, comparison.bends(halved)):
+            return False
+        return any_rank(trainer, comparison.bends(halved, self._whole().gradient))
+
+    def _by_rules(
+        self,
+        ways: list[WeighBy | Weigher],
+        rules: LossRules,
+        whole: Run,
+        parts: list[Run | None],
+        comparison: Comparison,
+    ) -> Outcome | None:
+        """The comparison by what the loss shows; None where its terms don't add up as they seem to."""
+        present = [
+            (part, rows) for part, rows in zip(parts, self._rows.sizes, strict=True) if part is not None
+        ]
+        counts = [_counts(rules, part) for part, _ in present]
+        totals = [sum(values) for values in zip(*counts, strict=True)]
+        rows = [size / sum(self._rows.sizes) for _, size in present]
+        mains = [_main(rules, count, totals, row) for count, row in zip(counts, rows, strict=True)]
+        shares = [rules.shares(count, totals, main) for count, main in zip(counts, mains, strict=True)]
+        alike = all(max(of_part) - min(of_part) <= 1e-12 for of_part in shares)
+        miss = Miss(excess=0.0, relative_error=0.0)
+        if alike:
+            gradients = [part.gradient for part, _ in present]
+            miss = comparison.miss(gradients, [of_part[0] for of_part in shares])
+        several = len(rules.rules) > 1
+        has_sums = any(rule.law is Law.SUM for rule in rules.rules)
+        is_lone = has_sums and not _several(parts)
+        if several and (not alike or has_sums or comparison.level > _COARSE):
+            miss, rules, is_lone = self._term_by_term(rules, shares, mains)
+        if miss.excess > 1 and not several:
+            return None  # a single term may be a mean of something that it does not show
+        return Outcome(
+            miss=miss,
+            ways=ways,
+            rules=rules,
+            whole=whole,
+            parts=parts,
+            shares=mains,
+            comparison=comparison,
+            is_lone=is_lone,
+            unlike=not alike,
+        )
+
+    def _term_by_term(
+        self, rules: LossRules, shares: Sequence[Sequence[float]], mains: Sequence[float]
+    ) -> tuple[Miss, LossRules, bool]:
+        """The worst miss of terms that are compared by themselves, behind no larger one; and the laws that held.
+
+        Sums of one name, as the penalties on each of many parameters are, go together. A sum that is not that of its
+        parts' may be one that looks at no row; one of which a part alone counts may be none, which is told last.
+        """
+        worst, laws, is_lone = Miss(excess=0.0, relative_error=0.0), list(rules.rules), False
+        ones, few = [1.0] * len(laws), [SCALE] * len(laws)
+        groups = _groups(rules)
+        while groups:
+            group = groups.pop()
+            whole = self._whole(partial(_scaled_terms, rules, group, ones)).gradient
+            again = self._whole(partial(_scaled_terms, rules, group, few)).gradient
+            comparison = Comparison(self._spans(), whole, again / SCALE)
+            runs = self._parts_of_terms(rules, group, shares)
+            gradients = [run.gradient for run in runs]
+            miss, law = comparison.miss(gradients, [1.0] * len(gradients)), laws[group[0]].law
+            if law is Law.SUM and miss.excess > 1:
+                of_all = comparison.miss(gradients, mains)
+                if of_all.excess <= 1:
+                    miss, law = of_all, Law.SHARED
+                elif len(group) > 1:
+                    groups += [[index] for index in group]
+                    continue
+            lone = law is Law.SUM and not _several(runs)
+            if lone and laws[group[0]].divided:
+                law = Law.MEAN  # by a count, as it seems, of which the other parts have none
+            for index in group:
+                laws[index] = replace(laws[index], law=law)
+            is_lone = is_lone or lone
+            worst = max(worst, miss, key=lambda miss: miss.excess)
+        return worst, LossRules(rules=tuple(laws)), is_lone
+
+    def _parts_of_terms(
+        self, rules: LossRules, group: Sequence[int], shares: Sequence[Sequence[float]]
+    ) -> list[Run]:
+        """The runs of parts whose loss is some of its terms, each scaled by its share."""
+        remaining = iter(shares)
+        runs = [
+            self._part(index, lambda loss: _scaled_terms(rules, group, next(remaining), loss))
+            for index in range(len(self._rows.parts))
+        ]
+        return [run for run in runs if run is not None]
+
+    def _by_ways(
+        self, ways: list[WeighBy | Weigher], whole: Run, parts: list[Run | None], comparison: Comparison
+    ) -> Outcome:
+        """The comparison under each way of weighing."""
+        gradients = [torch.zeros_like(whole.gradient) if part is None else part.gradient for part in parts]
+        misses = [comparison.miss(gradients, self._weights(way)) for way in ways]
+        least = min(miss.excess for miss in misses)
+        # A clear lead only: ways that differ by rounding stay open, in their order.
+        kept = [index for index, miss in enumerate(misses) if miss.excess <= max(3 * least, 0.05)]
+        count = weigher(ways[kept[0]], self._rows.whole)
+        return Outcome(
+            miss=misses[kept[0]],
+            ways=[ways[index] for index in kept],
+            rules=None,
+            whole=whole,
+            parts=parts,
+            shares=[float(count(part)) for part in self._rows.parts],
+            comparison=comparison,
+        )
+
+    def _weights(self, way: WeighBy | Weigher) -> list[float]:
+        count = weigher(way, self._rows.whole)
+        return normalized([float(count(part)) for part in self._rows.parts], summed=way == "sum")
+
+
+def _scaled_terms(rules: LossRules, group: Sequence[int], scales: Sequence[float], loss: Tensor) -> Tensor:
+    """A loss whose backward sees some of its terms alone, each scaled."""
+    reading = rules.read(terms_of(loss))
+    scale_terms(reading, [scale if index in group else 0.0 for index, scale in enumerate(scales)])
+    return loss * 1
+
+
+def _groups(rules: LossRules) -> list[list[int]]:
+    """Terms that are compared at once: sums of one name; and all of one law, where there are many more."""
+    groups: dict[Any, list[int]] = defaultdict(list)
+    for index, rule in enumerate(rules.rules):
+        alike = ("sums", rule.name) if rule.law is Law.SUM and not rule.divided else ("one", index)
+        groups[alike if len(groups) < _TERMS or alike in groups else rule.law].append(index)
+    return list(groups.values())
+
+
+def _several(parts: Sequence[Run | None]) -> bool:
+    return sum(part is not None and part.counts for part in parts) > 1
+
+
+def _counts(rules: LossRules, run: Run | None) -> tuple[float, ...]:
+    assert run is not None
+    return rules.counts(rules.read(run.terms), run.loss, run.values)
+
+
+def _main(rules: LossRules, counts: Sequence[float], totals: Sequence[float], rows: float) -> float:
+    if not rules.means:
+        return 1.0 if rules.summed else rows
+    total = totals[rules.means[0]]
+    return counts[rules.means[0]] / total if total else 0.0
