@@ -94,8 +94,8 @@ class KeptTensor:
 
     @property
     def was_set(self) -> bool:
-        """Whether it was written to or replaced, with whatever values."""
-        return self.was_written or self.was_copied or self.was_replaced
+        """Whether it was written to or replaced, with whatever values; what its owner freed since is the owner's."""
+        return (self.was_written or self.was_copied or self.was_replaced) and not self.was_freed
 
     @property
     def differs(self) -> bool:
