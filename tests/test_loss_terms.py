@@ -9,15 +9,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_memkit.micro_batching.comparison import SCALE, Comparison, spans_of
+from lightning_memkit.micro_batching.foreseen import MistakenTotalsError, VaryingFactorError
 from lightning_memkit.micro_batching.loss_rules import (
     VARYING_FACTOR,
     Law,
     LossRules,
-    VaryingFactorError,
     learned,
 )
 from lightning_memkit.micro_batching.loss_terms import terms_of
-from lightning_memkit.micro_batching.step_shares import MistakenTotalsError, StepShares
+from lightning_memkit.micro_batching.step_shares import StepShares
 
 Loss = Callable[[Tensor, slice], Tensor]
 ROWS, CLASSES = 6, 4

@@ -23,6 +23,7 @@ class Outcome(IntEnum):
     DONE = 0
     OUT_OF_MEMORY = 1
     ENDED = 2
+    UNFORESEEN = 3
 
 
 class PeerEndedError(RuntimeError):
@@ -31,15 +32,22 @@ class PeerEndedError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """What ranks learned from each other: who ran out of memory, and their counts added up."""
+    """What ranks learned from each other.
+
+    Attributes:
+        failed: the ranks that ran out of memory.
+        counts: all ranks' numbers, added up.
+        unforeseen: the ranks whose loss was another one than foreseen.
+    """
 
     failed: tuple[int, ...]
     counts: tuple[float, ...]
+    unforeseen: tuple[int, ...] = ()
 
     @property
     def any_failed(self) -> bool:
         """Whether the attempt is to be repeated."""
-        return bool(self.failed)
+        return bool(self.failed or self.unforeseen)
 
 
 class Agreement:
@@ -78,8 +86,15 @@ class Agreement:
                 f"Rank {', '.join(ended)} ended with an error that can't be retried, which its own log shows; "
                 f"rank {self.rank} can't go on without it."
             )
-        failed = [rank for rank, found in enumerate(outcomes) if found == Outcome.OUT_OF_MEMORY]
-        return Meeting(failed=tuple(failed), counts=tuple(totals[: len(counts)]))
+
+        def ranks(wanted: Outcome) -> tuple[int, ...]:
+            return tuple(rank for rank, found in enumerate(outcomes) if found == wanted)
+
+        return Meeting(
+            failed=ranks(Outcome.OUT_OF_MEMORY),
+            counts=tuple(totals[: len(counts)]),
+            unforeseen=ranks(Outcome.UNFORESEEN),
+        )
 
     def end(self) -> None:
         """Tell the peers that this rank ends; takes 5 s, or less, where they don't listen. Then raise."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_memkit.micro_batching.foreseen import UnforeseenLossError
 from lightning_memkit.micro_batching.loss_terms import Divisor, LossTerms, Term, collapsed
 
 _ALIKE = 1e-9  # relative: shares that differ by less are the same
@@ -33,16 +34,8 @@ class Law(Enum):
     SHARED = "shared"  # they are the same, and so is the term: it looks at no row (weight decay in the loss)
 
 
-class UnforeseenLossError(Exception):
-    """A micro-batch's loss has other terms than those that were proven to add up."""
-
-
 class UnseenValueError(Exception):
     """Whether a term counts nothing shows in its value, which was not noted."""
-
-
-class VaryingFactorError(UnforeseenLossError):
-    """What scales a reduction is another one in every micro-batch: rows act on each other by it."""
 
 
 @dataclass(frozen=True, kw_only=True)

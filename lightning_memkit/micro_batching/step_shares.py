@@ -5,12 +5,16 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_memkit.micro_batching.foreseen import (
+    MistakenTotalsError,
+    UnknownTotalsError,
+    VaryingFactorError,
+)
 from lightning_memkit.micro_batching.loss_rules import (
     VARYING_FACTOR,
     LossRules,
     Reading,
     UnseenValueError,
-    VaryingFactorError,
     alike,
     same_factors,
     scale_terms,
@@ -19,18 +23,6 @@ from lightning_memkit.micro_batching.loss_terms import terms_of
 from lightning_memkit.micro_batching.term_values import weighed_value
 
 _SAME = 1e-12
-
-
-class UnknownTotalsError(Exception):
-    """The terms of this batch's loss have unlike shares: what they count in the whole batch has to be known before."""
-
-
-class NothingCountedError(UnknownTotalsError):
-    """No micro-batch counted anything: which stands for the batch has to be known before."""
-
-
-class MistakenTotalsError(UnknownTotalsError):
-    """Totals were foretold wrongly, or terms weigh unlike for the first time: this is noted; the batch runs again."""
 
 
 def kept_from_zero(reading: Reading, counts: Sequence[float], holds_none: Sequence[bool]) -> list[bool]:

@@ -8,18 +8,23 @@ from math import isfinite
 from typing import Any
 
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_memkit.memory.sizing import Sizing, part_sizes
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.micro_batching import SplitError, batch_size, weigher
-from lightning_memkit.micro_batching.loss_rules import VaryingFactorError
-from lightning_memkit.micro_batching.step_shares import (
+from lightning_memkit.micro_batching.foreseen import (
+    ForeseenElsewhereError,
+    ForeseenWronglyError,
     MistakenTotalsError,
     NothingCountedError,
+    UnforeseenLossError,
     UnknownTotalsError,
+    VaryingFactorError,
 )
-from lightning_memkit.plugins import _seam
+from lightning_memkit.micro_batching.loss_rules import VARYING_FACTOR
+from lightning_memkit.plugins import _seam, _verdicts
 from lightning_memkit.plugins._forecast import Foreseen, foreseen
 from lightning_memkit.plugins._options import BudgetOptions
 from lightning_memkit.plugins._partition import WHOLE
@@ -171,26 +176,37 @@ class PartsChoice:
         else:
             self._check(splits=partition.micro_batch_size < total and not partition.held)
 
-    def reconsider(self, step: _seam.Step, error: Exception) -> None:
+    def reconsider(self, step: _seam.Step, error: ForeseenWronglyError, *, last: bool) -> None:
         """After a batch whose loss was another one than foreseen, and before it runs again.
+
+        Args:
+            step: the batch's.
+            error: what was foreseen wrongly on this rank; all ranks act on the worst of theirs.
+            last: it was foreseen wrongly so often that batches run whole from here on.
 
         Raises:
             BudgetError: its loss can't be split, and as a whole it does not fit.
         """
         partition, weighing = self._runner.partition, self.weighing
+        error = _worst_of_ranks(step.trainer, error)
+        if last:
+            weighing.refuse(_verdicts.never_as_foreseen(str(error)))
+            self._take_over(step)
+            self.sizing = self._sized(step, None)
+            return
         if isinstance(error, NothingCountedError):
             partition.counts_nothing = step.batch_idx
             return
-        if isinstance(error, MistakenTotalsError):
+        if isinstance(error, (ForeseenElsewhereError, MistakenTotalsError)):
             return  # what foretold them is forgotten
         if isinstance(error, UnknownTotalsError):
             self._check_window(is_unlike=True)
             partition.surveyed = partition.unlike = True
             return
         if isinstance(error, VaryingFactorError):
-            weighing.refute(str(error))
+            weighing.refuse(_verdicts.scaled_by(VARYING_FACTOR))
             self._take_over(step)
-        elif batch_size(step.batch) > 1 and not partition.whole:
+        elif any_rank(step.trainer, batch_size(step.batch) > 1 and not partition.whole):
             weighing.again(step, self._trials, min(partition.micro_batch_size, batch_size(step.batch)))
             self._take_over(step)
         if self._mismatch:
@@ -373,3 +389,21 @@ def _described(weighing: Weighing) -> str:
     if not isinstance(weigh_by, str):
         return "the given callable"
     return "the batch's own count" if weigh_by == "auto" else weigh_by
+
+
+# From what takes the least of all ranks to what takes the most.
+_FORESEEN_WRONGLY: tuple[type[ForeseenWronglyError], ...] = (
+    ForeseenElsewhereError,
+    MistakenTotalsError,
+    NothingCountedError,
+    UnknownTotalsError,
+    UnforeseenLossError,
+    VaryingFactorError,
+)
+
+
+def _worst_of_ranks(trainer: Trainer, error: ForeseenWronglyError) -> ForeseenWronglyError:
+    """What all ranks act on: they have to take the same way."""
+    own = _FORESEEN_WRONGLY.index(type(error))
+    worst = int(largest_of_ranks(trainer, [own])[0])
+    return error if own == worst else _FORESEEN_WRONGLY[worst]("on another rank")

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from lightning_memkit.micro_batching import batch_size, joined, normalized, observation, split_batch
 from lightning_memkit.micro_batching.batch_counts import holds_none
-from lightning_memkit.micro_batching.loss_rules import UnseenValueError
-from lightning_memkit.micro_batching.step_shares import (
+from lightning_memkit.micro_batching.foreseen import (
     MistakenTotalsError,
     NothingCountedError,
-    StepShares,
     UnknownTotalsError,
 )
+from lightning_memkit.micro_batching.loss_rules import UnseenValueError
+from lightning_memkit.micro_batching.step_shares import StepShares
 from lightning_memkit.micro_batching.term_values import TermValues
 from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._logs import LoggedValues

@@ -110,11 +110,8 @@ class Weighing:
         self._open = _candidates(self._given, step.batch)
         self._probe(step, trials, micro_batch_size)
 
-    def refute(self, shown: str) -> None:
-        """A micro-batch's loss has shown that rows act on each other."""
-        self._refuse(_verdicts.scaled_by(shown))
-
-    def _refuse(self, verdict: Verdict) -> None:
+    def refuse(self, verdict: Verdict) -> None:
+        """Batches are not split any more."""
         self.rules, self.verdict = None, verdict
 
     def _wanted(self, step: _seam.Step, micro_batch_size: int) -> bool:
@@ -173,7 +170,7 @@ class Weighing:
                 if step.trainer.world_size > 1:
                     raise error.cause from None
                 self.probes += 1
-                self._refuse(_verdicts.fails_on_parts(error.cause))
+                self.refuse(_verdicts.fails_on_parts(error.cause))
                 return
         if numbers and self.verdict is None:  # else it is known from batches before
             self.unproven = "two samples at once run out of memory"
@@ -240,7 +237,7 @@ class Weighing:
                     return True
                 if not rows.noise_explains(outcome):
                     self.probes += 1
-                    self._refuse(_changes_verdict(step, probed, outcome) or _mismatch(step, outcome))
+                    self.refuse(_changes_verdict(step, probed, outcome) or _mismatch(step, outcome))
                     return True
         self.unproven = "the loss draws random numbers of its own"
         return True

@@ -15,6 +15,7 @@ from lightning_memkit.distributed.clipping import can_clip, clip_sharded_gradien
 from lightning_memkit.distributed.collectives import collectives_issued
 from lightning_memkit.distributed.ddp import LateReduction, broadcast_buffers, local_gradients
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
+from lightning_memkit.micro_batching.foreseen import ForeseenElsewhereError, ForeseenWronglyError
 from lightning_memkit.plugins._rank_alone import Ranks
 
 T = TypeVar("T")
@@ -87,14 +88,18 @@ class Agreeing(Ranks):
     def _meet(self, outcome: Outcome, failure: str = "") -> None:
         self._raise_together(self._agreement.meet(outcome), failure)
 
-    def _raise_together(self, meeting: Meeting, failure: str) -> None:
+    def _raise_together(self, meeting: Meeting, failure: str, unforeseen: Exception | None = None) -> None:
         """Raise on every rank what happened on one."""
         if meeting.any_failed:
             self._listening = False
+        if meeting.failed:
             others = ", ".join(str(rank) for rank in meeting.failed)
             raise torch.OutOfMemoryError(
                 failure or f"Rank {others} ran out of memory; all ranks repeat the step."
             )
+        if meeting.unforeseen:
+            others = ", ".join(str(rank) for rank in meeting.unforeseen)
+            raise unforeseen or ForeseenElsewhereError(f"on rank {others}")
 
 
 class Announced(Agreeing):
@@ -131,26 +136,28 @@ class DataParallel(Agreeing):
             return run()
 
     def _attempted(self, run: Callable[[], T], *, ends_window: bool) -> T:
-        failure, results, before = "", [], self._collectives()
+        failure, unforeseen, results, before = "", None, [], self._collectives()
         try:
             results.append(run())
+        except ForeseenWronglyError as error:
+            unforeseen = error.with_traceback(None)
         except Exception as error:
             if not is_out_of_memory(error):
                 self._agreement.end()
                 raise
             failure = _text(error)
         # Outside of `except`: its traceback holds the failed parts' tensors alive.
-        if failure and self._meets_in_parts:
+        if not results and self._meets_in_parts:
             raise CannotCatchUpError(
-                f"The step communicates in its forward, where other ranks wait. {failure}"
+                f"The step communicates in its forward, where other ranks wait. {failure or unforeseen}"
             )
-        if not failure and before != self._collectives():
+        if results and before != self._collectives():
             self._meets_in_parts = True
-        outcome = Outcome.OUT_OF_MEMORY if failure else Outcome.DONE
+        outcome = Outcome.OUT_OF_MEMORY if failure else Outcome.DONE if results else Outcome.UNFORESEEN
         if not ends_window:
-            self._meet(outcome, failure)
+            self._raise_together(self._agreement.meet(outcome), failure, unforeseen)
             return results[0]
-        self._raise_together(self._reduction.agree(self._agreement, outcome), failure)
+        self._raise_together(self._reduction.agree(self._agreement, outcome), failure, unforeseen)
         self._reduction.reduce()
         return results[0]
 

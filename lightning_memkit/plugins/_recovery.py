@@ -12,9 +12,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.micro_batching import batch_size
-from lightning_memkit.micro_batching.loss_rules import UnforeseenLossError
+from lightning_memkit.micro_batching.foreseen import ForeseenWronglyError
 from lightning_memkit.micro_batching.step_changes import label
-from lightning_memkit.micro_batching.step_shares import UnknownTotalsError
 from lightning_memkit.optim.journaled_step import StepOutOfMemoryError
 from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._parts import PartsRunner
@@ -29,6 +28,12 @@ class Resized(Protocol):
     """What is told of another size of the parts."""
 
     def __call__(self, step: _seam.Step, *, retry: bool) -> None: ...
+
+
+class Reconsidered(Protocol):
+    """What is told of a batch that was foreseen wrongly."""
+
+    def __call__(self, step: _seam.Step, error: ForeseenWronglyError, *, last: bool) -> None: ...
 
 
 class SafePoint:
@@ -79,7 +84,8 @@ class Recovery:
         runner: runs the step's batch in parts; its partition's size is what shrinks and grows.
         resized: called with the step whenever the size has changed, and whether a retry is the cause.
         dry: the error for a batch that no smaller part can help.
-        reconsider: told of a batch whose loss was another one than foreseen, before it runs again.
+        reconsider: told of a batch whose loss was another one than foreseen, before it runs again; and when it has
+            been foreseen wrongly so often that it is not to be split any more.
 
     Attributes:
         retries: an OOM is retried; else only a batch that was foreseen wrongly runs again.
@@ -91,7 +97,7 @@ class Recovery:
         *,
         resized: Resized,
         dry: Callable[[_seam.Step, str], Exception],
-        reconsider: Callable[[_seam.Step, Exception], None],
+        reconsider: Reconsidered,
     ) -> None:
         self.retries = True
         self._reconsider = reconsider
@@ -143,7 +149,7 @@ class Recovery:
         if step.starts_window:
             self._past = []
             self._grow(step)
-        foreseen_wrongly: Exception | None = None
+        foreseen_wrongly: ForeseenWronglyError | None = None
         while True:
             self._stepping, self._runner.phase = False, "before forward"
             try:
@@ -156,9 +162,7 @@ class Recovery:
                 result = optimize()
                 ranks.optimizer_steps()
                 break
-            except (UnforeseenLossError, UnknownTotalsError) as error:
-                if step.trainer.world_size > 1 or retries > _MOST_REPEATS:
-                    raise
+            except ForeseenWronglyError as error:
                 foreseen_wrongly, failure = error, ""
             except (RuntimeError, MemoryError) as error:
                 if not self._retriable(step.trainer, error):
@@ -169,7 +173,7 @@ class Recovery:
             retries += 1
             if foreseen_wrongly is not None:
                 self._put_back(step, point)
-                self._reconsider(step, foreseen_wrongly)
+                self._reconsider(step, foreseen_wrongly, last=retries > _MOST_REPEATS)
                 continue
             ranks.failed()
             self._begin_again(step, failure, point)

@@ -13,7 +13,7 @@ from lightning_memkit.micro_batching.step_changes import StepChange
 from lightning_memkit.plugins._checks import hooks_run_by_part
 
 _WHOLE = "keep the batch whole (micro_batch_size = the loader's batch size)"
-_WHOLE_AND_FIT = "keep the batch whole (micro_batch_size = the loader's batch size; ActivationCheckpointing helps it to fit)"
+_WHOLE_AND_FIT = _WHOLE[:-1] + "; ActivationCheckpointing helps it to fit)"
 
 
 def scaled_by(shown: str) -> Verdict:
@@ -29,6 +29,14 @@ def fails_on_parts(cause: Exception) -> Verdict:
     return _refused(
         f"training_step fails on a part of the batch ({type(cause).__name__}: {cause})",
         f"{_WHOLE}, or pass split=",
+    )
+
+
+def never_as_foreseen(shown: str) -> Verdict:
+    """Micro-batches have other losses each time that they run."""
+    return _refused(
+        f"a micro-batch's loss is another one than foreseen, however often the batch begins again ({shown})",
+        f"{_WHOLE_AND_FIT}, or let the loss have the same terms for any rows",
     )
 
 

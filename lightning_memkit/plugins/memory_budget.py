@@ -16,6 +16,7 @@ from lightning_memkit.memory.measure import budget_bytes, check_budget
 from lightning_memkit.memory.meter import ByteMeter, unmetered
 from lightning_memkit.memory.sizing import Sizing
 from lightning_memkit.micro_batching import SplitError, WeighBy, Weigher, batch_size
+from lightning_memkit.micro_batching.foreseen import ForeseenWronglyError
 from lightning_memkit.optim.journal import BUNDLE_BYTES, BUNDLE_BYTES_CPU, journal_steps
 from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._checks import check_accumulation, warn_of_hooks, warn_of_inexactness
@@ -351,13 +352,13 @@ class MemoryBudget(LeavesRunBehind, Callback):
         self._has_split = True
         warn_of_hooks(step.trainer, step.trainer.lightning_module)
 
-    def _reconsidered(self, step: _seam.Step, error: Exception) -> None:
+    def _reconsidered(self, step: _seam.Step, error: ForeseenWronglyError, *, last: bool) -> None:
         """A batch's loss was another one than foreseen: what follows from it, before the batch runs again."""
         generators = Generators()
         try:
             with unmetered():
                 if self._choice is not None:
-                    self._choice.reconsider(step, error)
+                    self._choice.reconsider(step, error, last=last)
         finally:
             generators.restore()
 

@@ -32,6 +32,7 @@ INNER += ("UnwritableError", "NoPictureError", "ConfigError")  # caught, or prin
 # The batch runs again.
 INNER += ("UnforeseenLossError", "VaryingFactorError", "UnseenValueError")
 INNER += ("UnknownTotalsError", "MistakenTotalsError", "NothingCountedError")
+INNER += ("ForeseenWronglyError", "ForeseenElsewhereError")
 
 
 @cache

@@ -4,14 +4,27 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 
-from tests.plugins.toys import ShardableTagger, WeightedTagger, loader, trained, weights
+from tests.plugins.toys import (
+    GrowingTagger,
+    MaskedTagger,
+    ShardableTagger,
+    WeightedTagger,
+    loader,
+    trained,
+    weights,
+)
+
+
+def run_on_two_ranks(path: Path, micro_batch_size: int, strategy: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone",
+               "-m", "tests.plugins.two_ranks", str(path), str(micro_batch_size), strategy]  # fmt: skip
+    return subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=240)
 
 
 def two_ranks(path: Path, micro_batch_size: int, strategy: str) -> dict[str, torch.Tensor]:
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone",
-               "-m", "tests.plugins.two_ranks", str(path), str(micro_batch_size), strategy]  # fmt: skip
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=240)
+    done = run_on_two_ranks(path, micro_batch_size, strategy)
     assert done.returncode == 0, done.stderr[-3000:]
     return torch.load(path)
 
@@ -26,8 +39,24 @@ def test_parts_weigh_over_all_ranks(tmp_path: Path, strategy: str, micro_batch_s
     assert (difference <= 1e-12) if micro_batch_size else (difference >= 1e-3)
 
 
-def test_class_weights_weigh_over_all_ranks(tmp_path: Path) -> None:
-    whole, _ = trained(dtype=torch.float64, max_steps=10, data=loader(count=80), module=WeightedTagger)
-    ranks = two_ranks(tmp_path / "weights.pt", 3, "ddp weighted")
+@pytest.mark.parametrize(
+    ("strategy", "module"),
+    [("ddp weighted", WeightedTagger), ("ddp masked", MaskedTagger), ("ddp growing", GrowingTagger)],
+)
+def test_what_a_loss_shows_weighs_over_all_ranks(
+    tmp_path: Path, strategy: str, module: type[LightningModule]
+) -> None:
+    """Also from the step on at which it is divided by another number than before, or has more terms on one rank."""
+    whole, _ = trained(dtype=torch.float64, max_steps=10, data=loader(count=80), module=module)
+    ranks = two_ranks(tmp_path / "weights.pt", 3, strategy)
     assert float(ranks["spread"]) == 0
     assert float((ranks["weights"] - weights(whole)).abs().max()) <= 1e-12
+
+
+def test_a_loss_that_has_other_terms_in_some_parts_of_one_rank_ends_both_with_a_reason(
+    tmp_path: Path,
+) -> None:
+    done = run_on_two_ranks(tmp_path / "weights.pt", 3, "ddp ragged")
+    assert done.returncode != 0
+    assert done.stderr.count("BudgetError: ") == 2
+    assert done.stderr.count("keep the batch whole (micro_batch_size = the loader's batch size") == 2

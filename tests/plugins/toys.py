@@ -64,6 +64,37 @@ class WeightedTagger(ShardableTagger):
         return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), weight=classes)
 
 
+class MaskedTagger(ShardableTagger):
+    """Two means, of which one is over tokens that a mask leaves; it leaves all of them in the first steps."""
+
+    begins = 4
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:  # pyright: ignore
+        hidden = self.mix(self.embedding(batch["x"]))[0]
+        losses = F.cross_entropy(self.head(hidden).flatten(0, 1), batch["x"].flatten(), reduction="none")
+        kept = (batch["x"].flatten() > 9) | (batch_idx < self.begins)
+        return (losses * kept).sum() / kept.sum() + 0.1 * hidden.square().mean()
+
+
+class GrowingTagger(ShardableTagger):
+    """Its loss has one more term from a step on."""
+
+    def has_term(self, batch: dict[str, Tensor], batch_idx: int) -> bool:
+        return batch_idx > 3
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:  # pyright: ignore
+        hidden = self.mix(self.embedding(batch["x"]))[0]
+        loss = F.cross_entropy(self.head(hidden).flatten(0, 1), batch["labels"].flatten())
+        return loss + hidden.square().mean() if self.has_term(batch, batch_idx) else loss
+
+
+class RaggedTagger(GrowingTagger):
+    """Whether its loss has one more term depends on the rows: some micro-batches have it, of either rank."""
+
+    def has_term(self, batch: dict[str, Tensor], batch_idx: int) -> bool:
+        return batch_idx > 3 and bool((batch["labels"] != -100).all())
+
+
 def tagged_rows(count: int = 160, length: int = 12) -> list[dict[str, Tensor]]:
     """Rows of which 1 to 12 labels count."""
     generator = torch.Generator().manual_seed(1)

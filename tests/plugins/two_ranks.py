@@ -11,7 +11,15 @@ from torch.utils.data import DataLoader
 
 from lightning_memkit import MemoryBudget
 from tests.plugins.ranks import leave
-from tests.plugins.toys import ShardableTagger, WeightedTagger, tagged_rows, trainer
+from tests.plugins.toys import (
+    GrowingTagger,
+    MaskedTagger,
+    RaggedTagger,
+    ShardableTagger,
+    WeightedTagger,
+    tagged_rows,
+    trainer,
+)
 
 
 class Sharded(ShardableTagger):
@@ -27,11 +35,18 @@ class Sharded(ShardableTagger):
 def main(path: str, micro_batch_size: int, strategy: str) -> None:
     torch.set_num_threads(1)
     # Rank 1 has the rows with more labels; the sharded run is told what its loss is a mean over.
-    weigh_by = "auto" if "weighted" in strategy else "labels"
+    weigh_by = "labels" if strategy in ("ddp", "fsdp2") else "auto"
     callbacks = [MemoryBudget("1GiB", micro_batch_size, weigh_by=weigh_by)] if micro_batch_size else []
-    kinds: dict[str, Any] = {"ddp": "ddp", "ddp weighted": "ddp", "fsdp2": ModelParallelStrategy(2, 1)}
-    modules = {"ddp": ShardableTagger, "ddp weighted": WeightedTagger, "fsdp2": Sharded}
-    fitted = trainer(*callbacks, max_steps=10, devices=2, strategy=kinds[strategy], gradient_clip_val=0.5,
+    modules: dict[str, Any] = {
+        "ddp": ShardableTagger,
+        "ddp weighted": WeightedTagger,
+        "ddp masked": MaskedTagger,
+        "ddp growing": GrowingTagger,
+        "ddp ragged": RaggedTagger,
+        "fsdp2": Sharded,
+    }
+    kind: Any = ModelParallelStrategy(2, 1) if strategy == "fsdp2" else "ddp"
+    fitted = trainer(*callbacks, max_steps=10, devices=2, strategy=kind, gradient_clip_val=0.5,
                      use_distributed_sampler=False)  # fmt: skip
     torch.manual_seed(0)
     module = modules[strategy]().double()
