@@ -61,6 +61,11 @@ def note_way(step: Any, own_way: bool) -> None:
     step.__dict__[_OUR_WAY] = own_way
 
 
+def is_our_replacement(step: Any) -> bool:
+    """Whether a step was put on an optimizer by this package, in the place of the one that its users mean."""
+    return hasattr(step, _OUR_WAY)
+
+
 def with_closure(step: Callable[..., Any], closure: Callable[[], Any] | None) -> Callable[[], Any]:
     """A step with its closure bound, under the name that the step has for it; without where it takes none."""
     if closure is None:

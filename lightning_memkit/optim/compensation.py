@@ -17,6 +17,7 @@ from lightning_memkit.errors import NoEffectWarning
 from lightning_memkit.optim.bytes_per_parameter import BytesPerParameter, bytes_per_parameter
 from lightning_memkit.optim.checkpoints import install_checkpoint_hooks
 from lightning_memkit.optim.closures import with_closure
+from lightning_memkit.optim.comparisons import refuse_comparisons
 from lightning_memkit.optim.consolidate import float32_weight
 from lightning_memkit.optim.eager import own_values_by_parameter, restore_filled_states, widen_own_buffers
 from lightning_memkit.optim.methods import (
@@ -55,7 +56,7 @@ class Compensation:
     """The handle of a compensated optimizer: undo, exact roll-back, bytes and float32 weights.
 
     Made by `compensate`. The optimizer's own `step`, `zero_grad`, `state_dict` and `load_state_dict` are used
-    as ever; ``step(closure)`` evaluates the closure once, before the step.
+    as ever; ``step(closure)`` evaluates the closure as the optimizer does.
     """
 
     def __init__(self, optimizer: Optimizer, engine: ShadowEngine) -> None:
@@ -192,8 +193,9 @@ def compensate(
         The handle; `Compensation.undo` gives the optimizer back.
 
     Raises:
-        ValueError: an unknown mode or states, an optimizer that is already compensated, `differentiable=True`.
-        TypeError: an optimizer whose step demands a closure, such as LBFGS.
+        ValueError: an unknown mode or states, an optimizer that is already compensated, `differentiable=True`; one
+            that compares evaluations of its closure (LBFGS, line searches), where its weights or states are rounded.
+        TypeError: an optimizer whose step evaluates its closure in a way of its own, over sharded parameters.
     """
     check_options(mode, states)
     refuse_unsupported(optimizer)
@@ -213,8 +215,10 @@ def compensate(
             NoEffectWarning,
             stacklevel=2,
         )
+    untried = refuse_comparisons(optimizer, mode, states)
     known = is_known_by_parameter(optimizer)
     engine = ShadowEngine(mode, states, StochasticRounding(seed), bucket_bytes)
+    engine.refuses_own_ways = untried
     compensation = Compensation(optimizer, engine)
     if engine.under_identity:
         compensation.undo_widening = widen_own_buffers(optimizer, low_halves or {})

@@ -9,6 +9,7 @@ the two objects exchange what they stand for and take it back.
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,12 +71,17 @@ class _Float32Form:
             exchange(stored, wide)
         self._shown = True
 
-    def lend(self) -> None:
-        """Be bfloat16 for an evaluation of the model: the nearest to what the optimizer has made of the weights."""
+    def lend(self, *, unmoved: bool = False) -> None:
+        """Be bfloat16 for an evaluation of the model: the nearest to what the optimizer has made of the weights.
+
+        Args:
+            unmoved: it has made nothing of them yet; no bit is written then, where a tie may be rounded otherwise.
+        """
         parameter = self.slot.parameter
         exchange(parameter, self._other)
         self._shown = False
-        parameter.detach().copy_(self._other.detach())
+        if not unmoved:
+            parameter.detach().copy_(self._other.detach())
         self._hand_gradient_on()
 
     def resume(self) -> None:
@@ -83,6 +89,13 @@ class _Float32Form:
         self._other.grad = _float32(self.slot.parameter.grad)
         exchange(self.slot.parameter, self._other)
         self._shown = True
+
+    def has_moved(self) -> bool:
+        """Whether the float32 weight is another than before the step; bfloat16 weights have not been lent since."""
+        shown, kept = self.slot.parameter.detach(), self._other.detach()
+        before = torch.empty_like(shown)
+        widen_(kept, next(iter(self._low.values()), None), before)
+        return not torch.equal(shown.view(torch.int32), before.view(torch.int32))
 
     def close(self) -> None:
         """Be bfloat16 and low half, with the states as they are to be kept."""
@@ -178,13 +191,24 @@ class Float32Forms:
                 form.abandon()
             raise
 
-    def evaluating(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """A closure that evaluates the model on the bfloat16 weights nearest to the float32 ones of the moment."""
+    def evaluating(
+        self, closure: Callable[[], Any], refusal: Callable[[], Exception] | None = None
+    ) -> Callable[[], Any]:
+        """A closure that evaluates the model on the bfloat16 weights nearest to the float32 ones of the moment.
+
+        Args:
+            closure: evaluates it.
+            refusal: makes the error of a step that evaluates again, or after it has moved weights; None where it may.
+        """
+        evaluations = count()
 
         def evaluate() -> Any:
+            again = next(evaluations) > 0
+            if refusal is not None and (again or any(form.has_moved() for form in self._forms)):
+                raise refusal()
             with torch.no_grad():
                 for form in self._forms:
-                    form.lend()
+                    form.lend(unmoved=refusal is not None)
             result = closure()
             with torch.no_grad():
                 for form in self._forms:

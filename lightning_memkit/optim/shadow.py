@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_memkit.optim.blocks import first_element, local_part
 from lightning_memkit.optim.closures import with_closure
+from lightning_memkit.optim.comparisons import untried_error
 from lightning_memkit.optim.fused.recipes import take
 from lightning_memkit.optim.fused.step import fused_step
 from lightning_memkit.optim.group_scalars import copied, group_scalars, restore_group_scalars
@@ -67,6 +69,7 @@ class ShadowEngine:
         self.bucket_bytes = bucket_bytes
         self.under_identity = False  # whether parameters are float32 themselves in a step, not by shadows
         self.bfloat16_states: set[str] = set()  # states that an optimizer keeps in bfloat16 by its own choice
+        self.refuses_own_ways = False  # whether a step may evaluate its closure at its start only
         self.may_fuse = True  # whether a kernel may stand in for the step of a class that it knows
         # What the optimizer sees in the place of parameters that are not in the bucket: it has no gradient,
         # so it is passed over, and the places of the others, which some optimizers go by, stay.
@@ -161,7 +164,10 @@ class OpenStep:
         """Let the stock step evaluate a closure; all parameters are float32 but within the evaluations."""
         with torch.no_grad():
             forms = Float32Forms(self._engine, self._optimizer, self._trained())
-        evaluate = None if closure is None else forms.evaluating(closure)
+        mode, refusal = self._engine.mode, None
+        if self._engine.refuses_own_ways and mode is not None:
+            refusal = partial(untried_error, self._optimizer, mode, self._engine.states)
+        evaluate = None if closure is None else forms.evaluating(closure, refusal)
         self._whole = True
         params = [group["params"] for group in self._optimizer.param_groups]
         with _showing(self._optimizer, self._optimizer.state, params), forms.shown():

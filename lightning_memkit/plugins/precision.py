@@ -59,7 +59,8 @@ class PureBF16Precision(Precision):
         fp32_exceptions: Glob patterns of module, parameter, buffer or class names to keep in float32.
 
     Raises:
-        ValueError: An option has an unknown value.
+        ValueError: An option has an unknown value. At setup, where an optimizer compares evaluations of its closure
+            (LBFGS, line searches) and ``compensation`` is not ``"split"``, or its moments are compact.
         TypeError: At setup, where an optimizer's step evaluates its closure in a way of its own (SAM, LBFGS) and its
             parameters are sharded.
     """

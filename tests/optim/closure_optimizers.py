@@ -167,3 +167,5 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "k evaluations": lambda params: Repeating(params, lr=1e-2),
     "Polyak": Polyak,
 }
+# What these do hangs on differences between evaluations.
+COMPARING = ("LBFGS", "LBFGS, line search", "backtracking")

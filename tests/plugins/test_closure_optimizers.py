@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memkit import MemoryBudget, PureBF16Precision
-from tests.optim.closure_optimizers import OPTIMIZERS
+from tests.optim.closure_optimizers import COMPARING, OPTIMIZERS
 
 BATCH = 12
 Make = Callable[[Any], Optimizer]
@@ -169,3 +169,20 @@ def test_pure_bf16_is_bitwise_an_fp32_master(name: str, size: int | None) -> Non
     masters = on_masters(OPTIMIZERS[name], size or BATCH)
     for (_, trained), master in zip(compensation.float32_weights(), masters, strict=True):
         assert torch.equal(trained, master)
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("compensation", ["kahan", "stochastic", "none"])
+def test_rounded_weights_and_compared_evaluations_are_refused_at_setup(name: str, compensation: Any) -> None:
+    """And no other optimizer is."""
+    module = Regression(OPTIMIZERS[name], torch.float32)
+    runs = []
+    module.net.register_forward_pre_hook(lambda *_: runs.append(1))
+    precision = PureBF16Precision(compensation)
+    if name not in COMPARING:
+        fit(module, plugins=[precision])
+        return
+    with pytest.raises(ValueError, match=f"^compensation='{compensation}'.*Write compensation='split'"):
+        fit(module, plugins=[precision])
+    assert not runs

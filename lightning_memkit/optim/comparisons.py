@@ -1,0 +1,222 @@
+"""Whether a step decides by comparing what its evaluations give: a line search, curvature from gradients' differences.
+
+A step on compensated weights is float32 within; what it leaves is rounded. SAM takes the gradients of its evaluations
+as any optimizer takes the one that it is given, and rounding costs it what it costs its base optimizer. A step that
+compares evaluations is led elsewhere: on bfloat16 weights gradients and losses change in jumps, and their differences
+show little else. LBFGS ends as far from its float32 self as it has moved where weights change by one part in 2^17.
+Nothing but the exact float32 weight keeps such a step what it is.
+
+To tell the two apart, small copies of the optimizer are stepped on made-up gradients and losses, and their moves are
+compared: under a constant gradient and one that changes by 2 %, under losses that fall and losses that rise.
+"""
+
+import warnings
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from lightning_memkit.optim.closures import with_closure
+from lightning_memkit.optim.methods import local_optimizer, stock_step, uses_closure_its_own_way
+from lightning_memkit.optim.modes import Mode, States
+from lightning_memkit.optim.pieces import is_compensated, slots
+from lightning_memkit.optim.state_dtypes import storage_of
+from lightning_memkit.optim.tiny_copies import tiny_copy
+from lightning_memkit.rollback import Generators
+
+_STEPS = 4
+_EVALUATIONS_A_STEP = 100  # more are taken for "until it fits": no step with a fixed number has that many
+_CHANGE = 0.02  # of the gradient, at the farthest evaluation: others answer it by moving about 2 % farther
+_TELLS = 0.25  # of the move: a change that is larger is a decision
+_LOSS, _LOSS_CHANGE = 1000.0, 5.0  # by evaluation: more than a slope of 1 promises, for Armijo's condition
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What steps of small copies have shown.
+
+    Attributes:
+        compares: whether the optimizer's move hangs on differences between evaluations.
+        rounded_states: names of its states that compact states would round.
+    """
+
+    compares: bool
+    rounded_states: frozenset[str] = frozenset()
+
+
+class _TooManyEvaluations(BaseException):  # noqa: N818  # past the `except Exception` of a step
+    """A step does not end."""
+
+
+def refuse_comparisons(optimizer: Optimizer, mode: Mode, states: States) -> bool:
+    """Refuse a step that compares its evaluations, where weights or states are rounded between steps.
+
+    Args:
+        optimizer: any.
+        mode: of its compensation.
+        states: likewise.
+
+    Returns:
+        Whether that stays open, since no small copy can be stepped: then the step itself must be watched.
+
+    Raises:
+        ValueError: it compares them, and what it leaves is not kept as it is.
+    """
+    optimizer = local_optimizer(optimizer)
+    if (mode == "split" and states == "exact") or not uses_closure_its_own_way(optimizer):
+        return False
+    if not any(is_compensated(slot.parameter) for slot in slots(optimizer)):
+        return False
+    tried = try_comparisons(optimizer)
+    if tried is None:
+        return True
+    rounded = tried.rounded_states if states == "compact" else ()
+    if tried.compares and (mode != "split" or rounded):
+        raise ValueError(
+            f"{_options(mode, states)} with {type(optimizer).__name__}: its step compares evaluations of its closure "
+            "(a line search, or curvature from differences of gradients), and takes other steps where what it leaves "
+            f"is rounded{_named(rounded)}. {_remedy(mode, exact=bool(rounded))}"
+        )
+    return False
+
+
+def untried_error(optimizer: Optimizer, mode: Mode, states: States) -> ValueError:
+    """The error of a step that evaluates in its own way, and of which no small copy could be stepped at setup."""
+    return ValueError(
+        f"{_options(mode, states)} with {type(optimizer).__name__}: its step evaluates its closure again, or after it "
+        "has moved weights. If it compares the evaluations (a line search, curvature from differences of gradients), "
+        "it takes other steps where what it leaves is rounded; no small copy of it could be stepped at setup to see "
+        f"whether it does. The weights are as before this step. {_remedy(mode, exact=states == 'compact')}"
+    )
+
+
+def try_comparisons(optimizer: Optimizer) -> Tried | None:
+    """Step small copies of an optimizer, to see whether it compares evaluations; None where that can't be tried.
+
+    The random state is put back, and warnings are not shown.
+    """
+    if type(optimizer) is LBFGS:
+        return Tried(compares=True)
+    generators = Generators()
+
+    def stepped(change: float = 0.0, loss_change: float = 0.0) -> _Problem:
+        generators.restore()
+        return _stepped(optimizer, change, loss_change)
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            constant = stepped()
+            compares = constant.endless or isinstance(optimizer, LBFGS)
+            if constant.farthest == 0 and not compares:
+                return None
+            if not compares:
+                falling, rising = stepped(loss_change=-_LOSS_CHANGE), stepped(loss_change=_LOSS_CHANGE)
+                compares = _differ(falling, rising)
+            if not compares:
+                curved = (stepped(share * _CHANGE / constant.farthest) for share in (1.0, 0.5))
+                compares = any(_differ(constant, other) for other in curved)
+    except Exception:
+        return Tried(compares=True) if isinstance(optimizer, LBFGS) else None
+    finally:
+        generators.restore()
+    return Tried(compares, frozenset(constant.rounded_states))
+
+
+def _stepped(optimizer: Optimizer, change: float, loss_change: float) -> "_Problem":
+    tiny = tiny_copy(optimizer)
+    problem = _Problem(tiny, change, loss_change)
+    step = with_closure(stock_step(tiny), problem.closure)
+    try:
+        for _ in range(_STEPS):
+            problem.evaluations_left = _EVALUATIONS_A_STEP
+            step()
+    except _TooManyEvaluations:
+        problem.endless = True
+    problem.note_distance()
+    for slot in slots(tiny):
+        state, group = tiny.state.get(slot.parameter, {}), tiny.param_groups[slot.group]
+        for name, value in state.items():
+            single = value.float() if isinstance(value, Tensor) else value
+            if storage_of(name, single, state, group, slot.parameter) != "keep":
+                problem.rounded_states.add(name)
+    return problem
+
+
+class _Problem:
+    """A made-up gradient of norm 1, and a loss that has nothing to do with it.
+
+    Args:
+        optimizer: whose parameters get the gradients.
+        change: of the gradient, for a move of 1.
+        loss_change: of the loss, from one evaluation to the next.
+
+    Attributes:
+        farthest: how far from their starts the parameters were in an evaluation, or at last.
+        evaluations_left: in this step.
+        endless: whether a step wanted more evaluations than it may have.
+        rounded_states: names of states that compact states round.
+    """
+
+    def __init__(self, optimizer: Optimizer, change: float, loss_change: float) -> None:
+        self._trained = [slot.parameter for slot in slots(optimizer) if slot.parameter.requires_grad]
+        self._starts = [parameter.detach().clone() for parameter in self._trained]
+        self._size = sum(parameter.numel() for parameter in self._trained) ** -0.5
+        self._change, self._loss_change = change, loss_change
+        self._loss = _LOSS
+        self.farthest = 0.0
+        self.endless = False
+        self.rounded_states: set[str] = set()
+        self.evaluations_left = 0
+
+    def closure(self) -> Tensor:
+        if self.evaluations_left == 0:
+            raise _TooManyEvaluations
+        self.evaluations_left -= 1
+        self._loss += self._loss_change
+        self.note_distance()
+        for parameter, start in zip(self._trained, self._starts, strict=True):
+            moved = parameter.detach() - start
+            parameter.grad = moved.mul_(self._change).add_(_alternating(start), alpha=self._size)
+        return torch.tensor(self._loss)
+
+    def note_distance(self) -> None:
+        self.farthest = max(self.farthest, float(self.move().norm()))
+
+    def move(self) -> Tensor:
+        pairs = zip(self._trained, self._starts, strict=True)
+        return torch.cat([(parameter.detach() - start).flatten() for parameter, start in pairs])
+
+
+def _alternating(like: Tensor) -> Tensor:
+    flat = torch.ones(like.numel(), dtype=like.dtype)
+    flat[1::2] = -1
+    return flat.view(like.shape)
+
+
+def _differ(one: _Problem, other: _Problem) -> bool:
+    moves = one.move(), other.move()
+    if one.endless or other.endless:
+        return True
+    larger = max(float(move.norm()) for move in moves)
+    return not float((moves[0] - moves[1]).norm()) <= _TELLS * larger  # no number is not equal, either
+
+
+def _options(mode: Mode, states: States) -> str:
+    return f"compensation={mode!r}, states={states!r}"
+
+
+def _named(rounded: Collection[str]) -> str:
+    return f" (also its states {', '.join(sorted(rounded))})" if rounded else ""
+
+
+def _remedy(mode: Mode, *, exact: bool) -> str:
+    """What to write; of `compensate`, `compensation` is `mode`."""
+    split = "compensation='split' (`mode` of `compensate`), which keeps the exact float32 weight"
+    price = "for as many bytes" if mode == "kahan" else "for 2 bytes a parameter more"
+    wanted = [] if mode == "split" else [f"{split} {price}"]
+    if exact:
+        wanted.append("states='exact', which keeps the states in float32")
+    return f"Write {', and '.join(wanted)}."
