@@ -176,6 +176,14 @@ from_loss(
     lambda m, b: F.cross_entropy(x := m.logits(b), b["y"]) + 0.1 * x.logsumexp(1).square().mean(),
 )  # fmt: skip
 from_loss(
+    "weight_norms", PARTS, LABELLED,
+    lambda m, b: F.cross_entropy(m.logits(b), b["y"]) + 0.01 * torch.stack([p.norm() for p in m.trainable()]).sum(),
+)  # fmt: skip
+from_loss(
+    "sum_beside_weight_norm", PARTS, LABELLED,
+    lambda m, b: each(m, b).sum() / 32 + 0.01 * torch.cat([p.flatten() for p in m.trainable()]).norm(),
+)  # fmt: skip
+from_loss(
     "segmentation", PARTS, {"x": "images", "mask": "segments"},
     lambda m, b: F.cross_entropy(m.logits(b), b["mask"], ignore_index=255), base=Pictures,
 )  # fmt: skip

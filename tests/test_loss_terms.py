@@ -86,6 +86,25 @@ def balance(x: Tensor, rows: slice) -> Tensor:
     return CLASSES * (shares * x.softmax(1).mean(0)).sum()
 
 
+def test_a_norm_of_weights_is_a_term_and_one_of_what_they_make_of_rows_is_curved() -> None:
+    weight, embedded = nn.Parameter(torch.randn(40, CLASSES)), nn.Parameter(torch.randn(100, CLASSES))
+    rows = torch.randn(ROWS, 40)
+    loss = F.cross_entropy(rows @ weight, LABELS)
+    of_weights = (
+        weight.norm(),
+        (weight - weight.detach()).square().sum().sqrt(),
+        (weight.T @ weight - torch.eye(CLASSES)).norm(),
+        F.relu(weight.norm(dim=1) - 1).sum(),
+        torch.linalg.matrix_norm(weight, 2),
+    )
+    for penalty in of_weights:
+        found = terms_of(loss + 0.1 * penalty)
+        assert not found.curved
+        assert len(found.terms) == 2
+    for of_rows in ((rows @ weight).norm(), embedded[LABELS].norm(), (weight * rows.mean(0)[:, None]).norm()):
+        assert not terms_of(loss + 0.1 * of_rows).terms
+
+
 def test_a_factor_that_is_counted_in_the_batch_is_seen_where_gradients_hide_it() -> None:
     assert rules_of(lambda x, r: each(x, r).mean() + 1e-9 * balance(x, r)) == VARYING_FACTOR
 

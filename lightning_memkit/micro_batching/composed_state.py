@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_memkit.joining import Joining
 from lightning_memkit.joining_rules import JoinError
+from lightning_memkit.micro_batching._alike import alike
 
 Counts = Mapping[str, Sequence[float]]
 
@@ -193,8 +194,8 @@ def _holds(value: Any, loss: Tensor) -> bool:
     if isinstance(value, list):
         return len(value) == 1 and _holds(value[0], loss)
     if isinstance(value, Tensor):
-        return value.numel() == 1 and bool(value == loss)
-    return isinstance(value, float) and value == float(loss)
+        return value.numel() == 1 and alike(value.detach().reshape(()), loss.detach().reshape(()).to(value))
+    return isinstance(value, float) and alike(value, float(loss))
 
 
 def _like(value: Any, loss: Tensor) -> Any:

@@ -23,6 +23,7 @@ _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 4e-3, torc
 _SMALL = (
     1e-3  # a divisor below counts nothing: it was added to, or clamped, so that nothing is divided by zero
 )
+NOTHING_COUNTS = "a term that counts nothing in the whole batch"
 VARYING_FACTOR = "a factor that is made of the batch's rows"
 
 
@@ -277,7 +278,7 @@ def _rule(
 ) -> TermRule | str:
     whole, *parts = divisors
     if whole == 0:
-        return "a batch in which nothing counts"
+        return NOTHING_COUNTS
     allowed = _ROUNDING.get(dtype, 1e-5) * abs(whole)
     if all(abs(part - whole) <= allowed for part in parts):
         return TermRule(name=name, index=index, branch=branch, law=Law.SUM)

@@ -16,7 +16,7 @@ from math import isinf, prod
 from typing import Any
 
 import torch
-from torch import Tensor, float32, float64
+from torch import Tensor, float32, float64, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 MOST_NODES = 4096  # of a loss that a step adds up row by row; one of more shows nothing
@@ -39,6 +39,15 @@ _CURVED = """Abs Acos Asin Atan Clamp ClampMax ClampMin Cos Cosh Elu Erf Exp Exp
 # What stands between a number and the parameter that it is made of: a learned temperature, the weight of a task.
 _OF_PARAMETERS = {*_PASSED, *_CURVED, *_ADDED, *"Div Index Mean Mul Neg Select Slice Sum Unbind".split()}
 _PARAMETER_NUMEL = 64  # such numbers stand in a small parameter
+# What stands between a penalty and the weights that it is made of, whatever their size; nothing that takes indices.
+_OF_WEIGHTS = {
+    *_PASSED,
+    *_CURVED,
+    *_ADDED,
+    *_PRODUCTS,
+    *"""Amax Amin Cumsum Diagonal Div LinalgSvd Mean Mul Neg Select
+    Slice Split SplitWithSizes Stack Sum Trace Tril Triu Unbind""".split(),
+} - {"MaskedFill"}
 _FACTOR_NUMEL = 2**16
 _LEAF = "torch::autograd::AccumulateGrad"
 
@@ -211,6 +220,8 @@ def _step(path: _Path) -> Any:
         return [_down(path, path.output)]
     if path.reduced or _of_parameters(node):
         return _term(path)
+    if _numel_out(path) == 1 and _of_weights(node):
+        return _term(path)  # a norm of weights: no row is in it
     if kind in _CURVED and _numel_out(path) == 1:
         raise _CurvedLossError(kind.lower())
     return node.name()
@@ -424,6 +435,33 @@ def _of_parameters(node: Any) -> bool:
             return False
         nodes.extend(child for child, _ in current.next_functions if child is not None)
     return False
+
+
+def _of_weights(node: Any) -> bool:
+    """Whether a number is computed from parameters alone: a penalty, of which all micro-batches have the same."""
+    nodes, seen = [node], {node}
+    while nodes:
+        current = nodes.pop()
+        if current.name() == _LEAF:
+            if not isinstance(current.variable, nn.Parameter):
+                return False
+            continue
+        kind = kind_of(current)
+        if kind not in _OF_WEIGHTS or len(seen) > MOST_NODES:
+            return False
+        children = [child for child, _ in current.next_functions]
+        if None in children and kind not in _ADDED and not _by_number(current, children.index(None)):
+            return False
+        new = {child for child in children if child is not None} - seen
+        seen |= new
+        nodes.extend(new)
+    return True
+
+
+def _by_number(node: Any, index: int) -> bool:
+    """Whether what has no gradient in a product or a quotient is one number."""
+    value = getattr(node, "_saved_other" if index else "_saved_self", None)
+    return isinstance(value, Tensor) and value.numel() == 1
 
 
 def _add(terms: dict[Any, Term], term: Term) -> None:

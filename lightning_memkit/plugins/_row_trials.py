@@ -15,7 +15,14 @@ from lightning_memkit.micro_batching import WeighBy, Weigher, normalized, weighe
 from lightning_memkit.micro_batching.batch_counts import Foretold, foretelling
 from lightning_memkit.micro_batching.comparison import SCALE, Comparison, Miss, spans_of
 from lightning_memkit.micro_batching.composed_state import ComposedState
-from lightning_memkit.micro_batching.loss_rules import VARYING_FACTOR, Law, LossRules, learned, scale_terms
+from lightning_memkit.micro_batching.loss_rules import (
+    NOTHING_COUNTS,
+    VARYING_FACTOR,
+    Law,
+    LossRules,
+    learned,
+    scale_terms,
+)
 from lightning_memkit.micro_batching.loss_terms import LossTerms, terms_of
 from lightning_memkit.micro_batching.step_changes import StepChange
 from lightning_memkit.micro_batching.without_noise import SharedDraws
@@ -136,7 +143,8 @@ class RowTrials:
             known: rules that held before.
 
         Raises:
-            NothingCountsError: the rows have no gradient, or their loss shows less than is known.
+            NothingCountsError: the rows have no gradient, or one of their loss's terms counts none of them, or it
+                shows less than is known.
         """
         self._trials.capture = None
         if self._draws is not None:
@@ -155,7 +163,8 @@ class RowTrials:
         rules, outcome = None, None
         if reads and present and not bends:
             rules = learned(whole.terms, [part.terms for part in present], whole.loss.dtype)
-            if isinstance(rules, LossRules) and known is not None and rules.tells_less(known):
+            less = isinstance(rules, LossRules) and known is not None and rules.tells_less(known)
+            if less or rules == NOTHING_COUNTS:
                 raise NothingCountsError
         if isinstance(rules, LossRules):
             outcome = self._by_rules(ways, rules, whole, parts, comparison)
@@ -309,7 +318,7 @@ class RowTrials:
         has_sums = any(rule.law is Law.SUM for rule in rules.rules)
         is_lone = has_sums and not _several(parts)
         if several and (not alike or has_sums or comparison.level > _COARSE):
-            miss, rules, is_lone = self._term_by_term(rules, shares, mains)
+            miss, rules, is_lone = self._term_by_term(rules, shares, mains if rules.means else rows)
         if miss.excess > 1 and not several:
             return None  # a single term may be a mean of something that it does not show
         return Outcome(
@@ -325,12 +334,13 @@ class RowTrials:
         )
 
     def _term_by_term(
-        self, rules: LossRules, shares: Sequence[Sequence[float]], mains: Sequence[float]
+        self, rules: LossRules, shares: Sequence[Sequence[float]], fractions: Sequence[float]
     ) -> tuple[Miss, LossRules, bool]:
         """The worst miss of terms that are compared by themselves, behind no larger one; and the laws that held.
 
         Sums of one name, as the penalties on each of many parameters are, go together. A sum that is not that of its
-        parts' may be one that looks at no row; one of which a part alone counts may be none, which is told last.
+        parts' may be one that looks at no row, of which each part takes its fraction; one of which a part alone counts
+        may be none, which is told last.
         """
         worst, laws, is_lone = Miss(excess=0.0, relative_error=0.0), list(rules.rules), False
         ones, few = [1.0] * len(laws), [SCALE] * len(laws)
@@ -344,7 +354,7 @@ class RowTrials:
             gradients = [run.gradient for run in runs]
             miss, law = comparison.miss(gradients, [1.0] * len(gradients)), laws[group[0]].law
             if law is Law.SUM and miss.excess > 1:
-                of_all = comparison.miss(gradients, mains)
+                of_all = comparison.miss(gradients, fractions)
                 if of_all.excess <= 1:
                     miss, law = of_all, Law.SHARED
                 elif len(group) > 1:

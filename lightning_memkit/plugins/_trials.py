@@ -251,7 +251,11 @@ class Trials:
             return self._composed(step, rows, rollback, rollback.left_behind())
 
     def _composed(self, step: _seam.Step, rows: Any, rollback: Rollback, left: Left) -> frozenset[StepChange]:
-        """The changes that two micro-batches of unlike size leave as the whole of them does."""
+        """The changes that two micro-batches of unlike size leave as the whole of them does.
+
+        What the second leaves by itself, too, it may have put in the place of what the first has left: of such changes
+        the micro-batches run in the other order as well.
+        """
         total = _rows(rows)
         if total < 3:
             return frozenset()
@@ -259,10 +263,20 @@ class Trials:
         first = total // 2 if total % 2 else total // 2 - 1
         rollback.restore()
         try:
+            one, other = split_batch(rows, [first, total - first])
             with rollback.watching():
-                for part in split_batch(rows, [first, total - first]):
-                    self._run(step, part)
-            return compose(left, rollback.left_behind())
+                self._run(step, one)
+                self._run(step, other)
+            composed = compose(left, rollback.left_behind())
+            if not composed:
+                return composed
+            rollback.restore()
+            with rollback.watching():
+                self._run(step, other)
+                doubtful = compose(left, rollback.left_behind()) & composed
+                if doubtful:
+                    self._run(step, one)
+            return composed - doubtful | (doubtful & compose(left, rollback.left_behind()))
         except Exception as error:  # a part may have too few rows for the module
             rank_zero_debug(f"MemoryBudget can't try a step in parts: {error!r}")
             return frozenset()

@@ -90,11 +90,48 @@ def by_positives(module: Classifier, batch: dict[str, Tensor], scores: Tensor) -
     return total / (batch["y"] > 0).sum().clamp(min=1)
 
 
+def with_lasso(module: Classifier, batch: dict[str, Tensor], scores: Tensor) -> Tensor:
+    """A norm of each neuron's weights."""
+    first: Any = module.net[0]
+    return F.cross_entropy(scores, batch["y"]) + 0.1 * first.weight.norm(dim=1).sum()
+
+
+def with_orthogonality(module: Classifier, batch: dict[str, Tensor], scores: Tensor) -> Tensor:
+    """How far the weights are from a rotation."""
+    first: Any = module.net[0]
+    gram = first.weight.T @ first.weight
+    return (
+        F.cross_entropy(scores, batch["y"], reduction="sum") / 16
+        + 0.1 * (gram - torch.eye(6).to(gram)).norm()
+    )
+
+
+def with_spectral_hinge(module: Classifier, batch: dict[str, Tensor], scores: Tensor) -> Tensor:
+    """Singular values above a bound, and the norm of all weights."""
+    first: Any = module.net[0]
+    largest = torch.linalg.matrix_norm(first.weight, 2)
+    every = torch.cat([parameter.flatten() for parameter in module.parameters()])
+    mean = F.cross_entropy(scores, batch["y"], weight=torch.tensor([0.2, 1.0, 2.0, 1.0]).to(scores))
+    return mean + F.relu(largest - 0.5) + 0.01 * every.norm()
+
+
 def by_group(module: Classifier, batch: dict[str, Tensor], scores: Tensor) -> Tensor:
     """The mean of means over groups, of which a micro-batch may hold none."""
     each, groups = F.cross_entropy(scores, batch["y"], reduction="none"), batch["group"]
     means = [each[groups == group].sum() / (groups == group).sum().clamp(min=1) for group in range(3)]
     return torch.stack(means).mean()
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("loss", [with_lasso, with_orthogonality, with_spectral_hinge])
+def test_penalties_on_weights_that_are_no_sums_are_the_batch_s(loss: Loss, size: int) -> None:
+    """A root follows a sum, and no row is in it."""
+    plain, _, _ = run(loss)
+    split, budget, _ = run(loss, size=size)
+    assert budget is not None
+    assert budget.sizing is not None
+    assert budget.sizing.micro_batch_size == size
+    torch.testing.assert_close(weights(split), weights(plain), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("size", [1, 3])
