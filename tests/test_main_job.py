@@ -71,7 +71,12 @@ def run(folder: Path, budget: str, bf16: bool) -> tuple[int, float, MemoryBudget
 
 @pytest.mark.parametrize(
     ("bf16", "budgets", "allowed"),
-    [(False, ("4MiB", "6MiB", "24MiB"), 1e-5), (True, ("6MiB", "8MiB", "24MiB"), 0.01)],
+    [
+        (False, ("6MiB", "24MiB"), 1e-5),
+        (True, ("6MiB", "24MiB"), 0.01),
+        pytest.param(False, ("4MiB", "6MiB", "24MiB"), 1e-5, marks=pytest.mark.slow),
+        pytest.param(True, ("6MiB", "8MiB", "24MiB"), 0.01, marks=pytest.mark.slow),
+    ],
 )
 def test_every_budget_is_kept_with_one_result(
     tmp_path: Path, bf16: bool, budgets: tuple[str, ...], allowed: float
@@ -86,6 +91,6 @@ def test_every_budget_is_kept_with_one_result(
         assert callback.retries == 0
         sizes.append(size)
         losses.append(loss)
-    assert len(set(sizes)) == 3, sizes
+    assert len(set(sizes)) == len(budgets), sizes
     assert max(losses) - min(losses) <= allowed, losses
     assert losses[0] < 4.0  # 61 tokens: it learns

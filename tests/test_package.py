@@ -326,7 +326,17 @@ def fit(names: tuple[str, ...], folder: Path, epochs: int, resume: Path | None =
     return path, {key: value.clone() for key, value in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("names", COMBINATIONS, ids="+".join)
+# Of pairs those with a plugin that holds most of a run; `slow` has the others.
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(names, marks=pytest.mark.slow)
+        if len(names) == 2 and not {"MemoryBudget", "PureBF16Precision"} & set(names)
+        else names
+        for names in COMBINATIONS
+    ],
+    ids="+".join,
+)
 def test_plugins_train_and_resume_bitwise(names: tuple[str, ...], tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     with fake_device() if OFFLOADING & set(names) else nullcontext():

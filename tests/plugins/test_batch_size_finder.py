@@ -56,7 +56,12 @@ def fit(tmp_path: Any, mode: str, *callbacks: Any, tuner: bool, **options: Any) 
 
 
 @pytest.mark.parametrize(
-    ("mode", "tuner", "size"), [("power", False, "auto"), ("binsearch", True, 3), ("power", True, 12)]
+    ("mode", "tuner", "size"),
+    [
+        ("power", False, "auto"),
+        pytest.param("binsearch", True, 3, marks=pytest.mark.slow),
+        pytest.param("power", True, 12, marks=pytest.mark.slow),
+    ],
 )
 def test_the_size_found_is_that_of_whole_batches_and_training_as_without(
     tmp_path: Any, mode: str, tuner: bool, size: Any

@@ -196,7 +196,7 @@ class Clips(ShardableTagger):
             super().configure_gradient_clipping(optimizer, *args, **kwargs)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "scaled"])
+@pytest.mark.parametrize("precision", ["scaled", pytest.param("32-true", marks=pytest.mark.slow)])
 def test_clipping_that_runs_out_of_memory_is_retried_bitwise(precision: Any) -> None:
     def run(fail_at: int | None) -> tuple[DuringClipping, Tensor]:
         options: dict[str, Any] = {"precision": precision}

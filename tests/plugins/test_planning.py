@@ -302,6 +302,7 @@ def test_ranks_are_a_column_where_there_are_several():
     }
 
 
+@pytest.mark.slow
 def test_a_strategy_that_offloads_is_planned_with_what_it_leaves_on_the_device():
     def deep():
         return Language(width=1024, layers=12)

@@ -239,10 +239,15 @@ def test_a_second_run_takes_the_answer_after_one_trial(clocked: type[Classifier]
     [
         {"budget": "900MiB"},
         {"data": "smaller batches"},
-        {"module": "dropout"},
-        {"precision": "bf16-mixed"},
-        {"optimizer": "foreach"},
-        {"version": "another torch"},
+        *(
+            pytest.param(changed, marks=pytest.mark.slow)
+            for changed in (
+                {"module": "dropout"},
+                {"precision": "bf16-mixed"},
+                {"optimizer": "foreach"},
+                {"version": "another torch"},
+            )
+        ),
     ],
     ids=lambda changed: next(iter(changed)),
 )
@@ -295,7 +300,11 @@ def test_an_answer_that_no_longer_fits_is_measured_anew_and_replaced(
 
 @pytest.mark.parametrize(
     "content",
-    ["", "{", "[]", "null", '{"format": 99}', '{"format": 1, "key": "another", "micro_batch_size": 1}'],
+    [
+        "{",
+        '{"format": 1, "key": "another", "micro_batch_size": 1}',
+        *(pytest.param(text, marks=pytest.mark.slow) for text in ("", "[]", "null", '{"format": 99}')),
+    ],
 )
 def test_broken_and_stale_files_are_passed_over_and_replaced(
     clocked: type[Classifier], cache: Path, content: str
