@@ -25,7 +25,7 @@ from lightning_memkit.plugins import _seam, _verdicts
 from lightning_memkit.plugins._logs import LoggedValues
 from lightning_memkit.plugins._novelty import Novelties
 from lightning_memkit.plugins._partition import Splitter
-from lightning_memkit.plugins._probed_rows import probed_rows, told_apart
+from lightning_memkit.plugins._probed_rows import in_order_of, probed_rows, told_apart
 from lightning_memkit.plugins._ranks import any_rank, largest_of_ranks
 from lightning_memkit.plugins._returned import ReturnedValues
 from lightning_memkit.plugins._row_trials import ROUNDING, NothingCountsError, Outcome, Rows, RowTrials
@@ -200,7 +200,7 @@ class Weighing:
         places = _PLACES if rows < batch_size(step.batch) else 1
         for place in range(self.probes, self.probes + places):
             is_last = place == self.probes + places - 1
-            probed = self._rows_of(step.batch, rows, place, alone=alone)
+            probed = self._rows_of(step, trials, rows, place, alone=alone)
             try:
                 if self._settled_by(step, trials, probed, is_last=is_last):
                     return
@@ -208,11 +208,13 @@ class Weighing:
                 if is_last:
                     raise
 
-    def _rows_of(self, batch: Any, rows: int, place: int, *, alone: bool) -> Rows:
-        small = probed_rows(batch, rows, self.split, place)
+    def _rows_of(self, step: _seam.Step, trials: Trials, rows: int, place: int, *, alone: bool) -> Rows:
+        small = probed_rows(step.batch, rows, self.split, place)
         sizes = [1, rows - 1] if alone else [rows // 2, rows - rows // 2]
+        if self.probes == 0 and self.split is None and step.trainer.world_size == 1:
+            small = in_order_of(small, lambda row: trials.loss_of(step, row))
         if len(self._open) > 1:
-            small = told_apart(small, sizes[0], batch)
+            small = told_apart(small, sizes[0], step.batch)
         return Rows(whole=small, parts=split_batch(small, sizes, split=self.split), sizes=sizes)
 
     def _settled_by(self, step: _seam.Step, trials: Trials, probed: Rows, *, is_last: bool) -> bool:

@@ -1,8 +1,9 @@
 """Which rows of a batch are probed: some that differ, with labels that tell ways of weighing apart."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from math import isfinite
 from typing import Any
 
 from torch import Tensor
@@ -38,6 +39,28 @@ def probed_rows(batch: Any, rows: int, split: Splitter | None, probes: int) -> A
     before = _offset(probes, total - rows)
     sizes = [size for size in (before, rows, total - rows - before) if size > 0]
     return split_batch(batch, sizes, split=split)[1 if before else 0]
+
+
+def in_order_of(small: Any, loss_of: Callable[[Any], float | None]) -> Any:
+    """The rows by their own losses, the largest first: one that is small comes last, and what counts nothing between.
+
+    A loss that is over the hardest rows of a batch, or leaves these out, takes others where they all are in one part.
+    """
+    total = batch_size(small)
+    if total < 4 or isinstance(small, SplittableBatch):
+        return small
+    try:
+        losses = [loss_of(single) for single in split_batch(small, [1] * total)]
+        if None in losses:
+            return small
+        counting = {
+            row: loss for row, loss in enumerate(losses) if loss is not None and isfinite(loss) and loss
+        }
+        *first, last = sorted(counting, key=counting.__getitem__, reverse=True)
+        others = [row for row in range(total) if row not in counting]
+        return picked_rows(small, [*first, *others, last])
+    except (SplitError, TypeError, ValueError, RuntimeError):
+        return small  # structures of the user's own
 
 
 def _unlike(singles: list[Any], rows: int, probes: int) -> list[int]:

@@ -197,6 +197,22 @@ class Trials:
             self.returned = returned  # not what further steps gave
             return gradient
 
+    def loss_of(self, step: _seam.Step, batch: Any) -> float | None:
+        """The loss of a batch; None where the step fails on it or passes over it."""
+        losses: list[float] = []
+
+        def look(loss: Tensor) -> Tensor:
+            losses.append(float(loss.detach()))
+            return loss
+
+        with self._no_trace(step, batch, seen=True):
+            try:
+                self._run(step, batch, self._limit(step), look)
+            except Exception as error:  # of a row alone: what the step makes of several is asked elsewhere
+                rank_zero_debug(f"MemoryBudget can't try a row by itself: {error!r}")
+                return None
+        return losses[0] if losses else None
+
     def _note_changes(self, step: _seam.Step, batch: Any, logged: list[dict[str, Any]]) -> None:
         """Tell what every step changes from what only the first one does, and what composes from micro-batches.
 

@@ -269,7 +269,11 @@ def test_batch_normalization_is_named_in_a_warning_and_allowed() -> None:
 @pytest.mark.parametrize("seed", [0, 2])
 def test_a_metric_beside_dropout_is_no_reason_to_refuse(seed: int) -> None:
     torch.manual_seed(seed)  # of those with which parts get other predictions right than their whole does
-    trainer(MemoryBudget("1GiB", micro_batch_size=4), max_steps=2).fit(DigitsNet(), digits())
+    budget = MemoryBudget("1GiB", micro_batch_size=4)
+    fitted = trainer(budget, max_steps=2)
+    fitted.fit(DigitsNet(), digits())
+    assert fitted.global_step == 2
+    assert budget.history == [(0, 4)]
 
 
 class CausalTagger(TokenTagger):

@@ -182,6 +182,23 @@ def hardest(module: Classifier, batch: dict[str, Tensor], scores: Tensor) -> Ten
     return each.topk(max(1, len(each) // 2)).values.mean()
 
 
+def hardest_by_index(module: Classifier, batch: dict[str, Tensor], scores: Tensor) -> Tensor:
+    """Of what the graph shows a mean over rows."""
+    each = F.cross_entropy(scores, batch["y"], reduction="none")
+    return each[each.detach().argsort(descending=True)[: max(1, len(each) // 2)]].mean()
+
+
+def harder_than_most(module: Classifier, batch: dict[str, Tensor], scores: Tensor) -> Tensor:
+    each = F.cross_entropy(scores, batch["y"], reduction="none")
+    return (each * (each.detach() >= each.detach().median())).sum() / len(each)
+
+
+def trimmed(module: Classifier, batch: dict[str, Tensor], scores: Tensor) -> Tensor:
+    """Without the rows whose labels are the likeliest to be wrong."""
+    each = F.cross_entropy(scores, batch["y"], reduction="none")
+    return (each * (each.detach() <= each.detach().quantile(0.8))).sum() / len(each)
+
+
 def balanced(module: Classifier, batch: dict[str, Tensor], scores: Tensor) -> Tensor:
     """A router's balancing loss: the shares of rows, of which no gradient runs, times mean probabilities."""
     shares = F.one_hot(scores.argmax(1), CLASSES).to(scores).mean(0)
@@ -216,6 +233,9 @@ def drawing(source: Callable[[], Iterator[Any]]) -> tuple[Loss, Callable[[Classi
 
 UNSPLIT: dict[str, tuple[Loss, Callable[[Classifier], None] | None, str]] = {
     "the hardest half": (hardest, None, "act on each other"),
+    "the hardest half, by index": (hardest_by_index, None, "act on each other"),
+    "harder than most": (harder_than_most, None, "act on each other"),
+    "without the hardest": (trimmed, None, "act on each other"),
     "a router's balance": (balanced, None, "a factor that is made of the batch.s rows|act on each other"),
     "a gradient's norm": (normalized, None, "half of the loss has not half of its gradients"),
     "losses in a dict": (noting, with_notes, "notes"),
