@@ -25,6 +25,10 @@ class BackgroundWriter:
         self._jobs: list[Future[None]] = []
         self._error: BaseException | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has a thread of its own, and none of these jobs."""
+        return {"_executor": None, "_jobs": [], "_error": None}
+
     def submit(self, job: Callable[[], object]) -> Future[None]:
         """Have a job run after those before it; the result is there when it has ended, well or not."""
         if self._executor is None:

@@ -54,6 +54,10 @@ class Checksums:
         """The number of the chunk in which a byte is."""
         return 0 if offset < self.first else 1 + (offset - self.first) // CHUNK_BYTES
 
+    def chunks_of(self, begin: int, end: int) -> range:
+        """The numbers of the chunks in which some bytes are; of none the one at their place."""
+        return range(self.chunk_of(begin), self.chunk_of(max(begin, end - 1)) + 1)
+
     def range_of(self, chunk: int) -> tuple[int, int]:
         """The first byte of a chunk, and the one after its last."""
         end = self.first + chunk * CHUNK_BYTES

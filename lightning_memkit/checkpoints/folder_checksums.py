@@ -7,7 +7,7 @@ They stand in a file of their own, `.checksums`, which other readers leave alone
 import io
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,13 @@ from typing import Any
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+)
 from torch.futures import Future
 
 from lightning_memkit.checkpoints.atomic import CONTENTS
@@ -129,17 +135,30 @@ class CheckedReader(dcp.FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read a rank's items."""
-        found = read_checksums(Path(self.path))
-        wanted: dict[str, set[int]] = {}
-        for item in plan.items if found else ():
-            place = self.storage_data[item.storage_index]
-            sums = _of(Path(self.path), place.relative_path, found)
-            last = max(place.offset, place.offset + place.length - 1)
-            chunks = range(sums.chunk_of(place.offset), sums.chunk_of(last) + 1)
-            wanted.setdefault(place.relative_path, set()).update(chunks)
-        for name, chunks in wanted.items():
-            check(Path(self.path, name), _of(Path(self.path), name, found), chunks)
+        check_items(Path(self.path), self.storage_data, plan.items)
         return super().read_data(plan, planner)
+
+
+def check_items(folder: Path, places: Mapping[Any, Any], items: Iterable[ReadItem]) -> None:
+    """Compare the chunks that some items stand in with their checksums, if the folder has any.
+
+    Args:
+        folder: of torch.distributed.checkpoint.
+        places: where each stored item is, from the table of contents.
+        items: about to be read.
+
+    Raises:
+        CheckpointError: a file, or the list of checksums, is damaged.
+    """
+    found = read_checksums(folder)
+    wanted: dict[str, set[int]] = {}
+    for item in items if found else ():
+        place = places[item.storage_index]
+        sums = _of(folder, place.relative_path, found)
+        chunks = sums.chunks_of(place.offset, place.offset + place.length)
+        wanted.setdefault(place.relative_path, set()).update(chunks)
+    for name, chunks in wanted.items():
+        check(folder / name, _of(folder, name, found), chunks)
 
 
 def must_have_checksums(metadata: Metadata) -> bool:

@@ -22,9 +22,9 @@ from lightning_memkit.checkpoints.errors import CheckpointError
 
 PIECE_BYTES = 16 * 1024**2  # what is on its way from a device to the file at any time
 STRUCTURE, TABLE = RESERVED[1:]  # tensors that hold the JSON of what is no tensor, and the checksums
-_FORMAT = "memkit"  # the header's entry that says which version wrote it
+FORMAT = "memkit"  # the header's entry that says which version wrote it
 _VERSION = "2"
-_WITHOUT_CHECKSUMS = "1"
+WITHOUT_CHECKSUMS = "1"
 _HEADER_LIMIT = 100_000_000  # the library's, in bytes
 _DTYPES = {  # those that every safetensors from 0.4.5 on reads; others are written as bytes
     torch.float64: "F64",
@@ -74,8 +74,8 @@ def write(document: Document, file: Writable, *, with_checksums: bool = True) ->
     structure = torch.frombuffer(bytearray(content.encode()), dtype=torch.uint8)
     tensors = _ordered({**document.tensors, STRUCTURE: structure})
     # Aliases as safetensors' own `save_model` says which names of tied weights it has left out.
-    version = _VERSION if with_checksums else _WITHOUT_CHECKSUMS
-    metadata = {**document.aliases, _FORMAT: version}
+    version = _VERSION if with_checksums else WITHOUT_CHECKSUMS
+    metadata = {**document.aliases, FORMAT: version}
     if not with_checksums:
         _write(tensors, metadata, file)
         return
@@ -133,8 +133,8 @@ def _read(path: Path) -> tuple[Any, str]:
         )  # the library takes the last of two entries of one name
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata() or {}
-        version = metadata.get(_FORMAT)
-        if version not in (_VERSION, _WITHOUT_CHECKSUMS):
+        version = metadata.get(FORMAT)
+        if version not in (_VERSION, WITHOUT_CHECKSUMS):
             raise CheckpointError(_not_ours(path, metadata))
         content = _parsed(bytes(file.get_tensor(STRUCTURE).numpy()))
         foreign = content["as_bytes"]
@@ -221,9 +221,9 @@ def _element_bytes(tensor: Tensor) -> int:
 
 
 def _not_ours(path: Path, metadata: dict[str, str]) -> str:
-    if _FORMAT in metadata:
+    if FORMAT in metadata:
         return (
-            f"{path} is of version {metadata[_FORMAT]} of the format and this memkit reads versions up to {_VERSION}; "
+            f"{path} is of version {metadata[FORMAT]} of the format and this memkit reads versions up to {_VERSION}; "
             "install the memkit that wrote it."
         )
     return (

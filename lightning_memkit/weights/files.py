@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from lightning_memkit.checkpoints import checksums
+from lightning_memkit.checkpoints.checksums import Checksums
+from lightning_memkit.checkpoints.errors import CheckpointError
+from lightning_memkit.checkpoints.streamed import FORMAT, WITHOUT_CHECKSUMS
+from lightning_memkit.checkpoints.tables import read_table
 from lightning_memkit.errors import WeightsError
 from lightning_memkit.weights.source import Box, Entry, Source, copy_in_pieces
 
@@ -28,21 +34,21 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_CHECKPOINT = "memkit"  # what `checkpoints.save` marks a file with
 
 
 class SafetensorsFile:
     """One safetensors file, mapped while a tensor is read; of a checkpoint of memkit, the module's weights.
 
     Raises:
-        WeightsError: it is cut short or no safetensors file.
+        WeightsError: it is cut short or no safetensors file, or its table of checksums is damaged.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.entries: dict[str, Entry] = {}
         with self._open() as file:
-            states = _CHECKPOINT in (file.metadata() or {})
+            version = (file.metadata() or {}).get(FORMAT)
+            states = version is not None
             for name in file.keys():  # noqa: SIM118 - not a dict
                 if states and "/" in name:
                     continue  # of a checkpoint's other states
@@ -53,6 +59,24 @@ class SafetensorsFile:
                         f"{path}: {name} is stored as {kind}, which torch can't load here; convert the file."
                     )
                 self.entries[name] = Entry(tuple(header.get_shape()), _DTYPES[kind])
+        self._checksums = _table_of(path, version) if states else None
+
+    def check(self, wanted: Mapping[str, Box]) -> None:
+        """Compare the chunks that these rows are in, and the header's, with the checksums of a memkit checkpoint."""
+        if self._checksums is None:
+            return
+        chunks, places = {0}, _places_in(self._path)
+        for name, box in wanted.items():
+            begin, end = places[name]
+            if box and end > begin:
+                row_bytes = (end - begin) // self.entries[name].shape[0]
+                begin, end = begin + box[0][0] * row_bytes, begin + box[0][1] * row_bytes
+            if end > begin:
+                chunks.update(self._checksums.chunks_of(begin, end))
+        try:
+            checksums.check(self._path, self._checksums, chunks)
+        except CheckpointError as error:
+            raise WeightsError(str(error)) from error
 
     def copy_into(self, name: str, box: Box, target: Tensor) -> None:
         """Write a box of a tensor."""
@@ -84,6 +108,9 @@ class TorchFile:
     def __init__(self, path: Path) -> None:
         self._tensors = _tensors_of(_load(path), path)
         self.entries = {name: Entry(tuple(t.shape), t.dtype) for name, t in self._tensors.items()}
+
+    def check(self, wanted: Mapping[str, Box]) -> None:
+        """Nothing: torch writes no checksums that cost less than the file's whole."""
 
     def copy_into(self, name: str, box: Box, target: Tensor) -> None:
         """Write a box of a tensor."""
@@ -124,9 +151,40 @@ class IndexedFiles:
             )
         self.entries = {name: source.entries[name] for name, source in self._places.items()}
 
+    def check(self, wanted: Mapping[str, Box]) -> None:
+        """Compare each file's tensors with its checksums."""
+        for source in set(self._places.values()):
+            source.check({name: box for name, box in wanted.items() if self._places[name] is source})
+
     def copy_into(self, name: str, box: Box, target: Tensor) -> None:
         """Write a box of a tensor from the file that has it."""
         self._places[name].copy_into(name, box, target)
+
+
+def _table_of(path: Path, version: str) -> Checksums | None:
+    try:
+        found = read_table(path)
+    except CheckpointError as error:
+        raise WeightsError(str(error)) from error
+    if found is None and version != WITHOUT_CHECKSUMS:
+        raise WeightsError(
+            f"{path} is damaged and can't be loaded: its table of checksums is missing. {checksums.REMEDY}"
+        )
+    if found is None:
+        checksums.say_unchecked(path)
+    return found
+
+
+def _places_in(path: Path) -> dict[str, tuple[int, int]]:
+    """The first byte of each tensor in a safetensors file, and the one after its last."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    return {
+        name: (8 + length + entry["data_offsets"][0], 8 + length + entry["data_offsets"][1])
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
 
 
 def leaves_folder(name: str) -> bool:
@@ -151,14 +209,14 @@ def _load(path: Path) -> Any:
             f"{path}: its pickle holds more than tensors and plain data, which would run code; it was refused and "
             f"nothing was run ({str(error).splitlines()[0]}); save the weights as safetensors, or a state_dict alone."
         ) from error
-    except RuntimeError as error:
+    except Exception as error:  # of whatever kind: torch reads what was changed as instructions
         if "mmap can only be used" in str(error):
             raise WeightsError(
                 f"{path} is of torch's format before 1.6, which can't be mapped; load it and torch.save it once more."
             ) from error
         raise WeightsError(
-            f"{path} is cut short or no torch checkpoint ({str(error).splitlines()[0]}); nothing was loaded: fetch it "
-            "again."
+            f"{path} is cut short or no torch checkpoint ({type(error).__name__}: "
+            f"{next(iter(str(error).splitlines()), '')}); nothing was loaded: fetch it again."
         ) from error
 
 

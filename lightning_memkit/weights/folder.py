@@ -1,6 +1,7 @@
 """Weights in a folder of torch.distributed.checkpoint, each rank reading only what it keeps."""
 
 import io
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from lightning_memkit.checkpoints.contents import read_contents
+from lightning_memkit.checkpoints.errors import CheckpointError
+from lightning_memkit.checkpoints.folder_checksums import check_items
 from lightning_memkit.errors import WeightsError
 from lightning_memkit.weights.source import Box, Entry
 
@@ -33,6 +36,7 @@ class DistributedFolder:
     """
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._metadata = read_contents(path, WeightsError)
         self._reader = FileSystemReader(path)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
@@ -48,15 +52,32 @@ class DistributedFolder:
             for name, full in self._names.items()
         }
 
+    def check(self, wanted: Mapping[str, Box]) -> None:
+        """Compare the chunks that the stored pieces of these boxes are in with the folder's checksums."""
+        items = [item for name, box in wanted.items() for item in self._items(name, box)]
+        try:
+            check_items(self._path, self._metadata.storage_data or {}, items)
+        except CheckpointError as error:
+            raise WeightsError(str(error)) from error
+
     def copy_into(self, name: str, box: Box, target: Tensor) -> None:
         """Write a box of a tensor, out of the stored pieces that it meets; one of those is in memory at a time."""
+        if not target.numel():
+            return
+        try:
+            self._reader.read_data(LoadPlan(self._items(name, box)), _Into(target)).wait()
+        except Exception as error:  # of whatever kind: torch reads what was changed as anything
+            raise WeightsError(
+                f"{self._path}: {name} can't be read ({type(error).__name__}: {str(error).splitlines()[0]}); the "
+                "module has some of the weights. Copy the whole folder again, or load another checkpoint."
+            ) from error
+
+    def _items(self, name: str, box: Box) -> list[ReadItem]:
         full = self._names[name]
         record = self._metadata.state_dict_metadata[full]
         assert isinstance(record, TensorStorageMetadata)
         chunk = ChunkStorageMetadata(torch.Size([a for a, _ in box]), torch.Size([b - a for a, b in box]))
-        items = create_read_items_for_chunk_list(full, record, [chunk])
-        if target.numel():
-            self._reader.read_data(LoadPlan(items), _Into(target)).wait()
+        return create_read_items_for_chunk_list(full, record, [chunk])
 
 
 class _Into(LoadPlanner):

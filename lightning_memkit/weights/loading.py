@@ -92,6 +92,12 @@ def load_weights(
         tables = {name for name, _ in module.named_buffers(remove_duplicate=False)} - targets.keys()
         plan, result = _match(opened.entries, targets, dict(rename or {}), tables)
         _refuse(str(source), plan, result if strict else LoadedWeights(), targets)
+        read = {place.stored: local_box(targets[name]) for name, place in plan.items()}
+        ties = {other: whole(opened.entries[other]) for place in plan.values() for other in place.others}
+        # The ties' other names are compared with all of their tensor, whatever this rank's shard of it.
+        opened.check(
+            read | ties | {place.stored: whole(place.entry) for place in plan.values() if place.others}
+        )
         _refuse_unlike_ties(str(source), opened, plan, targets)
         _ready(module, [targets[name] for name in plan], device)
         targets = _targets(module)

@@ -1,7 +1,7 @@
 """What a source of weights offers: names with shapes and dtypes, and boxes of values written where they belong."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,6 +29,14 @@ class Source(Protocol):
     """Files whose headers were read and found whole; no values were."""
 
     entries: dict[str, Entry]
+
+    def check(self, wanted: Mapping[str, Box]) -> None:
+        """Compare what is about to be read, boxes of stored tensors by name, with its checksums, if there are any.
+
+        Raises:
+            WeightsError: it is not what was written.
+        """
+        ...
 
     def copy_into(self, name: str, box: Box, target: Tensor) -> None:
         """Write a box of a stored tensor into a plain tensor of that size, at the target's dtype and device."""

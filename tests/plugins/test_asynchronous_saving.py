@@ -1,6 +1,8 @@
 """What ModelCheckpoint does while a thread still writes ends as it does without a thread."""
 
+import copy
 import os
+import pickle
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from lightning_memkit import StreamingCheckpointIO
 from lightning_memkit.checkpoints import files, sharded
 from lightning_memkit.checkpoints.errors import CheckpointError
 from lightning_memkit.plugins import _sharded_checkpoints
+from tests.checkpoints.test_files import assert_same
 from tests.plugins.toys import TokenTagger, loader, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty")
@@ -99,6 +102,20 @@ def test_another_trainer_waits_for_what_it_resumes_from(tmp_path: Path) -> None:
     resumed.fit(TokenTagger(), loader(count=80), ckpt_path=tmp_path / "x.ckpt")
     assert resumed.global_step == 2 * fitting.global_step
     fitting.strategy.checkpoint_io.teardown()
+
+
+@pytest.mark.usefixtures("slow_writes")
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
+def test_a_trainer_is_copied_while_a_thread_writes(again: Any, tmp_path: Path) -> None:
+    fitting = trainer(max_steps=2, plugins=[StreamingCheckpointIO(asynchronous=True)])
+    fitting.fit(TokenTagger(), loader(count=80))
+    fitting.save_checkpoint(tmp_path / "x.ckpt")
+    copied = again(fitting)
+    copied.save_checkpoint(tmp_path / "y.ckpt")
+    for one in (fitting, copied):
+        one.strategy.checkpoint_io.teardown()
+    states = [files.load(tmp_path / name)["state_dict"] for name in ("x.ckpt", "y.ckpt")]
+    assert_same(*states)
 
 
 @pytest.mark.parametrize("scheme", ["local://{}", "file://{}", "{}"])

@@ -1,8 +1,10 @@
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false
 """Every source gives the same values, at the module's dtype; what is not whole or doesn't fit changes nothing."""
 
+import contextlib
 import json
 import pickle
+import random
 import shutil
 import warnings
 from pathlib import Path
@@ -13,10 +15,13 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
 
+from lightning_memkit.checkpoints.checksums import CHUNK_BYTES
 from lightning_memkit.checkpoints.files import save
+from lightning_memkit.checkpoints.sharded import save_sharded
 from lightning_memkit.errors import WeightsError
 from lightning_memkit.initialization import build_empty, build_on
 from lightning_memkit.weights import load_weights
+from lightning_memkit.weights.files import open_file
 from lightning_memkit.weights.source import PIECE_BYTES
 
 
@@ -93,8 +98,16 @@ def memkit_file(folder: Path) -> Path:
     return folder / "last.ckpt"
 
 
+def memkit_folder(folder: Path) -> Path:
+    save_sharded(
+        {"state_dict": weights(), "optimizer_0": {"exp_avg": torch.ones(3)}}, {"epoch": 3}, folder / "x"
+    )
+    return folder / "x"
+
+
 SOURCES = [
-    safetensors_file, safetensors_folder, torch_file, lightning_file, memkit_file, dcp_folder, lightning_folder
+    safetensors_file, safetensors_folder, torch_file, lightning_file, memkit_file, dcp_folder, lightning_folder,
+    memkit_folder,
 ]  # fmt: skip
 
 
@@ -274,6 +287,75 @@ def test_a_file_cut_short_changes_nothing(make, tmp_path):
     with pytest.raises(WeightsError, match="nothing was loaded"):
         load_weights(net, path)
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+@pytest.mark.parametrize("make", [memkit_file, memkit_folder])
+def test_flipped_bytes_of_what_has_checksums_change_nothing(make, tmp_path):
+    path, dice, net = make(tmp_path), random.Random(0), Net()
+    files = [path] if path.is_file() else sorted(path.glob("*.distcp"))
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    for number in range(60):
+        file = files[number % len(files)]
+        content = file.read_bytes()
+        flipped = bytearray(content)
+        flipped[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
+        file.write_bytes(flipped)
+        try:
+            load_weights(net, path)
+        except WeightsError:
+            assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+        else:  # in what is no weight
+            assert_loaded(net, torch.float32)
+            net.load_state_dict(before)
+        file.write_bytes(content)
+    load_weights(net, path)
+    assert_loaded(net, torch.float32)
+
+
+@pytest.mark.parametrize("make", SOURCES)
+def test_any_change_of_a_file_is_refused_or_loads(make, tmp_path):
+    """Nothing else is ever raised; 150 files that somebody has made up, or a disk has spoiled."""
+    path, dice = make(tmp_path), random.Random(1)
+    files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.is_file())
+    for number in range(150):
+        file = files[number % len(files)]
+        good = file.read_bytes()
+        content = bytearray(good)
+        for _ in range(dice.choice((1, 2, 8))):
+            place, kind = (
+                dice.randrange(min(len(content), dice.choice((len(content), 400)))),
+                dice.randrange(3),
+            )
+            if kind == 0:
+                content[place] = dice.randrange(256)
+            elif kind == 1:
+                del content[place : place + dice.randrange(1, 9)]
+            else:
+                content[place:place] = dice.choice((b'"', b"[", b"{", b"9" * 30, b"-", b",", b"\xff"))
+        file.write_bytes(content)
+        with contextlib.suppress(WeightsError):
+            load_weights(Net(), path, strict=False)
+        file.write_bytes(good)
+
+
+def test_only_the_rows_that_a_rank_keeps_are_compared(tmp_path):
+    rows = torch.zeros(4, CHUNK_BYTES, dtype=torch.uint8)
+    save({"state_dict": {"rows": rows}}, tmp_path / "x.ckpt")
+    content = bytearray((tmp_path / "x.ckpt").read_bytes())
+    content[len(content) // 2] ^= 1  # in the third row, or at the second's end
+    (tmp_path / "x.ckpt").write_bytes(content)
+    source = open_file(tmp_path / "x.ckpt")
+    source.check({"rows": ((0, 1), (0, CHUNK_BYTES))})
+    with pytest.raises(WeightsError, match="by their checksum its bytes"):
+        source.check({"rows": ((1, 3), (0, CHUNK_BYTES))})
+
+
+def test_a_stored_piece_that_can_not_be_read_is_named(tmp_path):
+    folder = dcp_folder(tmp_path)
+    (shard,) = folder.glob("*.distcp")
+    shard.write_bytes(bytes(shard.stat().st_size))
+    with pytest.raises(WeightsError, match=r"can't be read \(.* has some of the weights"):
+        load_weights(Net(), folder)
 
 
 def test_missing_files_are_named(tmp_path):
