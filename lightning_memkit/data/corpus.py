@@ -1,5 +1,6 @@
 """Any source's documents as one store of tokens, and the tokenizer that made them, if they needed one."""
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,7 @@ class Corpus:
     tokenizer_name: str
     options: DocumentOptions
     tokenizer: Tokenizer | None = field(default=None, init=False)
+    _first_is_ids: bool | None = field(default=None, init=False)
 
     def read(self, source: Any, *, verify: bool = True) -> TokenStore:
         """All documents of a source; mapped from the cache where its contents can be named.
@@ -56,7 +58,9 @@ class Corpus:
         record = first_record(source)
         if record is None:
             raise ValueError("source gives no document; give at least one.")
-        return self._tokenizer_for(record)
+        tokenizer = self._tokenizer_for(record)
+        self._tell_mixed(tokenizer)
+        return tokenizer
 
     def _store(self, source: Any, verify: bool) -> TokenStore:
         if isinstance(source, TokenStore):
@@ -70,10 +74,24 @@ class Corpus:
         if self.options.kind not in ("auto", "input_ids") or read.columns(part) is None:
             records = read.records(part)
             tokenizer = self._tokenizer_for(records[0][1] if records else "")
+        self._tell_mixed(tokenizer)
         if tokenizer is None and not is_text and read.columns(part) is None:
             return TokenStore.of(source)
         encoder = Encoder(source=read, tokenizer=tokenizer, options=self.options.records)
         return tokenised(encoder, processes=self.options.processes, verify=verify)
+
+    def _tell_mixed(self, tokenizer: Tokenizer | None) -> None:
+        """Warn where one source holds token ids and another texts; within a source they are refused."""
+        is_ids = tokenizer is None
+        if self._first_is_ids is None:
+            self._first_is_ids = is_ids
+        elif self._first_is_ids != is_ids:
+            warnings.warn(
+                f"One source holds token ids, and another texts, which tokenizer={self.tokenizer_name!r} reads: of "
+                "whose vocabulary the ids are is not known. Tokenise all sources or none, unless they are that "
+                "tokenizer's.",
+                stacklevel=2,
+            )
 
     def _tokenizer_for(self, record: Any) -> Tokenizer | None:
         kind = self.options.kind

@@ -37,6 +37,17 @@ def with_usual(state: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, 
     return dict(state)
 
 
+def refuse_other_kind(state: Mapping[str, Any], *, is_stream: bool) -> None:
+    """Raise where a state is of a stream, and what is delivered is none, or the other way round."""
+    kinds = {False: ("batches_done", "documents that are all there"), True: ("position", "a stream")}
+    (entry, now), (_, then) = kinds[is_stream], kinds[not is_stream]
+    if entry not in state:
+        raise ValueError(
+            f"The loader's state is of {then}, and the source is {now}, so its position means nothing here. Resume "
+            "with the source of then, or load the weights alone."
+        )
+
+
 def refuse_other_data(
     state: Mapping[str, Any], identity: Mapping[str, Any], words: Mapping[str, Any] | None = None
 ) -> None:

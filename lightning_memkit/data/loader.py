@@ -16,7 +16,7 @@ from lightning_memkit.data.ahead import each_in_a_list
 from lightning_memkit.data.batch import PackedBatch
 from lightning_memkit.data.batch_plan import Epoch, Ordered, PlanOptions
 from lightning_memkit.data.host_memory import HostMemory, loader_memory, tokens_a_part
-from lightning_memkit.data.identity import refuse_other_data, with_usual
+from lightning_memkit.data.identity import refuse_other_data, refuse_other_kind, with_usual
 from lightning_memkit.data.load_times import LoadTimes
 from lightning_memkit.data.packed_jobs import EpochBatches, Parts, build
 from lightning_memkit.data.packed_rows import PackedRows
@@ -167,6 +167,7 @@ class PackedLoader:
             ValueError: documents, packing, order, or rows or tokens a step differ from then, or there is a step that
                 so many ranks can't share.
         """
+        refuse_other_kind(state, is_stream=False)
         state = with_usual(state, _USUAL)
         refuse_other_steps(state, self.options, self.world_size)
         done = state["batches_done"]

@@ -64,7 +64,7 @@ class Encoder:
             ValueError: a record is none of the kinds, or of more than one.
         """
         if self.options.kind in ("auto", "input_ids") and (table := self.source.columns(part)) is not None:
-            return _of_columns(table, part.first)
+            return self._of_columns(table, part.first)
         try:
             groups = groupby(self.source.records(part), key=lambda numbered: self._kind(*numbered))
             return joined(self._encoded(kind, list(group)) for kind, group in groups)
@@ -108,6 +108,27 @@ class Encoder:
                 except ValueError as error:
                     raise ValueError(f"{self._where(number)}: {error}") from None
             raise ValueError(f"{self.source.name}: {error}") from None
+
+    def _of_columns(self, table: Any, first: int) -> TokenStore:
+        names = [name for name in _ID_COLUMNS if name in table.column_names]
+        return store_of_columns({name: self._flat(name, table.column(name), first) for name in names}, first)
+
+    def _flat(self, name: str, column: Any, first: int) -> Column:
+        lists = column.combine_chunks()
+        lists = lists.chunk(0) if hasattr(lists, "chunk") else lists
+        counts = lists.value_lengths().fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+        values = lists.flatten()
+        missing = np.flatnonzero(lists.is_null().to_numpy(zero_copy_only=False))
+        if not len(missing) and values.null_count:
+            at = np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))
+            missing = np.searchsorted(np.cumsum(counts), at, "right")
+        if len(missing):
+            raise ValueError(
+                f"{self._where(first + int(missing[0]))} has null in {name!r} ({len(missing):,} such here); it is one "
+                "row of integers, and an empty one is no document. Fill it in, or leave the record out; of records "
+                "that have texts instead, tokenise all or none."
+            )
+        return values.to_numpy(zero_copy_only=False), counts
 
     def _conversations(self, kind: str, group: list[Numbered]) -> Iterator[Conversation]:
         for number, record in group:
@@ -169,15 +190,3 @@ def kinds_of(record: Any, text_field: str = "text") -> list[str]:
         "prompt": "prompt" in record and "completion" in record,
     }
     return [kind for kind, is_there in holds.items() if is_there]
-
-
-def _of_columns(table: Any, first: int) -> TokenStore:
-    columns = {name: _flat(table.column(name)) for name in _ID_COLUMNS if name in table.column_names}
-    return store_of_columns(columns, first)
-
-
-def _flat(column: Any) -> Column:
-    lists = column.combine_chunks()
-    lists = lists.chunk(0) if hasattr(lists, "chunk") else lists
-    counts = lists.value_lengths().fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
-    return lists.flatten().to_numpy(zero_copy_only=False), counts

@@ -12,7 +12,13 @@ from lightning_memkit.data.ahead import each_in_a_list
 from lightning_memkit.data.host_memory import HostMemory
 from lightning_memkit.data.identity import differences
 from lightning_memkit.data.load_times import LoadTimes
-from lightning_memkit.data.sampling_order import GlobalNumbers, Order, State
+from lightning_memkit.data.sampling_order import (
+    GlobalNumbers,
+    Order,
+    State,
+    generators_of,
+    restore_generators,
+)
 from lightning_memkit.data.worker_batches import Built, Job, WorkerBatches, WorkerOptions, started_for
 
 
@@ -46,6 +52,7 @@ class ResumableLoader(DataLoader[Any]):
     Args:
         loader: Of a map-style data set, with a length; see `why_not_resumable`.
         rank: Of this process: other ranks augment by other numbers.
+        ranks: Number of processes.
 
     Attributes:
         times: Learns how long batches take to build, where it is set.
@@ -53,14 +60,14 @@ class ResumableLoader(DataLoader[Any]):
         epoch_batches: Where the loop ends an epoch, which may be before the loader has no more.
     """
 
-    def __init__(self, loader: DataLoader[Any], *, rank: int = 0) -> None:
+    def __init__(self, loader: DataLoader[Any], *, rank: int = 0, ranks: int = 1) -> None:
         # A DataLoader's own arguments contradict each other once it is made (a sampler beside a batch sampler).
         vars(self).update(vars(loader))
         vars(self)["_iterator"] = None
         self.times: LoadTimes | None = None
         self.on_the_way: Callable[[Iterator[Any]], Iterator[Any]] = iter
         self.epoch_batches: float = math.inf
-        self._rank = rank
+        self._rank, self._ranks = rank, ranks
         self._as_made = WorkerOptions(
             num_workers=loader.num_workers,
             prefetch=loader.prefetch_factor or 2,
@@ -81,8 +88,10 @@ class ResumableLoader(DataLoader[Any]):
         within = self._to_resume
         if self._order is not None and self._is_within(self._done):
             within = self.state_dict()
+        # Lightning notes what loaders are given, for good once a user's loader has raised: workers and iterators, too.
+        kept = {name: value for name, value in vars(self).items() if not name.startswith("__pl_")}
         run = {"_standing": None, "_iterator": None, "_order": None, "times": None, "on_the_way": iter}
-        return {**vars(self), **run, "_to_resume": within, "_has_begun": False}
+        return {**kept, **run, "_to_resume": within, "_has_begun": False}
 
     def set_workers(self, num_workers: int, prefetch: int, room: HostMemory | None = None) -> None:
         """From the next batch on so many workers build; batches and their order stay the same.
@@ -111,22 +120,31 @@ class ResumableLoader(DataLoader[Any]):
         """Where the loader stands: how many batches are done, and what draws their order again; 30 KB."""
         if self._to_resume is not None:
             return self._to_resume
-        order = self._order.state_dict() if self._order is not None and self._is_within(self._done) else None
+        order = crc = None
+        if self._order is not None and self._is_within(self._done):
+            order, crc = self._order.state_dict(), self._order.crc
         return {
             "batches_done": self._done if order is not None else 0,
             "batches": len(self),
             **self._identity(),
+            "of_rank": [self._rank, self._ranks],
             "order": order,
+            "order_crc": crc,
             "epoch": getattr(self._of_epochs(), "epoch", None),
-            "generator": None if self.generator is None else self.generator.get_state(),
+            "generators": [one.get_state() for one in generators_of(_sampler_of(self), self.generator)],
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Goes on where the state was taken.
+        """Goes on where the state was taken; of a state `with_other_ranks` where this rank's was.
+
+        Whether the sampler gives the order of then is seen, and a ValueError raised, where the first batch is drawn.
 
         Raises:
             ValueError: it was taken within an epoch of another number of batches or samples, or of another sampler.
         """
+        others = state.get("others", ())
+        if len(others) + 1 == self._ranks and self._rank:
+            state = others[self._rank - 1]
         if state["batches_done"] and state["batches"] != len(self):
             raise ValueError(
                 f"The loader's state is of an epoch of {state['batches']} batches, and this one has {len(self)}, so "
@@ -140,6 +158,8 @@ class ResumableLoader(DataLoader[Any]):
             )
         self._to_resume, self._order, self._has_begun = state, None, False
         self._done = state["batches_done"]
+        if not self._done:  # now: Lightning may make this epoch's loader anew, of the same generators
+            restore_generators(state, _sampler_of(self), self.generator)
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         # Lightning may ask for an iterator twice before it draws from one: that is still the same epoch.
@@ -181,23 +201,37 @@ class ResumableLoader(DataLoader[Any]):
             if state["epoch"] is not None:
                 self._of_epochs().set_epoch(state["epoch"])
             self._order = Order.resumed(sampler, self.generator, state["order"], state["batches_done"])
+            self._refuse_other_order(state, self._order)
         elif state is not None or self._order is None:
-            if state is not None and state["generator"] is not None and self.generator is not None:
-                self.generator.set_state(state["generator"].cpu())
+            if state is not None:
+                restore_generators(state, sampler, self.generator)
             self._done = 0
             self._order = Order(sampler, self.generator)
         return self._order
+
+    def _refuse_other_order(self, state: State, order: Order) -> None:
+        """Raise where the sampler, drawn again, gives other samples for the batches that are done."""
+        then, is_this_ranks = state.get("order_crc"), state.get("of_rank") == [self._rank, self._ranks]
+        if is_this_ranks and None not in (then, order.crc) and then != order.crc:
+            raise ValueError(
+                f"The sampler gives other samples for the epoch's first {state['batches_done']} batch(es) than those "
+                "that were trained on, so going on behind them would repeat some and leave out others. Resume with "
+                "the sampler's options, weights, seed and generator of then; one that keeps a counter, or draws from "
+                "a generator that is not torch's, can be resumed at an epoch's end only."
+            )
 
     def _identity(self) -> State:
         """What the order of the samples follows from, as far as it can be told; the same on every rank."""
         batches = self.batch_sampler
         sampler: Any = self.sampler if batches is None else getattr(batches, "sampler", batches)
-        size, ranks = getattr(batches, "batch_size", None), getattr(sampler, "num_replicas", 1)
+        size, ranks = getattr(batches, "batch_size", None), getattr(sampler, "num_replicas", None)
         told: State = {"sampler": type(sampler).__name__}
         if hasattr(self.dataset, "__len__"):
             told["samples"] = len(self.dataset)  # pyright: ignore[reportArgumentType]
         if isinstance(size, int):
-            told["samples_per_step"] = size * ranks
+            told["samples_per_step"] = size * (ranks or 1)
+        if not isinstance(size, int) or ranks is None:  # how ranks share the samples is the user's own way
+            told["ranks"] = self._ranks
         return told
 
     def _is_within(self, done: int) -> bool:
@@ -249,6 +283,11 @@ class _Build:
     def _samples(self, numbers: list[Any]) -> Any:
         together = getattr(self.dataset, "__getitems__", None)
         return together(numbers) if together else [self.dataset[number] for number in numbers]
+
+
+def with_other_ranks(states: list[State]) -> State:
+    """The state of the first of these ranks, with those of the others in it: each may draw in its own way."""
+    return {**states[0], "others": states[1:]}
 
 
 def _seeded(order: Order) -> Iterator[Job]:

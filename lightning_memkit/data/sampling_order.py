@@ -6,6 +6,7 @@ loader would have drawn it. Numbers for the others come from a stream of the sam
 """
 
 import random
+import zlib
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +18,7 @@ from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
@@ -92,8 +94,10 @@ class Order:
     ) -> None:
         self._sampler, self._generator = sampler, generator
         self._drawn, self._has_ended = 0, False
+        self._crc: int | None = 0  # of what was handed over; None: of a kind that has none
         self._waiting: deque[tuple[int, Any]] = deque()  # drawn, and not yet handed over
         self._own: GlobalNumbers | None = None  # of the sampler's own stream
+        self._generators = generators_of(sampler, generator)
         self._begin = self._captured()
         self._items = iter(sampler)
         self.seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
@@ -106,9 +110,9 @@ class Order:
         """The order whose state it is, behind its first `done` batches; the global numbers stay as they are."""
         kept = GlobalNumbers()
         try:
-            _restore(state["begin"], generator)
+            _restore(state["begin"], sampler, generator)
             order = cls(sampler, generator)
-            _restore(state["first"], generator)
+            _restore(state["first"], sampler, generator)
             for number in range(done):
                 order._draw()
                 order.hand_over(number)
@@ -131,7 +135,13 @@ class Order:
     def hand_over(self, number: int) -> None:
         """The batch of this number was used, and those before it."""
         while self._waiting and self._waiting[0][0] <= number:
-            self._waiting.popleft()
+            _, item = self._waiting.popleft()
+            self._crc = None if self._crc is None else _crc_of(item, self._crc)
+
+    @property
+    def crc(self) -> int | None:
+        """Checksum of what the batches were built from that were handed over; None where they are no numbers."""
+        return self._crc
 
     def end(self) -> None:
         """Asks the sampler for one batch more than there are: what it draws then belongs to the epoch as well."""
@@ -170,14 +180,49 @@ class Order:
         return type(within) in _DRAW_ONCE
 
     def _captured(self) -> State:
-        own = {} if self._generator is None else {"generator": self._generator.get_state()}
-        return {**GlobalNumbers().state_dict(), **own}
+        own = [generator.get_state() for generator in self._generators]
+        return {**GlobalNumbers().state_dict(), "generators": own}
 
 
-def _restore(state: State, generator: torch.Generator | None) -> None:
+def generators_of(sampler: Any, generator: torch.Generator | None) -> list[torch.Generator]:
+    """Torch's generators that an order may be drawn from: the loader's, those of the sampler and of samplers in it."""
+    found = [] if generator is None else [generator]
+    waiting, seen = deque([sampler]), set()
+    while waiting:
+        within = waiting.popleft()
+        if id(within) in seen:
+            continue
+        seen.add(id(within))
+        values = list(getattr(within, "__dict__", {}).values())
+        drawn_from = [value for value in values if isinstance(value, torch.Generator)]
+        found += [one for one in drawn_from if all(one is not other for other in found)]
+        # Lightning's wrapper of a sampler for several ranks holds it in a data set.
+        waiting += [value for value in values if isinstance(value, Sampler) or hasattr(value, "_sampler")]
+    return found
+
+
+def restore_generators(state: State, sampler: Any, generator: torch.Generator | None) -> None:
+    """Put back what `generators_of` had then; of others than these nothing is known."""
+    alone = state.get("generator")  # as earlier versions wrote the loader's
+    states = state.get("generators", [] if alone is None else [alone])
+    for one, saved in zip(generators_of(sampler, generator), states, strict=False):
+        one.set_state(_bytes(saved))
+
+
+def _restore(state: State, sampler: Any, generator: torch.Generator | None) -> None:
     GlobalNumbers().load_state_dict(state).restore()
-    if generator is not None and "generator" in state:
-        generator.set_state(_bytes(state["generator"]))
+    restore_generators(state, sampler, generator)
+
+
+def _crc_of(item: Any, crc: int) -> int | None:
+    """The checksum of one batch's numbers behind those of others; None where they are no numbers."""
+    try:
+        numbers = np.asarray(item)
+    except (TypeError, ValueError):  # ragged, or a device's
+        return None
+    if numbers.dtype.kind not in "biufU":
+        return None
+    return zlib.crc32(np.ascontiguousarray(numbers).tobytes(), crc)
 
 
 def _bytes(state: Tensor) -> Tensor:

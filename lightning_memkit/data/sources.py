@@ -310,10 +310,17 @@ def _table_files(files: list[Path], name: str) -> Source:
         import datasets
     except ImportError:
         raise MissingPackageError("datasets", f"source={name!r}", "hf") from None
-    if files[0].suffix == ".arrow":
-        table = datasets.concatenate_datasets([datasets.Dataset.from_file(str(file)) for file in files])
-    else:
-        table = datasets.Dataset.from_parquet([str(file) for file in files])
+    try:
+        if files[0].suffix == ".arrow":
+            table = datasets.concatenate_datasets([datasets.Dataset.from_file(str(file)) for file in files])
+        else:
+            table = datasets.Dataset.from_parquet([str(file) for file in files])
+    except Exception as error:  # of whatever kind: the package wraps what Arrow says
+        reason = next(iter(str(error.__cause__ or error).splitlines()), "")
+        raise ValueError(
+            f"{name} can't be read as one table ({reason}); its files are whole and have the same columns, so write "
+            "them anew, or give one of them."
+        ) from error
     return Table(table, name=name, identity=[file_identity(file) for file in files])
 
 

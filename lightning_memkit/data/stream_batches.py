@@ -165,9 +165,10 @@ class StreamBatches:
             )
 
     def _rows(self) -> Iterator[_Row]:
-        begin = self._begin
+        begin, is_reached = self._begin, self._begin.batches == 0
         truncated = (begin.truncated_documents, begin.truncated_tokens)
         for store, window in self._windows():
+            is_reached = True
             packing, crc = window.packing, _crc(store, window.documents)
             is_begun = window.first_document == begin.first_document and begin.batches > 0
             if is_begun and begin.window_crc not in ("", crc):
@@ -186,6 +187,11 @@ class StreamBatches:
                     truncated=truncated,
                     window_crc=crc,
                 )
+        if not is_reached:
+            raise ValueError(
+                f"The stream ends before its document {begin.first_document}, at which the position was taken: it "
+                "gives fewer documents than then. Resume with the same documents, or load the weights alone."
+            )
 
     def _refuse(self, window: StreamWindow, crc: str) -> None:
         last = window.first_document + window.documents - 1

@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_memkit.data.ahead import ahead
 from lightning_memkit.data.batch import PackedBatch
-from lightning_memkit.data.identity import differences, refuse_other_data
+from lightning_memkit.data.identity import differences, refuse_other_data, refuse_other_kind
 from lightning_memkit.data.loader import LoaderOptions
 from lightning_memkit.data.planned import refuse_other_steps
 from lightning_memkit.data.progress import Progress
@@ -97,6 +97,7 @@ class StreamLoader:
         Raises:
             ValueError: context, rows a step, seed or what shapes a batch differ from then.
         """
+        refuse_other_kind(state, is_stream=True)
         refuse_other_steps(
             state, replace(self.options, batch_size=self.batch_size, batch_tokens=None), self.world_size
         )

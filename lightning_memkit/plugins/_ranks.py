@@ -37,7 +37,15 @@ from lightning_memkit.plugins._ranks_together import DataParallel, Sharded
 
 T = TypeVar("T")
 
-__all__ = ["Ranks", "any_rank", "largest_of_ranks", "local_optimizer", "ranks_of", "sum_of_ranks"]
+__all__ = [
+    "Ranks",
+    "any_rank",
+    "largest_of_ranks",
+    "local_optimizer",
+    "ranks_of",
+    "sum_of_ranks",
+    "values_of_ranks",
+]
 
 
 def largest_of_ranks(trainer: Trainer, values: Sequence[float]) -> list[float]:
@@ -57,6 +65,16 @@ def sum_of_ranks(trainer: Trainer, values: Sequence[float]) -> list[float]:
     summed = torch.tensor(values, dtype=torch.float64, device=trainer.strategy.root_device)
     torch.distributed.all_reduce(summed)
     return summed.tolist()
+
+
+def values_of_ranks(trainer: Trainer, value: T) -> list[T]:
+    """Each rank's value, which is pickled on its way."""
+    if trainer.world_size == 1:
+        return [value]
+    values: list[Any] = [None] * trainer.world_size
+    with waiting_for_ranks("the ranks told each other where they stand"):
+        torch.distributed.all_gather_object(values, value)
+    return values
 
 
 def any_rank(trainer: Trainer, truth: bool) -> bool:

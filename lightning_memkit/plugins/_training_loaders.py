@@ -53,7 +53,7 @@ class TrainingLoaders:
             if reason is not None:
                 self.left.append(reason)
                 return loader
-            loader = ResumableLoader(loader, rank=trainer.global_rank)
+            loader = ResumableLoader(loader, rank=trainer.global_rank, ranks=trainer.world_size)
         self._resume(loader)
         if isinstance(loader, ResumableLoader):
             loader.set_pin_memory(_is_accelerator(trainer.strategy.root_device))

@@ -18,12 +18,12 @@ from lightning_memkit.data.loader_tuning import (
     of_all_ranks,
     start_costs,
 )
-from lightning_memkit.data.resumable_loader import ResumableLoader
+from lightning_memkit.data.resumable_loader import ResumableLoader, with_other_ranks
 from lightning_memkit.errors import NoEffectWarning
 from lightning_memkit.memory.processors import usable_processors
 from lightning_memkit.plugins import _seam_loader
 from lightning_memkit.plugins._pickling import LeavesRunBehind
-from lightning_memkit.plugins._ranks import any_rank, largest_of_ranks
+from lightning_memkit.plugins._ranks import any_rank, largest_of_ranks, values_of_ranks
 from lightning_memkit.plugins._training_loaders import TrainingLoaders
 
 _FIRST_LOOK, _NEXT_LOOK = 12, 4  # after so many batches, then after so many times as many
@@ -146,8 +146,12 @@ class LoaderTuner(LeavesRunBehind, Callback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Keep the loaders' positions in this callback's state only: the checkpoint also loads without it."""
+        """Keep the loaders' positions, all ranks', in this callback's state only: it also loads without it."""
         self._times.skip()
+        state = checkpoint.get("callbacks", {}).get(self.state_key, {})
+        if state.get("positions"):
+            of_ranks = values_of_ranks(trainer, state["positions"])
+            state["positions"] = [with_other_ranks(list(states)) for states in zip(*of_ranks, strict=True)]
         stateful = [
             loader for loader in _seam_loader.training_loaders(trainer) if hasattr(loader, "state_dict")
         ]

@@ -129,3 +129,63 @@ def test_of_records_with_both_the_kind_says_which_counts(tmp_path: Path) -> None
     for order in ([both, TEXT], [TEXT, both]):
         with pytest.raises(ValueError, match="documents.kind='text'"):
             read(written(tmp_path / "b.jsonl", order))
+
+
+@pytest.mark.parametrize(
+    ("column", "values"),
+    [
+        ("input_ids", [[1, 2], None, [3]]),
+        ("input_ids", [[1, 2], [None, 2], [3]]),
+        ("labels", [[1, 2], None, [3]]),
+        ("attention_mask", [[1, 1], [1, None], [1]]),
+        ("completion_mask", [[0, 1], [None, 1], [1]]),
+        ("assistant_masks", [[False, True], [None, True], [True]]),
+    ],
+)
+@pytest.mark.parametrize("ending", ["parquet", "arrow"])
+def test_columns_with_nulls_are_refused_with_their_document(
+    tmp_path: Path, column: str, values: list[Any], ending: str
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    columns = {"input_ids": [[1, 2], [1, 2], [3]], column: values}
+    path = str(tmp_path / f"a.{ending}")
+    table = datasets.Dataset.from_dict(columns)
+    if ending == "parquet":
+        table.to_parquet(path)
+    else:
+        import pyarrow
+
+        with pyarrow.OSFile(path, "wb") as sink, pyarrow.ipc.new_stream(sink, table.data.schema) as writer:
+            writer.write_table(table.data.table)
+    for source in (path, table):
+        with pytest.raises(ValueError, match=f"document 1 has null in '{column}'.* leave the record out"):
+            read(source)
+
+
+def test_a_table_of_texts_and_ids_in_turns_is_refused(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    table = datasets.Dataset.from_dict({"input_ids": [[1, 2], None], "text": [None, "hello"]})
+    with pytest.raises(ValueError, match=r"has null in 'input_ids'.* tokenise all or none"):
+        read(table)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_files_of_other_columns_are_no_table(tmp_path: Path, first: int) -> None:
+    datasets = pytest.importorskip("datasets")
+    contents = [{"text": ["x", "y"]}, {"input_ids": [[1, 2], [3]]}]
+    (tmp_path / "files").mkdir()
+    for name, content in zip("ab", (contents[first], contents[1 - first]), strict=True):
+        datasets.Dataset.from_dict(content).to_parquet(str(tmp_path / "files" / f"{name}.parquet"))
+    with pytest.raises(ValueError, match=r"^files can't be read as one table \(Couldn't cast"):
+        read(str(tmp_path / "files"))
+
+
+@pytest.mark.parametrize("sources", [([TEXT], [IDS]), ([[1, 2]], ["hello"])])
+def test_sources_of_texts_and_of_ids_in_one_module_are_told(sources: tuple[Any, Any]) -> None:
+    corpus = Corpus(tokenizer_name="bytes", options=DocumentOptions(processes=1))
+    for source in (sources[0], sources[0]):
+        assert corpus.read(source).documents == 1
+    with pytest.warns(
+        UserWarning, match="of whose vocabulary the ids are is not known. Tokenise all sources"
+    ):
+        corpus.read(sources[1])

@@ -14,12 +14,14 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
     WeightedRandomSampler,
     get_worker_info,
 )
 
 from lightning_memkit.data.load_times import LoadTimes
-from lightning_memkit.data.resumable_loader import ResumableLoader, why_not_resumable
+from lightning_memkit.data.resumable_loader import ResumableLoader, why_not_resumable, with_other_ranks
 from lightning_memkit.data.worker_batches import BatchError
 
 SAMPLES = 23
@@ -172,6 +174,13 @@ def test_a_state_at_the_epochs_end_begins_the_next_and_keeps_the_generator():
     second.load_state_dict(first.state_dict())
     assert plain(second) == plain(first)
     assert second.state_dict()["batches_done"] == 0
+
+
+def test_a_loader_made_anew_before_its_first_batch_draws_on_from_its_generator():
+    first, data = ResumableLoader(LOADERS["generator"]()), LOADERS["generator"]()
+    plain(first)
+    ResumableLoader(data).load_state_dict(first.state_dict())
+    assert plain(ResumableLoader(data)) == plain(first)
 
 
 @pytest.mark.parametrize("as_batch_sampler", [False, True])
@@ -365,7 +374,8 @@ def test_another_number_of_ranks_goes_on_with_the_same_samples_a_step_and_others
     def of_rank(rank: int, ranks: int, batch_size: int) -> ResumableLoader:
         numbers: Any = torch.arange(60)
         sampler: Any = DistributedSampler(numbers, ranks, rank, seed=3)
-        return ResumableLoader(DataLoader(numbers, batch_size=batch_size, sampler=sampler), rank=rank)
+        loader = DataLoader(numbers, batch_size=batch_size, sampler=sampler)
+        return ResumableLoader(loader, rank=rank, ranks=ranks)
 
     one = of_rank(0, 4, 3)
     batches = iter(one)
@@ -383,3 +393,102 @@ def test_another_number_of_ranks_goes_on_with_the_same_samples_a_step_and_others
         of_rank(0, 1, 13).load_state_dict(state)
     with pytest.raises(ValueError, match="sampler: DistributedSampler then, RandomSampler now"):
         ResumableLoader(DataLoader(torch.arange(60), 12, shuffle=True)).load_state_dict(state)  # pyright: ignore[reportArgumentType]
+
+
+class Drawn(Sampler):
+    """Batches of a seed's order; `counts` draws by how often it was asked, as well."""
+
+    def __init__(self, seed: int, *, size: int = 4, counts: bool = False) -> None:
+        self.seed, self.size, self.counts, self.asked = seed, size, counts, 0
+
+    def __iter__(self):
+        self.asked += self.counts
+        order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(self.seed + self.asked))
+        return iter(order.split(self.size)) if self.size else iter(order.tolist())
+
+    def __len__(self):
+        return -(-SAMPLES // self.size) if self.size else SAMPLES
+
+
+OTHER_ORDERS = {
+    "weights": lambda now: {"sampler": WeightedRandomSampler(range(1 + 9 * now, SAMPLES + 1 + 9 * now), 21)},
+    "subset": lambda now: {"sampler": SubsetRandomSampler(range(now, 20 + now))},
+    "replacement": lambda now: {"sampler": RandomSampler(NUMBERS, replacement=now)},
+    "seed of a sampler": lambda now: {"sampler": Drawn(now, size=0)},
+    "seed of a batch sampler": lambda now: {"batch_sampler": Drawn(now)},
+    "seed of single samples": lambda now: {"batch_size": None, "sampler": Drawn(now, size=0)},
+    "generator": lambda now: {"shuffle": True, "generator": generator() if now else None},
+    "what a batch sampler batches": lambda now: {
+        "batch_sampler": BatchSampler(SubsetRandomSampler(range(now, 20 + now)), 4, False)
+    },
+}
+
+
+@pytest.mark.parametrize("name", list(OTHER_ORDERS))
+def test_a_sampler_that_gives_another_order_than_then_is_refused(name):
+    def loader(now):
+        options = {"batch_size": 4} if "batch_sampler" not in OTHER_ORDERS[name](now) else {}
+        return ResumableLoader(DataLoader(NUMBERS, **{**options, **OTHER_ORDERS[name](now)}))
+
+    seed()
+    first = loader(False)
+    iterator = iter(first)
+    next(iterator), next(iterator)
+    state, rest = first.state_dict(), plain(iterator)
+    same, other = loader(False), loader(True)
+    same.load_state_dict(state)
+    assert plain(same) == rest
+    other.load_state_dict(state)
+    with pytest.raises(ValueError, match=r"gives other samples for the epoch's first 2 batch\(es\)"):
+        plain(other)
+
+
+def test_a_sampler_that_keeps_a_counter_is_refused_within_its_second_epoch():
+    first, second = (
+        ResumableLoader(DataLoader(NUMBERS, 4, sampler=Drawn(1, size=0, counts=True))) for _ in "12"
+    )
+    plain(first)
+    next(iter(first))
+    second.load_state_dict(first.state_dict())
+    with pytest.raises(ValueError, match="one that keeps a counter"):
+        plain(second)
+
+
+@pytest.mark.parametrize("done", [0, 2])
+@pytest.mark.parametrize("kind", ["sampler", "batch sampler", "weights"])
+def test_a_samplers_own_generator_goes_on_in_the_second_epoch(kind, done):
+    def loader():
+        sampler: Any = RandomSampler(NUMBERS, generator=generator())
+        if kind == "weights":
+            sampler = WeightedRandomSampler(range(1, SAMPLES + 1), 21, generator=generator())
+        if kind == "batch sampler":
+            return ResumableLoader(DataLoader(NUMBERS, batch_sampler=BatchSampler(sampler, 4, False)))
+        return ResumableLoader(DataLoader(NUMBERS, 4, sampler=sampler))
+
+    first, second = loader(), loader()
+    plain(first)
+    iterator = iter(first)
+    batches = [next(iterator) for _ in range(done)]
+    assert len(batches) == done
+    second.load_state_dict(first.state_dict())
+    assert plain(second) == plain(iterator if done else first)
+    assert plain(second) == plain(first)
+
+
+def test_ranks_that_draw_in_their_own_way_go_on_each_where_it_stood():
+    def of_rank(rank: int, ranks: int = 2) -> ResumableLoader:
+        own = torch.Generator().manual_seed(rank)
+        return ResumableLoader(DataLoader(NUMBERS, 4, shuffle=True, generator=own), rank=rank, ranks=ranks)
+
+    loaders = [of_rank(rank) for rank in range(2)]
+    iterators = [iter(loader) for loader in loaders]
+    for iterator in iterators:
+        next(iterator), next(iterator)
+    state = with_other_ranks([loader.state_dict() for loader in loaders])
+    for rank, iterator in enumerate(iterators):
+        resumed = of_rank(rank)
+        resumed.load_state_dict(state)
+        assert plain(resumed) == plain(iterator)
+        assert plain(resumed) == plain(loaders[rank])
+    with pytest.raises(ValueError, match="ranks: 2 then, 3 now"):
+        of_rank(0, 3).load_state_dict(state)

@@ -123,6 +123,29 @@ def test_other_options_of_a_stream_are_refused_in_words(option: dict[str, Any], 
         resume(state, lambda: iter(TEXTS), **{"packing": "stream", **option})
 
 
+@pytest.mark.parametrize("kept", [1, 500, 512])
+def test_a_stream_that_ends_before_the_position_is_refused(kept: int) -> None:
+    """Its position is in the second window, of which the documents from 512 on are read again."""
+    many = [f"the document of number {number}" for number in range(1500)]
+    data = data_of(lambda: iter(many), packing="stream")
+    batches = iter(data.train_dataloader())
+    for _ in range(200):
+        next(batches)
+    state = data.state_dict()
+    assert state["train_loader"]["position"]["first_document"] == 512
+    assert resume(state, lambda: iter(many), packing="stream") == len(list(batches))
+    with pytest.raises(ValueError, match="ends before its document 512, at which the position was taken"):
+        resume(state, lambda: iter(many[:kept]), packing="stream")
+
+
+def test_a_stream_and_a_list_do_not_take_each_others_position() -> None:
+    stream: Any = lambda: iter(TEXTS)  # noqa: E731
+    with pytest.raises(ValueError, match="is of a stream, and the source is documents that are all there"):
+        resume(state_of(stream, packing="stream"), TEXTS, packing="stream")
+    with pytest.raises(ValueError, match="is of documents that are all there, and the source is a stream"):
+        resume(state_of(TEXTS, packing="stream"), stream, packing="stream")
+
+
 def test_a_shuffled_order_is_not_gone_on_with_unshuffled() -> None:
     from lightning_memkit.data.loader import LoaderOptions, PackedLoader
 

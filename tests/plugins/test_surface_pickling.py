@@ -11,9 +11,12 @@ import cloudpickle
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.fabric.utilities.data import get_all_subclasses
 from lightning.pytorch.plugins import CheckpointIO, Precision
+from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_memkit import MemoryBudget, PureBF16Precision
+from lightning_memkit.plugins import _seam_loader
 from lightning_memkit.plugins.initial_weights import InitialWeights
 from lightning_memkit.testing import fake_device
 from tests.test_package import OFFLOADING, TRAINED, Blocks, build, give_weights, where
@@ -110,6 +113,37 @@ def test_a_trainer_and_all_it_has_are_pickled_and_copied(name: str, moment: str,
             assert [type(one) for one in copied.callbacks] == [
                 type(one) for one in vars(trainer)["callbacks"]
             ]
+
+
+class RaisesInItsLoader(Blocks):
+    def train_dataloader(self) -> Any:
+        raise ArithmeticError("the user's own")
+
+
+def test_a_tuned_loader_is_copied_also_where_a_run_before_failed_in_the_user_s_loader(
+    elsewhere: Path,
+) -> None:
+    """From then on Lightning notes for good what is set on loaders of any run."""
+    names = ("__init__", "__setattr__", "__delattr__")
+    classes = [DataLoader, BatchSampler, *get_all_subclasses(DataLoader), *get_all_subclasses(BatchSampler)]
+    before = {kind: {name: vars(kind)[name] for name in names if name in vars(kind)} for kind in classes}
+    try:
+        with pytest.raises(ArithmeticError):
+            quiet_trainer([], elsewhere).fit(RaisesInItsLoader())
+        trainer = quiet_trainer([plugin_named("LoaderTuner", elsewhere)], elsewhere)
+        trainer.fit(Blocks())
+        (loader,) = _seam_loader.training_loaders(trainer)
+        assert any(name.startswith("__pl_") for name in vars(loader))
+        for again in ROUND_TRIPS.values():
+            assert again(trainer).global_step == trainer.global_step
+    finally:
+        for kind, kept in before.items():
+            for name in names:
+                for found in (name, f"__old{name}"):
+                    if found in vars(kind):
+                        delattr(kind, found)
+                if name in kept:
+                    setattr(kind, name, kept[name])
 
 
 @pytest.mark.parametrize("name", TRAINED)
