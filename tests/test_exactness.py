@@ -206,7 +206,7 @@ FOUND_DRAWN = [
     (2, "drawn_2026", 200, "float64", 3),  # more terms than are compared one by one
     (3, "drawn_3040", 300, "float64", 1),  # a micro-batch of nothing in a loss whose terms are not noted
     (3, "drawn_3013", 300, "float64", 3),  # a divisor near zero beside another term
-    (3, "drawn_3045", 303, "pure-bf16", 3),  # a value that the last part leaves as the whole where no other counts
+    (3, "drawn_3045", 303, "pure-bf16", 3),  # a value that the last part leaves where no other counts
     (3, "drawn_3045", 306, "float32", 1),  # rows of which one of two terms counts none
 ]
 

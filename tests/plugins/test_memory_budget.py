@@ -314,11 +314,12 @@ def test_the_probe_takes_two_rows_where_five_are_over_the_budget() -> None:
         rows.clear()
         data = DataLoader(tagged_rows(8, length=400), batch_size=8)  # pyright: ignore[reportArgumentType]
         trainer(MemoryBudget(budget, micro_batch_size=1), max_steps=1).fit(Notes(), data)
-        return rows[:7]
+        return rows[:12]
 
-    # Whole, twice for noise and for hooks, its parts alone, the second part after the first; then training.
-    assert probed("1GiB") == [5, 5, 5, 2, 3, 2, 3]
-    assert probed("1MiB") == [5, 2, 2, 2, 1, 1, 1]  # the five ran into the budget
+    # Each for its loss; whole, twice for noise and for hooks, its parts alone, the second part after the first.
+    ones = [1] * 5
+    assert probed("1GiB") == [*ones, 5, 5, 5, 2, 3, 2, 3]
+    assert probed("1MiB") == [*ones, 5, 2, 2, 2, 1, 1, 1]  # the five ran into the budget
 
 
 @pytest.mark.parametrize("kind", [TokenTagger, CausalTagger, SampleMean])
