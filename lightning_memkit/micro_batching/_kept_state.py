@@ -1,6 +1,5 @@
 """One value that a step may change, as it was: whether it is still so, and how to put it back in place."""
 
-import random
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterator
@@ -8,16 +7,15 @@ from io import IOBase
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 from torch import nn
 
+from lightning_memkit import generators
 from lightning_memkit.micro_batching._alike import alike
 from lightning_memkit.micro_batching._kept_tensor import Place
 from lightning_memkit.micro_batching.own_objects import slots_of
 from lightning_memkit.micro_batching.step_changes import ChangeKind, StepChange
 
 CONTAINERS = (list, dict, set, deque)
-GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _ABSENT = object()
 
 
@@ -303,26 +301,20 @@ class KeptGenerator:
     """The state of a generator of random numbers of the module's own."""
 
     def __init__(self, place: Place, owner: Any) -> None:
-        self.place, self._owner, self._state = place, owner, _drawn(owner)
+        self.place, self._owner, self._state = place, owner, generators.state_of(owner)
 
     def changes(self) -> Iterator[StepChange]:
-        if not alike(self._state, _drawn(self._owner)):
+        if not alike(self._state, generators.state_of(self._owner)):
             yield self.place.change()
 
     def now(self, change: StepChange) -> Any:
-        return _drawn(self._owner)
+        return generators.state_of(self._owner)
 
     def before(self, now: Any) -> Any:
         return None
 
     def restore(self) -> None:
-        owner, state = self._owner, self._state
-        if isinstance(owner, random.Random):
-            owner.setstate(state)
-        elif isinstance(owner, np.random.Generator):
-            owner.bit_generator.state = state
-        else:
-            owner.set_state(state)
+        generators.set_state(self._owner, self._state)
 
 
 class Rewindable:
@@ -399,12 +391,6 @@ class KeptIterator:
 
     def restore(self) -> None:
         self._iterator.back_to(self.position)
-
-
-def _drawn(owner: Any) -> Any:
-    if isinstance(owner, random.Random):
-        return owner.getstate()
-    return owner.bit_generator.state if isinstance(owner, np.random.Generator) else owner.get_state()
 
 
 def _content(cell: Any) -> Any:

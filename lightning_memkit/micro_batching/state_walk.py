@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from lightning_memkit.generators import GENERATORS
 from lightning_memkit.micro_batching import _kept_state as kept
 from lightning_memkit.micro_batching import own_objects as own
 from lightning_memkit.micro_batching._kept_state import Kept
@@ -138,7 +139,7 @@ class StateWalk:
                 )
         elif isinstance(value, np.ndarray):
             self._keep_array(place, value)
-        elif isinstance(value, kept.GENERATORS):
+        elif isinstance(value, GENERATORS):
             self._seen.add(id(value))
             kind: ChangeKind = "generator" if place.kind == "attribute" else place.kind
             self._kept.append(kept.KeptGenerator(_of_kind(place, kind), value))

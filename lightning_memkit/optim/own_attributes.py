@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_memkit.generators import GENERATORS, set_state, state_of
+
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 CONTAINERS = (dict, list, set, deque)
 _OF_EVERY_OPTIMIZER = frozenset({"state", "param_groups", "defaults", "_opt_called"})
@@ -83,7 +85,7 @@ def contents(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]
     if isinstance(value, PLAIN) or isinstance(value, _NOT_LOOKED_INTO) or id(value) in seen:
         return
     seen.add(id(value))
-    if isinstance(value, (Tensor, np.ndarray, torch.Generator)):
+    if isinstance(value, (Tensor, np.ndarray, *GENERATORS)):
         yield path, value
     elif isinstance(value, dict):
         yield path, value
@@ -168,8 +170,8 @@ def set_contents(holder: Any, kept: Any) -> None:
         holder.cell_contents = kept
     elif isinstance(holder, np.ndarray):
         holder[...] = kept
-    elif isinstance(holder, torch.Generator):
-        holder.set_state(kept)
+    elif isinstance(holder, GENERATORS):
+        set_state(holder, kept)
     else:
         holder.clear()
         (holder.update if isinstance(holder, (dict, set)) else holder.extend)(kept)
@@ -179,6 +181,6 @@ def copied_contents(holder: Any) -> Any:
     """A shallow copy of what something that `contents` gave holds, for `set_contents`."""
     if isinstance(holder, CellType):
         return holder.cell_contents
-    if isinstance(holder, torch.Generator):
-        return holder.get_state()
+    if isinstance(holder, GENERATORS):
+        return state_of(holder)
     return holder.copy() if isinstance(holder, (dict, np.ndarray)) else list(holder)

@@ -2,11 +2,13 @@
 """Steps that run out of memory at any allocation end as if they had not: as the optimizer's own, unjournaled."""
 
 import gc
+import random
 from collections.abc import Callable
 from typing import Any
 
 import bitsandbytes
 import lion_pytorch
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -377,6 +379,36 @@ class ClippingSGD(torch.optim.Optimizer):
 @pytest.mark.parametrize("faulty_step", [COLD, WARM], ids=["cold", "warm"])
 def test_an_optimizer_that_may_combine_parameters_is_stepped_whole(faulty_step: int) -> None:
     assert_every_fault_leaves_no_trace(ClippingSGD, SHAPES, PLAIN, faulty_step)
+
+
+class NoisySGD(torch.optim.Optimizer):
+    """Adds noise to its gradients, from a generator of its own."""
+
+    def __init__(self, groups: Any, generator: Any) -> None:
+        super().__init__(groups, {"lr": 0.1})
+        self.generator = generator
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                draw = getattr(self.generator, "random", None) or self.generator.random_sample
+                parameter.sub_(parameter.grad * (0.5 + float(draw())), alpha=group["lr"])
+
+
+GENERATORS = {
+    "Python's": random.Random,
+    "NumPy's": np.random.default_rng,
+    "NumPy's of old": np.random.RandomState,
+}
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_a_generator_of_the_optimizer_s_own_draws_once_a_step(kind: str) -> None:
+    def build(groups: list[dict]) -> Optimizer:
+        return NoisySGD(groups, GENERATORS[kind](3))
+
+    assert_every_fault_leaves_no_trace(build, SHAPES, PLAIN, WARM)
 
 
 def test_a_whole_step_that_can_not_be_made_leaves_everything_as_it_was() -> None:
