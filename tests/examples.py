@@ -1,8 +1,6 @@
 """What the tests of several examples share: where they are, and a run of one at a tiny size."""
 
-import os
 import re
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,18 +22,6 @@ def train(example: str, configs: Sequence[str], folder: Path, *options: str) -> 
     """Run an example's configs as its README does, with options over them; `folder` takes what the run writes."""
     words = [f"--config={EXAMPLES / example / name}" for name in configs]
     assert main(["fit", *words, *QUIET, f"--trainer.default_root_dir={folder}", *options, "--debug"]) == 0
-
-
-def environment_of_ranks() -> dict[str, str]:
-    """For a process that starts ranks of its own: where they meet, at a port that nobody else is given meanwhile.
-
-    Lightning asks for a free one seconds before a rank listens there. Those below 30,000 are no connection's.
-    """
-    for port in range(10_000 + os.getpid() * 16 % 20_000, 30_000):
-        with socket.socket() as tried:
-            if tried.connect_ex(("127.0.0.1", port)):
-                break
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MASTER_PORT": str(port)}
 
 
 def losses_in(printed: str) -> list[float]:
