@@ -180,7 +180,7 @@ from_loss(
     lambda m, b: F.cross_entropy(m.logits(b), b["y"]) + 0.01 * torch.stack([p.norm() for p in m.trainable()]).sum(),
 )  # fmt: skip
 from_loss(
-    "sum_beside_weight_norm", PARTS, LABELLED,
+    "sum_beside_weight_norm", TERMS, LABELLED,
     lambda m, b: each(m, b).sum() / 32 + 0.01 * torch.cat([p.flatten() for p in m.trainable()]).norm(),
 )  # fmt: skip
 from_loss(

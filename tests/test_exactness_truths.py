@@ -69,6 +69,8 @@ def residual(case: Case, seed: int, sizes: Sequence[int]) -> float:
         wholes.append(whole)
         columns.append([gradient(copy.deepcopy(module), part) for part in parts_of(case, batch, sizes)])
     kept = [i for i in range(len(sizes)) if all(own[i] is not None for own in columns)]
+    if not kept:
+        return 1.0  # each micro-batch has a term over nothing
     matrix = torch.cat([torch.stack([own[i] for i in kept], 1) for own in columns])
     wanted = torch.cat(wholes).unsqueeze(1)
     weights = torch.linalg.lstsq(matrix, wanted, driver="gelsd").solution

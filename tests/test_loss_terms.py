@@ -105,6 +105,22 @@ def test_a_norm_of_weights_is_a_term_and_one_of_what_they_make_of_rows_is_curved
         assert not terms_of(loss + 0.1 * of_rows).terms
 
 
+def test_a_count_that_is_clamped_is_told_from_one_that_is_added_to() -> None:
+    mask = MASK.double() * torch.tensor([1.0, 0, 0, 0, 0, 0])
+
+    def rules(divide: Callable[[Tensor], Tensor]) -> LossRules | str:
+        def loss(x: Tensor, r: slice) -> Tensor:
+            return (each(x, r) * mask[r]).sum() / divide(mask[r].sum())
+
+        whole, *parts = seen(loss, WHOLE, *PARTS)
+        return learned(whole, parts, torch.float64)
+
+    clamped, added = rules(lambda n: n.clamp(min=1e-6)), rules(lambda n: n + 1e-6)
+    assert isinstance(clamped, LossRules)
+    assert isinstance(added, LossRules)
+    assert [rule.excess for rule in (*clamped.rules, *added.rules)] == [0.0, pytest.approx(1e-6, rel=1e-6)]
+
+
 def test_a_factor_that_is_counted_in_the_batch_is_seen_where_gradients_hide_it() -> None:
     assert rules_of(lambda x, r: each(x, r).mean() + 1e-9 * balance(x, r)) == VARYING_FACTOR
 

@@ -287,7 +287,9 @@ def _rule(
         exact = excess if dtype is torch.float64 and 0 < excess < _SMALL else 0.0
         return TermRule(name=name, index=index, branch=branch, law=Law.MEAN, excess=exact)
     least = min(parts)
-    if excess > 0 and excess <= least + allowed and least < _SMALL * abs(whole):
+    # What is added to every divisor shows in all; a count that is clamped is a whole number where it is not.
+    is_added = excess > 0 and not whole.is_integer()
+    if is_added and excess <= least + allowed and least < _SMALL * abs(whole):
         return TermRule(name=name, index=index, branch=branch, law=Law.MEAN, excess=excess)
     empty = [part for part in parts if abs(part - least) <= allowed]
     if least > 0 and abs(sum(parts) - sum(empty) - whole) <= allowed:

@@ -42,23 +42,28 @@ def probed_rows(batch: Any, rows: int, split: Splitter | None, probes: int) -> A
 
 
 def in_order_of(small: Any, loss_of: Callable[[Any], float | None]) -> Any:
-    """The rows by their own losses, the largest first: one that is small comes last, and what counts nothing between.
+    """The rows by their own losses, the largest first: a loss over the hardest takes others where one part has them.
 
-    A loss that is over the hardest rows of a batch, or leaves these out, takes others where they all are in one part.
+    Of those that count in every mask one comes first and one last, so that both parts count.
     """
     total = batch_size(small)
     if total < 4 or isinstance(small, SplittableBatch):
         return small
     try:
-        losses = [loss_of(single) for single in split_batch(small, [1] * total)]
+        singles = split_batch(small, [1] * total)
+        losses = [loss_of(single) for single in singles]
         if None in losses:
             return small
-        counting = {
-            row: loss for row, loss in enumerate(losses) if loss is not None and isfinite(loss) and loss
-        }
-        *first, last = sorted(counting, key=counting.__getitem__, reverse=True)
-        others = [row for row in range(total) if row not in counting]
-        return picked_rows(small, [*first, *others, last])
+        known = {row: loss for row, loss in enumerate(losses) if loss is not None and isfinite(loss)}
+        counted = {count: {row: count(singles[row]) for row in known} for count in counts_of(singles[0])}
+        masks = _masks(counted) if known else []
+        hardest = sorted(known, key=known.__getitem__, reverse=True)
+        full = [row for row in hardest if known[row] and all(mask[row] for mask in masks)]
+        if len(full) < 2:
+            return small
+        first, last = full[0], full[-1]
+        others = dict.fromkeys(row for row in [*hardest, *range(total)] if row not in (first, last))
+        return picked_rows(small, [first, *others, last])
     except (SplitError, TypeError, ValueError, RuntimeError):
         return small  # structures of the user's own
 

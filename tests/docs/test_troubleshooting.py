@@ -33,6 +33,7 @@ INNER += ("UnwritableError", "NoPictureError", "ConfigError")  # caught, or prin
 INNER += ("UnforeseenLossError", "VaryingFactorError", "UnseenValueError")
 INNER += ("UnknownTotalsError", "MistakenTotalsError", "NothingCountedError")
 INNER += ("ForeseenWronglyError", "ForeseenElsewhereError")
+INNER += ("NothingCountsError", "NotCopiedError")  # other rows are taken, and another way
 
 
 @cache

@@ -73,7 +73,7 @@ def test_the_profiler_counts_batches_steps_and_parts() -> None:
     step = "[Strategy]SingleDeviceStrategy.training_step"
     trials = now[step] - 4 * before[step]  # four parts a batch
     assert before[step] == 4
-    assert 0 < trials <= 30  # noise, hooks, parts alone, and one after the other
+    assert 0 < trials <= 36  # single rows, noise, hooks, parts alone, and one after the other
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
