@@ -299,13 +299,8 @@ def give_weights(plugin: InitialWeights, folder: Path) -> dict[str, torch.Tensor
     return values
 
 
-def fit(names: tuple[str, ...], folder: Path, epochs: int, resume: Path | None = None):
-    """Train `Blocks` with these plugins; return the last checkpoint and the weights."""
-    plugins = [build(name, names) for name in names]
-    given = [give_weights(plugin, folder) for plugin in plugins if isinstance(plugin, InitialWeights)]
-    torch.manual_seed(0)
-    trainer = pl.Trainer(
-        max_epochs=epochs,
+def quiet_trainer(plugins: list[Any], folder: Path, **options: Any) -> pl.Trainer:
+    return pl.Trainer(
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -313,8 +308,16 @@ def fit(names: tuple[str, ...], folder: Path, epochs: int, resume: Path | None =
         default_root_dir=folder,
         callbacks=[plugin for plugin in plugins if isinstance(plugin, pl.Callback)],
         plugins=[plugin for plugin in plugins if isinstance(plugin, (Precision, CheckpointIO))],
-        **where(plugins),
+        **{"max_epochs": 1, **where(plugins), **options},
     )
+
+
+def fit(names: tuple[str, ...], folder: Path, epochs: int, resume: Path | None = None):
+    """Train `Blocks` with these plugins; return the last checkpoint and the weights."""
+    plugins = [build(name, names) for name in names]
+    given = [give_weights(plugin, folder) for plugin in plugins if isinstance(plugin, InitialWeights)]
+    torch.manual_seed(0)
+    trainer = quiet_trainer(plugins, folder, max_epochs=epochs)
     model = Blocks()
     if names in COMBINATIONS_ON_FAKE_RANKS:
         model.to("fake")  # torch's shards can't be moved there from the CPU

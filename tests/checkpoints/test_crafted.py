@@ -15,6 +15,7 @@ from lightning_memkit.checkpoints import files
 from lightning_memkit.checkpoints.errors import CheckpointError
 from lightning_memkit.checkpoints.streamed import STRUCTURE
 from tests.checkpoints.test_files import assert_same
+from tests.spoiled import spoiled
 
 STATE = {
     "state_dict": {"w": torch.arange(6.0).reshape(2, 3), "c": torch.ones(2, dtype=torch.complex64)},
@@ -181,16 +182,7 @@ def test_any_change_of_a_made_up_file_is_refused_or_loads(path: Path) -> None:
     """Nothing else is ever raised."""
     good, dice = path.read_bytes(), random.Random(3)
     for _ in range(400):
-        content = bytearray(good)
-        for _ in range(dice.choice((1, 2, 8))):
-            place, kind = dice.randrange(len(content)), dice.randrange(3)
-            if kind == 0:
-                content[place] = dice.randrange(256)
-            elif kind == 1:
-                del content[place : place + dice.randrange(1, 9)]
-            else:
-                content[place:place] = dice.choice((b'"', b"[", b"{", b"9" * 30, b"-", b",", b"\xff"))
-        path.write_bytes(content)
+        path.write_bytes(spoiled(good, dice))
         message = message_of(path)
         assert not message or str(path) in message
     path.write_bytes(good)

@@ -79,6 +79,15 @@ def run(
     return module, budget, dict(fitted.callback_metrics)
 
 
+def assert_split_and_equal(loss: Loss, size: int) -> None:
+    plain, _, _ = run(loss)
+    split, budget, _ = run(loss, size=size)
+    assert budget is not None
+    assert budget.sizing is not None
+    assert budget.sizing.micro_batch_size == size
+    torch.testing.assert_close(weights(split), weights(plain), rtol=1e-10, atol=1e-12)
+
+
 def cross_entropy(module: Classifier, batch: dict[str, Tensor], scores: Tensor) -> Tensor:
     return F.cross_entropy(scores, batch["y"])
 
@@ -126,23 +135,13 @@ def by_group(module: Classifier, batch: dict[str, Tensor], scores: Tensor) -> Te
 @pytest.mark.parametrize("loss", [with_lasso, with_orthogonality, with_spectral_hinge])
 def test_penalties_on_weights_that_are_no_sums_are_the_batch_s(loss: Loss, size: int) -> None:
     """A root follows a sum, and no row is in it."""
-    plain, _, _ = run(loss)
-    split, budget, _ = run(loss, size=size)
-    assert budget is not None
-    assert budget.sizing is not None
-    assert budget.sizing.micro_batch_size == size
-    torch.testing.assert_close(weights(split), weights(plain), rtol=1e-10, atol=1e-12)
+    assert_split_and_equal(loss, size)
 
 
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("loss", [by_positives, by_group])
 def test_divisors_that_are_kept_from_being_zero_are_the_batch_s(loss: Loss, size: int) -> None:
-    plain, _, _ = run(loss)
-    split, budget, _ = run(loss, size=size)
-    assert budget is not None
-    assert budget.sizing is not None
-    assert budget.sizing.micro_batch_size == size
-    torch.testing.assert_close(weights(split), weights(plain), rtol=1e-10, atol=1e-12)
+    assert_split_and_equal(loss, size)
 
 
 def test_what_a_step_returns_is_the_whole_batch_s() -> None:

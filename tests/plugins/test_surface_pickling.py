@@ -12,14 +12,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.utilities.data import get_all_subclasses
-from lightning.pytorch.plugins import CheckpointIO, Precision
 from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_memkit import MemoryBudget, PureBF16Precision
 from lightning_memkit.plugins import _seam_loader
 from lightning_memkit.plugins.initial_weights import InitialWeights
 from lightning_memkit.testing import fake_device
-from tests.test_package import OFFLOADING, TRAINED, Blocks, build, give_weights, where
+from tests.test_package import OFFLOADING, TRAINED, Blocks, build, give_weights, quiet_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:GradientRelease.*")
 ROUND_TRIPS: dict[str, Callable[[Any], Any]] = {
@@ -50,19 +49,6 @@ class CopiesInTheStep(Blocks):
             kept.append(copy.deepcopy(self))
             self.copies = kept
         return loss
-
-
-def quiet_trainer(plugins: list[Any], folder: Path, **options: Any) -> pl.Trainer:
-    return pl.Trainer(
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        default_root_dir=folder,
-        callbacks=[plugin for plugin in plugins if isinstance(plugin, pl.Callback)],
-        plugins=[plugin for plugin in plugins if isinstance(plugin, (Precision, CheckpointIO))],
-        **{"max_epochs": 1, **where(plugins), **options},
-    )
 
 
 def plugin_named(name: str, folder: Path) -> Any:
