@@ -39,6 +39,16 @@ from lightning_memkit.plugins._tuned_sizes import TunedSize, TunedSizes, questio
 from lightning_memkit.plugins._tuning import SizeTuning, clock_may_choose
 from lightning_memkit.plugins._worst_batch import scanned_once
 
+# From what takes the least of all ranks to what takes the most.
+_FORESEEN_WRONGLY: tuple[type[ForeseenWronglyError], ...] = (
+    ForeseenElsewhereError,
+    MistakenTotalsError,
+    NothingCountedError,
+    UnknownTotalsError,
+    UnforeseenLossError,
+    VaryingFactorError,
+)
+
 
 class PartsChoice:
     """Sets a runner's partition: before step 1 by probe and measurement, later by probes of what is new in a batch.
@@ -389,17 +399,6 @@ def _described(weighing: Weighing) -> str:
     if not isinstance(weigh_by, str):
         return "the given callable"
     return "the batch's own count" if weigh_by == "auto" else weigh_by
-
-
-# From what takes the least of all ranks to what takes the most.
-_FORESEEN_WRONGLY: tuple[type[ForeseenWronglyError], ...] = (
-    ForeseenElsewhereError,
-    MistakenTotalsError,
-    NothingCountedError,
-    UnknownTotalsError,
-    UnforeseenLossError,
-    VaryingFactorError,
-)
 
 
 def _worst_of_ranks(trainer: Trainer, error: ForeseenWronglyError) -> ForeseenWronglyError:

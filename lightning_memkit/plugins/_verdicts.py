@@ -13,7 +13,7 @@ from lightning_memkit.micro_batching.step_changes import StepChange
 from lightning_memkit.plugins._checks import hooks_run_by_part
 
 _WHOLE = "keep the batch whole (micro_batch_size = the loader's batch size)"
-_WHOLE_AND_FIT = _WHOLE[:-1] + "; ActivationCheckpointing helps it to fit)"
+_WHOLE_AND_FIT = "keep the batch whole (micro_batch_size = the loader's batch size; ActivationCheckpointing helps it to fit)"
 
 
 def scaled_by(shown: str) -> Verdict:
