@@ -12,8 +12,9 @@ from lightning_memkit.micro_batching.comparison import Miss
 from lightning_memkit.micro_batching.step_changes import StepChange
 from lightning_memkit.plugins._checks import hooks_run_by_part
 
-_WHOLE = "keep the batch whole (micro_batch_size = the loader's batch size)"
-_WHOLE_AND_FIT = "keep the batch whole (micro_batch_size = the loader's batch size; ActivationCheckpointing helps it to fit)"
+_SIZE = "micro_batch_size = the loader's batch size"
+_WHOLE = f"keep the batch whole ({_SIZE})"
+_WHOLE_AND_FIT = f"keep the batch whole ({_SIZE}; ActivationCheckpointing helps it to fit)"
 
 
 def scaled_by(shown: str) -> Verdict:
