@@ -35,6 +35,19 @@ def command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["memkit"])
 
 
+@pytest.fixture(autouse=True)
+def environment_survives():
+    """Take back what a test leaves in the environment: Lightning notes there where ranks meet, and never forgets it.
+
+    A run that a later test starts in a process of its own would meet at a port that is still in use here.
+    """
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> None:
     """Keep sums in one order, whatever the number of cores; tiny tensors are also quicker so."""
