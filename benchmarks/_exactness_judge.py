@@ -66,7 +66,14 @@ class Excess:
     text: str
 
 
-def judge(case: Case, dtype: str, run: Trace, plain: Trace, others: Sequence[Trace] = ()) -> Verdict:
+def judge(
+    case: Case,
+    dtype: str,
+    run: Trace,
+    plain: Trace,
+    others: Sequence[Trace] = (),
+    by_hand: Trace | None = None,
+) -> Verdict:
     """Compare a run with the unsplit one.
 
     Args:
@@ -75,6 +82,7 @@ def judge(case: Case, dtype: str, run: Trace, plain: Trace, others: Sequence[Tra
         run: under MemoryBudget.
         plain: without it.
         others: the unsplit run in a larger dtype, then those of scaled losses; none for float64.
+        by_hand: a run whose step adds up its parts itself, with right weights.
 
     Raises:
         ValueError: the unsplit run failed: the case is no case.
@@ -82,9 +90,10 @@ def judge(case: Case, dtype: str, run: Trace, plain: Trace, others: Sequence[Tra
     for unsplit in (plain, *others):
         if unsplit.error is not None:
             raise ValueError(f"{case.name} in {dtype} fails without memkit: {unsplit.error!r}")
+    noise = Noise(dtype, case, plain, others, by_hand)
     if run.error is not None:
-        return _of_error(run, case, Noise(dtype, case, plain, others))
-    found = excesses(run, Noise(dtype, case, plain, others))
+        return _of_error(run, case, noise)
+    found = excesses(run, noise)
     worst = max(found, key=lambda one: one.ratio)
     split = run.split_batches > 0
     if worst.ratio > 1:
@@ -146,10 +155,14 @@ class Noise:
         case: what was trained.
         plain: the unsplit run.
         others: unsplit runs that differ from it by rounding alone; none in float64.
+        by_hand: one whose weights and gradients are rounded part by part.
     """
 
-    def __init__(self, dtype: str, case: Case, plain: Trace, others: Sequence[Trace]) -> None:
+    def __init__(
+        self, dtype: str, case: Case, plain: Trace, others: Sequence[Trace], by_hand: Trace | None = None
+    ) -> None:
         self.plain = plain
+        self._by_hand = [] if by_hand is None else [by_hand]
         self._exact = FLOAT32_LOSS if case.float32_loss else EXACT
         self._dtype, self._others = dtype, others
         self._off: dict[str, float] = {}
@@ -159,7 +172,7 @@ class Noise:
         for name in plain.weights[0]:
             self._off[name] = max(
                 float((ours[name] - theirs[name]).norm() / (self._moved(name, ours) + 1e-12))
-                for other in others
+                for other in (*others, *self._by_hand)
                 for ours, theirs in zip(plain.weights, other.weights, strict=True)
             )
         moved = [off for name, off in self._off.items() if self._moved(name, plain.weights[-1]) > 0]
@@ -208,7 +221,7 @@ class Noise:
         if name not in self._off_gradients:
             off = [
                 float((a[name] - b[name]).norm())
-                for other in self._others
+                for other in (*self._others, *self._by_hand)
                 for a, b in zip(self.plain.gradients, other.gradients, strict=False)
                 if name in a and name in b
             ]

@@ -19,6 +19,7 @@ from importlib import import_module, util
 from typing import Any
 
 from benchmarks.__main__ import main_of
+from benchmarks._exactness_by_hand import train_by_hand
 from benchmarks._exactness_classes import RUNS, class_weight_runs
 from benchmarks._exactness_generator import drawn_cases
 from benchmarks._exactness_judge import DIFFERENT, OUTCOMES, REFUSED, WHOLE, Verdict, judge
@@ -104,7 +105,8 @@ def cells_of(case: Case, seed: int, dtype: str, sizes: Any = SIZES) -> Iterator[
         if verdict.outcome == DIFFERENT and ours.error is None:
             # A hinge or an optimizer may make much of a rounding: ask more runs that only round otherwise.
             others += rescaled(case, seed, dtype, MORE_SCALES)
-            verdict = judge(case, dtype, ours, plain, others)
+            by_hand = train_by_hand(case, seed, dtype, size if isinstance(size, int) else 1)
+            verdict = judge(case, dtype, ours, plain, others, by_hand)
         yield Cell(case, seed, dtype, size, verdict)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from benchmarks import __main__ as command
 from benchmarks import exactness
+from benchmarks._exactness_by_hand import train_by_hand
 from benchmarks._exactness_classes import class_weight_runs
 from benchmarks._exactness_generator import SUM, Drawn, drawn_cases
 from benchmarks._exactness_judge import DIFFERENT, EQUAL, REFUSED, WHOLE, Verdict, judge
@@ -104,6 +105,19 @@ def test_a_wrong_split_is_different_in_every_dtype(dtype: str, wrong: dict[str, 
     assert verdict.split
     assert verdict.at_step <= 2
     assert verdict.where
+
+
+@pytest.mark.parametrize(
+    ("weigh_by", "expected"), [("auto", EQUAL), (lambda part: float(len(part["x"])), DIFFERENT)]
+)
+def test_rounding_by_parts_is_told_from_wrong_weights(weigh_by: Any, expected: str) -> None:
+    case, seed, dtype = BY_NAME["causal_float32"], 203, "bf16-mixed"  # a sum that cancels: .11 of the move
+    plain, others = unsplit(case, seed, dtype)
+    by_hand = train_by_hand(case, seed, dtype, 3)
+    assert by_hand is not None
+    run = train(case, seed, dtype, MemoryBudget("1GiB", micro_batch_size=3, weigh_by=weigh_by))
+    assert judge(case, dtype, run, plain, others).outcome == DIFFERENT
+    assert judge(case, dtype, run, plain, others, by_hand).outcome == expected
 
 
 class Disturbed(Callback):

@@ -1,0 +1,114 @@
+"""The parts of a batch weighted by hand: what rounding by parts costs, without memkit.
+
+A sum over rows that cancels is rounded once where the batch runs whole, and part by part where it is split: in
+bfloat16 that may differ by many times what another rounding of the whole costs. Here a step runs its parts by itself,
+with the weights that give the whole's gradient in float64, by least squares. What such a run is off by, a right split
+may be off by, too.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from benchmarks._exactness_models import PARTS, Case, rows_of
+from benchmarks._exactness_runs import Trace, train
+
+ADDS_IN_FLOAT32 = (
+    "float32",
+    "bf16-mixed",
+    "lora",
+)  # in pure bf16 one backward adds parts in bfloat16, memkit in fp32
+_SAME, _SAME_IN_FLOAT32 = (
+    1e-9,
+    1e-6,
+)  # of the gradient's norm, where the loss is taken in float64 and in float32
+
+
+class NotByHandError(ValueError):
+    """The step is no weighted sum of its parts, or its batch is not sliced by rows."""
+
+
+def train_by_hand(case: Case, seed: int, dtype: str, size: int) -> Trace | None:
+    """The unsplit run of the case whose step adds up parts of `size` rows; None where it can't be."""
+    if case.truth != PARTS or dtype not in ADDS_IN_FLOAT32:
+        return None
+    trace = train(replace(case, module=partial(_split_by_hand, case, size)), seed, dtype)
+    return trace if trace.error is None else None  # the cell then stays what it is
+
+
+def _split_by_hand(case: Case, size: int) -> LightningModule:
+    module = case.module()
+    whole = module.training_step
+
+    def training_step(batch: Any, batch_idx: int) -> Any:
+        parts = list(_parts_of(batch, size))
+        same = _SAME_IN_FLOAT32 if case.float32_loss else _SAME
+        weights = _weights(module, partial(whole, batch_idx=batch_idx), batch, parts, same)
+        total: Any = 0.0
+        for part, weight in zip(parts, weights, strict=True):
+            torch.clear_autocast_cache()  # one cast for all parts would add their gradients in bfloat16
+            if weight:
+                total = total + weight * _loss_of(whole(part, batch_idx))
+        return total
+
+    module.training_step = training_step
+    return module
+
+
+def _parts_of(batch: Any, size: int) -> Iterator[Any]:
+    rows = rows_of(batch)
+
+    def sliced(value: Any, start: int) -> Any:
+        if not isinstance(value, Tensor) or not value.ndim or len(value) != rows:
+            raise NotByHandError("a batch holds something else than tensors with a row a sample")
+        return value[start : start + size]
+
+    for start in range(0, rows, size):
+        yield tree_map(partial(sliced, start=start), batch)
+
+
+def _weights(module: LightningModule, step: Any, batch: Any, parts: list[Any], same: float) -> list[float]:
+    """Those with which the parts' gradients add up to the whole's, in float64."""
+    with _in_float64(module):
+        whole = _gradient(module, step, batch)
+        of_parts = torch.stack([_gradient(module, step, part) for part in parts], 1)
+    weights = torch.linalg.lstsq(of_parts, whole[:, None], driver="gelsd").solution[:, 0]
+    if (of_parts @ weights - whole).norm() > same * whole.norm():
+        raise NotByHandError("no weights of the parts give the whole's gradient")
+    return weights.tolist()
+
+
+def _gradient(module: LightningModule, step: Any, batch: Any) -> Tensor:
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    widened = tree_map(lambda v: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v, batch)
+    loss = _loss_of(step(widened))
+    found = torch.autograd.grad(loss, trained, allow_unused=True, materialize_grads=True)
+    gradient = torch.cat([one.flatten() for one in found])
+    return (
+        gradient if gradient.isfinite().all() else torch.zeros_like(gradient)
+    )  # a part in which nothing counts
+
+
+@contextmanager
+def _in_float64(module: LightningModule) -> Iterator[None]:
+    held = [*module.parameters(), *module.buffers()]
+    before = [tensor.data for tensor in held]
+    with torch.random.fork_rng(devices=()), torch.autocast("cpu", enabled=False):
+        for tensor in held:
+            tensor.data = tensor.data.double() if tensor.is_floating_point() else tensor.data.clone()
+        try:
+            yield
+        finally:
+            for tensor, value in zip(held, before, strict=True):
+                tensor.data = value
+
+
+def _loss_of(output: Any) -> Tensor:
+    return output["loss"] if isinstance(output, dict) else output
