@@ -32,20 +32,32 @@ class Verdict:
 def sampled_gradient(parameters: Iterable[nn.Parameter]) -> Tensor:
     """Some 4096 evenly spaced elements of every parameter's gradient, as one float64 vector on the host.
 
-    A missing gradient counts as zero: a part may leave a parameter unused that the whole batch uses.
+    A missing gradient counts as zero: a part may leave a parameter unused that the whole batch uses. Of a sharded
+    parameter this rank's shard is sampled.
     """
     samples = []
     for parameter in parameters:
         if not parameter.requires_grad:
             continue
-        stride = max(1, parameter.numel() // SAMPLED_PER_PARAMETER)
+        places = sampled_places(parameter)
         if parameter.grad is None:
-            samples.append(torch.zeros(len(range(0, parameter.numel(), stride)), dtype=torch.float64))
+            samples.append(torch.zeros(len(places), dtype=torch.float64))
         else:
-            gradient = parameter.grad.detach()
+            gradient = _local(parameter.grad.detach())
             gradient = gradient.to_dense() if gradient.is_sparse else gradient
-            samples.append(gradient.flatten()[::stride].to("cpu", torch.float64))
+            samples.append(gradient.flatten()[:: places.step].to("cpu", torch.float64))
     return torch.cat(samples) if samples else torch.zeros(0, dtype=torch.float64)
+
+
+def sampled_places(parameter: nn.Parameter) -> range:
+    """Where `sampled_gradient` looks in a flat parameter, or in this rank's shard of it."""
+    count = _local(parameter).numel()
+    return range(0, count, max(1, count // SAMPLED_PER_PARAMETER))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
 
 
 def tolerance(parameters: Iterable[nn.Parameter], *, reduced: bool = False) -> float:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_memkit.decomposability import SAMPLED_PER_PARAMETER
+from lightning_memkit.decomposability import sampled_places
 
 SCALE = 0.75  # of the loss that shows the noise: exact in every dtype, and it changes the rounding of every product
 _NOISES = 8.0  # times the noise that was measured: what a split may add
@@ -31,7 +31,7 @@ def spans_of(module: nn.Module) -> list[Span]:
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad:
             continue
-        count = len(range(0, parameter.numel(), max(1, parameter.numel() // SAMPLED_PER_PARAMETER)))
+        count = len(sampled_places(parameter))
         dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
         epsilon = torch.finfo(dtype).eps * _EPSILONS.get(dtype, 1.0) if dtype.is_floating_point else 0.0
         spans.append(Span(name=name, start=start, stop=start + count, epsilon=epsilon))

@@ -19,6 +19,7 @@ from lightning_memkit.micro_batching import (
 )
 from lightning_memkit.micro_batching.batch_counts import Foretold
 from lightning_memkit.micro_batching.composed_state import ComposedState
+from lightning_memkit.micro_batching.foreseen import ForeseenWronglyError
 from lightning_memkit.micro_batching.loss_rules import LossRules
 from lightning_memkit.micro_batching.without_noise import LEVELS, quiet
 from lightning_memkit.plugins import _seam, _verdicts
@@ -143,23 +144,26 @@ class Weighing:
     def _probe(self, step: _seam.Step, trials: Trials, most: int) -> None:
         """Compare as many rows as run in the memory there is."""
         self.weigh_by = self._open[0]
-        if _seam.communicates_in_every_part(step.trainer):
-            self._trusted(
-                f"{type(step.trainer.strategy).__name__} averages gradients over ranks in each backward"
-            )
+        if not trials.ranks.compares:
+            self._trusted(f"{type(step.trainer.strategy).__name__} reduces gradients as memkit can't follow")
             return
-        numbers = self._numbers_of_rows(most, batch_size(step.batch))
+        # Ranks compare as many rows, each of its own batch.
+        total = -int(largest_of_ranks(step.trainer, [-batch_size(step.batch)])[0])
+        numbers = self._numbers_of_rows(most, total)
         for rows in numbers:
             # Without a probe nothing is known: on the host the smallest may take what it needs.
             trials.limited = rows > _PROBED_SAMPLES[-1]
             try:
-                self._compare(step, trials, rows, alone=most == 1 and self.fewest == 1)
+                places = _PLACES if rows < total else 1
+                self._compare(step, trials, rows, places, alone=most == 1 and self.fewest == 1)
                 return
             except NothingCountsError:  # nothing counts in this batch, or the run has diverged
                 self.skipped = self.verdict is None
                 return
             except StepFailedError as error:
-                if error.skipped:  # nothing is learned from a batch that the module passes over
+                if error.skipped or isinstance(
+                    error.cause, ForeseenWronglyError
+                ):  # nothing is learned from a batch that the module passes over
                     self.skipped = True
                     return
                 if is_out_of_memory(error.cause):
@@ -191,13 +195,12 @@ class Weighing:
                 stacklevel=2,
             )
 
-    def _compare(self, step: _seam.Step, trials: Trials, rows: int, *, alone: bool) -> None:
+    def _compare(self, step: _seam.Step, trials: Trials, rows: int, places: int, *, alone: bool) -> None:
         """Compare some rows whole and in parts; others, where too few of them count to tell.
 
         Raises:
             NothingCountsError: none counts, wherever rows were looked for.
         """
-        places = _PLACES if rows < batch_size(step.batch) else 1
         for place in range(self.probes, self.probes + places):
             is_last = place == self.probes + places - 1
             probed = self._rows_of(step, trials, rows, place, alone=alone)

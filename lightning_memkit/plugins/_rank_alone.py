@@ -16,11 +16,13 @@ class Ranks:
         uncounted: what other ranks need of a part in which nothing counts: no backward; one that leaves zeros in all
             gradients; or its own, since it communicates (of its loss times zero).
         meets: ranks meet in every part, so that all have to run as many.
+        compares: a part's gradients are there once it has run, so that they can be compared with the whole batch's.
         exchanges: a part's results may depend on the other ranks' parts, so that none may be repeated as a stopgap.
     """
 
     reason = ""
     meets = False
+    compares = True
     exchanges = False
     uncounted: Literal["skip", "zeros", "backward"] = "skip"
 
@@ -71,6 +73,7 @@ class Ranks:
 
         Raises:
             OutOfMemoryError: sharded: on all ranks, where one failed; else where this one did.
+            ForeseenWronglyError: likewise.
             CannotCatchUpError: this rank has to end, and its peers with it.
         """
         return run()

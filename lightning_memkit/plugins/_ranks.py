@@ -126,6 +126,7 @@ class Unretried(Ranks):
         self._trainer = trainer
         self.meets = _seam.communicates_in_every_part(trainer) if meets is None else meets
         self.exchanges = self.meets
+        self.compares = not self.meets
         self.uncounted = "backward" if self.meets else "zeros"
 
     def totals(self, run: Callable[[], Sequence[float]]) -> list[float]:

@@ -153,7 +153,7 @@ class DataParallel(Agreeing):
             )
         if results and before != self._collectives():
             self._meets_in_parts = True
-        outcome = Outcome.OUT_OF_MEMORY if failure else Outcome.DONE if results else Outcome.UNFORESEEN
+        outcome = _outcome(failure, results)
         if not ends_window:
             self._raise_together(self._agreement.meet(outcome), failure, unforeseen)
             return results[0]
@@ -198,21 +198,23 @@ class Sharded(Agreeing):
         kind: str = "train",
         **options: Any,
     ) -> T:
-        failure, results = "", []
+        failure, unforeseen, results = "", None, []
         try:
             with self._catch_up.part(counts=counts, kind=kind):
                 results.append(run())
+        except ForeseenWronglyError as error:
+            unforeseen = error.with_traceback(None)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             failure = _text(error)
-        if failure:
+        if not results:
             _free_memory()
             self._catch_up.finish(smallest)
-        meeting = self._agreement.meet(Outcome.OUT_OF_MEMORY if failure else Outcome.DONE)
+        meeting = self._agreement.meet(_outcome(failure, results))
         if meeting.any_failed:
             self._catch_up.reset()
-        self._raise_together(meeting, failure)
+        self._raise_together(meeting, failure, unforeseen)
         return results[0]
 
     def clip(self, parameters: Iterable[nn.Parameter], max_norm: float) -> bool:
@@ -235,6 +237,10 @@ class Sharded(Agreeing):
     def close(self) -> None:
         self._catch_up.close()
         super().close()
+
+
+def _outcome(failure: str, results: Sequence[object]) -> Outcome:
+    return Outcome.OUT_OF_MEMORY if failure else Outcome.DONE if results else Outcome.UNFORESEEN
 
 
 def _text(error: BaseException) -> str:

@@ -27,7 +27,7 @@ from lightning_memkit.micro_batching.loss_terms import LossTerms, terms_of
 from lightning_memkit.micro_batching.step_changes import StepChange
 from lightning_memkit.micro_batching.without_noise import SharedDraws
 from lightning_memkit.plugins import _seam, _verdicts
-from lightning_memkit.plugins._ranks import any_rank, largest_of_ranks
+from lightning_memkit.plugins._ranks import any_rank, largest_of_ranks, values_of_ranks
 from lightning_memkit.plugins._trials import StepFailedError, Trials
 
 ROUNDING = (
@@ -131,6 +131,8 @@ class RowTrials:
     def __init__(self, step: _seam.Step, trials: Trials, rows: Rows, draws: SharedDraws | None) -> None:
         self._step, self._trials, self._rows, self._draws = step, trials, rows, draws
         self._is_exact = str(step.trainer.precision_plugin.precision) in ("32-true", "64-true")
+        # Where ranks meet in every part, a gradient is that of all ranks' parts, each scaled before its backward.
+        self._meets = trials.ranks.meets
 
     def compare(
         self, ways: list[WeighBy | Weigher], *, reads: bool, known: LossRules | None = None
@@ -143,8 +145,8 @@ class RowTrials:
             known: rules that held before.
 
         Raises:
-            NothingCountsError: the rows have no gradient, or one of their loss's terms counts none of them, or it
-                shows less than is known.
+            NothingCountsError: the rows of a rank have no gradient, or one of their loss's terms counts none of them,
+                or it shows less than is known.
         """
         self._trials.capture = None
         if self._draws is not None:
@@ -160,12 +162,13 @@ class RowTrials:
         bends = self._bends(comparison)
         parts = [self._part(index) for index in range(len(self._rows.parts))]
         present = [part for part in parts if part is not None]
-        rules, outcome = None, None
+        rules, outcome, is_less = None, None, False
         if reads and present and not bends:
             rules = learned(whole.terms, [part.terms for part in present], whole.loss.dtype)
-            less = isinstance(rules, LossRules) and known is not None and rules.tells_less(known)
-            if less or rules == NOTHING_COUNTS:
-                raise NothingCountsError
+            is_less = isinstance(rules, LossRules) and known is not None and rules.tells_less(known)
+        if any_rank(self._step.trainer, is_less or rules == NOTHING_COUNTS):
+            raise NothingCountsError
+        rules = self._of_all_ranks(rules)
         if isinstance(rules, LossRules):
             outcome = self._by_rules(ways, rules, whole, parts, comparison)
         if outcome is None:
@@ -187,10 +190,13 @@ class RowTrials:
     def dependence(self, outcome: Outcome) -> Verdict | None:
         """None where the second part's gradient is the same after the first as alone, else what to say of it."""
         second = outcome.parts[1]
-        if second is None or outcome.parts[0] is None or not bool(second.gradient.isfinite().all()):
-            return None  # a part in which nothing counts
         if self._draws is not None:
             return None  # with numbers that are handed out, another step before would take them
+        counts = (
+            second is not None and outcome.parts[0] is not None and bool(second.gradient.isfinite().all())
+        )
+        if any_rank(self._step.trainer, not counts) or second is None:
+            return None
         trials, parts = self._trials, self._rows.parts
         failure, error = "", 0.0
         trials.capture = None
@@ -267,6 +273,20 @@ class RowTrials:
     def _spans(self) -> Any:
         return spans_of(self._step.trainer.lightning_module)
 
+    def _of_all_ranks(self, rules: LossRules | str | None) -> LossRules | str | None:
+        """The rules, where the loss has shown the same terms on every rank."""
+        if self._step.trainer.world_size == 1:
+            return rules
+        shapes = values_of_ranks(self._step.trainer, _shape(rules))
+        if VARYING_FACTOR in shapes:
+            return VARYING_FACTOR
+        return rules if all(shape == shapes[0] for shape in shapes) else None
+
+    def _miss(self, comparison: Comparison, gradients: Sequence[Tensor], weights: Sequence[float]) -> Miss:
+        """By how much the parts' gradients miss the whole's, on the rank on which they do most."""
+        miss = comparison.miss(gradients, weights)
+        return replace(miss, excess=largest_of_ranks(self._step.trainer, [miss.excess])[0])
+
     def _capture(self, changes: Sequence[StepChange], dtype: torch.dtype) -> ComposedState | None:
         """Let the further runs tell what they leave in the attributes and lists that the step changes."""
         names = [c.name for c in changes if c.kind in ("attribute", "container")]
@@ -309,15 +329,17 @@ class RowTrials:
         rows = [size / sum(self._rows.sizes) for _, size in present]
         mains = [_main(rules, count, totals, row) for count, row in zip(counts, rows, strict=True)]
         shares = [rules.shares(count, totals, main) for count, main in zip(counts, mains, strict=True)]
-        alike = all(max(of_part) - min(of_part) <= 1e-12 for of_part in shares)
+        unlike = any(max(of_part) - min(of_part) > 1e-12 for of_part in shares)
+        unlike = any_rank(self._step.trainer, unlike)
         miss = Miss(excess=0.0, relative_error=0.0)
-        if alike:
+        if not unlike and not self._meets:
             gradients = [part.gradient for part, _ in present]
-            miss = comparison.miss(gradients, [of_part[0] for of_part in shares])
+            miss = self._miss(comparison, gradients, [of_part[0] for of_part in shares])
         several = len(rules.rules) > 1
         has_sums = any(rule.law is Law.SUM for rule in rules.rules)
         is_lone = has_sums and not _several(parts)
-        if several and (not alike or has_sums or comparison.level > _COARSE):
+        is_coarse = any_rank(self._step.trainer, comparison.level > _COARSE)
+        if self._meets or (several and (unlike or has_sums or is_coarse)):
             miss, rules, is_lone = self._term_by_term(rules, shares, mains if rules.means else rows)
         if miss.excess > 1 and not several:
             return None  # a single term may be a mean of something that it does not show
@@ -330,7 +352,7 @@ class RowTrials:
             shares=mains,
             comparison=comparison,
             is_lone=is_lone,
-            unlike=not alike,
+            unlike=unlike,
         )
 
     def _term_by_term(
@@ -352,15 +374,15 @@ class RowTrials:
             comparison = Comparison(self._spans(), whole, again / SCALE)
             runs = self._parts_of_terms(rules, group, shares)
             gradients = [run.gradient for run in runs]
-            miss, law = comparison.miss(gradients, [1.0] * len(gradients)), laws[group[0]].law
+            miss, law = self._miss(comparison, gradients, [1.0] * len(gradients)), laws[group[0]].law
             if law is Law.SUM and miss.excess > 1:
-                of_all = comparison.miss(gradients, fractions)
+                of_all = self._miss(comparison, gradients, fractions)
                 if of_all.excess <= 1:
                     miss, law = of_all, Law.SHARED
                 elif len(group) > 1:
                     groups += [[index] for index in group]
                     continue
-            lone = law is Law.SUM and not _several(runs)
+            lone = law is Law.SUM and any_rank(self._step.trainer, not _several(runs))
             if lone and laws[group[0]].divided:
                 law = Law.MEAN  # by a count, as it seems, of which the other parts have none
             for index in group:
@@ -383,9 +405,16 @@ class RowTrials:
     def _by_ways(
         self, ways: list[WeighBy | Weigher], whole: Run, parts: list[Run | None], comparison: Comparison
     ) -> Outcome:
-        """The comparison under each way of weighing."""
+        """The comparison under each way of weighing.
+
+        Raises:
+            NothingCountsError: where ranks meet in every part, and one counts nothing.
+        """
         gradients = [torch.zeros_like(whole.gradient) if part is None else part.gradient for part in parts]
-        misses = [comparison.miss(gradients, self._weights(way)) for way in ways]
+        if self._meets:
+            misses = [self._miss(comparison, self._scaled_parts(way), [1.0] * len(parts)) for way in ways]
+        else:
+            misses = [self._miss(comparison, gradients, self._weights(way)) for way in ways]
         least = min(miss.excess for miss in misses)
         # A clear lead only: ways that differ by rounding stay open, in their order.
         kept = [index for index, miss in enumerate(misses) if miss.excess <= max(3 * least, 0.05)]
@@ -400,9 +429,27 @@ class RowTrials:
             comparison=comparison,
         )
 
+    def _scaled_parts(self, way: WeighBy | Weigher) -> list[Tensor]:
+        """The gradients of parts whose loss each rank has weighed by itself."""
+        weights = self._weights(way)
+        if any_rank(self._step.trainer, not all(weights)):  # 0 times a mean over nothing is nan
+            raise NothingCountsError
+        runs = [
+            self._part(index, lambda loss, weight=weight: loss * weight)
+            for index, weight in enumerate(weights)
+        ]
+        return [run.gradient for run in runs if run is not None]
+
     def _weights(self, way: WeighBy | Weigher) -> list[float]:
         count = weigher(way, self._rows.whole)
         return normalized([float(count(part)) for part in self._rows.parts], summed=way == "sum")
+
+
+def _shape(rules: LossRules | str | None) -> object:
+    """What ranks have to read alike for each to run as many trials."""
+    if not isinstance(rules, LossRules):
+        return rules
+    return [(rule.name, rule.index, rule.law, rule.branch, rule.divided) for rule in rules.rules]
 
 
 def _scaled_terms(rules: LossRules, group: Sequence[int], scales: Sequence[float], loss: Tensor) -> Tensor:

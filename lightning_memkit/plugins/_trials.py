@@ -22,6 +22,7 @@ from lightning_memkit.micro_batching import SplitError, batch_size, split_batch
 from lightning_memkit.micro_batching.batch_counts import Foretold, holds_none
 from lightning_memkit.micro_batching.composed_state import ComposedState
 from lightning_memkit.micro_batching.composition import Left, compose
+from lightning_memkit.micro_batching.foreseen import ForeseenWronglyError
 from lightning_memkit.micro_batching.loss_rules import LossRules
 from lightning_memkit.micro_batching.loss_terms import terms_of
 from lightning_memkit.micro_batching.state_walk import Keys
@@ -45,6 +46,10 @@ from lightning_memkit.plugins._tensors import tensors_of
 from lightning_memkit.rollback import Generators, Rollback
 
 _Named = tuple[str, str]  # a change's kind and name
+
+
+class PassedOverError(ForeseenWronglyError):
+    """The module passes over a batch on one rank, and so over those of the others: they run together."""
 
 
 class StepFailedError(Exception):
@@ -316,18 +321,29 @@ class Trials:
         with self._no_trace(step, *parts):
             if state is not None:
                 state.begin()
-            for part in parts:
+            for index in range(self.ranks.most_parts(len(parts))):
+                part = parts[min(index, len(parts) - 1)]  # where ranks meet, all run as many
                 if state is not None:
                     state.begin_anew()
-                with TermValues() as noted:
-                    loss, _ = step.forward(self._transfer(part))
-                if loss is not None:
-                    reading = rules.read(terms_of(loss))
-                    counts = rules.counts(reading, loss, noted.values)
-                    kept = kept_from_zero(reading, counts, holds_none(foretold, part))
-                    for index, count in enumerate(counts):
-                        counted[index] += 0.0 if kept[index] else count
+                counts = self.ranks.part(
+                    lambda part=part: self._counted(step, part, rules, foretold), counts=False, kind="survey"
+                )
+                if index < len(parts):
+                    counted = [total + count for total, count in zip(counted, counts, strict=True)]
+            self.ranks.forget_part()
         return counted
+
+    def _counted(
+        self, step: _seam.Step, part: Any, rules: LossRules, foretold: Sequence[Sequence[Foretold]]
+    ) -> list[float]:
+        with TermValues() as noted:
+            loss, _ = step.forward(self._transfer(part))
+        if loss is None:
+            return [0.0] * len(rules.rules)
+        reading = rules.read(terms_of(loss))
+        counts = rules.counts(reading, loss, noted.values)
+        kept = kept_from_zero(reading, counts, holds_none(foretold, part))
+        return [0.0 if none else float(count) for none, count in zip(kept, counts, strict=True)]
 
     def _run_before(self, step: _seam.Step, batch: Any) -> None:
         generators = Generators()
@@ -361,9 +377,12 @@ class Trials:
             with TermValues() if look is not None else nullcontext() as noted:
                 loss, self.returned = step.forward(self._transfer(part))
             self.values = {} if noted is None else noted.values
-            if loss is not None:
-                step.quiet_backward(loss if look is None else look(loss))
-            return loss is not None
+            if loss is None:
+                if self.ranks.meets:  # in a backward, where the others wait
+                    raise PassedOverError("training_step returned None")
+                return False
+            step.quiet_backward(loss if look is None else look(loss))
+            return True
 
         def measured() -> bool:
             if meter is None:
@@ -469,6 +488,8 @@ class Trials:
             meter = peak_meter(self._trainer.strategy.root_device, held, budget_bytes)
             try:
                 self._run(step, batch, meter)
+            except ForeseenWronglyError:
+                rank_zero_debug("MemoryBudget measures a batch that the module passes over.")
             except Exception as error:
                 if not is_out_of_memory(error):
                     self._raise(step, batch, error)

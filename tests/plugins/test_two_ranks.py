@@ -9,7 +9,9 @@ from lightning.pytorch import LightningModule
 from tests.plugins.toys import (
     GrowingTagger,
     MaskedTagger,
+    OpaqueTagger,
     ShardableTagger,
+    SparseTagger,
     WeightedTagger,
     loader,
     trained,
@@ -41,7 +43,17 @@ def test_parts_weigh_over_all_ranks(tmp_path: Path, strategy: str, micro_batch_s
 
 @pytest.mark.parametrize(
     ("strategy", "module"),
-    [("ddp weighted", WeightedTagger), ("ddp masked", MaskedTagger), ("ddp growing", GrowingTagger)],
+    [
+        (f"{strategy} {loss}", module)
+        for strategy in ("ddp", "fsdp2")
+        for loss, module in (
+            ("weighted", WeightedTagger),
+            ("masked", MaskedTagger),
+            ("growing", GrowingTagger),
+            ("sparse", SparseTagger),
+            ("opaque", OpaqueTagger),
+        )
+    ],
 )
 def test_what_a_loss_shows_weighs_over_all_ranks(
     tmp_path: Path, strategy: str, module: type[LightningModule]
@@ -53,10 +65,18 @@ def test_what_a_loss_shows_weighs_over_all_ranks(
     assert float((ranks["weights"] - weights(whole)).abs().max()) <= 1e-12
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_a_loss_that_has_other_terms_in_some_parts_of_one_rank_ends_both_with_a_reason(
-    tmp_path: Path,
+    tmp_path: Path, strategy: str
 ) -> None:
-    done = run_on_two_ranks(tmp_path / "weights.pt", 3, "ddp ragged")
+    done = run_on_two_ranks(tmp_path / "weights.pt", 3, f"{strategy} ragged")
     assert done.returncode != 0
     assert done.stderr.count("BudgetError: ") == 2
     assert done.stderr.count("keep the batch whole (micro_batch_size = the loader's batch size") == 2
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_rows_that_act_on_each_other_are_refused_on_both_ranks(tmp_path: Path, strategy: str) -> None:
+    done = run_on_two_ranks(tmp_path / "weights.pt", 3, f"{strategy} contrastive")
+    assert done.returncode != 0
+    assert done.stderr.count("BudgetError: ") == 2

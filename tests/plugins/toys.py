@@ -95,6 +95,44 @@ class RaggedTagger(GrowingTagger):
         return batch_idx > 3 and bool((batch["labels"] != -100).all())
 
 
+class SparseTagger(ShardableTagger):
+    """A mean over labels, of which about half of the rows have none."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:  # pyright: ignore
+        logits = self.head(self.mix(self.embedding(batch["x"]))[0])
+        labels = batch["labels"].masked_fill(batch["x"][:, :1] > 25, -100)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class _AsItIs(torch.autograd.Function):
+    """Shows nothing of what stands before it."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor) -> Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+class OpaqueTagger(ShardableTagger):
+    """A mean over samples, though its batch has labels, behind a Function of its own."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:  # pyright: ignore
+        hidden = self.mix(self.embedding(batch["x"]))[0]
+        loss: Any = _AsItIs.apply(F.cross_entropy(self.head(hidden).flatten(0, 1), batch["x"].flatten()))
+        return loss
+
+
+class ContrastiveTagger(ShardableTagger):
+    """Its rows act on each other."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:  # pyright: ignore
+        hidden = self.head(self.mix(self.embedding(batch["x"]))[0]).mean(1)
+        return F.cross_entropy(hidden @ hidden.T, torch.arange(len(hidden)))
+
+
 def tagged_rows(count: int = 160, length: int = 12) -> list[dict[str, Tensor]]:
     """Rows of which 1 to 12 labels count."""
     generator = torch.Generator().manual_seed(1)

@@ -12,44 +12,53 @@ from torch.utils.data import DataLoader
 from lightning_memkit import MemoryBudget
 from tests.plugins.ranks import leave
 from tests.plugins.toys import (
+    ContrastiveTagger,
     GrowingTagger,
     MaskedTagger,
+    OpaqueTagger,
     RaggedTagger,
     ShardableTagger,
+    SparseTagger,
     WeightedTagger,
     tagged_rows,
     trainer,
 )
 
 
-class Sharded(ShardableTagger):
+def sharded(tagger: type[ShardableTagger]) -> type[ShardableTagger]:
     """Each of its layers is sharded over the ranks (FSDP2)."""
 
-    def configure_model(self) -> None:
-        mesh: Any = self.device_mesh
-        for part in (self.embedding, self.mix, self.head):
-            if not isinstance(next(part.parameters()), DTensor):
-                fully_shard(part, mesh=mesh["data_parallel"])
+    class Sharded(tagger):
+        def configure_model(self) -> None:
+            mesh: Any = self.device_mesh
+            for part in (self.embedding, self.mix, self.head):
+                if not isinstance(next(part.parameters()), DTensor):
+                    fully_shard(part, mesh=mesh["data_parallel"])
+
+    return Sharded
 
 
 def main(path: str, micro_batch_size: int, strategy: str) -> None:
     torch.set_num_threads(1)
-    # Rank 1 has the rows with more labels; the sharded run is told what its loss is a mean over.
-    weigh_by = "labels" if strategy in ("ddp", "fsdp2") else "auto"
+    # Rank 1 has the rows with more labels.
+    strategy, _, loss = strategy.partition(" ")
+    weigh_by = "auto" if loss else "labels"
     callbacks = [MemoryBudget("1GiB", micro_batch_size, weigh_by=weigh_by)] if micro_batch_size else []
-    modules: dict[str, Any] = {
-        "ddp": ShardableTagger,
-        "ddp weighted": WeightedTagger,
-        "ddp masked": MaskedTagger,
-        "ddp growing": GrowingTagger,
-        "ddp ragged": RaggedTagger,
-        "fsdp2": Sharded,
-    }
+    tagger = {
+        "": ShardableTagger,
+        "weighted": WeightedTagger,
+        "masked": MaskedTagger,
+        "growing": GrowingTagger,
+        "ragged": RaggedTagger,
+        "sparse": SparseTagger,
+        "opaque": OpaqueTagger,
+        "contrastive": ContrastiveTagger,
+    }[loss]
     kind: Any = ModelParallelStrategy(2, 1) if strategy == "fsdp2" else "ddp"
     fitted = trainer(*callbacks, max_steps=10, devices=2, strategy=kind, gradient_clip_val=0.5,
                      use_distributed_sampler=False)  # fmt: skip
     torch.manual_seed(0)
-    module = modules[strategy]().double()
+    module = (sharded(tagger) if strategy == "fsdp2" else tagger)().double()
     rows = tagged_rows(80)
     steps = [
         sorted(rows[i : i + 8], key=lambda row: int((row["labels"] != -100).sum())) for i in range(0, 80, 8)
