@@ -76,7 +76,9 @@ def test_the_stock_path_builds_everything_in_float32(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["stock"])
     LightningCLI(
-        cli_models.Early, run=False, args=["--trainer.precision=bf16-true", "--trainer.logger=false"]
+        cli_models.Early,
+        run=False,
+        args=["--seed_everything=0", "--trainer.precision=bf16-true", "--trainer.logger=false"],
     )
     model = cli_models.BUILT[-1]
     assert model.counter.peak == 4 * sum(p.numel() for p in model.parameters())

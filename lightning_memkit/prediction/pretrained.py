@@ -1,23 +1,59 @@
 """transformers' `from_pretrained` within a prediction: the model of the config alone, since nothing has values."""
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 from typing import Any
+
+_HOLDS_IT = "transformers.modeling_utils"
 
 
 @contextmanager
 def without_reading_weights() -> Iterator[None]:
     """Within it `from_pretrained` builds what it would have loaded, in eval mode as ever; quantized models are read.
 
-    Loading opens files in threads of its own, which see neither fake tensors nor the target dtype of a build.
+    Loading opens files in threads of its own, which see neither fake tensors nor the target dtype of a build. Where
+    transformers has not been imported (a second), it is not imported for this; where a model does so, it is met then.
     """
-    if not sys.modules.keys() & {"transformers.modeling_utils", "transformers.models.auto"}:
-        yield  # no class is known yet that has it
-        return
-    from transformers.modeling_utils import PreTrainedModel
+    with ExitStack() as undo:
 
-    base: Any = PreTrainedModel
+        def patch(module: ModuleType) -> None:
+            undo.callback(_patched(module.PreTrainedModel))
+
+        if _HOLDS_IT in sys.modules:
+            patch(sys.modules[_HOLDS_IT])
+        else:
+            finder = _Importing(_HOLDS_IT, patch)
+            sys.meta_path.insert(0, finder)
+            undo.callback(sys.meta_path.remove, finder)
+        yield
+
+
+class _Importing(MetaPathFinder):
+    """Calls back once a module has been imported."""
+
+    def __init__(self, name: str, imported: Callable[[ModuleType], None]) -> None:
+        self._name, self._imported = name, imported
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """The module's own, whose loader calls back."""
+        spec = PathFinder.find_spec(fullname, path, target) if fullname == self._name else None
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def executed(module: ModuleType) -> None:
+                execute(module)
+                self._imported(module)
+
+            spec.loader.exec_module = executed
+        return spec
+
+
+def _patched(base: Any) -> Callable[[], None]:
+    """Let a class build from configs; returns the undo."""
     plain = base.__dict__["from_pretrained"]
 
     def from_pretrained(cls: Any, name: Any = None, *inputs: Any, config: Any = None, **options: Any) -> Any:
@@ -36,7 +72,4 @@ def without_reading_weights() -> Iterator[None]:
         ).eval()
 
     base.from_pretrained = classmethod(from_pretrained)
-    try:
-        yield
-    finally:
-        base.from_pretrained = plain
+    return lambda: setattr(base, "from_pretrained", plain)

@@ -1,5 +1,7 @@
 """A prediction takes a model of `from_pretrained` for that of its config, at the dtype that it would be trained at."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -66,3 +68,22 @@ def test_loading_is_put_back_and_keeps_its_options(folder: Path) -> None:
     assert not model.training
     with pytest.raises(OSError, match="model.safetensors"):
         LlamaForCausalLM.from_pretrained(folder)
+
+
+def test_transformers_is_imported_by_a_model_alone_and_then_met(folder: Path) -> None:
+    asked = f"""
+import sys
+from lightning_memkit.prediction.pretrained import without_reading_weights
+
+with without_reading_weights():
+    assert "transformers.modeling_utils" not in sys.modules
+    from transformers import LlamaForCausalLM, PreTrainedModel
+
+    loaded = PreTrainedModel.__dict__["from_pretrained"]
+    assert loaded.__func__.__module__ == "lightning_memkit.prediction.pretrained"
+    LlamaForCausalLM.from_pretrained({str(folder)!r})
+assert PreTrainedModel.__dict__["from_pretrained"] is not loaded
+assert not [finder for finder in sys.meta_path if type(finder).__module__ == loaded.__func__.__module__]
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", asked], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
