@@ -3,6 +3,7 @@
 import os
 import random
 import sys
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -74,12 +75,21 @@ def _global_state() -> dict:
     }
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that fork go first, then those of torch's distributed checkpoints.
+    """Mark what a sample leaves out as slow; tests that fork go first, then those of torch's distributed checkpoints.
 
     Autograd works in no fork of a process that has used an accelerator, and checkpoints ask the one that is known for
     streams, which the device "fake" has not all of.
     """
+    rows = Counter[str]()
+    for item in items:
+        sampled = item.get_closest_marker("sampled")
+        if sampled is not None:
+            test = item.nodeid.partition("[")[0]
+            if rows[test] % sampled.args[0]:
+                item.add_marker(pytest.mark.slow)
+            rows[test] += 1
     orders = (
         ("prediction", "planning", "forecast", "foreseen", "report_failed", "zero_redundancy"),
         ("tests/weights", "tests/checkpoints", "distributed/test_weights"),

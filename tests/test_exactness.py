@@ -75,6 +75,7 @@ SOUND = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_split_by_the_true_divisors_is_equal(dtype: str) -> None:
     place = DTYPES.index(dtype)

@@ -330,6 +330,7 @@ def fit(names: tuple[str, ...], folder: Path, epochs: int, resume: Path | None =
 
 
 # Of pairs those with a plugin that holds most of a run; `slow` has the others.
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "names",
     [
@@ -350,13 +351,15 @@ def test_plugins_train_and_resume_bitwise(names: tuple[str, ...], tmp_path: Path
     assert all(torch.equal(resumed[key], straight[key]) for key in straight)
 
 
-def test_plugins_train_and_resume_bitwise_on_two_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_plugins_train_and_resume_bitwise_on_two_ranks(tmp_path: Path, every: int) -> None:
     run = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "tests.two_ranks_pairs"]
-    command = [sys.executable, "-W", "ignore", *run, str(tmp_path)]
+    command = [sys.executable, "-W", "ignore", *run, str(tmp_path), str(every)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads((tmp_path / "found.json").read_text())
-    assert found == {"+".join(names): "" for names in (*COMBINATIONS_ON_RANKS, *COMBINATIONS_ON_FAKE_RANKS)}
+    trained = (*COMBINATIONS_ON_RANKS[::every], *COMBINATIONS_ON_FAKE_RANKS[::every])
+    assert found == {"+".join(names): "" for names in trained}
 
 
 def test_the_page_on_combining_shows_the_pairs_that_are_tested() -> None:
@@ -393,13 +396,15 @@ def test_wheel_holds_every_file_and_the_type_marker(tmp_path: Path) -> None:
     }
 
 
-def test_every_module_imports_by_itself() -> None:
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("first", range(3))
+def test_every_module_imports_by_itself(first: int) -> None:
     """A module that only works after another was imported fails for whoever imports it first."""
     # Each import runs in a fork of one interpreter that holds torch and Lightning already: seconds.
     code = f"""
 import importlib, os, torch, lightning.pytorch
 failed = []
-for name in {list(FILES)}:
+for name in {list(FILES)[first::3]}:
     child = os.fork()
     if not child:
         try:

@@ -41,6 +41,7 @@ def kill(kind: str, folder: Path, kills: int) -> dict:
     return json.loads(done.stdout.splitlines()[-1])  # gloo of torch 2.10 writes there, too
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.skipif(sys.platform == "win32", reason="forks and kills")
 @pytest.mark.parametrize(
     ("kind", "kills"),

@@ -55,7 +55,13 @@ def as_script(page: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-PYTHON_PAGES = [page for page in PAGES if fences(page, "python")]
+# Predictions of models with 24 and 64 layers: a minute.
+LONG_PAGES = [ROOT / "docs" / "techniques" / "anatomy.md"]
+PYTHON_PAGES = [
+    pytest.param(page, marks=[pytest.mark.slow] if page in LONG_PAGES else [])
+    for page in PAGES
+    if fences(page, "python")
+]
 CONFIGS = [
     fence
     for page in PAGES

@@ -96,6 +96,7 @@ def device_states(optimizer):
     return [t for state in optimizer.state.values() for t in tensors_of(state) if t.device.type != "cpu"]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("compensation", [PLAIN, COMPENSATED, COMPACT], ids=["plain", "exact", "compact"])
 @pytest.mark.parametrize("name", [*OPTIMIZERS, *MORE])
 def test_every_bit_is_as_without_it(name, compensation):
@@ -111,6 +112,7 @@ def test_every_bit_is_as_without_it(name, compensation):
         assert_same_bits(*results)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("compensation", [PLAIN, COMPENSATED, COMPACT], ids=["plain", "exact", "compact"])
 @pytest.mark.parametrize("name", ["AdamW-single", "AdamW-fused", "NAdam", "ASGD", "SGD", "Muon", "Lion"])
 def test_a_run_resumes_bitwise_and_takes_no_device_memory_for_it(name, compensation):
@@ -282,6 +284,7 @@ def offload_all(optimizer):
     offload_states(optimizer, bucket_bytes=SMALL)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("scheduled", [False, True])
 @pytest.mark.parametrize("compensation", [PLAIN, COMPACT], ids=["plain", "compact"])
 @pytest.mark.parametrize(

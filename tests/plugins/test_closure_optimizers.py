@@ -68,6 +68,7 @@ def fit(module: Regression, *callbacks: Any, **options: Any) -> dict[str, Tensor
     return {**trained, "loss": trainer.callback_metrics["loss"]}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 5.0}])
@@ -79,6 +80,7 @@ def test_a_batch_in_parts_trains_as_the_whole_one(name: str, options: dict[str, 
         torch.testing.assert_close(split[key], value, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_batch_that_runs_whole_trains_bitwise_as_without(name: str) -> None:
@@ -88,6 +90,7 @@ def test_a_batch_that_runs_whole_trains_bitwise_as_without(name: str) -> None:
         assert torch.equal(whole[key], value)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_trial_without_a_journal_asks_for_no_closure_in_vain(name: str) -> None:
@@ -157,6 +160,7 @@ def on_masters(make: Make, size: int = BATCH) -> list[Tensor]:
     return [master.detach() for master in masters]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("size", [None, BATCH, BATCH // 2])

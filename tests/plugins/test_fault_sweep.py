@@ -28,6 +28,7 @@ def quiet():
     logging.disable(logging.NOTSET)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("model", MODELS)
 def test_a_fault_at_a_sample_of_the_points_leaves_no_trace(model: str, optimizer: str) -> None:
@@ -38,6 +39,7 @@ def test_a_fault_at_a_sample_of_the_points_leaves_no_trace(model: str, optimizer
     assert tally.total_points > 100
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("model", CHANGING)
 def test_a_fault_leaves_no_trace_in_what_the_step_changes_besides_gradients(model: str) -> None:
     """A teacher, counters, lists, a plain object, a hook's variable, a callback's counter, the batch."""
@@ -46,6 +48,7 @@ def test_a_fault_leaves_no_trace_in_what_the_step_changes_besides_gradients(mode
     assert tally.equal == tally.points == 8
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("step", [0, 1])
 def test_a_fault_at_any_point_of_a_step_that_changes_everything_leaves_no_trace(step: int) -> None:
     """With an optimizer whose buffers and counters are its own; each allocation of the step once."""

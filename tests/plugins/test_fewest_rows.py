@@ -58,6 +58,7 @@ def test_no_part_holds_less_than_the_fewest(total: int, largest: int, sizes: int
     assert max(parts) - min(parts) <= 1
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", ["auto", 2, 3, 5])
 @pytest.mark.parametrize("rows", [33, 5])
 def test_a_step_that_refuses_one_row_trains_as_the_whole_batch(size: Any, rows: int) -> None:

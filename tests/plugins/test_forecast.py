@@ -72,6 +72,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES)
 def test_the_predicted_size_is_verified_by_one_trial(predicting, monkeypatch, case):
     callbacks, options = CASES[case]
@@ -115,6 +116,7 @@ def test_training_is_the_same_with_a_prediction_and_without(predicting, monkeypa
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("off", [0.5, 0.8, 1.3, 3.0])
 def test_a_wrong_prediction_is_corrected_by_what_was_measured(predicting, monkeypatch, off):
     right = measuring()

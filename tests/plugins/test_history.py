@@ -47,6 +47,7 @@ class Replaying(MemoryBudget):
         return self._runner.partition
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("size", "expected"),
     [(1, [(0, 1, 48), (4, 1, None)]), (2, [(0, 2, 48), (4, 1, 48)])],

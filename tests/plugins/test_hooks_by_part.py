@@ -59,6 +59,7 @@ CASES: list[tuple[Any, list[Any], str]] = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("module", "callbacks", "named"), CASES)
 def test_a_hook_is_named_once_where_batches_are_split(module: Any, callbacks: Any, named: str) -> None:
     with warnings.catch_warnings(record=True) as caught:

@@ -73,6 +73,7 @@ def test_lazy_modules_that_run_whole_train_bitwise_as_without(net: str, optimize
     assert torch.equal(weights(whole), weights(plain))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("net", NETS)
 @pytest.mark.parametrize("size", [5, 1])
 def test_lazy_modules_in_parts_train_as_the_whole_batch(net: str, size: int) -> None:
@@ -91,6 +92,7 @@ def test_lazy_batch_normalization_runs_whole_as_without() -> None:
         assert torch.equal(whole.state_dict()[name], value), name
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("net", NETS)
 def test_an_open_size_leaves_lazy_modules_as_without(net: str) -> None:
     plain = fit(NETS[net], "AdamW")

@@ -413,6 +413,7 @@ class Hooked(Network):
         return batch
 
 
+@pytest.mark.sampled(2)
 @NEEDS_COMPILER
 @pytest.mark.parametrize("load", [0.15, pytest.param(0.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(

@@ -139,6 +139,7 @@ def test_weights_are_bitwise_the_same_and_the_peak_is_lower(precision, tmp_path)
     assert without.added_bytes - watch.added_bytes >= states - 3 * BUCKET
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.NAdam])
 def test_a_run_resumes_bitwise_without_a_peak(precision, optimizer, tmp_path):
@@ -178,6 +179,7 @@ def test_accumulation(tmp_path):
     assert_equal(weights, expected)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("release_first", [False, True])
 def test_with_gradient_release_the_device_holds_the_weights_and_little_else(

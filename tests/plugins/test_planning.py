@@ -74,6 +74,7 @@ def peak_of(kwargs: dict[str, Any]) -> int:
     return contained(train)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("memory", "fixed"), [("40MiB", {}), ("9MiB", {"precision": "32-true"})])
 def test_training_as_planned_takes_what_was_predicted(memory, fixed):
     found = plan(Language(), given_batch(), on_cpu(memory), trainer=fixed)
@@ -282,6 +283,7 @@ def test_below_what_weights_and_gradients_take_one_prediction_says_the_floor():
         found.trainer_kwargs()
 
 
+@pytest.mark.slow
 def test_ranks_are_a_column_where_there_are_several():
     fixed = {"devices": 4, "plugins": PureBF16Precision(), "callbacks": [ActivationCheckpointing("full")]}
     found = plan(lambda: Language(width=256), given_batch(), Budget("1GiB", "a100-40gb"), trainer=fixed)

@@ -132,6 +132,7 @@ OPTIONS: dict[str, Any] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_the_peak_is_that_of_a_run(options):
     predicted = predict_memory(Language(), batch(), trainer=options())
@@ -140,6 +141,7 @@ def test_the_peak_is_that_of_a_run(options):
     assert sum(predicted.anatomy.at_peak.values()) == predicted.peak_bytes
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("optimizer", [foreach, fused, momentum])
 @pytest.mark.parametrize("rows", [1, 16])
 def test_the_peak_is_that_of_a_run_with_any_optimizer_and_batch(optimizer, rows):

@@ -23,8 +23,8 @@ def launched(*arguments: str) -> None:
 
 @pytest.fixture(
     scope="module",
-    params=[(kind, "23") for kind in KINDS]
-    + [pytest.param((kind, "1"), marks=pytest.mark.slow) for kind in KINDS],
+    params=[("ddp", "23"), ("fsdp2", "23")]
+    + [pytest.param(one, marks=pytest.mark.slow) for one in (("zero1", "23"), *((k, "1") for k in KINDS))],
     ids=lambda param: "-".join(param),
 )
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:

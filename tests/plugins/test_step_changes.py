@@ -195,6 +195,7 @@ CHANGES: dict[Change, tuple[str, str, bool]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_trials_put_back_what_the_step_changes_and_say_its_name(change: Change) -> None:
     budget = MemoryBudget("1GiB", micro_batch_size=7)

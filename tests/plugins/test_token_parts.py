@@ -136,6 +136,7 @@ class DriesUp(Causal):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("at", [None, 3])
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before.*")
 def test_a_resumed_run_forms_the_same_parts(at: int | None, tmp_path: Path) -> None:

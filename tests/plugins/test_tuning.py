@@ -234,6 +234,7 @@ def test_a_second_run_takes_the_answer_after_one_trial(clocked: type[Classifier]
     assert speeds[8] / speeds[32] == pytest.approx(1.5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "changed",
     [
@@ -298,6 +299,7 @@ def test_an_answer_that_no_longer_fits_is_measured_anew_and_replaced(
     assert contents[0]["micro_batch_size"] <= 4
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "content",
     [

@@ -1,82 +1,67 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 
-from tests.plugins.toys import (
-    GrowingTagger,
-    MaskedTagger,
-    OpaqueTagger,
-    ShardableTagger,
-    SparseTagger,
-    WeightedTagger,
-    loader,
-    trained,
-    weights,
-)
+from tests.plugins.toys import loader, trained, weights
+from tests.plugins.two_ranks import TAGGERS
+
+SPLIT = [loss for loss in TAGGERS if loss not in ("ragged", "contrastive")]
 
 
-def run_on_two_ranks(path: Path, micro_batch_size: int, strategy: str) -> subprocess.CompletedProcess[str]:
+def run_on_two_ranks(path: Path, size: int, strategy: str, *losses: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone",
-               "-m", "tests.plugins.two_ranks", str(path), str(micro_batch_size), strategy]  # fmt: skip
+               "-m", "tests.plugins.two_ranks", str(path), str(size), strategy, *losses]  # fmt: skip
     return subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=240)
 
 
-def two_ranks(path: Path, micro_batch_size: int, strategy: str) -> dict[str, torch.Tensor]:
-    done = run_on_two_ranks(path, micro_batch_size, strategy)
+@pytest.fixture(scope="module", params=["ddp", "fsdp2"])
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One launch for all losses of a strategy, which takes longer than they do."""
+    path = tmp_path_factory.mktemp(request.param) / "found.pt"
+    done = run_on_two_ranks(path, 3, request.param, *SPLIT)
     assert done.returncode == 0, done.stderr[-3000:]
     return torch.load(path)
 
 
-@pytest.mark.parametrize(("strategy", "micro_batch_size"), [("ddp", 3), ("fsdp2", 3), ("ddp", 0)])
-def test_parts_weigh_over_all_ranks(tmp_path: Path, strategy: str, micro_batch_size: int) -> None:
-    """Two gloo ranks in parts are one process with the whole batch; plain DDP (0) is the control that is not."""
-    whole, _ = trained(dtype=torch.float64, max_steps=10, data=loader(count=80), module=ShardableTagger)
-    ranks = two_ranks(tmp_path / "weights.pt", micro_batch_size, strategy)
-    difference = float((ranks["weights"] - weights(whole)).abs().max())
-    assert float(ranks["spread"]) == 0
-    assert (difference <= 1e-12) if micro_batch_size else (difference >= 1e-3)
+def difference(ranks: dict[str, torch.Tensor], loss: str) -> float:
+    whole, _ = trained(dtype=torch.float64, max_steps=10, data=loader(count=80), module=TAGGERS[loss])
+    return float((ranks["weights"] - weights(whole)).abs().max())
 
 
-@pytest.mark.parametrize(
-    ("strategy", "module"),
-    [
-        (f"{strategy} {loss}", module)
-        for strategy in ("ddp", "fsdp2")
-        for loss, module in (
-            ("weighted", WeightedTagger),
-            ("masked", MaskedTagger),
-            ("growing", GrowingTagger),
-            ("sparse", SparseTagger),
-            ("opaque", OpaqueTagger),
-        )
-    ],
-)
-def test_what_a_loss_shows_weighs_over_all_ranks(
-    tmp_path: Path, strategy: str, module: type[LightningModule]
-) -> None:
-    """Also from the step on at which it is divided by another number than before, or has more terms on one rank."""
-    whole, _ = trained(dtype=torch.float64, max_steps=10, data=loader(count=80), module=module)
-    ranks = two_ranks(tmp_path / "weights.pt", 3, strategy)
-    assert float(ranks["spread"]) == 0
-    assert float((ranks["weights"] - weights(whole)).abs().max()) <= 1e-12
+@pytest.mark.parametrize("loss", SPLIT)
+def test_parts_weigh_over_all_ranks(found: dict[str, Any], loss: str) -> None:
+    """Two gloo ranks in parts are one process with the whole batch, by what each loss shows or a comparison finds.
+
+    Also from the step on at which it is divided by another number than before, or has more terms on one rank.
+    """
+    assert float(found[loss]["spread"]) == 0
+    assert difference(found[loss], loss) <= 1e-12
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_plain_ddp_weighs_ranks_alike(tmp_path: Path) -> None:
+    """The control: without memkit it is no mean over what all ranks hold."""
+    path = tmp_path / "found.pt"
+    done = run_on_two_ranks(path, 0, "ddp", "plain")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert difference(torch.load(path)["plain"], "plain") >= 1e-3
+
+
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
 def test_a_loss_that_has_other_terms_in_some_parts_of_one_rank_ends_both_with_a_reason(
     tmp_path: Path, strategy: str
 ) -> None:
-    done = run_on_two_ranks(tmp_path / "weights.pt", 3, f"{strategy} ragged")
+    done = run_on_two_ranks(tmp_path / "found.pt", 3, strategy, "ragged")
     assert done.returncode != 0
     assert done.stderr.count("BudgetError: ") == 2
     assert done.stderr.count("keep the batch whole (micro_batch_size = the loader's batch size") == 2
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
 def test_rows_that_act_on_each_other_are_refused_on_both_ranks(tmp_path: Path, strategy: str) -> None:
-    done = run_on_two_ranks(tmp_path / "weights.pt", 3, f"{strategy} contrastive")
+    done = run_on_two_ranks(tmp_path / "found.pt", 3, strategy, "contrastive")
     assert done.returncode != 0
     assert done.stderr.count("BudgetError: ") == 2

@@ -14,7 +14,7 @@ Found = dict[str, list[Any]]
 
 @pytest.fixture(
     scope="module",
-    params=[(kind, "9") for kind in ("ddp", "fsdp2")]
+    params=[pytest.param(("ddp", "9"), marks=pytest.mark.slow), ("fsdp2", "9")]
     + [pytest.param((kind, "1"), marks=pytest.mark.slow) for kind in ("ddp", "fsdp2")],
     ids=lambda param: "-".join(param),
 )

@@ -30,6 +30,7 @@ class Masked(TokenTagger):
         return losses.sum() / (batch["labels"] != -100).sum().clamp(min=1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("at", [0, 3])
 @pytest.mark.parametrize("kind", [TokenTagger, Masked])
 def test_momentum_and_decay_go_on_where_nothing_counts(kind: type[TokenTagger], at: int) -> None:

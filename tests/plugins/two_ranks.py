@@ -1,4 +1,4 @@
-"""Run by torchrun in test_two_ranks.py: trains a tagger on two ranks and saves rank 0's weights."""
+"""Run by torchrun in test_two_ranks.py: trains taggers on two ranks and saves rank 0's weights."""
 
 import sys
 from typing import Any
@@ -38,22 +38,31 @@ def sharded(tagger: type[ShardableTagger]) -> type[ShardableTagger]:
     return Sharded
 
 
-def main(path: str, micro_batch_size: int, strategy: str) -> None:
+TAGGERS = {
+    "plain": ShardableTagger,
+    "weighted": WeightedTagger,
+    "masked": MaskedTagger,
+    "growing": GrowingTagger,
+    "sparse": SparseTagger,
+    "opaque": OpaqueTagger,
+    "ragged": RaggedTagger,
+    "contrastive": ContrastiveTagger,
+}
+
+
+def main(path: str, micro_batch_size: int, strategy: str, *losses: str) -> None:
     torch.set_num_threads(1)
-    # Rank 1 has the rows with more labels.
-    strategy, _, loss = strategy.partition(" ")
-    weigh_by = "auto" if loss else "labels"
-    callbacks = [MemoryBudget("1GiB", micro_batch_size, weigh_by=weigh_by)] if micro_batch_size else []
-    tagger = {
-        "": ShardableTagger,
-        "weighted": WeightedTagger,
-        "masked": MaskedTagger,
-        "growing": GrowingTagger,
-        "ragged": RaggedTagger,
-        "sparse": SparseTagger,
-        "opaque": OpaqueTagger,
-        "contrastive": ContrastiveTagger,
-    }[loss]
+    found = {loss: trained_on_two_ranks(TAGGERS[loss], micro_batch_size, strategy) for loss in losses}
+    if torch.distributed.get_rank() == 0:
+        torch.save(found, path)
+    leave()
+
+
+def trained_on_two_ranks(
+    tagger: type[ShardableTagger], micro_batch_size: int, strategy: str
+) -> dict[str, torch.Tensor]:
+    """Rank 0's weights, and by how much the ranks' differ; rank 1 has the rows with more labels."""
+    callbacks = [MemoryBudget("1GiB", micro_batch_size)] if micro_batch_size else []
     kind: Any = ModelParallelStrategy(2, 1) if strategy == "fsdp2" else "ddp"
     fitted = trainer(*callbacks, max_steps=10, devices=2, strategy=kind, gradient_clip_val=0.5,
                      use_distributed_sampler=False)  # fmt: skip
@@ -69,10 +78,8 @@ def main(path: str, micro_batch_size: int, strategy: str) -> None:
     weights = torch.cat([p.detach().flatten() for p in whole])
     gathered = [torch.empty_like(weights) for _ in range(2)]
     torch.distributed.all_gather(gathered, weights)
-    if fitted.global_rank == 0:
-        torch.save({"weights": gathered[0], "spread": (gathered[0] - gathered[1]).abs().max()}, path)
-    leave()
+    return {"weights": gathered[0], "spread": (gathered[0] - gathered[1]).abs().max()}
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])
