@@ -55,13 +55,8 @@ def as_script(page: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-# Predictions of models with 24 and 64 layers: a minute.
-LONG_PAGES = [ROOT / "docs" / "techniques" / "anatomy.md"]
-PYTHON_PAGES = [
-    pytest.param(page, marks=[pytest.mark.slow] if page in LONG_PAGES else [])
-    for page in PAGES
-    if fences(page, "python")
-]
+PYTHON_PAGES = [page for page in PAGES if fences(page, "python")]
+LONG_PAGES = [ROOT / "docs" / "techniques" / "anatomy.md"]  # predictions of 24 and 64 layers: a minute
 CONFIGS = [
     fence
     for page in PAGES
@@ -70,7 +65,11 @@ CONFIGS = [
 ]
 
 
-@pytest.mark.parametrize("page", PYTHON_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.slow) if page in LONG_PAGES else page for page in PYTHON_PAGES],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
 def test_python_in_page_runs(page: Path, tmp_path: Path) -> None:
     script = tmp_path / f"{page.stem}.py"
     script.write_text(as_script(page), encoding="utf-8")
