@@ -25,17 +25,14 @@ from tests.plugins.toys import (
 )
 
 
-def sharded(tagger: type[ShardableTagger]) -> type[ShardableTagger]:
+class Sharded(ShardableTagger):
     """Each of its layers is sharded over the ranks (FSDP2)."""
 
-    class Sharded(tagger):
-        def configure_model(self) -> None:
-            mesh: Any = self.device_mesh
-            for part in (self.embedding, self.mix, self.head):
-                if not isinstance(next(part.parameters()), DTensor):
-                    fully_shard(part, mesh=mesh["data_parallel"])
-
-    return Sharded
+    def configure_model(self) -> None:
+        mesh: Any = self.device_mesh
+        for part in (self.embedding, self.mix, self.head):
+            if not isinstance(next(part.parameters()), DTensor):
+                fully_shard(part, mesh=mesh["data_parallel"])
 
 
 TAGGERS = {
@@ -67,7 +64,8 @@ def trained_on_two_ranks(
     fitted = trainer(*callbacks, max_steps=10, devices=2, strategy=kind, gradient_clip_val=0.5,
                      use_distributed_sampler=False)  # fmt: skip
     torch.manual_seed(0)
-    module = (sharded(tagger) if strategy == "fsdp2" else tagger)().double()
+    kind_of_model = type("Model", (Sharded, tagger), {}) if strategy == "fsdp2" else tagger
+    module = kind_of_model().double()
     rows = tagged_rows(80)
     steps = [
         sorted(rows[i : i + 8], key=lambda row: int((row["labels"] != -100).sum())) for i in range(0, 80, 8)
