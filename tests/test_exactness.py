@@ -113,7 +113,8 @@ def test_rounding_by_parts_is_told_from_wrong_weights() -> None:
     plain, others = unsplit(case, seed, dtype)
     by_hand = train_by_hand(case, seed, dtype, 3)
     assert by_hand is not None
-    for options, expected in (({}, EQUAL), ({"weigh_by": lambda part: float(len(part["x"]))}, DIFFERENT)):
+    by_rows: dict[str, Any] = {"weigh_by": lambda part: float(len(part["x"]))}
+    for options, expected in (({}, EQUAL), (by_rows, DIFFERENT)):
         run = train(case, seed, dtype, MemoryBudget("1GiB", micro_batch_size=3, **options))
         assert judge(case, dtype, run, plain, others).outcome == DIFFERENT
         assert judge(case, dtype, run, plain, others, by_hand).outcome == expected
