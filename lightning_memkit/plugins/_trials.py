@@ -326,7 +326,10 @@ class Trials:
                 if state is not None:
                     state.begin_anew()
                 counts = self.ranks.part(
-                    lambda part=part: self._counted(step, part, rules, foretold), counts=False, kind="survey"
+                    lambda part=part: self._counted(step, part, rules, foretold),
+                    counts=False,
+                    smallest=lambda part=part: step.forward(self._transfer(_one_row(part))),
+                    kind="survey",
                 )
                 if index < len(parts):
                     counted = [total + count for total, count in zip(counted, counts, strict=True)]
@@ -390,11 +393,7 @@ class Trials:
             with meter:
                 return run(batch)
 
-        def smallest() -> None:
-            rows = batch_size(batch)
-            run(split_batch(batch, [1, rows - 1])[0] if rows > 1 else batch)
-
-        return self.ranks.part(measured, smallest=smallest)
+        return self.ranks.part(measured, smallest=lambda: run(_one_row(batch)))
 
     @contextmanager
     def optimizer_state(self, step: _seam.Step) -> Iterator[tuple[list[Tensor], int]]:
@@ -568,6 +567,11 @@ def other_rows(whole: Any, batch: Any) -> Any:
     """As many rows of the whole batch as a trial's have, others as far as there are: its last ones."""
     total, rows = _rows(whole), _rows(batch)
     return split_batch(whole, [total - rows, rows])[1] if 0 < rows < total else batch
+
+
+def _one_row(batch: Any) -> Any:
+    rows = batch_size(batch)
+    return split_batch(batch, [1, rows - 1])[0] if rows > 1 else batch
 
 
 def _rows(batch: Any) -> int:
