@@ -6,10 +6,12 @@ with the weights that give the whole's gradient in float64, by least squares. Wh
 may be off by, too.
 """
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from benchmarks._exactness_models import PARTS, Case, rows_of
+from benchmarks._exactness_models import Case, rows_of
 from benchmarks._exactness_runs import Trace, train
 
 ADDS_IN_FLOAT32 = (
@@ -35,19 +37,31 @@ class NotByHandError(ValueError):
     """The step is no weighted sum of its parts, or its batch is not sliced by rows."""
 
 
-def train_by_hand(case: Case, seed: int, dtype: str, size: int) -> Trace | None:
-    """The unsplit run of the case whose step adds up parts of `size` rows; None where it can't be."""
-    if case.truth != PARTS or dtype not in ADDS_IN_FLOAT32:
+def train_by_hand(
+    case: Case, seed: int, dtype: str, size: int, only: Container[int] = range(sys.maxsize)
+) -> Trace | None:
+    """The unsplit run of the case whose step adds up parts of `size` rows; None where these don't add up.
+
+    Args:
+        case: what is trained.
+        seed: of data and weights.
+        dtype: in what.
+        size: rows of a part.
+        only: the batches, over all epochs, that are taken apart.
+    """
+    if dtype not in ADDS_IN_FLOAT32:
         return None
-    trace = train(replace(case, module=partial(_split_by_hand, case, size)), seed, dtype)
+    trace = train(replace(case, module=partial(_split_by_hand, case, size, only)), seed, dtype)
     return trace if trace.error is None else None  # the cell then stays what it is
 
 
-def _split_by_hand(case: Case, size: int) -> LightningModule:
+def _split_by_hand(case: Case, size: int, only: Container[int]) -> LightningModule:
     module = case.module()
-    whole = module.training_step
+    whole, steps = module.training_step, count()
 
     def training_step(batch: Any, batch_idx: int) -> Any:
+        if next(steps) not in only:
+            return whole(batch, batch_idx)
         parts = list(_parts_of(batch, size))
         same = _SAME_IN_FLOAT32 if case.float32_loss else _SAME
         weights = _weights(module, partial(whole, batch_idx=batch_idx), batch, parts, same)
@@ -68,7 +82,7 @@ def _parts_of(batch: Any, size: int) -> Iterator[Any]:
     def sliced(value: Any, start: int) -> Any:
         if not isinstance(value, Tensor) or not value.ndim or len(value) != rows:
             raise NotByHandError("a batch holds something else than tensors with a row a sample")
-        return value[start : start + size]
+        return value[start : start + size].clone()  # a step may write into its batch
 
     for start in range(0, rows, size):
         yield tree_map(partial(sliced, start=start), batch)
@@ -87,7 +101,7 @@ def _weights(module: LightningModule, step: Any, batch: Any, parts: list[Any], s
 
 def _gradient(module: LightningModule, step: Any, batch: Any) -> Tensor:
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    widened = tree_map(lambda v: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v, batch)
+    widened = tree_map(lambda v: v.to(torch.float64 if v.is_floating_point() else v.dtype, copy=True), batch)
     loss = _loss_of(step(widened))
     found = torch.autograd.grad(loss, trained, allow_unused=True, materialize_grads=True)
     gradient = torch.cat([one.flatten() for one in found])

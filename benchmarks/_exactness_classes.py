@@ -57,7 +57,7 @@ def _run(percent: int, seed: int) -> ClassWeights:
         float((ours.weights[-1][name] - weights).abs().max()) <= EXACT
         for name, weights in plain.weights[-1].items()
     )
-    return ClassWeights(percent, seed, equal, ours.split_batches > 0)
+    return ClassWeights(percent, seed, equal, bool(ours.split_at))
 
 
 def _positives(percent: int, rows: int, generator: torch.Generator) -> Tensor:

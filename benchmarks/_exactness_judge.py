@@ -19,6 +19,7 @@ from benchmarks._exactness_models import ROWS_ACT, Case
 from benchmarks._exactness_runs import Seen, Trace
 
 EQUAL, WHOLE, REFUSED, WARNED, DIFFERENT = "equal", "whole", "refused", "warned", "different"
+SPLIT = "split"  # where a batch was split that has no weights
 OUTCOMES = (WHOLE, EQUAL, WARNED, REFUSED, DIFFERENT)
 
 EXACT = 1e-12  # of a tensor's largest value, in float64
@@ -95,13 +96,13 @@ def judge(
         return _of_error(run, case, noise)
     found = excesses(run, noise)
     worst = max(found, key=lambda one: one.ratio)
-    split = run.split_batches > 0
+    split = bool(run.split_at)
     if worst.ratio > 1:
         first = min((one for one in found if one.ratio > 1), key=lambda one: one.at_step)
         kind = WARNED if _was_warned(case, run, found) else DIFFERENT
         return Verdict(kind, worst.where, worst.text, first.at_step, split)
     if split and case.truth == ROWS_ACT and not case.warned:
-        return Verdict(DIFFERENT, "split", "rows act on each other, and no dtype hides that", 0, split)
+        return Verdict(DIFFERENT, SPLIT, "rows act on each other, and no dtype hides that", 0, split)
     return Verdict(EQUAL if split else WHOLE, worst.where, worst.text, split=split)
 
 

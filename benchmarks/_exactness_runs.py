@@ -35,7 +35,7 @@ class Trace:
         outputs: what callbacks saw of each training_step.
         logged: what was logged after each batch, and at the ends of epochs.
         state: buffers and plain attributes at the end.
-        split_batches: batches whose last forward saw fewer rows than the loader gave.
+        split_at: the batches, over all epochs, whose last forward saw fewer rows than the loader gave.
         error: what ended the run.
         ours: whether memkit raised it as its own.
         at_step: the batch, over all epochs, at which it was raised.
@@ -48,7 +48,7 @@ class Trace:
     outputs: list[Seen] = field(default_factory=list)
     logged: list[Seen] = field(default_factory=list)
     state: Seen = field(default_factory=dict)
-    split_batches: int = 0
+    split_at: list[int] = field(default_factory=list)
     error: BaseException | None = None
     ours: bool = False
     at_step: int = 0
@@ -86,7 +86,8 @@ class Recorder(Callback):
         """Weights, outputs, logged values."""
         trace = self.trace
         # Trials come before the step's own forwards: the last forward is one of these.
-        trace.split_batches += bool(models.seen) and models.seen[-1] < self._rows
+        if models.seen and models.seen[-1] < self._rows:
+            trace.split_at.append(trace.at_step)
         trace.weights.append(parameters_of(pl_module))
         trace.outputs.append(flattened(outputs))
         trace.logged.append(flattened(dict(trainer.callback_metrics)))

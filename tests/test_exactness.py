@@ -214,6 +214,8 @@ FOUND = [
     ("clamped_by_hooks", 200, "float64", 3),  # what measured noise and was none
     ("running_center", 200, "float64", 3),  # refused by another name
     ("multi_label", 200, "float64", "auto"),  # a total of nothing that was foretold
+    ("logs_of_all_kinds", 201, "float32", 1),  # a logged sum of nothing in all that was compared
+    ("batch_in_place", 207, "bf16-mixed", 3),  # rounding part by part
 ]
 FOUND_DRAWN = [
     (2, "drawn_2035", 201, "float32", 3),  # probed rows of which none counts
@@ -223,6 +225,13 @@ FOUND_DRAWN = [
     (3, "drawn_3045", 303, "pure-bf16", 3),  # a value that the last part leaves where no other counts
     (3, "drawn_3045", 306, "float32", 1),  # rows of which one of two terms counts none
 ]
+
+
+def test_a_mean_over_pairs_does_not_hide_in_few_bits() -> None:
+    case = next(case for case in drawn_cases(1, 65) if case.name == "drawn_1064")
+    (cell,) = exactness.cells_of(case, 102, "bf16-mixed", [3])
+    assert cell.verdict.outcome == REFUSED
+    assert "a mean over pairs of rows" in cell.verdict.difference
 
 
 @pytest.mark.parametrize(("name", "seed", "dtype", "size"), FOUND)

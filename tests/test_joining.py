@@ -219,3 +219,21 @@ def test_what_was_in_no_comparison_is_joined_as_is_likeliest_and_named() -> None
     assert joined["rows"].shape == (3, 3)
     assert joined["same"] == 1
     assert joining.doubtful == ["rows"]
+
+
+@pytest.mark.parametrize(("rule", "joined"), [("sum", 5.0), ("max", 3.0), ("", 2.5)])
+def test_what_the_user_asks_for_is_taken_where_nothing_told_rules_apart(rule: str, joined: float) -> None:
+    joining, ways = Joining(allowed=1e-9), {"samples": [2, 2]}
+
+    def logged(value: float) -> Counted:
+        return Counted(value=torch.tensor(value), count=None, rule=rule)
+
+    joining.compare(logged(0.0), [logged(0.0), logged(0.0)], ways)
+    assert float(joining.join([logged(2.0), logged(3.0)], ways).value) == joined
+
+
+def test_what_the_user_asks_for_is_not_taken_where_it_does_not_hold() -> None:
+    joining, ways = Joining(allowed=1e-9), {"samples": [2, 2]}
+    values = [Counted(value=torch.tensor(value), count=None, rule="sum") for value in (2.5, 2.0, 3.0)]
+    joining.compare(values[0], values[1:], ways)
+    assert float(joining.join(values[1:], ways).value) == 2.5

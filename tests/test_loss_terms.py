@@ -14,6 +14,7 @@ from lightning_memkit.micro_batching.loss_rules import (
     VARYING_FACTOR,
     Law,
     LossRules,
+    UnlikeDivisors,
     learned,
 )
 from lightning_memkit.micro_batching.loss_terms import terms_of
@@ -208,3 +209,9 @@ def test_gradients_that_are_clamped_are_told_from_rounding(dtype: torch.dtype, c
     comparison = Comparison(spans_of(model), gradient(1.0), gradient(SCALE))
     assert comparison.bends(gradient(0.5)) is clamps
     assert comparison.bends(gradient(0.5), gradient(1.0)) is clamps
+
+
+def test_a_mean_over_pairs_of_rows_follows_no_law() -> None:
+    found = rules_of(lambda x, r: F.cross_entropy(x, LABELS[r]) + 0.001 * (x @ x.T).square().mean())
+    assert isinstance(found, UnlikeDivisors)
+    assert found == "a term divided by 36000, and by 4000, 16000 in parts of the same rows"

@@ -35,6 +35,13 @@ class Law(Enum):
     SHARED = "shared"  # they are the same, and so is the term: it looks at no row (weight decay in the loss)
 
 
+class UnlikeDivisors(str):
+    """Why a term follows no law: what it is divided by is neither the sum of its parts' divisors nor the same.
+
+    A mean over pairs of rows is divided by 25 for five rows, and by 4 and 9 for two and three of them.
+    """
+
+
 class UnseenValueError(Exception):
     """Whether a term counts nothing shows in its value, which was not noted."""
 
@@ -294,7 +301,8 @@ def _rule(
     empty = [part for part in parts if abs(part - least) <= allowed]
     if least > 0 and abs(sum(parts) - sum(empty) - whole) <= allowed:
         return TermRule(name=name, index=index, branch=branch, law=Law.MEAN)
-    return f"a divisor of {whole:g} where its micro-batches have {', '.join(f'{part:g}' for part in parts)}"
+    theirs = ", ".join(f"{part:g}" for part in parts)
+    return UnlikeDivisors(f"a term divided by {whole:g}, and by {theirs} in parts of the same rows")
 
 
 def alike(shares: Sequence[float]) -> bool:

@@ -23,6 +23,7 @@ from lightning_memkit.micro_batching import (
 )
 from lightning_memkit.plugins import _evaluation_state as state
 from lightning_memkit.plugins._evaluation_trials import EvaluationTrials
+from lightning_memkit.plugins._logs import counted
 from lightning_memkit.plugins._options import BudgetOptions
 from lightning_memkit.plugins._seam_evaluation import EvaluationStep, logging_held
 
@@ -50,8 +51,7 @@ def logged_values(entries: Sequence[dict[str, Any]]) -> dict[str, list[Counted]]
     """The values of held calls of `self.log`, by name."""
     values: dict[str, list[Counted]] = {}
     for entry in entries:
-        counted = Counted(value=entry["value"], count=entry.get("batch_size"))
-        values.setdefault(entry["name"], []).append(counted)
+        values.setdefault(entry["name"], []).append(counted(entry))
     return values
 
 

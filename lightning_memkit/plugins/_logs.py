@@ -52,7 +52,7 @@ class LoggedValues:
             counts = {"loss": list(shares), "samples": [float(size) for size in sizes]}
             joining = self._joinings.setdefault(key, Joining(allowed))
             try:
-                joining.compare(_counted(entry), [_counted(value) for value in values], counts)
+                joining.compare(counted(entry), [counted(value) for value in values], counts)
             except JoinError:
                 self._wrong.add(key)
 
@@ -86,7 +86,7 @@ class LoggedValues:
             self._warn(key)
         elif joining is not None:
             try:
-                whole = joining.join([_counted(entry) for entry in entries], counts)
+                whole = joining.join([counted(entry) for entry in entries], counts)
             except JoinError:
                 return _by_reduction(entries, counts["loss"])
             return {**entries[-1], "value": whole.value, "batch_size": whole.count}
@@ -118,8 +118,15 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
-def _counted(entry: dict[str, Any]) -> Counted:
-    return Counted(value=entry["value"], count=entry.get("batch_size"))
+def counted(entry: dict[str, Any]) -> Counted:
+    """A held call of `self.log` as what its value is joined by."""
+    return Counted(value=entry["value"], count=entry.get("batch_size"), rule=_reduction(entry))
+
+
+def _reduction(entry: dict[str, Any]) -> str:
+    reduction: Any = entry.get("reduce_fx", "mean")
+    name = reduction if isinstance(reduction, str) else getattr(reduction, "__name__", "")
+    return {"avg": "mean", "amax": "max", "amin": "min"}.get(name, name)
 
 
 def _by_reduction(entries: Entries, weights: Sequence[float]) -> dict[str, Any]:
@@ -129,13 +136,13 @@ def _by_reduction(entries: Entries, weights: Sequence[float]) -> dict[str, Any]:
     if not all(isinstance(value, Tensor) for value in values):
         return merged
     reduction: Any = merged.get("reduce_fx", "mean")
-    name = reduction if isinstance(reduction, str) else getattr(reduction, "__name__", "")
+    name = _reduction(merged)
     stacked = torch.stack([value.detach() for value in values])
     if name == "sum":
         merged["value"] = stacked.sum(0)
     elif name in ("max", "min"):
         merged["value"] = stacked.max() if name == "max" else stacked.min()
-    elif name in ("mean", "avg"):
+    elif name == "mean":
         own = [size for entry in entries if (size := entry.get("batch_size")) is not None]
         given = len(own) == len(entries)
         used = [float(size) for size in own] if given else list(weights)

@@ -319,6 +319,8 @@ def _mismatch(step: _seam.Step, outcome: Outcome) -> Verdict:
     error = outcome.miss.relative_error
     if outcome.why:
         return _verdicts.curved(outcome.why, error)
+    if outcome.unlike_divisors:
+        return _verdicts.divided_unlike(outcome.unlike_divisors, error)
     if outcome.bends:
         return _verdicts.bent(step.trainer, error)
     gradients = [part.gradient for part in outcome.parts if part is not None]

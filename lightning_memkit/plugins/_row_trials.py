@@ -20,6 +20,7 @@ from lightning_memkit.micro_batching.loss_rules import (
     VARYING_FACTOR,
     Law,
     LossRules,
+    UnlikeDivisors,
     learned,
     scale_terms,
 )
@@ -81,6 +82,7 @@ class Outcome:
         parts: None for one that the module passes over.
         shares: what each part weighs; with `rules` of those that are not passed over.
         why: the graph's own word on why the loss does not split.
+        unlike_divisors: the same of a term whose divisors follow no law, where a comparison is too coarse to tell.
         bends: gradients are changed by what is not linear in them.
         is_lone: a sum of which one part alone counts: it may be a mean that is kept from zero.
         unlike: the loss's terms have unlike shares.
@@ -96,6 +98,7 @@ class Outcome:
     shares: list[float]
     comparison: Comparison
     why: str = ""
+    unlike_divisors: str = ""
     bends: bool = False
     is_lone: bool = False
     unlike: bool = False
@@ -174,8 +177,13 @@ class RowTrials:
         if outcome is None:
             outcome = self._by_ways(ways, whole, parts, comparison)
             outcome.why = whole.terms.curved or (VARYING_FACTOR if rules == VARYING_FACTOR else "")
+            # In few bits a small term is no more than the noise of the large ones.
+            if isinstance(rules, UnlikeDivisors) and any_rank(self._step.trainer, comparison.level > _COARSE):
+                outcome.unlike_divisors = str(rules)
             outcome.bends = bends
-            if outcome.why or bends:  # a sample on which this does not show proves nothing
+            if (
+                outcome.why or outcome.unlike_divisors or bends
+            ):  # a sample on which this does not show proves nothing
                 outcome.miss = Miss(excess=float("inf"), relative_error=outcome.miss.relative_error)
         outcome.changes, outcome.state = changes, state
         return outcome
@@ -274,12 +282,13 @@ class RowTrials:
         return spans_of(self._step.trainer.lightning_module)
 
     def _of_all_ranks(self, rules: LossRules | str | None) -> LossRules | str | None:
-        """The rules, where the loss has shown the same terms on every rank."""
+        """The rules, where the loss has shown the same terms on every rank; else why it has none on one."""
         if self._step.trainer.world_size == 1:
             return rules
-        shapes = values_of_ranks(self._step.trainer, _shape(rules))
-        if VARYING_FACTOR in shapes:
-            return VARYING_FACTOR
+        shapes: list[Any] = values_of_ranks(self._step.trainer, _shape(rules))
+        for told in shapes:
+            if told == VARYING_FACTOR or isinstance(told, UnlikeDivisors):
+                return told
         return rules if all(shape == shapes[0] for shape in shapes) else None
 
     def _miss(self, comparison: Comparison, gradients: Sequence[Tensor], weights: Sequence[float]) -> Miss:

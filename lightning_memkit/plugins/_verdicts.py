@@ -71,6 +71,15 @@ def curved(why: str, error: float) -> Verdict:
     )
 
 
+def divided_unlike(what: str, error: float) -> Verdict:
+    """What the graph shows that a term is divided by adds up to nothing."""
+    return _refused(
+        f"the loss has {what}: a mean over pairs of rows, or another number than what it counts",
+        f"{_WHOLE_AND_FIT}, or divide each term by what it is a mean over",
+        error,
+    )
+
+
 def bent(trainer: Trainer, error: float) -> Verdict:
     """Gradients are changed by what is not linear in them."""
     hooks = hooks_run_by_part(trainer, trainer.lightning_module)
