@@ -14,13 +14,29 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from benchmarks import _exactness_models as models
-from benchmarks._exactness_models import EPOCHS, PARTS, TERMS, Case, loader_of, rows_of, with_adapters
+from benchmarks._exactness_models import (
+    EPOCHS,
+    PARTS,
+    ROWS_ACT,
+    TERMS,
+    Case,
+    loader_of,
+    rows_of,
+    with_adapters,
+)
 from lightning_memkit import PureBF16Precision
 
 Seen = dict[str, Any]  # names to tensors, numbers, texts
 
 HIGHER = {"float32": "float64", "bf16-mixed": "float32", "pure-bf16": "float32", "lora": "lora in float64"}
 SCALES, MORE_SCALES = (0.7, 0.9), (0.3, 0.6, 0.8, 1.1, 1.3, 1.7)  # of losses, in runs that tell rounding
+ROUNDINGS = {
+    "float32": 2.0**-23,
+    "bf16-mixed": 2.0**-8,
+    "pure-bf16": 2.0**-8,
+    "lora": 2.0**-8,
+}  # of a product
+JITTERS = 8
 _PRECISIONS = {"float64": "64-true", "bf16-mixed": "bf16-mixed", "lora in float64": "64-true"}
 
 
@@ -121,6 +137,27 @@ class Rescaled(Callback):
                 parameter.grad.div_(self._scale)
 
 
+class Jittered(Callback):
+    """Changes every gradient by about a rounding of its dtype: a kink that is near is passed in some runs.
+
+    Args:
+        seed: of the changes.
+        rounding: relative.
+    """
+
+    def __init__(self, seed: int, rounding: float) -> None:
+        self._generator, self._rounding = torch.Generator().manual_seed(seed), rounding
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Before they are clipped, as the gradients of micro-batches are rounded."""
+        for parameter in pl_module.parameters():
+            if parameter.grad is not None:
+                noise = torch.randn(parameter.shape, generator=self._generator)
+                parameter.grad.mul_(1 + self._rounding * noise.to(parameter.grad))
+
+
 def unsplit(case: Case, seed: int, dtype: str) -> tuple[Trace, list[Trace]]:
     """The case trained without memkit, and how it comes out where it is rounded otherwise."""
     plain = train(case, seed, dtype)
@@ -134,6 +171,13 @@ def rescaled(case: Case, seed: int, dtype: str, scales: Sequence[float]) -> list
     if case.truth not in (PARTS, TERMS):
         return []
     return [train(case, seed, dtype, Rescaled(scale)) for scale in scales]
+
+
+def jittered(case: Case, seed: int, dtype: str) -> list[Trace]:
+    """Unsplit runs whose gradients are off by roundings; none where rows act on each other, which these could hide."""
+    if case.truth == ROWS_ACT or dtype not in ROUNDINGS:
+        return []
+    return [train(case, seed, dtype, Jittered(number, ROUNDINGS[dtype])) for number in range(JITTERS)]
 
 
 def train(case: Case, seed: int, dtype: str, *callbacks: Callback) -> Trace:

@@ -34,7 +34,7 @@ from benchmarks._exactness_judge import (
     judge,
 )
 from benchmarks._exactness_models import PARTS, STATE, Case
-from benchmarks._exactness_runs import MORE_SCALES, Trace, rescaled, train, unsplit
+from benchmarks._exactness_runs import MORE_SCALES, Trace, jittered, rescaled, train, unsplit
 from benchmarks._exactness_states import CASES
 from benchmarks.harness import Options, Ratio, Report, one_thread, paired_ratio
 from lightning_memkit import MemoryBudget
@@ -114,7 +114,7 @@ def cells_of(case: Case, seed: int, dtype: str, sizes: Any = SIZES) -> Iterator[
         verdict = judge(case, dtype, ours, plain, others)
         if verdict.outcome == DIFFERENT and ours.error is None:
             # A hinge or an optimizer may make much of a rounding: ask more runs that only round otherwise.
-            others += rescaled(case, seed, dtype, MORE_SCALES)
+            others += [*rescaled(case, seed, dtype, MORE_SCALES), *jittered(case, seed, dtype)]
             by_hand = _rounded_by_parts(
                 case, seed, dtype, size if isinstance(size, int) else 1, plain, others
             )
