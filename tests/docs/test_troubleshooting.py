@@ -23,6 +23,7 @@ QUOTED = [
 INNER = (
     "RunAgain",
     "StepFailedError",
+    "PassedOverError",
     "NothingFitsError",
     "UnavailableError",
     "JoinError",
