@@ -22,15 +22,10 @@ from torch.utils._pytree import tree_map
 from benchmarks._exactness_models import Case, rows_of
 from benchmarks._exactness_runs import Trace, train
 
-ADDS_IN_FLOAT32 = (
-    "float32",
-    "bf16-mixed",
-    "lora",
-)  # in pure bf16 one backward adds parts in bfloat16, memkit in fp32
-_SAME, _SAME_IN_FLOAT32 = (
-    1e-9,
-    1e-6,
-)  # of the gradient's norm, where the loss is taken in float64 and in float32
+# In pure bf16 one backward adds parts up in bfloat16, where memkit does so in float32.
+ADDS_IN_FLOAT32 = ("float32", "bf16-mixed", "lora")
+# Of the gradient's norm, where the loss is taken in float64 and in float32.
+_SAME, _SAME_IN_FLOAT32 = 1e-9, 1e-6
 
 
 class NotByHandError(ValueError):
@@ -105,9 +100,8 @@ def _gradient(module: LightningModule, step: Any, batch: Any) -> Tensor:
     loss = _loss_of(step(widened))
     found = torch.autograd.grad(loss, trained, allow_unused=True, materialize_grads=True)
     gradient = torch.cat([one.flatten() for one in found])
-    return (
-        gradient if gradient.isfinite().all() else torch.zeros_like(gradient)
-    )  # a part in which nothing counts
+    # Of a part in which nothing counts it is nan.
+    return gradient if gradient.isfinite().all() else torch.zeros_like(gradient)
 
 
 @contextmanager

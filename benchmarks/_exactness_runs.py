@@ -30,12 +30,8 @@ Seen = dict[str, Any]  # names to tensors, numbers, texts
 
 HIGHER = {"float32": "float64", "bf16-mixed": "float32", "pure-bf16": "float32", "lora": "lora in float64"}
 SCALES, MORE_SCALES = (0.7, 0.9), (0.3, 0.6, 0.8, 1.1, 1.3, 1.7)  # of losses, in runs that tell rounding
-ROUNDINGS = {
-    "float32": 2.0**-23,
-    "bf16-mixed": 2.0**-8,
-    "pure-bf16": 2.0**-8,
-    "lora": 2.0**-8,
-}  # of a product
+# Of a product.
+ROUNDINGS = {"float32": 2.0**-23, "bf16-mixed": 2.0**-8, "pure-bf16": 2.0**-8, "lora": 2.0**-8}
 JITTERS = 8
 _PRECISIONS = {"float64": "64-true", "bf16-mixed": "bf16-mixed", "lora in float64": "64-true"}
 

@@ -69,7 +69,6 @@ def run(folder: Path, budget: str, bf16: bool) -> tuple[int, float, MemoryBudget
     return callback.sizing.micro_batch_size, float(fitted.callback_metrics["train_loss"]), callback, report
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("bf16", "budgets", "allowed"),
     [

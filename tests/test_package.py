@@ -329,17 +329,15 @@ def fit(names: tuple[str, ...], folder: Path, epochs: int, resume: Path | None =
     return path, {key: value.clone() for key, value in model.state_dict().items()}
 
 
-# Of pairs those with a plugin that holds most of a run; `slow` has the others.
-@pytest.mark.sampled(2)
+def sampled(names: tuple[str, ...]) -> list[pytest.MarkDecorator]:
+    """Of pairs those with PureBF16Precision, and half of those with MemoryBudget; `slow` has the others."""
+    if len(names) != 2 or "PureBF16Precision" in names:
+        return []
+    return [pytest.mark.sampled(2) if "MemoryBudget" in names else pytest.mark.slow]
+
+
 @pytest.mark.parametrize(
-    "names",
-    [
-        pytest.param(names, marks=pytest.mark.slow)
-        if len(names) == 2 and not {"MemoryBudget", "PureBF16Precision"} & set(names)
-        else names
-        for names in COMBINATIONS
-    ],
-    ids="+".join,
+    "names", [pytest.param(names, marks=sampled(names)) for names in COMBINATIONS], ids="+".join
 )
 def test_plugins_train_and_resume_bitwise(names: tuple[str, ...], tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -20,7 +20,7 @@ from lightning_memkit.micro_batching import (
 from lightning_memkit.micro_batching.batch_counts import Foretold
 from lightning_memkit.micro_batching.composed_state import ComposedState
 from lightning_memkit.micro_batching.foreseen import ForeseenWronglyError
-from lightning_memkit.micro_batching.loss_rules import LossRules
+from lightning_memkit.micro_batching.loss_rules import LossRules, UnlikeDivisors
 from lightning_memkit.micro_batching.without_noise import LEVELS, quiet
 from lightning_memkit.plugins import _seam, _verdicts
 from lightning_memkit.plugins._logs import LoggedValues
@@ -145,7 +145,7 @@ class Weighing:
         """Compare as many rows as run in the memory there is."""
         self.weigh_by = self._open[0]
         if not trials.ranks.compares:
-            self._trusted(f"{type(step.trainer.strategy).__name__} reduces gradients as memkit can't follow")
+            self._trusted(f"ranks reduce gradients in every backward and {trials.ranks.reason}")
             return
         # Ranks compare as many rows, each of its own batch.
         total = -int(largest_of_ranks(step.trainer, [-batch_size(step.batch)])[0])
@@ -161,9 +161,8 @@ class Weighing:
                 self.skipped = self.verdict is None
                 return
             except StepFailedError as error:
-                if error.skipped or isinstance(
-                    error.cause, ForeseenWronglyError
-                ):  # nothing is learned from a batch that the module passes over
+                # Nothing is learned from a batch that the module passes over.
+                if error.skipped or isinstance(error.cause, ForeseenWronglyError):
                     self.skipped = True
                     return
                 if is_out_of_memory(error.cause):
@@ -317,10 +316,10 @@ def _changes_verdict(step: _seam.Step, probed: Rows, outcome: Outcome) -> Verdic
 def _mismatch(step: _seam.Step, outcome: Outcome) -> Verdict:
     """Why the parts don't add up."""
     error = outcome.miss.relative_error
+    if isinstance(outcome.why, UnlikeDivisors):
+        return _verdicts.divided_unlike(outcome.why, error)
     if outcome.why:
         return _verdicts.curved(outcome.why, error)
-    if outcome.unlike_divisors:
-        return _verdicts.divided_unlike(outcome.unlike_divisors, error)
     if outcome.bends:
         return _verdicts.bent(step.trainer, error)
     gradients = [part.gradient for part in outcome.parts if part is not None]

@@ -82,7 +82,6 @@ class Outcome:
         parts: None for one that the module passes over.
         shares: what each part weighs; with `rules` of those that are not passed over.
         why: the graph's own word on why the loss does not split.
-        unlike_divisors: the same of a term whose divisors follow no law, where a comparison is too coarse to tell.
         bends: gradients are changed by what is not linear in them.
         is_lone: a sum of which one part alone counts: it may be a mean that is kept from zero.
         unlike: the loss's terms have unlike shares.
@@ -98,7 +97,6 @@ class Outcome:
     shares: list[float]
     comparison: Comparison
     why: str = ""
-    unlike_divisors: str = ""
     bends: bool = False
     is_lone: bool = False
     unlike: bool = False
@@ -176,14 +174,9 @@ class RowTrials:
             outcome = self._by_rules(ways, rules, whole, parts, comparison)
         if outcome is None:
             outcome = self._by_ways(ways, whole, parts, comparison)
-            outcome.why = whole.terms.curved or (VARYING_FACTOR if rules == VARYING_FACTOR else "")
-            # In few bits a small term is no more than the noise of the large ones.
-            if isinstance(rules, UnlikeDivisors) and any_rank(self._step.trainer, comparison.level > _COARSE):
-                outcome.unlike_divisors = str(rules)
+            outcome.why = whole.terms.curved or self._why_not(rules, comparison)
             outcome.bends = bends
-            if (
-                outcome.why or outcome.unlike_divisors or bends
-            ):  # a sample on which this does not show proves nothing
+            if outcome.why or bends:  # a sample on which this does not show proves nothing
                 outcome.miss = Miss(excess=float("inf"), relative_error=outcome.miss.relative_error)
         outcome.changes, outcome.state = changes, state
         return outcome
@@ -290,6 +283,15 @@ class RowTrials:
             if told == VARYING_FACTOR or isinstance(told, UnlikeDivisors):
                 return told
         return rules if all(shape == shapes[0] for shape in shapes) else None
+
+    def _why_not(self, rules: LossRules | str | None, comparison: Comparison) -> str:
+        """What the loss's graph says against a split, where the comparison of gradients may not show it."""
+        if rules == VARYING_FACTOR:
+            return VARYING_FACTOR
+        # In few bits a small term is no more than the rounding of the large ones.
+        if isinstance(rules, UnlikeDivisors) and any_rank(self._step.trainer, comparison.level > _COARSE):
+            return rules
+        return ""
 
     def _miss(self, comparison: Comparison, gradients: Sequence[Tensor], weights: Sequence[float]) -> Miss:
         """By how much the parts' gradients miss the whole's, on the rank on which they do most."""

@@ -49,7 +49,7 @@ _Named = tuple[str, str]  # a change's kind and name
 
 
 class PassedOverError(ForeseenWronglyError):
-    """The module passes over a batch on one rank, and so over those of the others: they run together."""
+    """training_step returned None on a rank whose backward the others wait for: the trial ends on all of them."""
 
 
 class StepFailedError(Exception):
