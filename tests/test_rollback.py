@@ -1,4 +1,5 @@
 import random
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,19 @@ def test_what_lies_deeper_is_put_back_too() -> None:
     assert torch.equal(module.generator.get_state(), drawn)  # pyright: ignore
     assert module.late is None
     assert not hasattr(module, "later")
+
+
+def test_bytes_and_numbers_of_python_s_own_arrays_are_put_back() -> None:
+    module = nn.Module()
+    module.seen = bytearray(b"abc")  # pyright: ignore
+    module.sums = array("d", [0.0, 1.0])  # pyright: ignore
+    rollback = Rollback(module)
+    module.seen[0] += 1  # pyright: ignore
+    module.seen.append(7)  # pyright: ignore
+    module.sums[1] = 5.0  # pyright: ignore
+    assert {change.name for change in rollback.changes()} == {"seen", "sums"}
+    rollback.restore()
+    assert (module.seen, module.sums) == (bytearray(b"abc"), array("d", [0.0, 1.0]))
 
 
 def test_hooks_that_a_first_forward_installs_are_installed_once():

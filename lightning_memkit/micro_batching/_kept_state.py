@@ -1,6 +1,7 @@
 """One value that a step may change, as it was: whether it is still so, and how to put it back in place."""
 
 import weakref
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from io import IOBase
@@ -16,6 +17,7 @@ from lightning_memkit.micro_batching.own_objects import slots_of
 from lightning_memkit.micro_batching.step_changes import ChangeKind, StepChange
 
 CONTAINERS = (list, dict, set, deque)
+BYTES = (bytearray, array)
 _ABSENT = object()
 
 
@@ -233,6 +235,27 @@ class KeptClassAttributes:
         for name, before in self.items.items():
             if vars(self._owner).get(name, _ABSENT) is not before:
                 setattr(self._owner, name, before)
+
+
+class KeptBytes:
+    """What a `bytearray` or an `array.array` holds."""
+
+    def __init__(self, place: Place, owner: Any) -> None:
+        self.place, self._owner, self._copy = place, owner, owner[:]
+
+    def changes(self) -> Iterator[StepChange]:
+        if bytes(self._copy) != bytes(self._owner):
+            yield self.place.change()
+
+    def now(self, change: StepChange) -> Any:
+        return self._owner[:]
+
+    def before(self, now: Any) -> Any:
+        return self._copy
+
+    def restore(self) -> None:
+        if bytes(self._copy) != bytes(self._owner):
+            self._owner[:] = self._copy
 
 
 class KeptClass:

@@ -139,6 +139,9 @@ class StateWalk:
                 )
         elif isinstance(value, np.ndarray):
             self._keep_array(place, value)
+        elif isinstance(value, kept.BYTES):
+            self._seen.add(id(value))
+            self._kept.append(kept.KeptBytes(_of_kind(place, "object"), value))
         elif isinstance(value, GENERATORS):
             self._seen.add(id(value))
             kind: ChangeKind = "generator" if place.kind == "attribute" else place.kind

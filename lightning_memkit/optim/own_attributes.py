@@ -1,10 +1,11 @@
 """What an optimizer keeps outside of its `state` and its groups: attributes with buffers, counters, other optimizers.
 
 Whoever copies, rolls back or widens what a step changes looks here as well. Looked into are lists, tuples, dicts,
-sets, deques, arrays, generators, functions' own variables, and objects of the optimizer's own, at any depth; modules,
-classes, and what belongs to Lightning or to torch's own machinery are not the optimizer's.
+sets, deques, arrays, bytes, generators, functions' own variables, and objects of the optimizer's own, at any depth;
+modules, classes, and what belongs to Lightning or to torch's own machinery are not the optimizer's.
 """
 
+from array import array
 from collections import deque
 from collections.abc import Iterator
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
@@ -19,6 +20,7 @@ from lightning_memkit.generators import GENERATORS, set_state, state_of
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 CONTAINERS = (dict, list, set, deque)
+BYTES = (bytearray, array)
 _OF_EVERY_OPTIMIZER = frozenset({"state", "param_groups", "defaults", "_opt_called"})
 _NOT_LOOKED_INTO = (nn.Module, type, ModuleType, BuiltinFunctionType, np.dtype, np.generic, torch.Stream)
 _FOREIGN = (
@@ -85,7 +87,7 @@ def contents(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]
     if isinstance(value, PLAIN) or isinstance(value, _NOT_LOOKED_INTO) or id(value) in seen:
         return
     seen.add(id(value))
-    if isinstance(value, (Tensor, np.ndarray, *GENERATORS)):
+    if isinstance(value, (Tensor, np.ndarray, *BYTES, *GENERATORS)):
         yield path, value
     elif isinstance(value, dict):
         yield path, value
@@ -170,6 +172,8 @@ def set_contents(holder: Any, kept: Any) -> None:
         holder.cell_contents = kept
     elif isinstance(holder, np.ndarray):
         holder[...] = kept
+    elif isinstance(holder, BYTES):
+        holder[:] = kept
     elif isinstance(holder, GENERATORS):
         set_state(holder, kept)
     else:
@@ -183,4 +187,6 @@ def copied_contents(holder: Any) -> Any:
         return holder.cell_contents
     if isinstance(holder, GENERATORS):
         return state_of(holder)
+    if isinstance(holder, BYTES):
+        return holder[:]
     return holder.copy() if isinstance(holder, (dict, np.ndarray)) else list(holder)

@@ -3,6 +3,7 @@
 
 import gc
 import random
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -396,7 +397,20 @@ class NoisySGD(torch.optim.Optimizer):
                 parameter.sub_(parameter.grad * (0.5 + float(draw())), alpha=group["lr"])
 
 
+class Counter:
+    """What it gives next it counts in something that is changed in place."""
+
+    def __init__(self, counted: Any) -> None:
+        self.counted = counted
+
+    def random(self) -> float:
+        self.counted[0] += 1
+        return self.counted[0] / 100
+
+
 GENERATORS = {
+    "a bytearray": lambda seed: Counter(bytearray([seed])),
+    "an array of Python's": lambda seed: Counter(array("d", [seed])),
     "Python's": random.Random,
     "NumPy's": np.random.default_rng,
     "NumPy's of old": np.random.RandomState,
@@ -404,7 +418,7 @@ GENERATORS = {
 
 
 @pytest.mark.parametrize("kind", GENERATORS)
-def test_a_generator_of_the_optimizer_s_own_draws_once_a_step(kind: str) -> None:
+def test_a_generator_or_counter_of_the_optimizer_s_own_draws_once_a_step(kind: str) -> None:
     def build(groups: list[dict]) -> Optimizer:
         return NoisySGD(groups, GENERATORS[kind](3))
 
