@@ -1,5 +1,6 @@
 import re
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -534,6 +535,35 @@ def test_larger_parts_are_tried_again_after_calm_steps_and_a_resume_goes_on_wait
     again = trainer(resumed, max_steps=10, gradient_clip_val=0.5)
     again.fit(TokenTagger(), loader(), ckpt_path=tmp_path / "half.ckpt")
     assert resumed.history == [(5, 4), (7, 8)]
+
+
+class Hooked(TokenTagger):
+    """Its optimizer's hook lowers the rate with every call; it runs out of memory where it is told to."""
+
+    def __init__(self, fault: Mock) -> None:
+        super().__init__()
+        self._fault = (fault,)
+
+    def configure_optimizers(self) -> Any:
+        optimizer, calls = torch.optim.SGD(self.parameters(), 0.1), 0
+
+        def pre_hook(*_: Any) -> None:
+            nonlocal calls
+            calls += 1
+            optimizer.param_groups[0]["lr"] = 0.1 / calls
+            self._fault[0]()
+
+        optimizer.register_step_pre_hook(pre_hook)
+        return optimizer
+
+
+def test_a_retry_finds_what_an_optimizer_s_step_hooks_count_as_it_was() -> None:
+    fault = Mock(side_effect=[None, torch.OutOfMemoryError("mine"), None, None])
+    plain, _ = trained(MemoryBudget("1GiB", micro_batch_size=4), module=lambda: Hooked(Mock()), max_steps=3)
+    retried = MemoryBudget("1GiB", micro_batch_size=4)
+    module, _ = trained(retried, module=lambda: Hooked(fault), max_steps=3)
+    assert (retried.retries, fault.call_count) == (1, 4)
+    torch.testing.assert_close(weights(module), weights(plain), rtol=1e-5, atol=1e-7)
 
 
 def test_a_retry_in_bf16_sums_its_parts_in_float32() -> None:
