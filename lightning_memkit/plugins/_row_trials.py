@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -38,6 +38,9 @@ _TERMS = 6  # of a loss, or groups of them, that are compared one by one
 # Batch statistics are warned about; a batch that is changed in place is handed out in copies.
 _CHANGED_IN_PARTS = ("batch_statistics", "batch", "generator")
 _COARSE = 1e-5  # measured noise from which on a small term could hide in a large one
+_OK, _PASSED_OVER, _OUT_OF_MEMORY, _FAILED = range(4)  # how a trial ends on a rank, the worst last
+
+T = TypeVar("T")
 
 
 class NothingCountsError(Exception):
@@ -184,7 +187,7 @@ class RowTrials:
     def noise_explains(self, outcome: Outcome) -> bool:
         """Whether parts may differ by their random numbers alone, which then are to be taken away or shared."""
         self._hand_out(None)
-        other = self._trials.gradient_of(self._step, self._rows.whole, seed=1)
+        other = self._together(partial(self._trials.gradient_of, self._step, self._rows.whole, seed=1))
         incomplete = self._draws is not None and not self._draws.complete
         return any_rank(self._step.trainer, incomplete or outcome.comparison.differs(other))
 
@@ -203,7 +206,7 @@ class RowTrials:
         trials.capture = None
         trials.between = None if outcome.state is None else outcome.state.begin_anew
         try:
-            after = trials.gradient_of(self._step, parts[1], after=parts[0])
+            after = self._together(partial(trials.gradient_of, self._step, parts[1], after=parts[0]))
             noisy = second.gradient * (1 + outcome.comparison.level)
             miss = Comparison(self._spans(), second.gradient, noisy).miss([after], [1.0])
             error = miss.relative_error if miss.excess > 1 else 0.0
@@ -236,7 +239,38 @@ class RowTrials:
             first = 0 if part is None else sum(sizes[:part])
             self._draws.hand_out(first, total if part is None else sizes[part], total)
 
+    def _together(self, run: Callable[[], T]) -> T:
+        """What ranks try at the same time; a failure on one is one on all, so that none waits for the others.
+
+        Raises:
+            NothingCountsError: another rank's module passes over its rows.
+            StepFailedError: the step failed here or on another rank.
+        """
+        failure, result = None, None
+        try:
+            result = run()
+        except StepFailedError as error:
+            failure = error
+        own = _OK if failure is None else _PASSED_OVER if failure.skipped else _FAILED
+        if failure is not None and is_out_of_memory(failure.cause):
+            own = _OUT_OF_MEMORY
+        worst = own if self._meets else int(largest_of_ranks(self._step.trainer, [own])[0])
+        if failure is not None and own == worst:
+            raise failure
+        if worst == _PASSED_OVER:
+            raise NothingCountsError
+        if worst == _OUT_OF_MEMORY:
+            raise StepFailedError(
+                torch.OutOfMemoryError("A rank ran out of memory in a trial."), skipped=False
+            )
+        if worst == _FAILED:
+            raise StepFailedError(RuntimeError("The step raised on another rank in a trial."), skipped=False)
+        return cast("T", result)
+
     def _run(self, batch: Any, change: Callable[[Tensor], Tensor] | None = None) -> Run:
+        return self._together(partial(self._run_here, batch, change))
+
+    def _run_here(self, batch: Any, change: Callable[[Tensor], Tensor] | None) -> Run:
         seen: list[tuple[Tensor, LossTerms]] = []
 
         def look(loss: Tensor) -> Tensor:
@@ -263,13 +297,17 @@ class RowTrials:
 
     def _part(self, index: int, change: Callable[[Tensor], Tensor] | None = None) -> Run | None:
         """A part's run; None where the module passes over it, though it has a loss of the whole."""
+
+        def run() -> Run | None:
+            try:
+                return self._run_here(self._rows.parts[index], change)
+            except StepFailedError as error:
+                if not error.skipped:
+                    raise
+                return None
+
         self._hand_out(index)
-        try:
-            return self._run(self._rows.parts[index], change)
-        except StepFailedError as error:
-            if not error.skipped:
-                raise
-            return None
+        return self._together(run)
 
     def _spans(self) -> Any:
         return spans_of(self._step.trainer.lightning_module)

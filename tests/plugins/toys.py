@@ -104,6 +104,24 @@ class SparseTagger(ShardableTagger):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
+class TightTagger(ShardableTagger):
+    """Runs out of memory on rank 1 with four rows at once."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        if len(batch["x"]) == 4 and self.trainer.global_rank == 1:
+            raise torch.OutOfMemoryError("four rows are too many")
+        return super().training_step(batch, batch_idx)
+
+
+class AbsentTagger(ShardableTagger):
+    """Passes over its first batch on rank 1, where it is whole."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        if len(batch["x"]) == 4 and batch_idx == 0 and self.trainer.global_rank == 1:
+            return None
+        return super().training_step(batch, batch_idx)
+
+
 class _AsItIs(torch.autograd.Function):
     """Shows nothing of what stands before it."""
 

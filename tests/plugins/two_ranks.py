@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from lightning_memkit import MemoryBudget
 from tests.plugins.ranks import leave
 from tests.plugins.toys import (
+    AbsentTagger,
     ContrastiveTagger,
     GrowingTagger,
     MaskedTagger,
@@ -19,6 +20,7 @@ from tests.plugins.toys import (
     RaggedTagger,
     ShardableTagger,
     SparseTagger,
+    TightTagger,
     WeightedTagger,
     tagged_rows,
     trainer,
@@ -42,6 +44,8 @@ TAGGERS = {
     "growing": GrowingTagger,
     "sparse": SparseTagger,
     "opaque": OpaqueTagger,
+    "tight": TightTagger,
+    "absent": AbsentTagger,
     "ragged": RaggedTagger,
     "contrastive": ContrastiveTagger,
 }
