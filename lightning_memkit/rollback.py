@@ -104,7 +104,9 @@ class Rollback(StateWalk):
         """The tensors and arrays that were changed in place, or replaced, since; to their old values, too."""
         self._collect()
         tensors = {one.place.key for one in self._tensors if any(one.changes())}
-        arrays = (one for one in self._kept if isinstance(one, (kept.KeptArray, kept.KeptLength)))
+        arrays = (
+            one for one in self._kept if isinstance(one, (kept.KeptArray, kept.KeptBytes, kept.KeptLength))
+        )
         return (
             frozenset(tensors) | {one.place.key for one in arrays if any(one.changes())} | self._lost_before
         )

@@ -124,6 +124,29 @@ def test_bytes_and_numbers_of_python_s_own_arrays_are_put_back() -> None:
     assert (module.seen, module.sums) == (bytearray(b"abc"), array("d", [0.0, 1.0]))
 
 
+def test_large_bytes_are_copied_where_steps_were_seen_to_change_them() -> None:
+    module = nn.Module()
+    module.text = bytearray(2**17)  # pyright: ignore
+    rollback = Rollback(module)
+    module.text[0] = 1  # pyright: ignore
+    assert rollback.changed() == {("", "text")}
+    for changing, first in ((frozenset(), 2), (rollback.changed(), 1)):
+        known = Rollback(module, changing)
+        module.text[0] = 2  # pyright: ignore
+        known.restore()
+        assert module.text[0] == first  # pyright: ignore
+        module.text[0] = 1  # pyright: ignore
+
+
+def test_bytes_of_a_batch_are_told_as_the_batch_s() -> None:
+    batch = {"text": bytearray(b"abc")}
+    rollback = Rollback(nn.Module(), batches=[batch])
+    batch["text"][0] = 0
+    assert [(change.kind, change.name) for change in rollback.changes()] == [("batch", "batch['text']")]
+    rollback.restore()
+    assert batch["text"] == b"abc"
+
+
 def test_hooks_that_a_first_forward_installs_are_installed_once():
     """As transformers does to collect hidden states: an attribute says that the layers have their hooks."""
 

@@ -1,6 +1,7 @@
 """Find all that a training step may change, from its module, its batch and other objects."""
 
 import sys
+from array import array
 from collections.abc import Iterable
 from typing import Any
 
@@ -140,8 +141,7 @@ class StateWalk:
         elif isinstance(value, np.ndarray):
             self._keep_array(place, value)
         elif isinstance(value, kept.BYTES):
-            self._seen.add(id(value))
-            self._kept.append(kept.KeptBytes(_of_kind(place, "object"), value))
+            self._keep_bytes(place, value)
         elif isinstance(value, GENERATORS):
             self._seen.add(id(value))
             kind: ChangeKind = "generator" if place.kind == "attribute" else place.kind
@@ -177,6 +177,13 @@ class StateWalk:
         if value.dtype == object and value.size <= own.MOST_ITEMS:
             for index, item in enumerate(value.flat):
                 self._keep_value(_below(place, f".flat[{index}]"), item)
+
+    def _keep_bytes(self, place: Place, value: bytearray | array) -> None:
+        self._seen.add(id(value))
+        small = memoryview(value).nbytes <= _SMALL_ARRAY
+        if self._changing is None or place.key in self._changing or small:
+            plain = place.kind in ("attribute", "container")
+            self._kept.append(kept.KeptBytes(_of_kind(place, "object") if plain else place, value))
 
     def _keep_contents(self, place: Place, value: Any, depth: int = 0) -> None:
         """What a container holds; containers at any depth."""

@@ -49,9 +49,8 @@ class SafePoint:
             _seam.keep_results(step.trainer),
             _seam.keep_scaler(step.trainer),
         ]
-        self._rollback = Rollback(
-            step.trainer.lightning_module, changing, batches=[step.batch], beside=beside(step)
-        )
+        kept = {**beside(step), **_step_hooks(step)}
+        self._rollback = Rollback(step.trainer.lightning_module, changing, batches=[step.batch], beside=kept)
 
     def optimizer_steps(self) -> frozenset[tuple[str, str]]:
         """Weights change by the optimizer from here on; returns the tensors that the step itself has changed."""
@@ -273,6 +272,12 @@ class Recovery:
             self._resized(step, retry=False)
         else:
             self._larger.pop()
+
+
+def _step_hooks(step: _seam.Step) -> dict[str, Any]:
+    """The hooks that an optimizer's step begins with, which a retry calls again; those after it are past retries."""
+    hooks: Any = getattr(step.optimizer, "_optimizer_step_pre_hooks", {})  # torch's; others may have none
+    return {"step_pre_hooks": list(hooks.values())} if hooks else {}
 
 
 def _tell(trainer: Trainer, error: BaseException) -> None:

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -246,26 +246,27 @@ class RowTrials:
             NothingCountsError: another rank's module passes over its rows.
             StepFailedError: the step failed here or on another rank.
         """
-        failure, result = None, None
+        if self._meets or self._step.trainer.world_size == 1:
+            return run()
+        failure, results = None, []
         try:
-            result = run()
-        except StepFailedError as error:
+            results.append(run())
+        except Exception as error:
             failure = error
-        own = _OK if failure is None else _PASSED_OVER if failure.skipped else _FAILED
-        if failure is not None and is_out_of_memory(failure.cause):
-            own = _OUT_OF_MEMORY
-        worst = own if self._meets else int(largest_of_ranks(self._step.trainer, [own])[0])
-        if failure is not None and own == worst:
-            raise failure
+        try:
+            worst = int(largest_of_ranks(self._step.trainer, [_ending(failure)])[0])
+            if failure is not None and _ending(failure) == worst:
+                raise failure
+        finally:
+            del failure  # its traceback, and with it this frame, holds the failed step's tensors
         if worst == _PASSED_OVER:
             raise NothingCountsError
         if worst == _OUT_OF_MEMORY:
-            raise StepFailedError(
-                torch.OutOfMemoryError("A rank ran out of memory in a trial."), skipped=False
-            )
+            cause = torch.OutOfMemoryError("Another rank ran out of memory in a trial.")
+            raise StepFailedError(cause, skipped=False)
         if worst == _FAILED:
             raise StepFailedError(RuntimeError("The step raised on another rank in a trial."), skipped=False)
-        return cast("T", result)
+        return results[0]
 
     def _run(self, batch: Any, change: Callable[[Tensor], Tensor] | None = None) -> Run:
         return self._together(partial(self._run_here, batch, change))
@@ -492,6 +493,15 @@ class RowTrials:
     def _weights(self, way: WeighBy | Weigher) -> list[float]:
         count = weigher(way, self._rows.whole)
         return normalized([float(count(part)) for part in self._rows.parts], summed=way == "sum")
+
+
+def _ending(failure: Exception | None) -> int:
+    """How a trial has ended on this rank."""
+    if failure is None:
+        return _OK
+    if not isinstance(failure, StepFailedError):
+        return _FAILED
+    return _PASSED_OVER if failure.skipped else _OUT_OF_MEMORY if is_out_of_memory(failure.cause) else _FAILED
 
 
 def _shape(rules: LossRules | str | None) -> object:

@@ -554,10 +554,6 @@ def beside(step: _seam.Step) -> dict[str, Any]:
     for index, optimizer in enumerate(step.trainer.optimizers):
         for number, group in enumerate(optimizer.param_groups):
             found[f"optimizers[{index}].param_groups[{number}]"] = group
-        hooks: tuple[Any, ...] = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-        for name, registered in zip(("pre", "post"), hooks, strict=True):
-            if registered:
-                found[f"optimizers[{index}].step_{name}_hooks"] = list(registered.values())
     for callback in vars(step.trainer)["callbacks"]:
         hears = any(getattr(type(callback), hook) is not getattr(Callback, hook) for hook in _HOOKS_IN_A_STEP)
         if hears and not type(callback).__module__.startswith(
