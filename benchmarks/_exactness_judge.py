@@ -73,7 +73,7 @@ def judge(
     run: Trace,
     plain: Trace,
     others: Sequence[Trace] = (),
-    by_hand: Trace | None = None,
+    by_hand: Sequence[Trace] = (),
 ) -> Verdict:
     """Compare a run with the unsplit one.
 
@@ -83,7 +83,7 @@ def judge(
         run: under MemoryBudget.
         plain: without it.
         others: the unsplit run in a larger dtype, then those of scaled losses; none for float64.
-        by_hand: a run whose step adds up its parts itself, with right weights.
+        by_hand: runs whose step adds up its parts itself, with right weights.
 
     Raises:
         ValueError: the unsplit run failed: the case is no case.
@@ -156,14 +156,14 @@ class Noise:
         case: what was trained.
         plain: the unsplit run.
         others: unsplit runs that differ from it by rounding alone; none in float64.
-        by_hand: one whose weights and gradients are rounded part by part.
+        by_hand: those whose weights and gradients are rounded part by part.
     """
 
     def __init__(
-        self, dtype: str, case: Case, plain: Trace, others: Sequence[Trace], by_hand: Trace | None = None
+        self, dtype: str, case: Case, plain: Trace, others: Sequence[Trace], by_hand: Sequence[Trace] = ()
     ) -> None:
         self.plain = plain
-        self._by_hand = [] if by_hand is None else [by_hand]
+        self._by_hand = by_hand
         self._exact = FLOAT32_LOSS if case.float32_loss else EXACT
         self._dtype, self._others = dtype, others
         self._off: dict[str, float] = {}

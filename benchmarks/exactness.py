@@ -12,7 +12,7 @@ float64, and the time that observing the loss adds to a step, in pairs.
 import gc
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module, util
@@ -110,14 +110,16 @@ def cells_of(case: Case, seed: int, dtype: str, sizes: Any = SIZES) -> Iterator[
     """The unsplit runs, once, and a run of each size against them."""
     plain, others = unsplit(case, seed, dtype)
     for size in sizes:
-        ours = train(case, seed, dtype, MemoryBudget("1GiB", micro_batch_size=size))
+        budget = MemoryBudget("1GiB", micro_batch_size=size)
+        ours = train(case, seed, dtype, budget)
         verdict = judge(case, dtype, ours, plain, others)
         if verdict.outcome == DIFFERENT and ours.error is None:
             # A hinge or an optimizer may make much of a rounding: ask more runs that only round otherwise.
             others += [*rescaled(case, seed, dtype, MORE_SCALES), *jittered(case, seed, dtype)]
-            by_hand = _rounded_by_parts(
-                case, seed, dtype, size if isinstance(size, int) else 1, plain, others
+            taken = (
+                [size] if isinstance(size, int) else {change.micro_batch_size for change in budget.history}
             )
+            by_hand = _rounded_by_parts(case, seed, dtype, taken, plain, others)
             verdict = judge(case, dtype, ours, plain, others, by_hand)
             if verdict.where == SPLIT and any(
                 train_by_hand(case, seed, "float32", rows, ours.split_at) is not None for rows in (4, 2, 1)
@@ -127,16 +129,19 @@ def cells_of(case: Case, seed: int, dtype: str, sizes: Any = SIZES) -> Iterator[
 
 
 def _rounded_by_parts(
-    case: Case, seed: int, dtype: str, size: int, plain: Trace, others: Sequence[Trace]
-) -> Trace | None:
-    """The case with its parts added up by hand; None where these would change its state otherwise, too."""
+    case: Case, seed: int, dtype: str, sizes: Iterable[int], plain: Trace, others: Sequence[Trace]
+) -> list[Trace]:
+    """The case with its parts of these sizes added up by hand; without those that change its state otherwise, too."""
     if case.truth not in (PARTS, STATE):
-        return None
-    by_hand = train_by_hand(case, seed, dtype, size)
-    if by_hand is None:
-        return None
-    left = Noise(dtype, case, plain, others).values("state", by_hand.state, plain.state, 0)
-    return by_hand if all(one.ratio <= 1 for one in left) else None
+        return []
+    noise = Noise(dtype, case, plain, others)
+    found = (train_by_hand(case, seed, dtype, size) for size in sorted(sizes))
+    return [
+        by_hand
+        for by_hand in found
+        if by_hand is not None
+        and all(one.ratio <= 1 for one in noise.values("state", by_hand.state, plain.state, 0))
+    ]
 
 
 def figures_of(cells: list[Cell]) -> dict[str, float | int | bool]:

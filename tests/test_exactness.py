@@ -20,6 +20,7 @@ from benchmarks._exactness_judge import DIFFERENT, EQUAL, REFUSED, WHOLE, Verdic
 from benchmarks._exactness_models import DTYPES, Case
 from benchmarks._exactness_runs import jittered, train, unsplit
 from benchmarks._exactness_states import CASES
+from benchmarks.exactness import cases_of, cells_of
 from lightning_memkit import MemoryBudget
 
 DRAWN = drawn_cases(7, 60)
@@ -118,7 +119,14 @@ def test_rounding_by_parts_is_told_from_wrong_weights() -> None:
     for options, expected in (({}, EQUAL), (by_rows, DIFFERENT)):
         run = train(case, seed, dtype, MemoryBudget("1GiB", micro_batch_size=3, **options))
         assert judge(case, dtype, run, plain, others).outcome == DIFFERENT
-        assert judge(case, dtype, run, plain, more, by_hand).outcome == expected
+        assert judge(case, dtype, run, plain, more, [by_hand]).outcome == expected
+
+
+def test_rounding_by_parts_is_asked_for_in_the_sizes_that_auto_has_taken() -> None:
+    """Parts of 4 rows turn the sign of an L1 loss; parts of one row, of 2 and of 3 don't."""
+    (case,) = [case for case in cases_of(1) if case.name == "drawn_1008"]
+    (cell,) = cells_of(case, 102, "bf16-mixed", ["auto"])
+    assert cell.verdict.outcome == EQUAL, cell.verdict
 
 
 class Disturbed(Callback):
