@@ -3,7 +3,8 @@
 A sum over rows that cancels is rounded once where the batch runs whole, and part by part where it is split: in
 bfloat16 that may differ by many times what another rounding of the whole costs. Here a step runs its parts by itself,
 with the weights that give the whole's gradient in float64, by least squares. What such a run is off by, a right split
-may be off by, too.
+may be off by, too. So it is where parts are weighed by the first of them, and gradients are brought to the batch's
+scale once it has run: all is rounded on another scale.
 """
 
 import sys
@@ -15,7 +16,7 @@ from itertools import count
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -24,6 +25,7 @@ from benchmarks._exactness_runs import Trace, train
 
 # In pure bf16 one backward adds parts up in bfloat16, where memkit does so in float32.
 ADDS_IN_FLOAT32 = ("float32", "bf16-mixed", "lora")
+_REFERENCE = "_weight_of_the_first_part"
 # Of the gradient's norm, where the loss is taken in float64 and in float32.
 _SAME, _SAME_IN_FLOAT32 = 1e-9, 1e-6
 
@@ -32,8 +34,26 @@ class NotByHandError(ValueError):
     """The step is no weighted sum of its parts, or its batch is not sliced by rows."""
 
 
+class _BroughtToScale(Callback):
+    """Multiplies a batch's gradients with the weight of the part that its parts were weighed by."""
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Before they are clipped."""
+        for parameter in pl_module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(vars(pl_module).get(_REFERENCE, 1.0))
+
+
 def train_by_hand(
-    case: Case, seed: int, dtype: str, size: int, only: Container[int] = range(sys.maxsize)
+    case: Case,
+    seed: int,
+    dtype: str,
+    size: int,
+    only: Container[int] = range(sys.maxsize),
+    *,
+    relative: bool = False,
 ) -> Trace | None:
     """The unsplit run of the case whose step adds up parts of `size` rows; None where these don't add up.
 
@@ -43,23 +63,29 @@ def train_by_hand(
         dtype: in what.
         size: rows of a part.
         only: the batches, over all epochs, that are taken apart.
+        relative: parts are weighed by the first of them, and gradients are brought to scale before the step.
     """
-    if dtype not in ADDS_IN_FLOAT32:
+    if dtype not in ADDS_IN_FLOAT32 or (relative and case.trainer.get("accumulate_grad_batches", 1) > 1):
         return None
-    trace = train(replace(case, module=partial(_split_by_hand, case, size, only)), seed, dtype)
+    module = partial(_split_by_hand, case, size, only, relative)
+    trace = train(replace(case, module=module), seed, dtype, *([_BroughtToScale()] if relative else []))
     return trace if trace.error is None else None  # the cell then stays what it is
 
 
-def _split_by_hand(case: Case, size: int, only: Container[int]) -> LightningModule:
+def _split_by_hand(case: Case, size: int, only: Container[int], relative: bool) -> LightningModule:
     module = case.module()
     whole, steps = module.training_step, count()
 
     def training_step(batch: Any, batch_idx: int) -> Any:
+        vars(module)[_REFERENCE] = 1.0
         if next(steps) not in only:
             return whole(batch, batch_idx)
         parts = list(_parts_of(batch, size))
         same = _SAME_IN_FLOAT32 if case.float32_loss else _SAME
         weights = _weights(module, partial(whole, batch_idx=batch_idx), batch, parts, same)
+        if relative:
+            reference = next((weight for weight in weights if weight), 1.0)
+            vars(module)[_REFERENCE], weights = reference, [weight / reference for weight in weights]
         total: Any = 0.0
         for part, weight in zip(parts, weights, strict=True):
             torch.clear_autocast_cache()  # one cast for all parts would add their gradients in bfloat16

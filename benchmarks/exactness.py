@@ -135,7 +135,11 @@ def _rounded_by_parts(
     if case.truth not in (PARTS, STATE):
         return []
     noise = Noise(dtype, case, plain, others)
-    found = (train_by_hand(case, seed, dtype, size) for size in sorted(sizes))
+    found = (
+        train_by_hand(case, seed, dtype, size, relative=relative)
+        for size in sorted(sizes)
+        for relative in (False, True)
+    )
     return [
         by_hand
         for by_hand in found

@@ -129,6 +129,19 @@ def test_rounding_by_parts_is_asked_for_in_the_sizes_that_auto_has_taken() -> No
     assert cell.verdict.outcome == EQUAL, cell.verdict
 
 
+def test_rounding_on_the_scale_of_the_first_part_is_told_from_wrong_weights() -> None:
+    """An element of AdamW's first step, .07 of what the adapter moves: right weights on that scale give the same."""
+    case, seed, dtype = BY_NAME["rare_positives"], 309, "lora"
+    (cell,) = cells_of(case, seed, dtype, [3])
+    assert cell.verdict.outcome == EQUAL, cell.verdict
+    plain, others = unsplit(case, seed, dtype)
+    by_hand = [train_by_hand(case, seed, dtype, 3, relative=relative) for relative in (False, True)]
+    run = train(
+        case, seed, dtype, MemoryBudget("1GiB", micro_batch_size=3, weigh_by=lambda part: len(part["x"]))
+    )
+    assert judge(case, dtype, run, plain, others, [one for one in by_hand if one]).outcome == DIFFERENT
+
+
 class Disturbed(Callback):
     """Gradients off by a thousandth."""
 

@@ -215,3 +215,25 @@ def test_a_mean_over_pairs_of_rows_follows_no_law() -> None:
     found = rules_of(lambda x, r: F.cross_entropy(x, LABELS[r]) + 0.001 * (x @ x.T).square().mean())
     assert isinstance(found, UnlikeDivisors)
     assert found == "a term divided by 36000, and by 4000, 16000 in parts of the same rows"
+
+
+def test_what_is_added_to_rows_is_no_place_of_a_term_s_value() -> None:
+    """The rows of torch's divergence are a difference, below the sum that is the term's number."""
+    targets = torch.rand(ROWS, CLASSES, generator=GENERATOR).softmax(1)
+
+    def divergence(x: Tensor, rows: slice) -> Tensor:
+        main = F.kl_div(x.log_softmax(1), targets[rows], reduction="batchmean")
+        return main + 0.1 * (each(x, rows) * MASK[rows]).sum() / MASK[rows].sum()
+
+    (terms,) = seen(divergence, WHOLE)
+    assert len(terms.terms) == 2
+    for term in terms.terms:
+        assert [tuple(one.shape) for one in term.top._input_metadata] == [()]
+
+
+def test_a_constant_belongs_to_the_term_that_it_is_added_to() -> None:
+    (terms,) = seen(lambda x, rows: 2 - (each(x, rows).mean() + 0.5) + 0.1 * x.square().sum(), WHOLE)
+    means, squares = terms.terms
+    assert (means.summand.name(), means.summand_gain) == ("RsubBackward1", 1.0)
+    assert (means.top.name(), means.gain) == ("MeanBackward0", -1.0)
+    assert squares.summand is squares.top

@@ -72,12 +72,16 @@ class TermRule:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """A micro-batch's divisors and quotients (see `Term`), one a rule, its nodes, and factors that may not vary."""
+    """A micro-batch's divisors and quotients (see `Term`), one a rule, its nodes, and factors that may not vary.
+
+    Of each rule `tops` and `summands` hold the nodes and gains that its terms have.
+    """
 
     divisors: tuple[float, ...]
     quotients: tuple[float, ...]
     nodes: tuple[tuple[Any, ...], ...]
     tops: tuple[tuple[tuple[Any, Divisor], ...], ...] = ()
+    summands: tuple[tuple[tuple[Any, Divisor], ...], ...] = ()
     factors: tuple[Tensor, ...] = ()
 
 
@@ -120,15 +124,16 @@ class LossRules:
             for rule in self.rules
         ]
         numbers = _on_host([term.divisor for term in terms] + [term.quotient for term in terms])
-        tops = tuple(
-            tuple((t.top, t.gain) for t in (named[rule.name] if rule.branch is not None else [term]))
+        apart = [
+            named[rule.name] if rule.branch is not None else [term]
             for rule, term in zip(self.rules, terms, strict=True)
-        )
+        ]
         return Reading(
             divisors=numbers[: len(terms)],
             quotients=numbers[len(terms) :],
             nodes=tuple(t.nodes for t in terms),
-            tops=tops,
+            tops=tuple(tuple((t.top, t.gain) for t in of_rule) for of_rule in apart),
+            summands=tuple(tuple((t.summand, t.summand_gain) for t in of_rule) for of_rule in apart),
             factors=tuple(
                 term.factors[i]
                 for rule, term in zip(self.rules, terms, strict=True)

@@ -66,6 +66,8 @@ class Term:
         quotient: what the step itself divided by last, without constant factors; 0 without one.
         top: the node whose number is the term's part of the loss, times `gain`.
         gain: see `top`.
+        summand: the same higher up, where what has no gradient (an entropy of the targets) has been added to it.
+        summand_gain: see `summand`.
         factors: tensors of several numbers that scale it between two reductions, small ones only. Where they are no
             rows' own, they have to be the same in every micro-batch.
     """
@@ -78,6 +80,8 @@ class Term:
     branch: str = ""
     top: Any = None
     gain: Divisor = 1.0
+    summand: Any = None
+    summand_gain: Divisor = 1.0
     factors: tuple[Tensor, ...] = ()
 
 
@@ -113,6 +117,8 @@ class _Path:
         "gain",
         "top",
         "top_gain",
+        "summand",
+        "summand_gain",
         "scaling",
         "factors",
     )
@@ -128,6 +134,8 @@ class _Path:
         self.gain: Divisor = 1.0  # what the node's number is multiplied with on its way into the loss
         self.top = node
         self.top_gain: Divisor = 1.0
+        self.summand = node
+        self.summand_gain: Divisor = 1.0
         self.scaling: tuple[Tensor, ...] = ()  # by several numbers since the last reduction
         self.factors: tuple[Tensor, ...] = ()
 
@@ -245,6 +253,8 @@ def _term(path: _Path) -> Term:
         branch=path.branch,
         top=path.top,
         gain=path.top_gain,
+        summand=path.summand,
+        summand_gain=path.summand_gain,
         factors=path.factors,
     )
 
@@ -262,7 +272,10 @@ def _branched(path: _Path, present: list[int]) -> Any:
         way.entry = way.node  # what they came together in is not one term's alone
         signs = {"Add": (1.0, alpha), "Sub": (1.0, -alpha), "Rsub": (-alpha, 1.0)}.get(kind)
         way.gain = way.gain * (1.0 if signs is None else signs[min(index, 1)])
-        way.top, way.top_gain = way.node, way.gain
+        if _numel_in(path, index) == 1:  # else something is added to the rows of one sum
+            way.top, way.top_gain = way.node, way.gain
+            if len(present) > 1:
+                way.summand, way.summand_gain = way.node, way.gain
     return ways
 
 

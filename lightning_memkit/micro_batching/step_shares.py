@@ -42,7 +42,9 @@ class StepShares:
     to the batch's own scale. Terms of unlike shares are scaled each by its own, which takes totals.
 
     Attributes:
-        contributions: what each micro-batch adds to the batch's loss, where values were noted.
+        contributions: what the terms of each micro-batch add to the batch's loss, where values were noted.
+        rest: what has no gradient in the batch's loss beside its terms, a mean over rows; None where nothing is known
+            of it.
 
     Args:
         rules: how the loss's terms add up.
@@ -58,6 +60,8 @@ class StepShares:
         self.is_known = is_known
         self.was_unlike = False
         self.contributions: list[Tensor | None] = []
+        self.rest: Tensor | None = None
+        self._rows_of_rest = 0.0
         self._factors: tuple[Tensor, ...] | None = None
         self._ran = 0
 
@@ -99,7 +103,7 @@ class StepShares:
         main = self.rules.means[0] if self.rules.means else None
         weight = counts[main] if main is not None else (1.0 if self.rules.summed else rows)
         if values is not None:
-            self.contributions.append(weighed_value(loss, reading, shares, values))
+            self._contribute(weighed_value(loss, reading, shares, values, kept), rows)
         if not any(shares):
             return None, weight
         if not weight:
@@ -109,6 +113,14 @@ class StepShares:
         self.was_unlike = True
         scale_terms(reading, [share / over for share in shares])
         return loss * 1, weight
+
+    def _contribute(self, weighed: tuple[Tensor, Tensor | None] | None, rows: float) -> None:
+        terms, rest = weighed or (None, None)
+        self.contributions.append(terms)
+        if rest is not None:
+            self._rows_of_rest += rows
+            before = rest if self.rest is None else self.rest
+            self.rest = before.lerp(rest, rows / self._rows_of_rest)
 
     def nothing(self, loss: Tensor) -> Tensor:
         """A loss whose backward runs as any, and leaves exact zeros: other ranks wait in it."""

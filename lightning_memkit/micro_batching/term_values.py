@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_memkit.micro_batching.loss_rules import Reading
+from lightning_memkit.micro_batching.loss_terms import Divisor
 
 
 class TermValues(TorchFunctionMode):
@@ -26,26 +27,53 @@ class TermValues(TorchFunctionMode):
 
 
 def weighed_value(
-    loss: Tensor, reading: Reading, shares: Sequence[float], values: Mapping[Any, Tensor]
-) -> Tensor | None:
+    loss: Tensor,
+    reading: Reading,
+    shares: Sequence[float],
+    values: Mapping[Any, Tensor],
+    kept: Sequence[bool],
+) -> tuple[Tensor, Tensor | None] | None:
     """What a micro-batch adds to its batch's loss, each term by its own share; None where this can't be told.
 
     The terms of one share may lack values: they are what the others leave of the loss.
+
+    Args:
+        loss: its loss.
+        reading: what that shows.
+        shares: of each term.
+        values: the numbers that its step has computed.
+        kept: for each term, whether it counts nothing and has a share all the same, which those of the others don't
+            leave: what was added to it has none.
+
+    Returns:
+        The weighed terms, and what is left of the loss beside them: what has no gradient, such as a constant. That is
+        None where a term is a mean over nothing.
     """
     total = loss.detach()
     known, weighed = torch.zeros_like(total), torch.zeros_like(total)
     unknown: set[float] = set()
-    for tops, share in zip(reading.tops, shares, strict=True):
-        for node, gain in tops:
-            value = values.get(node)
-            if value is None:
+    for tops, summands, share, alone in zip(reading.tops, reading.summands, shares, kept, strict=True):
+        for top, summand in zip(tops, summands, strict=True):
+            own, above = _part(top, values, total), _part(summand, values, total)
+            part = own if above is None else above
+            if part is None:
                 unknown.add(share)
                 continue
-            part = value.reshape(()).to(total) * gain
             known = known + part
-            if share:  # what counts nothing may be a mean over nothing: nan
+            if alone:
+                part = own
+            if share and part is not None:  # what counts nothing may be a mean over nothing: nan
                 weighed = weighed + part * share
-    if len(unknown) > 1 or (unknown and not bool(known.isfinite())):
+    left = total - known if bool(known.isfinite()) else None
+    if not unknown:
+        return weighed, left
+    if len(unknown) > 1 or left is None:
         return None
-    left = unknown.pop() if unknown else 0.0
-    return weighed + (total - known) * left if left else weighed
+    (share,) = unknown
+    return weighed + left * share if share else weighed, torch.zeros_like(total)
+
+
+def _part(place: tuple[Any, Divisor], values: Mapping[Any, Tensor], total: Tensor) -> Tensor | None:
+    """What a node's number adds to the loss."""
+    value = values.get(place[0])
+    return None if value is None else value.reshape(()).to(total) * place[1]

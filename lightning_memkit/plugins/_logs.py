@@ -2,7 +2,7 @@
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -56,12 +56,18 @@ class LoggedValues:
             except JoinError:
                 self._wrong.add(key)
 
-    def merged(self, logged: Sequence[tuple[float, Entries]], sizes: Sequence[int]) -> Entries:
+    def merged(
+        self,
+        logged: Sequence[tuple[float, Entries]],
+        sizes: Sequence[int],
+        known: Container[tuple[str, str]] = (),
+    ) -> Entries:
         """One entry for each value that the parts logged.
 
         Args:
             logged: the weight of each part, and what it logged.
             sizes: the samples of each part.
+            known: hooks and names of values that the caller puts together: nothing is said of them.
         """
         counted = [index for index, (weight, _) in enumerate(logged) if weight > 0] or range(len(logged))
         grouped: dict[_Key, list[int]] = defaultdict(list)
@@ -72,16 +78,21 @@ class LoggedValues:
         return [
             self._one(
                 key,
+                key[:2] in known,
                 [by_part[index][key] for index in indices],
                 {"loss": [logged[i][0] for i in indices], "samples": [float(sizes[i]) for i in indices]},
             )
             for key, indices in grouped.items()
         ]
 
-    def _one(self, key: _Key, entries: Entries, counts: dict[str, list[float]]) -> dict[str, Any]:
+    def _one(
+        self, key: _Key, is_known: bool, entries: Entries, counts: dict[str, list[float]]
+    ) -> dict[str, Any]:
         if len(entries) == 1:
             return dict(entries[0])
         joining = self._joinings.get(key)
+        if is_known:
+            return _by_reduction(entries, counts["loss"])
         if key in self._wrong:
             self._warn(key)
         elif joining is not None:

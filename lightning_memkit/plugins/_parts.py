@@ -53,6 +53,7 @@ class _Attempt:
     logged: list[tuple[float, list[dict[str, Any]]]] = field(default_factory=list)
     sizes_logged: list[int] = field(default_factory=list)
     contributions: list[Tensor | None] = field(default_factory=list)  # of terms of unlike shares, to the loss
+    rest: Tensor | None = None  # of the batch's loss, beside them
 
 
 @dataclass(kw_only=True)
@@ -144,6 +145,7 @@ class PartsRunner:
         if shares is not None:
             factor = self._finish_batch(step, shares)
             attempt.contributions = [None if c is None else c * factor for c in shares.contributions]
+            attempt.rest = shares.rest
             if attempt.losses and shares.totals is None and shares.rules.means and not self._exact_window:
                 raise NothingCountedError  # a mean over nothing, whose gradient and loss are still the batch's
         elif self._exact_window and step.ends_window:
@@ -367,8 +369,9 @@ class PartsRunner:
 
     def _result(self, attempt: _Attempt) -> tuple[Tensor | None, dict[str, Any]]:
         whole = _put_together(attempt)
-        for entry in self.logs.merged(attempt.logged, attempt.sizes_logged):
-            if whole is not None and _is_the_loss(entry, attempt):
+        known = set[tuple[str, str]]() if whole is None else _names_of_the_loss(attempt)
+        for entry in self.logs.merged(attempt.logged, attempt.sizes_logged, known):
+            if (entry["fx"], entry["name"]) in known:
                 entry = {**entry, "value": whole}
             _seam.log_now(self._trainer, entry)
         if not attempt.losses:
@@ -394,18 +397,20 @@ class PartsRunner:
 def _put_together(attempt: _Attempt) -> Tensor | None:
     """The batch's loss from what each part's terms add to it; None where they all weigh alike, or can't be told."""
     told = [value for value in attempt.contributions if value is not None]
-    return sum(told[1:], start=told[0]) if told and len(told) == len(attempt.contributions) else None
+    if not told or len(told) < len(attempt.contributions):
+        return None
+    return sum(told, start=torch.zeros_like(told[0]) if attempt.rest is None else attempt.rest)
 
 
-def _is_the_loss(entry: dict[str, Any], attempt: _Attempt) -> bool:
-    """Whether what was logged is in every part the very number that it has as a loss."""
+def _names_of_the_loss(attempt: _Attempt) -> set[tuple[str, str]]:
+    """Hooks and names of what was logged and is in every part the very number that it has as a loss."""
     if len(attempt.logged) != len(attempt.losses):
-        return False
+        return set()
+    seen, other = set[tuple[str, str]](), set[tuple[str, str]]()
     for (_, entries), loss in zip(attempt.logged, attempt.losses, strict=True):
-        values = [e["value"] for e in entries if (e["fx"], e["name"]) == (entry["fx"], entry["name"])]
-        if not all(_same_number(loss, value) for value in values):
-            return False
-    return True
+        for entry in entries:
+            (seen if _same_number(loss, entry["value"]) else other).add((entry["fx"], entry["name"]))
+    return seen - other
 
 
 def _same_number(loss: Tensor, value: Any) -> bool:

@@ -1,0 +1,112 @@
+"""The loss that a run reports where its terms weigh unlike amounts: with all that has no gradient, and never nan."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_memkit import MemoryBudget
+from tests.plugins.toys import trainer
+
+STEPS, ROWS = 4, 8
+Main = Callable[
+    [Tensor, Tensor, Tensor], Tensor
+]  # of log probabilities, targets and a mask that few rows have
+
+
+def entropy(targets: Tensor) -> Tensor:
+    """Has no gradient; without it a divergence is a cross entropy."""
+    return (targets * targets.log()).sum(-1)
+
+
+def cross(logp: Tensor, targets: Tensor) -> Tensor:
+    return -(targets * logp).sum(-1)
+
+
+def clamped(values: Tensor, mask: Tensor) -> Tensor:
+    return (values * mask).sum() / mask.sum().clamp(min=1)
+
+
+BESIDE: dict[str, Main] = {
+    "a constant": lambda logp, t, m: cross(logp, t).mean() + 0.5,
+    "two sums over rows": lambda logp, t, m: entropy(t).sum() / len(t) + cross(logp, t).sum() / len(t),
+    "a mean of two rows each": lambda logp, t, m: (entropy(t) + cross(logp, t)).mean(),
+    "torch's divergence": lambda logp, t, m: F.kl_div(logp, t, reduction="batchmean"),
+    "torch's divergence by row": lambda logp, t, m: F.kl_div(logp, t, reduction="none").sum(-1).mean(),
+}
+ALONE: dict[str, Main] = {
+    "clamped, and a constant": lambda logp, t, m: clamped(logp.abs().sum(-1), m) + 0.5,
+    "clamped twice, and a constant": lambda logp, t, m: (
+        0.5 + clamped(entropy(t), m) + clamped(cross(logp, t), m)
+    ),
+    "clamped, between constants": lambda logp, t, m: 2 - (0.5 + clamped(cross(logp, t), m)),
+}
+
+
+def with_mask(main: Main) -> Main:
+    """A second mean, over the rows that a mask leaves: nan where it leaves none."""
+    return lambda logp, t, m: main(logp, t, m) + 0.1 * ((logp.square().sum(-1) * m).sum() / m.sum())
+
+
+def with_mask_first(main: Main) -> Main:
+    """What has no gradient is added to a sum of two terms."""
+    return lambda logp, t, m: 0.1 * (cross(logp, t) * m).sum() / m.sum() + main(logp, t, m) + 0.25
+
+
+CASES = {f"{name}, and a masked mean": with_mask(main) for name, main in BESIDE.items()}
+CASES |= {f"a masked mean and {name}": with_mask_first(main) for name, main in BESIDE.items()}
+CASES |= ALONE
+
+
+class Reporting(LightningModule):
+    def __init__(self, main: Main) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.main = nn.Linear(4, 3).double(), main
+        self.seen: list[list[float]] = []
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        logp = self.net(batch["x"]).log_softmax(-1)
+        loss = self.main(logp, batch["t"], batch["m"])
+        self.log("loss", loss)
+        self.log("same", loss * 1)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        logged = self.trainer.callback_metrics
+        self.seen.append([float(outputs["loss"]), float(logged["loss"]), float(logged["same"])])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def rows(every: int) -> DataLoader:
+    generator = torch.Generator().manual_seed(1)
+    data = [
+        {
+            "x": torch.randn(4, generator=generator).double(),
+            "t": torch.rand(3, generator=generator).double().softmax(0),
+            "m": torch.tensor(float(index % every == 0)).double(),
+        }
+        for index in range(STEPS * ROWS)
+    ]
+    return DataLoader(data, batch_size=ROWS)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("every", [1, 4], ids=["all rows", "few rows"])
+@pytest.mark.parametrize("case", CASES)
+def test_the_loss_is_that_of_the_whole_batch(case: str, every: int, size: int) -> None:
+    runs = []
+    for callbacks in ([], [MemoryBudget("1GiB", micro_batch_size=size)]):
+        module = Reporting(CASES[case])
+        trainer(*callbacks, max_steps=STEPS, enable_progress_bar=False).fit(module, rows(every))
+        runs.append((module.seen, module.net.weight.detach()))
+    (seen, weight), (seen_in_parts, weight_of_parts) = runs
+    assert torch.tensor(seen_in_parts).sub(torch.tensor(seen)).abs().max() <= 1e-6  # logged in float32
+    assert weight_of_parts.sub(weight).abs().max() <= 1e-12
