@@ -75,7 +75,7 @@ def _made(documents: Documents, query: Tensor) -> Any:
         return mask
 
     def there(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(device)[None, None]
+        return torch.from_numpy(array).to(device, copy=True)[None, None]
 
     return BlockMask(
         seq_lengths=(batch * tokens, batch * tokens),
