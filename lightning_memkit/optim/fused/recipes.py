@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_memkit.optim import native
 from lightning_memkit.optim.blocks import first_element, flat_views, is_sharded, local_part
 from lightning_memkit.optim.fused.operands import SGD, AdamW, Lion, Operand, Rule
 from lightning_memkit.optim.modes import LOW_STATES, Mode, low_state_of
@@ -66,12 +67,16 @@ class _Seat:
         self.parameter, self.rule = ref(parameter), rule
         self.states = tuple((name, ref(value)) for name, value in states.items())
         self.start, self.is_sharded = first_element(parameter), is_sharded(parameter)
-        self.address = (local_part(parameter) if self.is_sharded else parameter).data_ptr()
+        self.address = native.address(local_part(parameter) if self.is_sharded else parameter)
         self.is_contiguous = all(local_part(value).is_contiguous() for value in states.values())
 
     def found(self, parameter: Tensor, weight: Tensor, state: State, rule: type[Rule]) -> list[Tensor] | None:
         """The states, where nothing was replaced or moved since."""
-        if self.parameter() is not parameter or self.rule is not rule or self.address != weight.data_ptr():
+        if (
+            self.parameter() is not parameter
+            or self.rule is not rule
+            or self.address != native.address(weight)
+        ):
             return None
         found = []
         for name, known in self.states:
