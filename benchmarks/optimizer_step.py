@@ -54,7 +54,7 @@ FIGURES = {
 GPU_FIGURES = {"memkit kahan, compact": "kahan", "memkit split, compact": "split"}
 
 HOST_PARAMETERS = 201  # of a Llama with 22 layers
-HOST_SHAPE = (16,)
+HOST_SHAPE: tuple[int, ...] = (16,)
 
 Build = Callable[[list[Parameter]], Any]
 
