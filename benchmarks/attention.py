@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ from benchmarks.harness import (
     paired_ratio,
     self_ratio_is_void,
 )
-from lightning_memkit.attention import packed_attention
+from lightning_memkit.attention import flex, packed_attention
 from lightning_memkit.attention.choice import refusal
 from lightning_memkit.attention.documents import Documents
 from lightning_memkit.memory.meter import ByteMeter
@@ -105,6 +105,7 @@ def measured(options: Options, device: torch.device, dtype: torch.dtype) -> Repo
     for result in found:
         if result.shape == shapes[-1] and result.method in ("loop", "dense_mask", "padded"):
             figures |= {f"{result.method}_{what}": count for what, count in result.memory.items()}
+    figures |= flex_mask_bytes(device, options.seed)
     figures["max_error"] = max(e for r in found if r.method != "padded" for e in r.errors.values())
     figures["tokens"] = shapes[-1].tokens
     return Report(
@@ -119,6 +120,18 @@ def measured(options: Options, device: torch.device, dtype: torch.dtype) -> Repo
             *(f"{name} did not run: {reason}" for name, reason in refused(inputs, bounds)),
         ),
     )
+
+
+def flex_mask_bytes(device: torch.device, seed: int) -> dict[str, float | int | bool]:
+    """What FlexAttention's mask of 65,536 tokens holds, the most of several packings and windows, by the meter."""
+    query, most = torch.empty(1, 1, 65_536, 1, device=device), 0
+    for documents, window in product((1, 2, 8, 128), (None, 4096)):
+        bounds = Shape(documents, 65_536).bounds(seed).to(device)
+        with ByteMeter() as meter:
+            mask = flex._block_mask(Documents(cu_seqlens=bounds, window=window), query)
+            most = max(most, meter.live_bytes)
+            del mask
+    return {"flex_mask_bytes_64k": most}
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lightning_memkit.attention.choice import choose
+from lightning_memkit.attention.choice import choose, has_flash_attn
 from lightning_memkit.memory.measure import capacity
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.optim import native
@@ -188,7 +188,7 @@ def _kernels() -> dict[str, bool]:
         "SDPA cuDNN": ampere and torch.backends.cudnn.is_available(),
         "SDPA math": True,
         "varlen attention": ampere and find_spec("torch.nn.attention.varlen") is not None,
-        "flash-attn": ampere and find_spec("flash_attn") is not None,
+        "flash-attn": ampere and has_flash_attn(),
         "Triton": cuda and find_spec("triton") is not None,
         "C++ compiler for torch.compile": _compiler() is not None,
     }
@@ -249,7 +249,7 @@ def _choices(device: Device) -> list[Choice]:
             reason="what the allocator reserves" if cuda else "this device's allocator keeps no peak",
         ),
         Choice(
-            purpose="pinned batches",
+            purpose="pinned batches of PackedDataModule and LoaderTuner",
             choice="yes" if cuda else "no",
             reason="copies overlap with computation" if cuda else "there is no copy to a CUDA device",
         ),

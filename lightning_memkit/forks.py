@@ -1,8 +1,11 @@
-"""Forks of this process whose garbage collector leaves alone what they have inherited."""
+"""Forks of this process, which leave alone what they have inherited: its garbage and its accelerators."""
 
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+
+import torch
 
 
 @contextmanager
@@ -30,3 +33,52 @@ def leave_inherited(*, collects: bool) -> None:
     gc.freeze()
     if collects:
         gc.enable()
+
+
+def hide_accelerators() -> None:
+    """To be called in a fork: from now on torch finds no accelerator, whatever the original has used.
+
+    CUDA works in no fork of a process in which it was initialised, for which `torch.cuda.is_available()` may be
+    enough (https://docs.pytorch.org/docs/stable/notes/multiprocessing.html). Libraries ask for devices and for the
+    states of their generators in passing, Lightning in each of its stages: they would raise.
+    """
+    hidden: tuple[tuple[Any, dict[str, Any]], ...] = (
+        (torch.cuda, _of_no_device()),
+        (torch.xpu, _of_no_device()),
+        (torch.accelerator, {"is_available": _no, "device_count": _none, "current_accelerator": _nothing}),
+    )
+    for module, functions in hidden:
+        for name in functions.keys() & vars(module).keys():
+            setattr(module, name, functions[name])
+
+
+def _of_no_device() -> dict[str, Any]:
+    return {
+        "is_available": _no,
+        "is_initialized": _no,
+        "is_bf16_supported": _no,
+        "device_count": _none,
+        "get_rng_state_all": _empty,
+        "set_rng_state_all": _nothing,
+        "manual_seed": _nothing,
+        "manual_seed_all": _nothing,
+        "seed_all": _nothing,
+        "synchronize": _nothing,
+        "empty_cache": _nothing,
+    }
+
+
+def _no(*args: Any, **kwargs: Any) -> bool:
+    return False
+
+
+def _none(*args: Any, **kwargs: Any) -> int:
+    return 0
+
+
+def _empty(*args: Any, **kwargs: Any) -> list[Any]:
+    return []
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass

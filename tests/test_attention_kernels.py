@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from lightning_memkit.attention import choice, flex, in_torch, kernels, packed_attention
 from lightning_memkit.attention.documents import Documents
 from lightning_memkit.attention.kernels import varlen_knows_windows
 from lightning_memkit.errors import MissingPackageError
+from lightning_memkit.memory.meter import ByteMeter
 from tests.test_attention import BOUNDS, SLOPES, document_by_document, inputs
 from tests.testing.needs import NEEDS_COMPILER
 
@@ -99,6 +100,25 @@ def test_what_a_kernel_lacks_is_refused_with_the_remedy(machine, backend, option
     reason = choice.refusal(backend, OnCuda(), OnCuda(), documents(**options))  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=message + '.*"loop" runs everywhere'):
         raise reason or AssertionError
+
+
+def test_a_flash_attn_without_its_kernels_is_none(monkeypatch, tmp_path):
+    """FlashAttention-4 alone is such a package; "auto" took it and raised ImportError."""
+    (tmp_path / "flash_attn").mkdir()
+    (tmp_path / "flash_attn" / "cute.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    choice._importable.cache_clear()
+    try:
+        import flash_attn  # pyright: ignore[reportMissingImports]
+
+        assert not hasattr(flash_attn, "flash_attn_varlen_func")
+        assert not choice.has_flash_attn()
+        query: Any = OnCuda()
+        assert choice.choose(query, query, documents()) != "flash_attn"
+    finally:
+        choice._importable.cache_clear()
+        sys.modules.pop("flash_attn", None)
 
 
 @pytest.mark.parametrize(("backend", "package"), [("flash_attn", "flash-attn"), ("flex", "triton")])
@@ -224,5 +244,56 @@ def test_flex_makes_its_mask_once_for_all_layers():
     assert flex._block_mask(other, query) is not mask
     given.cu_seqlens[1] = 4
     assert flex._block_mask(other, query) is not flex._block_mask(given, query)
-    assert flex._last is not None
-    assert flex._last[0]() is given.cu_seqlens
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 1, 100, 129, 300, 2000])
+@pytest.mark.parametrize(
+    "ends", [(40, 200, 512, 650, 1300), (1536,), (128, 384, 384, 1000), (1, 2, 700, 1025)], ids=str
+)
+def test_the_blocks_of_a_mask_are_those_that_torch_finds_by_all_pairs(ends, window, causal):
+    """The oracle is `create_block_mask`, which looks at each pair of tokens."""
+    given = Documents(cu_seqlens=torch.tensor((0, *ends), dtype=torch.int32), window=window, causal=causal)
+    mask = flex._block_mask(given, torch.empty(1, 1, ends[-1], 1))
+    expected = create_block_mask(mask.mask_mod, None, None, ends[-1], ends[-1], device="cpu")
+    assert mask.BLOCK_SIZE == (128, 128)
+    for name in ("kv", "full_kv", "q", "full_q"):
+        counts, places = (getattr(mask, f"{name}_{what}")[0, 0] for what in ("num_blocks", "indices"))
+        found = [row[:count].tolist() for row, count in zip(places, counts.tolist(), strict=True)]
+        counts, places = (getattr(expected, f"{name}_{what}")[0, 0] for what in ("num_blocks", "indices"))
+        assert found == [row[:count].tolist() for row, count in zip(places, counts.tolist(), strict=True)], (
+            name
+        )
+
+
+@pytest.mark.parametrize(
+    "ends", [(65_536,), (40_961, 65_536), tuple(range(701, 65_536, 700)), (1, 65_536)], ids=len
+)
+@pytest.mark.parametrize("window", [None, 4096])
+def test_a_mask_of_64k_tokens_takes_a_mib_at_the_most(ends, window):
+    bounds = torch.tensor((0, *ends) if ends[-1] == 65_536 else (0, *ends, 65_536), dtype=torch.int32)
+    query = torch.empty(1, 1, 65_536, 1)
+    with ByteMeter() as meter:
+        mask = flex._block_mask(Documents(cu_seqlens=bounds, window=window), query)
+        assert meter.live_bytes <= 2**20
+    assert meter.peak_bytes <= 3 * 2**20  # of the numbers of tokens, while they are made
+    held = [
+        getattr(mask, f"{name}_{what}")
+        for name in ("kv", "full_kv", "q", "full_q")
+        for what in ("num_blocks", "indices")
+    ]
+    assert sum(tensor.nbytes for tensor in held) <= 5 * 2**17
+
+
+def test_the_longest_document_is_asked_for_once_a_batch(monkeypatch):
+    """Each time would wait for the device: once a layer."""
+    given, asked, diff = documents(), [], torch.Tensor.diff
+    monkeypatch.setattr(
+        torch.Tensor, "diff", lambda *args, **kwargs: asked.append(1) or diff(*args, **kwargs)
+    )
+    longest = [Documents(cu_seqlens=given.cu_seqlens).longest() for _ in range(8)]
+    assert len(set(longest)) == 1
+    assert len(asked) == 1
+    given.cu_seqlens[-1] += 1  # another batch in the same tensor
+    assert given.longest() == longest[0] + 1
+    assert len(asked) == 2

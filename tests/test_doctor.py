@@ -78,7 +78,7 @@ def test_without_a_gpu_every_choice_is_the_cpus(no_gpu):
     assert choice(diagnosis, "training device") == "cpu"
     assert choice(diagnosis, "packed_attention in bfloat16") == "loop"
     assert choice(diagnosis, "memory meter of MemoryBudget") == "operator by operator"
-    assert choice(diagnosis, "pinned batches") == "no"
+    assert choice(diagnosis, "pinned batches of PackedDataModule and LoaderTuner") == "no"
     assert not diagnosis.kernels["flash-attn"]
     assert not diagnosis.kernels["Triton"]
 
@@ -100,7 +100,7 @@ def test_gpus_are_listed_and_chosen(ampere):
     assert diagnosis.devices[0].bfloat16 == "in hardware"
     assert choice(diagnosis, "training device") == "cuda:0"
     assert choice(diagnosis, "packed_attention in bfloat16") == "varlen"
-    assert choice(diagnosis, "pinned batches") == "yes"
+    assert choice(diagnosis, "pinned batches of PackedDataModule and LoaderTuner") == "yes"
     assert choice(diagnosis, "memory meter of MemoryBudget") == "the CUDA allocator"
     assert diagnosis.kernels["SDPA memory-efficient"]
 

@@ -65,7 +65,7 @@ def kind_of(func: Any) -> Kind:
 
 def is_attention(name: str) -> bool:
     """Whether an operator is a fused attention: torch's own, or one of a library (flash-attn, xformers)."""
-    return "attention" in name or "flash_attn" in name or "_flash" in name
+    return "attention" in name or "attn" in name or "_flash" in name
 
 
 def is_matmul(name: str) -> bool:

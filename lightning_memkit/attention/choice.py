@@ -1,6 +1,7 @@
 """Which backend runs: the first that can, or the reason why one that was named can't."""
 
 from functools import lru_cache
+from importlib import import_module
 from importlib.util import find_spec
 
 import torch
@@ -13,6 +14,7 @@ from lightning_memkit.errors import MissingPackageError
 _ORDER = ("flash_attn", "varlen", "flex", "loop")
 _NO_DOCUMENTS = Documents(cu_seqlens=torch.zeros(1, dtype=torch.int32))
 _LARGEST_HEAD = 256
+_CALLED = {"flash_attn": "flash_attn_varlen_func"}  # FlashAttention-4 alone is a flash_attn without it
 
 
 def choose(query: Tensor, value: Tensor | None = None, documents: Documents = _NO_DOCUMENTS) -> str:
@@ -66,6 +68,19 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+def has_flash_attn() -> bool:
+    """Whether the flash-attn package is there with its kernels for variable lengths."""
+    return _importable("flash_attn")
+
+
 @lru_cache
 def _importable(module: str) -> bool:
-    return find_spec(module) is not None
+    """Whether a module is there, and has what is called of it where another package may bring the same name."""
+    if find_spec(module) is None:
+        return False
+    if module not in _CALLED:
+        return True
+    try:
+        return hasattr(import_module(module), _CALLED[module])
+    except Exception:  # built for another torch: whatever the loader of its library says
+        return False

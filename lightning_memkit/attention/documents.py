@@ -1,11 +1,35 @@
 """What every backend is told beside query, key and value; the shapes that they share."""
 
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+
+class OfLastBatch:
+    """What was made from the last batch's `cu_seqlens`, kept while that lives: the layers of a step share it."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Any, int, Any, Any] | None = None
+
+    def of(self, cu_seqlens: Tensor, key: Any, make: Callable[[], Any]) -> Any:
+        """What `make` returns, made anew for other bounds, for bounds that were written to, and for another key."""
+        if torch.compiler.is_compiling():  # a graph that is kept must not hold one batch's answer
+            return make()
+        last, version = self._last, cu_seqlens._version
+        if last is not None and last[0]() is cu_seqlens and last[1:3] == (version, key):
+            return last[3]
+        made = make()
+        self._last = (weakref.ref(cu_seqlens), version, key, made)
+        return made
+
+
+_longest = OfLastBatch()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +62,14 @@ class Documents:
 
     def bounds(self) -> tuple[Tensor, Tensor, int, int]:
         """The bounds of queries and keys as the kernels take them."""
-        longest = int(self.cu_seqlens.diff().max()) if self.max_seqlen is None else self.max_seqlen
+        longest = self.longest()
         return self.cu_seqlens, self.cu_seqlens, longest, longest
+
+    def longest(self) -> int:
+        """Tokens of the longest document; where `max_seqlen` doesn't say it, it waits for the device once a batch."""
+        if self.max_seqlen is not None:
+            return self.max_seqlen
+        return _longest.of(self.cu_seqlens, None, lambda: int(self.cu_seqlens.diff().max()))
 
     def window_size(self) -> tuple[int, int]:
         """How many tokens before and after it a token sees, as the kernels take it; -1 is all."""

@@ -48,7 +48,7 @@ def packed_attention(
         value: Like ``key``.
         cu_seqlens: int32 [segments + 1]: where documents begin in the flattened batch * tokens tokens, and
             their end. The end of every row ends a document too. None: every row is one document.
-        max_seqlen: The longest document. None: a kernel that asks for it waits for the GPU.
+        max_seqlen: The longest document. None: a kernel that asks for it waits for the GPU, once a batch.
         causal: A token sees none after it.
         scale: Of the scores; None: 1 / sqrt(head_dim).
         window: A token sees itself and the ``window - 1`` tokens before it (without ``causal`` also after it).
@@ -77,7 +77,7 @@ def packed_attention(
     plain_rows = cu_seqlens is None and window is None and softcap is None and alibi_slopes is None
     documents = Documents(
         cu_seqlens=_rows(query) if cu_seqlens is None else cu_seqlens,
-        max_seqlen=max_seqlen,
+        max_seqlen=query.size(2) if cu_seqlens is None else max_seqlen,
         causal=causal,
         scale=scale,
         window=window,

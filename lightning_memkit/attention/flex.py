@@ -1,20 +1,20 @@
 """Compiled FlexAttention: float32 and score changes on a GPU; not yet verified on a GPU."""
 
-import weakref
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_memkit.attention.documents import Documents, numbers_of
+from lightning_memkit.attention.documents import Documents, OfLastBatch, numbers_of
+from lightning_memkit.attention.flex_blocks import block_tables
 
-_BLOCK = 128
-_last: tuple[Any, tuple[Any, ...], Any] | None = None
+_masks = OfLastBatch()
 
 
 def flex(query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
-    """FlexAttention over the flattened batch; its mask of blocks takes a bit for 128 * 128 pairs of tokens."""
+    """FlexAttention over the flattened batch; its mask takes at most a MiB at 65,536 tokens."""
     # One row of all documents: blocks of other rows are skipped like those of other documents.
     one_row = (x.transpose(0, 1).flatten(1, 2)[None] for x in (query, key, value))
     out = _attention()(
@@ -52,16 +52,19 @@ def _score_change(documents: Documents, device: torch.device) -> Any:
 
 def _block_mask(documents: Documents, query: Tensor) -> Any:
     """The mask of blocks; made once for all layers, which share one `cu_seqlens`."""
-    global _last
-    bounds = documents.cu_seqlens
-    key = (bounds._version, query.device, query.shape[0], query.shape[2], documents.window_size())
-    if _last is not None and _last[0]() is bounds and _last[1] == key:
-        return _last[2]
-    from torch.nn.attention.flex_attention import create_block_mask
+    key = (query.device, query.size(0), query.size(2), documents.window_size())
+    return _masks.of(documents.cu_seqlens, key, lambda: _made(documents, query))
 
-    numbers = numbers_of(bounds.to(query.device), query.size(0), query.size(2)).flatten()
+
+def _made(documents: Documents, query: Tensor) -> Any:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    batch, tokens, device = query.size(0), query.size(2), query.device
+    bounds = documents.cu_seqlens
+    tables = block_tables(documents, bounds.cpu().numpy())  # waits for the device
+    numbers = numbers_of(bounds.to(device), batch, tokens).flatten().to(torch.int32)  # half as many bytes
     # Tensors, as above; and two comparisons, for the C++ of a compiled mask knows no abs of whole numbers.
-    window = None if documents.window is None else torch.tensor(documents.window, device=query.device)
+    window = None if documents.window is None else torch.tensor(documents.window, device=device)
 
     def seen(row: Tensor, head: Tensor, query_place: Tensor, key_place: Tensor) -> Tensor:
         mask = numbers[query_place] == numbers[key_place]
@@ -71,7 +74,19 @@ def _block_mask(documents: Documents, query: Tensor) -> Any:
             mask = mask & (key_place - query_place < window) & (query_place - key_place < window)
         return mask
 
-    total = numbers.numel()
-    made = create_block_mask(seen, None, None, total, total, device=query.device, BLOCK_SIZE=_BLOCK)
-    _last = (weakref.ref(bounds), key, made)
-    return made
+    def there(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(device, copy=True)[None, None]
+
+    return BlockMask(
+        seq_lengths=(batch * tokens, batch * tokens),
+        kv_num_blocks=there(tables.seen.counts),
+        kv_indices=there(tables.seen.places),
+        full_kv_num_blocks=there(tables.seen_whole.counts),
+        full_kv_indices=there(tables.seen_whole.places),
+        q_num_blocks=there(tables.seeing.counts),
+        q_indices=there(tables.seeing.places),
+        full_q_num_blocks=there(tables.seeing_whole.counts),
+        full_q_indices=there(tables.seeing_whole.places),
+        BLOCK_SIZE=(tables.size, tables.size),
+        mask_mod=seen,
+    )

@@ -1,6 +1,8 @@
 """The backends of a GPU: flash-attn's and torch's kernels for variable lengths; not yet verified on a GPU."""
 
 import inspect
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
@@ -31,7 +33,7 @@ def varlen(query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> T
     from torch.nn.attention.varlen import varlen_attn
 
     # Its arguments differ by version: 2.10 says is_causal, 2.12 a window. By default both see everything.
-    known = inspect.signature(varlen_attn).parameters
+    known = _options_of(varlen_attn)
     options: dict[str, Any] = {}
     if "is_causal" in known:
         options["is_causal"] = documents.causal
@@ -55,4 +57,10 @@ def varlen_knows_windows() -> bool:
     """Whether this torch's kernel takes a window."""
     from torch.nn.attention.varlen import varlen_attn
 
-    return "window_size" in inspect.signature(varlen_attn).parameters
+    return "window_size" in _options_of(varlen_attn)
+
+
+@lru_cache
+def _options_of(function: Callable[..., Any]) -> frozenset[str]:
+    """Read once: it takes as long as several kernels."""
+    return frozenset(inspect.signature(function).parameters)

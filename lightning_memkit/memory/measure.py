@@ -127,9 +127,9 @@ def budget_bytes(budget: int | float | str, device: torch.device) -> int:
     """The bytes that a budget stands for on a device.
 
     Args:
-        budget: `"22GiB"`, a count of bytes, a fraction of the device's memory in (0, 1], or `"auto"` (all
-            that is free now). On an accelerator it is for tensors: the context and other processes lie beside it, and
-            a fraction or `"auto"` leaves room for them.
+        budget: `"22GiB"`, a count of bytes, a fraction of the device's memory in (0, 1], or `"auto"`: all
+            that is free now, and on an accelerator what this process's allocator holds already. There a budget is for
+            tensors: the context and other processes lie beside it, and a fraction or `"auto"` leaves room for them.
         device: whose memory it is.
 
     Raises:
@@ -137,8 +137,10 @@ def budget_bytes(budget: int | float | str, device: torch.device) -> int:
             leave.
     """
     have, fixed = capacity(device), fixed_bytes(device)
-    if budget == "auto":
-        return have.free_bytes
+    if (
+        budget == "auto"
+    ):  # the driver's free bytes leave out what this process holds, which is within the budget
+        return have.free_bytes if device.type == "cpu" else have.total_bytes - fixed
     beside = ""
     if fixed:
         beside = f", of which {format_bytes(fixed)} are other processes' and this one's context"

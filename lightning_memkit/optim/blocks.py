@@ -16,6 +16,11 @@ BLOCK_ELEMENTS = 1 << 16
 FIRST_ELEMENT = "_memkit_first_element"  # of a slice shown as a parameter: where it begins in the whole one
 
 
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor, of which this process holds a part."""
+    return hasattr(tensor, "to_local")
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """What this process holds of a tensor: the shard of a DTensor, the tensor itself otherwise."""
     to_local = getattr(tensor, "to_local", None)

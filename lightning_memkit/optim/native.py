@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,23 +58,21 @@ def narrow_(
     )  # fmt: skip
 
 
-def step(
-    kind: tuple[int, str, int], numbers: tuple[float, ...], operands: list[int], count: int, tile: Tensor
-) -> None:
-    """A whole step of ``count`` operands.
+def step(kind: tuple[int, str, int], numbers: tuple[float, ...], operands: np.ndarray, tile: Tensor) -> None:
+    """A whole step of operands.
 
     Args:
         kind: the rule's number, the mode, and the flags of native.cpp.
         numbers: the rule's scalars, in the order in which native.cpp reads them.
-        operands: the fields of its struct, one operand after the other.
-        count: how many operands.
+        operands: uint64 [operands, fields of its struct].
         tile: the step's tile of noise as int16.
     """
     rule, mode, flags = kind
-    scalars, packed = (ctypes.c_float * len(numbers))(*numbers), (ctypes.c_uint64 * len(operands))(*operands)
+    scalars = (ctypes.c_float * len(numbers))(*numbers)
     _kernels().memkit_step(
-        rule, MODES[mode], flags, scalars, packed, count, address(tile), torch.get_num_threads()
-    )
+        rule, MODES[mode], flags, scalars, operands.ctypes.data, len(operands), address(tile),
+        torch.get_num_threads(),
+    )  # fmt: skip
 
 
 def address(tensor: Tensor | None) -> int:

@@ -191,10 +191,14 @@ class OpenStep:
             self._advance(ready)
 
     def _advance(self, ready: Sequence[Slot]) -> None:
-        shadowed = [slot for slot in ready if self._engine.shadows(slot.parameter)]
-        plain = [slot for slot in ready if not self._engine.shadows(slot.parameter)]
-        for slot in shadowed:
+        shadowed: list[Slot] = []
+        plain: list[Slot] = []
+        for slot in ready:
+            if not self._engine.shadows(slot.parameter):
+                plain.append(slot)
+                continue
             _refuse_sparse(slot.parameter)
+            shadowed.append(slot)
         shadowed = self._step_fused(shadowed)
         for bucket in buckets_of(self._optimizer, shadowed, self._engine.bucket_bytes):
             if self._engine.under_identity:

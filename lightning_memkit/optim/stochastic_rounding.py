@@ -14,6 +14,7 @@ uniform, any two elements' are independent, and the drawing costs next to nothin
 import zlib
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,15 +25,29 @@ TILE = BLOCK_ELEMENTS
 _MASK64 = (1 << 64) - 1
 
 
+_GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
 def _mixed(*numbers: int) -> int:
     """One well-mixed 63-bit number of several (the finalizer of splitmix64)."""
+    return _spread(*numbers) >> 1
+
+
+def _spread(*numbers: int) -> int:
     mixed = 0
     for number in numbers:
-        mixed = (mixed + number + 0x9E3779B97F4A7C15) & _MASK64
-        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK64
+        mixed = (mixed + number + _GOLDEN) & _MASK64
+        mixed = ((mixed ^ (mixed >> 30)) * _FIRST) & _MASK64
+        mixed = ((mixed ^ (mixed >> 27)) * _SECOND) & _MASK64
         mixed ^= mixed >> 31
-    return mixed >> 1
+    return mixed
+
+
+def _rounds(mixed: np.ndarray) -> np.ndarray:
+    """What `_spread` does to one number, of many at once; uint64 wraps around."""
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(_FIRST)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(_SECOND)
+    return mixed ^ (mixed >> np.uint64(31))
 
 
 class StochasticRounding:
@@ -101,6 +116,12 @@ class StochasticRounding:
     def stream(self, index: int, name: str) -> int:
         """The 63-bit number that stands for the noise of one state of one parameter in this step."""
         return _mixed(self.seed, self.step, index, zlib.crc32(name.encode()))
+
+    def streams(self, indices: np.ndarray, name: str) -> np.ndarray:
+        """`stream` of many parameters at once: uint64, of indices in uint64."""
+        begun = np.uint64((_spread(self.seed, self.step) + _GOLDEN) & _MASK64)
+        mixed = _rounds(indices + begun)
+        return _rounds(mixed + np.uint64((zlib.crc32(name.encode()) + _GOLDEN) & _MASK64)) >> np.uint64(1)
 
     def tile(self) -> Tensor:
         """This step's ``2 * TILE`` 16-bit numbers, as int32 on the CPU."""

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, NoReturn, TypeVar
 import torch
 
 from lightning_memkit.errors import PredictionError
-from lightning_memkit.forks import leave_inherited, starting
+from lightning_memkit.forks import hide_accelerators, leave_inherited, starting
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ def contained(work: Callable[[], T], *, timeout_s: float = 600) -> T:
     """What `work` returns, run in a fork of this process: objects, random state and files here stay as they are.
 
     Nothing is pickled on the way in, and pages are shared until they are written. The copy computes in one thread,
-    must touch no accelerator, and begins in an empty folder of its own that is deleted afterwards; what it prints
+    finds no accelerator, and begins in an empty folder of its own that is deleted afterwards; what it prints
     is dropped, or part of the error. Windows has no forks.
 
     Args:
@@ -99,6 +99,7 @@ def _run(
         sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1, closefd=False)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the original stops it
         os.chdir(folder)
+        hide_accelerators()
         torch.set_num_threads(1)  # threads of the original's pools are not here
         try:
             outcome: Any = work()

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from lightning_memkit.optim import blocks, kahan, native, split
@@ -17,10 +18,8 @@ _ELEMENTS_FIELD, _BYTES_A_STEP = 6, 18
 def without_kernels(work: WorkLog) -> Iterator[None]:
     """Within it memkit's own kernels, which write through addresses, only note what they would move."""
 
-    def step(kind: Any, numbers: Any, operands: list[int], count: int, tile: Tensor) -> None:
-        fields = len(operands) // max(1, count)
-        elements = sum(operands[_ELEMENTS_FIELD::fields])
-        work.note_kernel("memkit.step", elements * _BYTES_A_STEP)
+    def step(kind: Any, numbers: Any, operands: np.ndarray, tile: Tensor) -> None:
+        work.note_kernel("memkit.step", int(operands[:, _ELEMENTS_FIELD].sum()) * _BYTES_A_STEP)
 
     def walk(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         yield from _two_blocks(work, *tensors)

@@ -2,10 +2,12 @@
 
 import contextlib
 import re
-from importlib import metadata
 from pathlib import Path
 from statistics import median
 
+import torch
+
+import lightning_memkit
 from lightning_memkit.kept import keep, kept_file, recall
 
 _KEPT = 16  # of the latest runs: drivers and models change
@@ -44,4 +46,4 @@ def _path(device: str) -> Path:
 
 def _versions() -> dict[str, str]:
     """Of what predicts and of what allocates."""
-    return {name: metadata.version(name) for name in ("torch", "lightning_memkit")}
+    return {"torch": torch.__version__, "lightning_memkit": lightning_memkit.__version__}

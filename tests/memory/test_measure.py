@@ -85,6 +85,9 @@ def test_on_a_shared_card_a_budget_is_held_against_what_the_others_leave(
     assert measure.fixed_bytes(device) == 30 * 2**30
     assert measure.capacity(device) == measure.Capacity(total_bytes=80 * 2**30, free_bytes=46 * 2**30)
     assert measure.budget_bytes("50GiB", device) == 50 * 2**30  # what it holds already is its own
+    assert (
+        measure.budget_bytes("auto", device) == 50 * 2**30
+    )  # in a second fit, too, or with weights made there
     with pytest.raises(
         ValueError, match=r"more than cuda has \(80.00 GiB, of which 30.00 GiB are other processes'"
     ):

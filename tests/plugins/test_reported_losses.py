@@ -95,7 +95,7 @@ def rows(every: int) -> DataLoader:
         }
         for index in range(STEPS * ROWS)
     ]
-    return DataLoader(data, batch_size=ROWS)
+    return DataLoader(data, batch_size=ROWS)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("size", [1, 3])

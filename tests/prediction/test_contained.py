@@ -7,9 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_memkit.errors import PredictionError
+from lightning_memkit.plugins.prediction import predict_memory
 from lightning_memkit.prediction.contained import contained
+from tests.testing.cuda_in_use import cuda_in_use
+
+__all__ = ["cuda_in_use"]
 
 
 def test_what_work_returns_comes_back_and_what_it_changes_does_not(tmp_path, monkeypatch):
@@ -105,3 +111,22 @@ def test_it_ends_when_the_process_that_waits_is_killed(tmp_path):
 
 def test_it_can_be_nested():
     assert contained(lambda: contained(lambda: 1) + 1) == 2
+
+
+def test_torch_finds_no_accelerator_that_the_original_has_used(cuda_in_use):
+    def work():
+        with isolate_rng():  # Lightning's, in each of its stages
+            torch.manual_seed(3)
+            torch.cuda.synchronize()
+            return torch.cuda.is_available(), torch.cuda.device_count(), torch.accelerator.is_available()
+
+    assert contained(work) == (False, 0, False)
+    assert torch.cuda.is_available()
+
+
+def test_a_training_is_predicted_after_the_original_has_used_cuda(cuda_in_use):
+    """It raised "Cannot re-initialize CUDA in forked subprocess": every plan, every forecast."""
+    found = predict_memory(BoringModel(), torch.randn(4, 32))
+    assert found.peak_bytes > 0
+    with pytest.raises(RuntimeError, match="re-initialize"):  # the double does raise where it is asked
+        contained(torch.cuda.current_device)

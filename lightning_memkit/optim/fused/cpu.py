@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from lightning_memkit.optim import native
@@ -21,29 +22,31 @@ def step(rule: Rule, mode: Mode, operands: Sequence[Operand], rounding: Stochast
     number, numbers, flags = _numbers(rule)
     if first_is_stochastic(rule):
         flags |= _FIRST_IS_STOCHASTIC
-    packed = [field for operand in operands for field in _fields(rule, operand, rounding)]
-    native.step((number, mode, flags), numbers, packed, len(operands), rounding.tile_int16())
+    native.step((number, mode, flags), numbers, _packed(rule, operands, rounding), rounding.tile_int16())
 
 
-def _fields(rule: Rule, operand: Operand, rounding: StochasticRounding) -> tuple[int, ...]:
-    """The struct `Operand` of native.cpp."""
-
-    def stream(name: str) -> int:
-        return rounding.stream(operand.index, name) if name else 0
-
-    return (
-        native.address(operand.weight),
-        native.address(operand.low),
-        native.address(operand.gradient),
-        int(operand.gradient.dtype == torch.float32),
-        native.address(operand.first),
-        native.address(operand.second),
-        operand.weight.numel(),
-        operand.start,
-        stream("weight"),
-        stream(rule.first_name),
-        stream(rule.second_name),
-    )
+def _packed(rule: Rule, operands: Sequence[Operand], rounding: StochasticRounding) -> np.ndarray:
+    """The structs `Operand` of native.cpp, one a row."""
+    packed = np.zeros((len(operands), 11), np.uint64)
+    address = native.address
+    packed[:, :8] = [
+        (
+            address(one.weight),
+            address(one.low),
+            address(one.gradient),
+            one.gradient.dtype == torch.float32,
+            address(one.first),
+            address(one.second),
+            one.weight.numel(),
+            one.start,
+        )
+        for one in operands
+    ]
+    indices = np.array([one.index for one in operands], np.uint64)
+    for place, name in enumerate(("weight", rule.first_name, rule.second_name), 8):
+        if name:
+            packed[:, place] = rounding.streams(indices, name)
+    return packed
 
 
 def _numbers(rule: Rule) -> tuple[int, tuple[float, ...], int]:

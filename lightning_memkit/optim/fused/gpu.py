@@ -7,12 +7,13 @@ no tensor alive. Not yet verified on a GPU.
 """
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from functools import cache
-from itertools import groupby
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,9 +51,11 @@ def step(rule: Rule, mode: Mode, operands: Sequence[Operand], rounding: Stochast
 
     kernel = {AdamW: kernels.adamw, SGD: kernels.sgd, Lion: kernels.lion}[type(rule)]
     key = rounding.stream(0, "kernels")
-    full = sorted((operand for operand in operands if operand.weight.numel()), key=_launch)
-    for (device, wide, _), launched in groupby(full, key=_launch):
-        group = list(launched)
+    launches: defaultdict[tuple[int, bool, bool], list[Operand]] = defaultdict(list)
+    for operand in operands:
+        if operand.weight.numel():
+            launches[_launch(operand)].append(operand)
+    for (device, wide, _), group in launches.items():
         with torch.cuda.device(device) if device >= 0 else contextlib.nullcontext():
             table = _table(rounding, rule, mode, group)
             kernel[(table.blocks.numel(),)](
@@ -120,28 +123,29 @@ class _Table:
 
     def __init__(self) -> None:
         self.rows = self.blocks = torch.empty(0)
-        self._addresses: list[int] = []
+        self._addresses = np.empty((0, 5), np.int64)
         self._counts: list[int] = []
 
     def update(self, operands: Sequence[Operand]) -> bool:
         """Write what has moved since the last step; says whether anything has."""
-        addresses = [address for operand in operands for address in _addresses(operand)]
-        if addresses == self._addresses:
+        fields = [(one.weight, one.low, one.gradient, one.first, one.second) for one in operands]
+        flat = [0 if tensor is None else tensor.data_ptr() for five in fields for tensor in five]
+        addresses = np.array(flat, np.int64).reshape(-1, 5)
+        if np.array_equal(addresses, self._addresses):
             return False
         device, self._addresses = operands[0].weight.device, addresses
         counts = [operand.weight.numel() for operand in operands]
-        blocks = [-(-count // BLOCK) for count in counts]
+        blocks = -(-np.array(counts, np.int64) // BLOCK)
         if counts != self._counts:
             self._counts = counts
-            of_block = torch.arange(len(counts), dtype=torch.int32).repeat_interleave(torch.tensor(blocks))
-            self.blocks = _sent(of_block, device)
-        rows, first_block = [], 0
-        for place, operand in enumerate(operands):
-            five = addresses[5 * place : 5 * place + 5]
-            aligned = all(address % 16 == 0 for address in five)
-            rows.append([*five, counts[place], 2 * first_block + aligned, operand.index, operand.start])
-            first_block += blocks[place]
-        self.rows = _sent(torch.tensor(rows, dtype=torch.int64), device)
+            of_block = np.repeat(np.arange(len(counts), dtype=np.int32), blocks)
+            self.blocks = _sent(torch.from_numpy(of_block), device)
+        rows = np.empty((len(counts), 9), np.int64)
+        rows[:, :5], rows[:, 5] = addresses, counts
+        rows[:, 6] = 2 * (blocks.cumsum() - blocks) + (addresses % 16 == 0).all(1)
+        rows[:, 7] = [operand.index for operand in operands]
+        rows[:, 8] = [operand.start for operand in operands]
+        self.rows = _sent(torch.from_numpy(rows), device)
         return True
 
 
@@ -190,11 +194,6 @@ def _launch(operand: Operand) -> tuple[int, bool, bool]:
     device = operand.weight.device
     index = (device.index or 0) if device.type == "cuda" else -1
     return index, operand.gradient.dtype == torch.float32, operand.first is not None
-
-
-def _addresses(operand: Operand) -> Iterable[int]:
-    tensors = (operand.weight, operand.low, operand.gradient, operand.first, operand.second)
-    return (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
 
 
 def _sent(tensor: Tensor, device: torch.device) -> Tensor:

@@ -7,9 +7,9 @@ from torch import Tensor
 from lightning_memkit.optim.state_dtypes import NEAREST_UP_TO_DECAY
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, slots=True)  # not frozen, which would cost more than all else that is done for it
 class Operand:
-    """One parameter's tensors, all one-dimensional, contiguous and of one length, on one device.
+    """One parameter's tensors, all of one length and order in memory, without gaps, on one device.
 
     Args:
         index: the parameter's place among all of its optimizer's: which rounding noise is its own.

@@ -7,14 +7,17 @@ optimizer itself, on shadows.
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_memkit.optim.blocks import first_element, flat_views, local_part
+from lightning_memkit.optim import native
+from lightning_memkit.optim.blocks import first_element, flat_views, is_sharded, local_part
 from lightning_memkit.optim.fused.operands import SGD, AdamW, Lion, Operand, Rule
 from lightning_memkit.optim.modes import LOW_STATES, Mode, low_state_of
 from lightning_memkit.optim.pieces import Slot
@@ -24,13 +27,16 @@ Group = Mapping[str, Any]
 Numbers = tuple[float, ...]
 
 _DEVICES = ("cpu", "cuda")
+_GRADIENTS = (torch.bfloat16, torch.float32)
 _COUNT = "step"
+_ONE = torch.tensor(1.0)
+_seats: "WeakKeyDictionary[Optimizer, dict[Mode, dict[int, _Seat]]]" = WeakKeyDictionary()
 
 
 def take(
     optimizer: Optimizer, mode: Mode, ready: Sequence[Slot]
 ) -> tuple[dict[Rule, list[Operand]], list[Slot]]:
-    """Sort parameters into those that a fused step takes, by their rule, and the others.
+    """Sort parameters into those that a fused step takes, by their rule, and the others; 4 µs a parameter.
 
     States of those taken that don't exist yet are made (compact: bfloat16), and their step counts advance.
 
@@ -42,62 +48,147 @@ def take(
     recipe = _RECIPES.get(f"{type(optimizer).__module__}.{type(optimizer).__qualname__}")
     if recipe is None or getattr(optimizer, "grad_scale", None) is not None:
         return {}, list(ready)
-    numbers_of, rule_of = recipe
-    numbers: dict[int, Numbers | None] = {}
-    taken: defaultdict[Rule, list[Operand]] = defaultdict(list)
-    others: list[Slot] = []
-    for slot in ready:
-        if slot.group not in numbers:
-            numbers[slot.group] = numbers_of(optimizer, optimizer.param_groups[slot.group])
-        known = numbers[slot.group]
-        state: State = optimizer.state[slot.parameter] if slot.parameter in optimizer.state else {}
-        rule = None if known is None else rule_of(known, optimizer.param_groups[slot.group], state)
-        operand = None if rule is None else _operand(rule, mode, slot, state)
-        if rule is None or operand is None:
-            others.append(slot)
-            continue
-        optimizer.state[slot.parameter] = state
-        taken[rule].append(operand)
-    return dict(taken), others
+    with torch.no_grad():  # shards of DTensors cost a node of the graph each, elsewhere
+        return _Taking(optimizer, mode, recipe).take(ready)
 
 
-def _operand(rule: Rule, mode: Mode, slot: Slot, state: State) -> Operand | None:
-    """The tensors of a parameter, its states made where they lack; None where they have another form."""
-    parameter, gradient = slot.parameter, slot.parameter.grad
-    assert gradient is not None
-    wanted = _wanted_states(rule, mode)
-    if (
-        parameter.device.type not in _DEVICES
-        or parameter.dim() == 0  # scalars keep float32 moments
-        or gradient.dtype not in (torch.bfloat16, torch.float32)
-        or any(name in state and name not in wanted for name in LOW_STATES)  # saved in another mode
-        or not all(_fits(state.get(name), dtype, parameter) for name, dtype in wanted.items())
-    ):
-        return None
-    missing = [name for name in wanted if state.get(name) is None]
-    made = {name: torch.zeros_like(parameter, dtype=wanted[name]) for name in missing}
-    tensors = [local_part(made[name] if name in made else state[name]) for name in wanted]
-    views = flat_views(local_part(parameter), local_part(gradient), *tensors)
-    if views is None:
-        return None
-    state.update(made)
-    if isinstance(rule, AdamW):
-        # The count stays on the host: reading it from a device would wait for the device, once a parameter.
-        count = state.get(_COUNT)
-        if isinstance(count, Tensor) and count.device.type == "cpu":
-            count.fill_(rule.step)
-        else:
-            state[_COUNT] = torch.tensor(float(rule.step))
-    flat = dict(zip(wanted, views[2:], strict=True))
-    return Operand(
-        index=slot.index,
-        weight=views[0],
-        low=flat.get(low_state_of(mode) or ""),
-        gradient=views[1],
-        first=flat.get(rule.first_name),
-        second=flat.get(rule.second_name),
-        start=first_element(parameter),
-    )
+class _Seat:
+    """What was found to fit a fused step, so that the next one looks at identities only; keeps no tensor alive.
+
+    Args:
+        parameter: whose seat it is.
+        states: its states by their name, as the optimizer has them.
+        rule: the class of the rule that they fit.
+    """
+
+    __slots__ = ("address", "is_contiguous", "is_sharded", "parameter", "rule", "start", "states")
+
+    def __init__(self, parameter: Tensor, states: Mapping[str, Tensor], rule: type[Rule]) -> None:
+        self.parameter, self.rule = ref(parameter), rule
+        self.states = tuple((name, ref(value)) for name, value in states.items())
+        self.start, self.is_sharded = first_element(parameter), is_sharded(parameter)
+        self.address = native.address(local_part(parameter) if self.is_sharded else parameter)
+        self.is_contiguous = all(local_part(value).is_contiguous() for value in states.values())
+
+    def found(self, parameter: Tensor, weight: Tensor, state: State, rule: type[Rule]) -> list[Tensor] | None:
+        """The states, where nothing was replaced or moved since."""
+        if (
+            self.parameter() is not parameter
+            or self.rule is not rule
+            or self.address != native.address(weight)
+        ):
+            return None
+        found = []
+        for name, known in self.states:
+            value = state.get(name)
+            if value is None or value is not known():
+                return None
+            found.append(value)
+        return found
+
+
+class _Taking:
+    """One step's sorting."""
+
+    def __init__(self, optimizer: Optimizer, mode: Mode, recipe: "_Recipe") -> None:
+        self._optimizer, self._mode, self._recipe = optimizer, mode, recipe
+        self._low = low_state_of(mode)
+        self._seats = _seats.setdefault(optimizer, {}).setdefault(mode, {})
+        self._numbers = [recipe.numbers(optimizer, group) for group in optimizer.param_groups]
+        self._rules: dict[tuple[int, int], Rule] = {}  # by group, and what states say of the step
+        self._counts: list[Tensor] = []
+
+    def take(self, ready: Sequence[Slot]) -> tuple[dict[Rule, list[Operand]], list[Slot]]:
+        of_rule: defaultdict[tuple[int, int], list[Operand]] = defaultdict(list)
+        others: list[Slot] = []
+        states, groups, stage_of = self._optimizer.state, self._optimizer.param_groups, self._recipe.stage
+        for slot in ready:
+            numbers, operand = self._numbers[slot.group], None
+            if numbers is not None:
+                state: State = states.get(slot.parameter) or {}
+                key = slot.group, stage_of(state)
+                rule = self._rules.get(key)
+                if rule is None:
+                    rule = self._rules[key] = self._recipe.rule(numbers, groups[slot.group], key[1])
+                operand = self._operand(rule, slot, state)
+                if operand is not None:
+                    states[slot.parameter] = state
+                    of_rule[key].append(operand)
+            if operand is None:
+                others.append(slot)
+        if self._counts:
+            torch._foreach_add_(self._counts, _ONE, alpha=1.0)  # a number would be made a tensor for each
+        taken: defaultdict[Rule, list[Operand]] = defaultdict(list)
+        for key, operands in of_rule.items():
+            taken[self._rules[key]] += operands
+        return dict(taken), others
+
+    def _operand(self, rule: Rule, slot: Slot, state: State) -> Operand | None:
+        """The tensors of a parameter, its states made where they lack; None where they have another form."""
+        parameter, seat = slot.parameter, self._seats.get(slot.index)
+        weight: Tensor = parameter if seat is None or not seat.is_sharded else local_part(parameter)
+        found = None if seat is None else seat.found(parameter, weight, state, type(rule))
+        if seat is None or found is None:
+            seated = self._seated(rule, parameter, state)
+            if seated is None:
+                return None
+            seat, found = seated
+            self._seats[slot.index] = seat
+            weight = local_part(parameter) if seat.is_sharded else parameter
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.dtype not in _GRADIENTS:
+            return None
+        if seat.is_sharded:
+            gradient, found = local_part(gradient), [local_part(value) for value in found]
+        if not (seat.is_contiguous and gradient.is_contiguous() and weight.is_contiguous()):
+            views = flat_views(weight, gradient, *found)
+            if views is None:
+                return None
+            weight, gradient, *found = views
+        if self._recipe.counts:
+            self._counts.append(_on_the_host(state))
+        low = found.pop() if self._low else None
+        first = found[0] if found else None
+        second = found[1] if len(found) > 1 else None
+        return Operand(
+            index=slot.index,
+            weight=weight,
+            low=low,
+            gradient=gradient,
+            first=first,
+            second=second,
+            start=seat.start,
+        )
+
+    def _seated(self, rule: Rule, parameter: Tensor, state: State) -> tuple[_Seat, list[Tensor]] | None:
+        """A seat, and its states, which are made where they lack; None where they have another form."""
+        wanted = _wanted_states(rule, self._mode)
+        if parameter.device.type not in _DEVICES or parameter.dim() == 0:  # scalars keep float32 moments
+            return None
+        if any(name in state and name not in wanted for name in LOW_STATES):  # saved in another mode
+            return None
+        if not all(_fits(state.get(name), dtype, parameter) for name, dtype in wanted.items()):
+            return None
+        found = {
+            name: torch.zeros_like(parameter, dtype=dtype) if state.get(name) is None else state[name]
+            for name, dtype in wanted.items()
+        }
+        gradient = parameter.grad
+        assert gradient is not None
+        if flat_views(*(local_part(tensor) for tensor in (parameter, gradient, *found.values()))) is None:
+            return None
+        state.update(found)
+        return _Seat(parameter, found, type(rule)), list(found.values())
+
+
+def _on_the_host(state: State) -> Tensor:
+    """The count of steps: reading it from a device would wait for the device, once a parameter."""
+    count = state.get(_COUNT)
+    if isinstance(count, Tensor) and count.is_cpu:
+        return count
+    state[_COUNT] = torch.tensor(float(state.get(_COUNT, 0)))
+    return state[_COUNT]
 
 
 @lru_cache(maxsize=16)
@@ -138,7 +229,20 @@ def _adamw_numbers(_: Optimizer, group: Group) -> Numbers | None:
     return _numbers(group["lr"], *group["betas"], group["eps"], group["weight_decay"])
 
 
-def _adamw(numbers: Numbers, group: Group, state: State) -> Rule:
+def _next_step(state: State) -> int:
+    count = state.get(_COUNT, 0)
+    return int(count.item() if isinstance(count, Tensor) else count) + 1
+
+
+def _has_no_momentum(state: State) -> int:
+    return int(state.get(SGD.first_name) is None)
+
+
+def _is_any(state: State) -> int:
+    return 0
+
+
+def _adamw(numbers: Numbers, group: Group, step: int) -> Rule:
     learning_rate, beta1, beta2, eps, weight_decay = numbers
     return AdamW(
         learning_rate=learning_rate,
@@ -147,7 +251,7 @@ def _adamw(numbers: Numbers, group: Group, state: State) -> Rule:
         eps=eps,
         weight_decay=weight_decay,
         decoupled=bool(group.get("decoupled_weight_decay")),
-        step=int(state.get(_COUNT, 0)) + 1,
+        step=step,
         maximize=bool(group.get("maximize")),
     )
 
@@ -156,7 +260,7 @@ def _sgd_numbers(_: Optimizer, group: Group) -> Numbers | None:
     return _numbers(group["lr"], group["momentum"], group["dampening"], group["weight_decay"])
 
 
-def _sgd(numbers: Numbers, group: Group, state: State) -> Rule:
+def _sgd(numbers: Numbers, group: Group, has_no_momentum: int) -> Rule:
     learning_rate, momentum, dampening, weight_decay = numbers
     return SGD(
         learning_rate=learning_rate,
@@ -164,7 +268,7 @@ def _sgd(numbers: Numbers, group: Group, state: State) -> Rule:
         dampening=dampening,
         weight_decay=weight_decay,
         nesterov=bool(group["nesterov"]),
-        first_step=momentum != 0 and state.get("momentum_buffer") is None,
+        first_step=momentum != 0 and bool(has_no_momentum),
         maximize=bool(group.get("maximize")),
     )
 
@@ -174,15 +278,31 @@ def _lion_numbers(optimizer: Any, group: Group) -> Numbers | None:
     return _numbers(group["lr"], *group["betas"], decay)
 
 
-def _lion(numbers: Numbers, _: Group, __: State) -> Rule:
+def _lion(numbers: Numbers, _: Group, __: int) -> Rule:
     learning_rate, beta1, beta2, weight_decay = numbers
     return Lion(learning_rate=learning_rate, beta1=beta1, beta2=beta2, weight_decay=weight_decay)
 
 
-_Recipe = tuple[Callable[[Optimizer, Group], "Numbers | None"], Callable[[Numbers, Group, State], Rule]]
-_RECIPES: dict[str, _Recipe] = {
-    "torch.optim.adamw.AdamW": (_adamw_numbers, _adamw),
-    "torch.optim.adam.Adam": (_adamw_numbers, _adamw),
-    "torch.optim.sgd.SGD": (_sgd_numbers, _sgd),
-    "lion_pytorch.lion_pytorch.Lion": (_lion_numbers, _lion),
+@dataclass(frozen=True, kw_only=True)
+class _Recipe:
+    """How a class of optimizers is stepped by a kernel.
+
+    Args:
+        numbers: those of a group; None where it asks for what no kernel does.
+        stage: what a parameter's states say of the step.
+        rule: of a group's numbers and of the stage.
+        counts: the states count steps.
+    """
+
+    numbers: Callable[[Optimizer, Group], "Numbers | None"]
+    stage: Callable[[State], int]
+    rule: Callable[[Numbers, Group, int], Rule]
+    counts: bool = False
+
+
+_RECIPES = {
+    "torch.optim.adamw.AdamW": _Recipe(numbers=_adamw_numbers, stage=_next_step, rule=_adamw, counts=True),
+    "torch.optim.adam.Adam": _Recipe(numbers=_adamw_numbers, stage=_next_step, rule=_adamw, counts=True),
+    "torch.optim.sgd.SGD": _Recipe(numbers=_sgd_numbers, stage=_has_no_momentum, rule=_sgd),
+    "lion_pytorch.lion_pytorch.Lion": _Recipe(numbers=_lion_numbers, stage=_is_any, rule=_lion),
 }

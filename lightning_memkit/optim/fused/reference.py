@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from lightning_memkit.optim.blocks import flat_views
 from lightning_memkit.optim.fused.operands import SGD, AdamW, Lion, Operand, Rule, first_is_stochastic
 from lightning_memkit.optim.modes import Mode, narrow_, widen_
 from lightning_memkit.optim.stochastic_rounding import TILE, StochasticRounding
@@ -87,6 +88,7 @@ def _lion(rule: Lion, weight: Tensor, gradient: Tensor, piece: Operand) -> Tenso
 
 
 def _pieces(operand: Operand) -> Iterator[tuple[int, Operand]]:
+    operand = _flat(operand)
     on_cpu = operand.weight.device.type == "cpu"
     most = PIECE_ELEMENTS_CPU if on_cpu else PIECE_ELEMENTS_ACCELERATOR
     for start in range(0, operand.weight.numel(), most):
@@ -102,3 +104,12 @@ def _pieces(operand: Operand) -> Iterator[tuple[int, Operand]]:
                 second=None if operand.second is None else operand.second[cut],
             ),
         )
+
+
+def _flat(operand: Operand) -> Operand:
+    """The same in one dimension."""
+    given = {name: getattr(operand, name) for name in ("weight", "low", "gradient", "first", "second")}
+    tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
+    flat = flat_views(*tensors.values())
+    assert flat is not None  # what has gaps is not taken
+    return replace(operand, **dict(zip(tensors, flat, strict=True)))

@@ -1,13 +1,12 @@
 """One front door for fused steps: a kernel where there is one for the device, plain torch otherwise."""
 
 import warnings
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cache
-from itertools import groupby
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lightning_memkit.optim import native
 from lightning_memkit.optim.fused import cpu, reference
@@ -25,16 +24,18 @@ def fused_step(taken: Mapping[Rule, Sequence[Operand]], mode: Mode, rounding: St
         rounding: its noise.
     """
     for rule, operands in taken.items():
-        by_device = groupby(sorted(operands, key=_device), key=_device)
-        for (kind, _), group in by_device:
-            on_device = list(group)
+        by_device: defaultdict[torch.device, list[Operand]] = defaultdict(list)
+        for operand in operands:
+            by_device[operand.weight.device].append(operand)
+        for device, on_device in by_device.items():
             step = reference.step
-            if _has_kernel(kind):
-                step = cpu.step if kind == "cpu" else _gpu().step
+            if _has_kernel(device.type):
+                step = cpu.step if device.type == "cpu" else _gpu().step
             step(rule, mode, on_device, rounding)
             # Kernels write behind autograd's back; a graph that saved an old value must notice.
+            written = [(one.weight, one.low, one.first, one.second) for one in on_device]
             torch.autograd.graph.increment_version(
-                [tensor for operand in on_device for tensor in _written(operand)]
+                [tensor for tensors in written for tensor in tensors if tensor is not None]
             )
 
 
@@ -42,16 +43,6 @@ def _gpu() -> Any:
     from lightning_memkit.optim.fused import gpu  # which needs triton
 
     return gpu
-
-
-def _device(operand: Operand) -> tuple[str, int]:
-    device = operand.weight.device
-    return device.type, device.index or 0
-
-
-def _written(operand: Operand) -> list[Tensor]:
-    tensors = (operand.weight, operand.low, operand.first, operand.second)
-    return [tensor for tensor in tensors if tensor is not None]
 
 
 @cache

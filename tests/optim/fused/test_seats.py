@@ -1,0 +1,122 @@
+"""What a step remembers of the one before: identities, and nothing that could be stale or kept alive."""
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from lightning_memkit.optim.compensation import compensate
+from lightning_memkit.optim.fused import recipes
+
+BUILDS: dict[str, Callable[[list[Parameter]], Optimizer]] = {
+    "adamw": lambda given: AdamW(given, lr=1e-2),
+    "adam": lambda given: Adam(given, lr=1e-2, weight_decay=0.1),
+    "sgd": lambda given: SGD(given, lr=1e-2, momentum=0.9),
+    "sgd-plain": lambda given: SGD(given, lr=1e-2),
+}
+
+
+def begun(
+    build: Callable[[list[Parameter]], Optimizer], mode: Any = "kahan"
+) -> tuple[Optimizer, list[Parameter]]:
+    generator = torch.Generator().manual_seed(0)
+    given = [
+        Parameter(torch.randn(shape, generator=generator).bfloat16()) for shape in ((5, 7), (33,), (4, 4))
+    ]
+    optimizer = build(given)
+    compensate(optimizer, mode=mode)
+    stepped(optimizer, given, 2)
+    return optimizer, given
+
+
+def stepped(optimizer: Optimizer, given: list[Parameter], steps: int, *, forgetful: bool = False) -> None:
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        for parameter in given:
+            gradient = torch.randn(parameter.shape, generator=generator).bfloat16()
+            parameter.grad = gradient.t().contiguous().t() if step == 1 else gradient  # of other strides
+        if forgetful:
+            recipes._seats.clear()
+        optimizer.step()
+
+
+def loaded(optimizer: Optimizer, given: list[Parameter]) -> None:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def replaced(optimizer: Optimizer, given: list[Parameter]) -> None:
+    for state in optimizer.state.values():
+        for name, value in list(state.items()):
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim():
+                state[name] = value.clone().mul_(2)
+
+
+def recounted(optimizer: Optimizer, given: list[Parameter]) -> None:
+    for state in optimizer.state.values():
+        if "step" in state:
+            state["step"].data.fill_(7)  # without a new version
+
+
+def moved(optimizer: Optimizer, given: list[Parameter]) -> None:
+    for parameter in given:
+        parameter.data = parameter.data.clone()
+
+
+def turned(optimizer: Optimizer, given: list[Parameter]) -> None:
+    for parameter in given:
+        if parameter.dim() == 2:
+            parameter.data = parameter.data.t().contiguous().t()  # same values, other strides than its states
+
+
+def dropped(optimizer: Optimizer, given: list[Parameter]) -> None:
+    optimizer.state.pop(given[1], None)
+
+
+@pytest.mark.parametrize("change", [loaded, replaced, recounted, moved, turned, dropped])
+@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("mode", ["kahan", "split"])
+def test_a_step_after_a_change_is_that_of_a_step_that_remembers_nothing(
+    build: str, mode: str, change: Callable[[Optimizer, list[Parameter]], None]
+) -> None:
+    results = []
+    for forgetful in (False, True):
+        optimizer, given = begun(BUILDS[build], mode)
+        change(optimizer, given)
+        stepped(optimizer, given, 3, forgetful=forgetful)
+        results.append([*given, *(v for s in optimizer.state.values() for v in s.values() if v is not None)])
+    for remembering, forgetting in zip(*results, strict=True):
+        assert torch.equal(remembering, forgetting)
+
+
+def test_nothing_is_kept_alive() -> None:
+    optimizer, given = begun(BUILDS["adamw"])
+    kept = [weakref.ref(value) for state in optimizer.state.values() for value in state.values()]
+    kept += [weakref.ref(parameter.grad) for parameter in given if parameter.grad is not None]
+    optimizer.state.clear()
+    for parameter in given:
+        parameter.grad = None
+    gc.collect()
+    assert [one() for one in kept if one() is not None] == []
+    whole = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert whole() is None
+
+
+def test_many_streams_at_once_are_those_of_each() -> None:
+    import numpy as np
+
+    from lightning_memkit.optim.stochastic_rounding import StochasticRounding
+
+    for seed, step in ((0, 0), (5, 1), (2**63 - 1, 12345), (-3, 2**40)):
+        rounding = StochasticRounding(seed)
+        rounding.step = step
+        indices = [0, 1, 2, 200, 2**31, 2**50]
+        found = rounding.streams(np.array(indices, np.uint64), "exp_avg_sq").tolist()
+        assert found == [rounding.stream(index, "exp_avg_sq") for index in indices]
