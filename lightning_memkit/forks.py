@@ -45,7 +45,7 @@ def hide_accelerators() -> None:
     hidden: tuple[tuple[Any, dict[str, Any]], ...] = (
         (torch.cuda, _of_no_device()),
         (torch.xpu, _of_no_device()),
-        (torch.accelerator, {"is_available": _no, "device_count": _none, "current_accelerator": _nothing}),
+        (torch.accelerator, {"is_available": _no, "device_count": _zero, "current_accelerator": _nothing}),
     )
     for module, functions in hidden:
         for name in functions.keys() & vars(module).keys():
@@ -57,7 +57,7 @@ def _of_no_device() -> dict[str, Any]:
         "is_available": _no,
         "is_initialized": _no,
         "is_bf16_supported": _no,
-        "device_count": _none,
+        "device_count": _zero,
         "get_rng_state_all": _empty,
         "set_rng_state_all": _nothing,
         "manual_seed": _nothing,
@@ -72,7 +72,7 @@ def _no(*args: Any, **kwargs: Any) -> bool:
     return False
 
 
-def _none(*args: Any, **kwargs: Any) -> int:
+def _zero(*args: Any, **kwargs: Any) -> int:
     return 0
 
 

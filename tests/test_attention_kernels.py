@@ -297,3 +297,20 @@ def test_the_longest_document_is_asked_for_once_a_batch(monkeypatch):
     given.cu_seqlens[-1] += 1  # another batch in the same tensor
     assert given.longest() == longest[0] + 1
     assert len(asked) == 2
+
+
+def test_in_inference_mode_bounds_that_are_written_to_are_read_again():
+    """Their tensors count no versions, which asking for one says by an error."""
+    with torch.inference_mode():
+        given = documents()
+        longest, query = given.longest(), torch.randn(2, 4, 24, 8)
+        assert flex._block_mask(given, query) is not flex._block_mask(given, query)
+        given.cu_seqlens[-1] += 1
+        assert given.longest() == longest + 1
+
+
+def test_bounds_that_do_not_cover_the_batch_make_no_mask():
+    """A kernel would read what is not there."""
+    short = Documents(cu_seqlens=torch.tensor([0, 10], dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"runs from 0 to 10; it runs from 0 to batch \* tokens = 48"):
+        flex._block_mask(short, torch.randn(2, 4, 24, 8))

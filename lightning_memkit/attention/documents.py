@@ -19,7 +19,8 @@ class OfLastBatch:
 
     def of(self, cu_seqlens: Tensor, key: Any, make: Callable[[], Any]) -> Any:
         """What `make` returns, made anew for other bounds, for bounds that were written to, and for another key."""
-        if torch.compiler.is_compiling():  # a graph that is kept must not hold one batch's answer
+        # A graph that is kept must not hold one batch's answer; inference tensors don't tell of writes.
+        if torch.compiler.is_compiling() or cu_seqlens.is_inference():
             return make()
         last, version = self._last, cu_seqlens._version
         if last is not None and last[0]() is cu_seqlens and last[1:3] == (version, key):

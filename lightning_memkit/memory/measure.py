@@ -140,7 +140,7 @@ def budget_bytes(budget: int | float | str, device: torch.device) -> int:
     if (
         budget == "auto"
     ):  # the driver's free bytes leave out what this process holds, which is within the budget
-        return have.free_bytes if device.type == "cpu" else have.total_bytes - fixed
+        return have.free_bytes + reserved_bytes(device)
     beside = ""
     if fixed:
         beside = f", of which {format_bytes(fixed)} are other processes' and this one's context"

@@ -23,8 +23,6 @@ from lightning_memkit.optim.blocks import BLOCK_ELEMENTS, flat_views, surely_fin
 
 TILE = BLOCK_ELEMENTS
 _MASK64 = (1 << 64) - 1
-
-
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 

@@ -36,7 +36,7 @@ _seats: "WeakKeyDictionary[Optimizer, dict[Mode, dict[int, _Seat]]]" = WeakKeyDi
 def take(
     optimizer: Optimizer, mode: Mode, ready: Sequence[Slot]
 ) -> tuple[dict[Rule, list[Operand]], list[Slot]]:
-    """Sort parameters into those that a fused step takes, by their rule, and the others; 4 µs a parameter.
+    """Sort parameters into those that a fused step takes, by their rule, and the others.
 
     States of those taken that don't exist yet are made (compact: bfloat16), and their step counts advance.
 
@@ -58,33 +58,34 @@ class _Seat:
     Args:
         parameter: whose seat it is.
         states: its states by their name, as the optimizer has them.
-        rule: the class of the rule that they fit.
     """
 
-    __slots__ = ("address", "is_contiguous", "is_sharded", "parameter", "rule", "start", "states")
+    __slots__ = ("is_contiguous", "is_sharded", "names", "parameter", "places", "start", "states")
 
-    def __init__(self, parameter: Tensor, states: Mapping[str, Tensor], rule: type[Rule]) -> None:
-        self.parameter, self.rule = ref(parameter), rule
+    def __init__(self, parameter: Tensor, states: Mapping[str, Tensor]) -> None:
+        self.parameter, self.names = ref(parameter), tuple(states)
         self.states = tuple((name, ref(value)) for name, value in states.items())
         self.start, self.is_sharded = first_element(parameter), is_sharded(parameter)
-        self.address = native.address(local_part(parameter) if self.is_sharded else parameter)
-        self.is_contiguous = all(local_part(value).is_contiguous() for value in states.values())
+        local = self._local([parameter, *states.values()])
+        self.places = [native.address(tensor) for tensor in local]
+        self.is_contiguous = all(tensor.is_contiguous() for tensor in local[1:])
 
-    def found(self, parameter: Tensor, weight: Tensor, state: State, rule: type[Rule]) -> list[Tensor] | None:
-        """The states, where nothing was replaced or moved since."""
-        if (
-            self.parameter() is not parameter
-            or self.rule is not rule
-            or self.address != native.address(weight)
-        ):
+    def tensors(self, parameter: Tensor, state: State, names: tuple[str, ...]) -> list[Tensor] | None:
+        """What this process holds of the parameter and its states, where nothing was replaced or moved since."""
+        if self.parameter() is not parameter or self.names != names:
             return None
-        found = []
+        found = [parameter]
         for name, known in self.states:
             value = state.get(name)
             if value is None or value is not known():
                 return None
             found.append(value)
-        return found
+        found = self._local(found)
+        # Writing to `.data` leaves a tensor what it is, elsewhere, of another dtype or on another device.
+        return found if [native.address(tensor) for tensor in found] == self.places else None
+
+    def _local(self, tensors: list[Tensor]) -> list[Tensor]:
+        return [local_part(tensor) for tensor in tensors] if self.is_sharded else tensors
 
 
 class _Taking:
@@ -95,7 +96,8 @@ class _Taking:
         self._low = low_state_of(mode)
         self._seats = _seats.setdefault(optimizer, {}).setdefault(mode, {})
         self._numbers = [recipe.numbers(optimizer, group) for group in optimizer.param_groups]
-        self._rules: dict[tuple[int, int], Rule] = {}  # by group, and what states say of the step
+        # By group and what states say of the step: the rule, and the names of the states that it needs.
+        self._rules: dict[tuple[int, int], tuple[Rule, tuple[str, ...]]] = {}
         self._counts: list[Tensor] = []
 
     def take(self, ready: Sequence[Slot]) -> tuple[dict[Rule, list[Operand]], list[Slot]]:
@@ -107,10 +109,11 @@ class _Taking:
             if numbers is not None:
                 state: State = states.get(slot.parameter) or {}
                 key = slot.group, stage_of(state)
-                rule = self._rules.get(key)
-                if rule is None:
-                    rule = self._rules[key] = self._recipe.rule(numbers, groups[slot.group], key[1])
-                operand = self._operand(rule, slot, state)
+                known = self._rules.get(key)
+                if known is None:
+                    rule = self._recipe.rule(numbers, groups[slot.group], key[1])
+                    known = self._rules[key] = rule, tuple(_wanted_states(rule, self._mode))
+                operand = self._operand(*known, slot, state)
                 if operand is not None:
                     states[slot.parameter] = state
                     of_rule[key].append(operand)
@@ -120,27 +123,26 @@ class _Taking:
             torch._foreach_add_(self._counts, _ONE, alpha=1.0)  # a number would be made a tensor for each
         taken: defaultdict[Rule, list[Operand]] = defaultdict(list)
         for key, operands in of_rule.items():
-            taken[self._rules[key]] += operands
+            taken[self._rules[key][0]] += operands
         return dict(taken), others
 
-    def _operand(self, rule: Rule, slot: Slot, state: State) -> Operand | None:
+    def _operand(self, rule: Rule, names: tuple[str, ...], slot: Slot, state: State) -> Operand | None:
         """The tensors of a parameter, its states made where they lack; None where they have another form."""
-        parameter, seat = slot.parameter, self._seats.get(slot.index)
-        weight: Tensor = parameter if seat is None or not seat.is_sharded else local_part(parameter)
-        found = None if seat is None else seat.found(parameter, weight, state, type(rule))
-        if seat is None or found is None:
-            seated = self._seated(rule, parameter, state)
-            if seated is None:
-                return None
-            seat, found = seated
-            self._seats[slot.index] = seat
-            weight = local_part(parameter) if seat.is_sharded else parameter
-        gradient = parameter.grad
+        parameter, gradient = slot.parameter, slot.parameter.grad
         assert gradient is not None
         if gradient.dtype not in _GRADIENTS:
             return None
+        seat = self._seats.get(slot.index)
+        tensors = None if seat is None else seat.tensors(parameter, state, names)
+        if seat is None or tensors is None:
+            seat = self._seated(rule, parameter, gradient, state)
+            tensors = None if seat is None else seat.tensors(parameter, state, names)
+            if seat is None or tensors is None:
+                return None
+            self._seats[slot.index] = seat
         if seat.is_sharded:
-            gradient, found = local_part(gradient), [local_part(value) for value in found]
+            gradient = local_part(gradient)
+        weight, *found = tensors
         if not (seat.is_contiguous and gradient.is_contiguous() and weight.is_contiguous()):
             views = flat_views(weight, gradient, *found)
             if views is None:
@@ -161,8 +163,8 @@ class _Taking:
             start=seat.start,
         )
 
-    def _seated(self, rule: Rule, parameter: Tensor, state: State) -> tuple[_Seat, list[Tensor]] | None:
-        """A seat, and its states, which are made where they lack; None where they have another form."""
+    def _seated(self, rule: Rule, parameter: Tensor, gradient: Tensor, state: State) -> _Seat | None:
+        """A seat of a parameter, whose states are made where they lack; None where they have another form."""
         wanted = _wanted_states(rule, self._mode)
         if parameter.device.type not in _DEVICES or parameter.dim() == 0:  # scalars keep float32 moments
             return None
@@ -174,12 +176,10 @@ class _Taking:
             name: torch.zeros_like(parameter, dtype=dtype) if state.get(name) is None else state[name]
             for name, dtype in wanted.items()
         }
-        gradient = parameter.grad
-        assert gradient is not None
         if flat_views(*(local_part(tensor) for tensor in (parameter, gradient, *found.values()))) is None:
             return None
         state.update(found)
-        return _Seat(parameter, found, type(rule)), list(found.values())
+        return _Seat(parameter, found)
 
 
 def _on_the_host(state: State) -> Tensor:

@@ -74,11 +74,18 @@ def turned(optimizer: Optimizer, given: list[Parameter]) -> None:
             parameter.data = parameter.data.t().contiguous().t()  # same values, other strides than its states
 
 
+def moved_states(optimizer: Optimizer, given: list[Parameter]) -> None:
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor) and value.dim():
+                value.data = value.data.clone().mul_(2)  # the same tensor
+
+
 def dropped(optimizer: Optimizer, given: list[Parameter]) -> None:
     optimizer.state.pop(given[1], None)
 
 
-@pytest.mark.parametrize("change", [loaded, replaced, recounted, moved, turned, dropped])
+@pytest.mark.parametrize("change", [loaded, replaced, recounted, moved, moved_states, turned, dropped])
 @pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize("mode", ["kahan", "split"])
 def test_a_step_after_a_change_is_that_of_a_step_that_remembers_nothing(
@@ -90,6 +97,19 @@ def test_a_step_after_a_change_is_that_of_a_step_that_remembers_nothing(
         change(optimizer, given)
         stepped(optimizer, given, 3, forgetful=forgetful)
         results.append([*given, *(v for s in optimizer.state.values() for v in s.values() if v is not None)])
+    for remembering, forgetting in zip(*results, strict=True):
+        assert torch.equal(remembering, forgetting)
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.0, 0.9), (0.9, 0.0)])
+def test_momentum_may_come_and_go(before: float, after: float) -> None:
+    """The states that a rule needs change with its numbers."""
+    results = []
+    for forgetful in (False, True):
+        optimizer, given = begun(lambda params: SGD(params, lr=1e-2, momentum=before))
+        optimizer.param_groups[0]["momentum"] = after
+        stepped(optimizer, given, 3, forgetful=forgetful)
+        results.append(given)
     for remembering, forgetting in zip(*results, strict=True):
         assert torch.equal(remembering, forgetting)
 
