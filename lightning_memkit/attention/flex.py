@@ -60,12 +60,10 @@ def _made(documents: Documents, query: Tensor) -> Any:
     from torch.nn.attention.flex_attention import BlockMask
 
     batch, tokens, device = query.size(0), query.size(2), query.device
-    tables = block_tables(
-        documents, np.array(documents.checked_bounds(batch, tokens))
-    )  # waits for the device
-    numbers = (
-        numbers_of(documents.cu_seqlens.to(device), batch, tokens).flatten().to(torch.int32)
-    )  # half as many bytes
+    bounds = np.array(documents.checked_bounds(batch, tokens))  # waits for the device
+    tables = block_tables(documents, bounds)
+    numbers = numbers_of(documents.cu_seqlens.to(device), batch, tokens).flatten()
+    numbers = numbers.to(torch.int32)  # half as many bytes
     # Tensors, as above; and two comparisons, for the C++ of a compiled mask knows no abs of whole numbers.
     window = None if documents.window is None else torch.tensor(documents.window, device=device)
 

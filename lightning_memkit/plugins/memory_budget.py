@@ -51,7 +51,8 @@ class MemoryBudget(LeavesRunBehind, Callback):
 
     Args:
         budget: the most bytes the device may use: `"22GiB"`, a fraction of its memory in (0, 1], a count of bytes,
-            or `"auto"` (what is free when training starts). On CPU the bytes of tensors are counted.
+            or `"auto"` (what is free when training starts, and what this process holds of a GPU already). On CPU the
+            bytes of tensors are counted.
         micro_batch_size: the most samples in a part, or `"auto"`: the fastest of those that fit, found on the first
             training steps.
         effective_batch_size: samples an optimizer step covers, if more than a loader batch: loader batches are
