@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+_NOT_IN_FORKS = ("cuda", "xpu")
+
 
 @contextmanager
 def starting() -> Iterator[None]:
@@ -40,13 +42,14 @@ def hide_accelerators() -> None:
 
     CUDA works in no fork of a process in which it was initialised, for which `torch.cuda.is_available()` may be
     enough (https://docs.pytorch.org/docs/stable/notes/multiprocessing.html). Libraries ask for devices and for the
-    states of their generators in passing, Lightning in each of its stages: they would raise.
+    states of their generators in passing, Lightning in each of its stages: they would raise. A backend of somebody's
+    own ("privateuseone") is left as it is.
     """
-    hidden: tuple[tuple[Any, dict[str, Any]], ...] = (
-        (torch.cuda, _of_no_device()),
-        (torch.xpu, _of_no_device()),
-        (torch.accelerator, {"is_available": _no, "device_count": _zero, "current_accelerator": _nothing}),
-    )
+    hidden: list[tuple[Any, dict[str, Any]]] = [(torch.cuda, _of_no_device()), (torch.xpu, _of_no_device())]
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and accelerator.type in _NOT_IN_FORKS:
+        nothing = {"is_available": _no, "device_count": _zero, "current_accelerator": _nothing}
+        hidden.append((torch.accelerator, nothing))
     for module, functions in hidden:
         for name in functions.keys() & vars(module).keys():
             setattr(module, name, functions[name])
