@@ -1,5 +1,6 @@
 """Rules by which one value of a whole batch comes from its parts' values, for `lightning_memkit.joining`."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -203,6 +204,8 @@ def relative_error(value: Any, target: Any) -> float:
     if not (is_number_like(value) and is_number_like(target)):
         return 0.0 if same(value, target) else float("inf")
     a, b = _tensor(value), _tensor(target)
+    if not a.ndim and not b.ndim and not a.is_complex() and not b.is_complex():
+        return _error_of_numbers(float(a), float(b))
     if a.shape != b.shape or a.layout is not b.layout:
         return float("inf")
     if b.layout is not torch.strided:
@@ -213,6 +216,13 @@ def relative_error(value: Any, target: Any) -> float:
     distance = torch.where(alike, torch.zeros_like(a), a - b).norm()
     norm = torch.where(b.isfinite(), b, torch.zeros_like(b)).norm().clamp_min(1e-300)
     error = float(distance / norm)
+    return error if error == error else float("inf")
+
+
+def _error_of_numbers(value: float, target: float) -> float:
+    if value == target or (value != value and target != target):
+        return 0.0
+    error = abs(value - target) / max(abs(target) if math.isfinite(target) else 0.0, 1e-300)
     return error if error == error else float("inf")
 
 

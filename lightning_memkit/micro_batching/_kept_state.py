@@ -3,7 +3,7 @@
 import weakref
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from io import IOBase
 from typing import Any, Protocol
 
@@ -113,21 +113,47 @@ class KeptDict:
                 if owner.get(key, _ABSENT) is not value:
                     owner[key] = value
             return
-        kept, now = list(self.items.items()), list(owner.items())
-        if len(kept) == len(now) and all(a is c and b is d for (a, b), (c, d) in zip(kept, now, strict=True)):
-            return
-        # A class of the user's may count what is set: the dictionary's own methods don't.
-        base: Any = OrderedDict if isinstance(owner, OrderedDict) else dict
-        base.clear(owner)
-        for key, value in self.items.items():
-            base.__setitem__(owner, key, value)
+        _set_items(owner, self.items)
 
 
-class KeptHooks(KeptDict):
-    """Hooks by their identifiers; those that a step adds or takes off again are no change to be said."""
+def _set_items(owner: dict[Any, Any], items: dict[Any, Any]) -> None:
+    """Give a dictionary the items that it had, in their order."""
+    if not owner and not items:
+        return
+    kept, now = list(items.items()), list(owner.items())
+    if len(kept) == len(now) and all(a is c and b is d for (a, b), (c, d) in zip(kept, now, strict=True)):
+        return
+    # A class of the user's may count what is set: the dictionary's own methods don't.
+    base: Any = OrderedDict if isinstance(owner, OrderedDict) else dict
+    base.clear(owner)
+    for key, value in items.items():
+        base.__setitem__(owner, key, value)
+
+
+class KeptHooks:
+    """Hooks by their identifiers; those that a step adds or takes off again are no change to be said.
+
+    Args:
+        place: whose they are.
+        tables: one for each kind of hook; most are empty, in most modules.
+    """
+
+    def __init__(self, place: Place, tables: Iterable[dict[Any, Any]]) -> None:
+        self.place = place
+        self._tables = [(table, dict(table) if table else {}) for table in tables]
 
     def changes(self) -> Iterator[StepChange]:
         return iter(())
+
+    def now(self, change: StepChange) -> Any:
+        return None
+
+    def before(self, now: Any) -> Any:
+        return None
+
+    def restore(self) -> None:
+        for table, hooks in self._tables:
+            _set_items(table, hooks)
 
 
 class KeptItems:

@@ -59,7 +59,7 @@ class StateWalk:
         kind: ChangeKind = "metric" if metric is not None else "attribute"
         place = Place(path=path, name="", kind=kind, said=metric or "")
         for name, value in vars(owner).items():
-            if name not in OF_EVERY_MODULE and kept.is_iterator(value):
+            if type(value) not in _PLAIN and name not in OF_EVERY_MODULE and kept.is_iterator(value):
                 one = Place(path=path, name=name, kind="object", said=metric or "")
                 self._kept.append(kept.KeptIterator(one, vars(owner), name))
         attributes = kept.KeptDict(place, vars(owner), OF_EVERY_MODULE, attributes=True)
@@ -67,8 +67,7 @@ class StateWalk:
         self._attributes[path] = attributes.items
         self._keep_tables(place, owner)
         # A first forward that notes in an attribute that it has hooked its layers would hook them once more.
-        for name in _HOOKS:
-            self._keep_hooks(place, name, vars(owner).get(name))
+        self._keep_hooks(place, {name: vars(owner).get(name) for name in _HOOKS})
         for name, value in attributes.items.items():
             if type(value) not in _PLAIN:
                 self._keep_value(Place(path=path, name=name, kind=kind, said=metric or ""), value)
@@ -102,13 +101,15 @@ class StateWalk:
                     kind = "metric" if place.kind == "metric" else kind
                     self._keep_tensor(Place(path=place.path, name=name, kind=kind, said=place.said), tensor)
 
-    def _keep_hooks(self, place: Place, name: str, hooks: Any) -> None:
-        """Hooks, and what those of the user's hold."""
-        if not isinstance(hooks, dict):
+    def _keep_hooks(self, place: Place, tables: dict[str, Any]) -> None:
+        """Hooks by the names of their tables, and what those of the user's hold."""
+        tables = {name: hooks for name, hooks in tables.items() if isinstance(hooks, dict)}
+        if not tables:
             return
-        self._kept.append(kept.KeptHooks(place, hooks, attributes=False))
-        for hook in hooks.values():
-            self._keep_value(Place(path=place.path, name=f"{name}[...]", kind="object"), hook)
+        self._kept.append(kept.KeptHooks(place, tables.values()))
+        for name, hooks in tables.items():
+            for hook in hooks.values():
+                self._keep_value(Place(path=place.path, name=f"{name}[...]", kind="object"), hook)
 
     def _keep_class_attributes(self, place: Place, owner: object) -> None:
         for kind in own.own_classes(owner, self._roots):
@@ -165,8 +166,8 @@ class StateWalk:
                 not isinstance(tensor, nn.Parameter) and place.kind != "batch" and not tensor.requires_grad
             )
         self._tensors.append(KeptTensor(place, tensor, cloned=cloned))
-        for name in _TENSOR_HOOKS:
-            self._keep_hooks(place, name, None if _is_lazy(tensor) else getattr(tensor, name, None))
+        if not _is_lazy(tensor):
+            self._keep_hooks(place, {name: getattr(tensor, name, None) for name in _TENSOR_HOOKS})
 
     def _keep_array(self, place: Place, value: np.ndarray) -> None:
         self._seen.add(id(value))

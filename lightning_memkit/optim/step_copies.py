@@ -27,7 +27,8 @@ from lightning_memkit.optim.own_attributes import (
 from lightning_memkit.optim.pieces import Slot, slots
 
 _PLAIN_TENSORS = (Tensor, Parameter)
-_WORTH_KEEPING_BYTES = 16 << 20  # the C library hands smaller memory out again without page faults
+# The C library often hands memory of a few MiB out again without page faults, but not in every process.
+_WORTH_KEEPING_BYTES = 1 << 20
 
 
 class StepCopies:
