@@ -53,6 +53,8 @@ _TERMS = {
     "z": ROWS, "entropy": ROWS, "activity": ROWS, "other_mask": "other", "weights": CONSTANT, "batch_std": COUPLED,
     "mean_prediction": COUPLED, "train_only": COUPLED, "balance": COUPLED, "pairs": COUPLED, "worst": COUPLED,
 }  # fmt: skip
+# What has no gradient: a number, a mean over rows, or what is added to each element of the main term
+_GRADIENT_FREE = ("constant", "rows", "elements")
 _STATES = ("calls", "teacher", "running", "kept", "newest")
 _RETURNS = ("tensor", "dict", "with_predictions", "with_scalar")
 _OPTIMIZERS = ("adamw", "sgd", "rmsprop", "adagrad")
@@ -74,6 +76,7 @@ class Drawn:
         mask: the column that masks elements.
         wrapper: what is done to the reduced loss.
         terms: more terms, with coefficients.
+        free: what is added to the loss and has no gradient.
         state: what the step changes besides gradients.
         returns: what it returns.
         optimizer: by name.
@@ -93,6 +96,7 @@ class Drawn:
     mask: str
     wrapper: str
     terms: tuple[tuple[str, float], ...]
+    free: str
     state: str
     returns: str
     optimizer: str
@@ -158,7 +162,9 @@ def draw(rng: random.Random, seed: int) -> Drawn:
     terms = [(rng.choice(coupled), rng.choice((0.001, 0.01, 0.3)))] if rng.random() < 0.2 else []
     if rng.random() < 0.3:
         terms.append((rng.choice(harmless), rng.choice((0.01, 0.1, 1.0))))
+    own = random.Random(f"free {seed}")  # of its own: the other choices stay what they were
     return Drawn(
+        free=own.choice(_GRADIENT_FREE) if own.random() < 0.25 else "",
         seed=seed, kind=kind, base=base, fused=fused,
         reduction=rng.choice(("mean", "mean", "mean", "sum") if fused else _REDUCTIONS),
         classes=classes,
@@ -227,6 +233,8 @@ class Composed(Trained):
         loss = _main(drawn, x, batch)
         loss = {"sqrt": lambda v: (v + 1).sqrt(), "square": torch.square, "log1p": torch.log1p,
                 "exp": lambda v: (v / 8).exp()}.get(drawn.wrapper, lambda v: v)(loss)  # fmt: skip
+        if drawn.free in ("constant", "rows"):
+            loss = loss + (0.75 if drawn.free == "constant" else _surprise(drawn, x, batch).mean())
         for name, coefficient in drawn.terms:
             loss = loss + coefficient * _term(self, name, x, batch)
         loss = self._with_state(x, batch, loss)
@@ -285,7 +293,17 @@ class _Groups(nn.Module):
 def _main(drawn: Drawn, x: Tensor, batch: Any) -> Tensor:
     """The reduced main term."""
     y = batch[drawn.names[1]]
-    return _fused(drawn, x, y) if drawn.fused else _reduced(drawn, _elements(drawn.base, x, y), batch)
+    if drawn.fused:
+        return _fused(drawn, x, y)
+    elements = _elements(drawn.base, x, y)
+    if drawn.free == "elements":
+        elements = elements + _surprise(drawn, x, batch)
+    return _reduced(drawn, elements, batch)
+
+
+def _surprise(drawn: Drawn, x: Tensor, batch: Any) -> Tensor:
+    """A number of each row or token that has no gradient, as the entropy of soft targets has none."""
+    return _hot(batch[drawn.names[1]], x).add(0.1).square().sum(-1).log() * (1 + x.detach().abs().mean(-1))
 
 
 def _fused(drawn: Drawn, x: Tensor, y: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Is a batch's gradient that of its micro-batches? Judged parameter by parameter, against noise that was measured."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ SCALE = 0.75  # of the loss that shows the noise: exact in every dtype, and it c
 _NOISES = 8.0  # times the noise that was measured: what a split may add
 _EPSILONS = {torch.float64: 4.0, torch.float32: 4.0}  # of the gradients' own dtype; 1 where it has few bits
 _BELOW_NOTICE = 1e-2  # of a rounding of the whole gradient: parameters whose gradient is nothing but rounding
+_BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 _HALVED = 64.0  # roundings: what halving a loss may change where sums run in another order
 
 
@@ -57,6 +59,10 @@ class Miss:
 class Comparison:
     """Compares gradients with one batch's, whose noise two runs have shown.
 
+    Attributes:
+        level: the noise over the gradient's norm.
+        knows_rounding: whether a third run has shown what weights of other last bits do.
+
     Args:
         spans: where each parameter stands.
         whole: the batch's gradient.
@@ -71,6 +77,8 @@ class Comparison:
         self._epsilons = torch.tensor([span.epsilon for span in spans], dtype=torch.float64)
         self._noise = _norms(spans, again - whole)
         self._size = float(whole.norm())
+        self._rounding = 0.0
+        self.knows_rounding = False
         self.level = float((again - whole).norm() / whole.norm().clamp_min(1e-300))
 
     def miss(self, gradients: Sequence[Tensor], weights: Sequence[float]) -> Miss:
@@ -83,7 +91,9 @@ class Comparison:
                 scales += _norms(self._spans, gradient) * abs(weight)
         distances = _norms(self._spans, mixed - self.whole)
         epsilons = self._epsilons
-        allowed = _NOISES * torch.maximum(self._noise, self.level * scales) + epsilons * scales
+        allowed = (
+            _NOISES * torch.maximum(self._noise, max(self.level, self._rounding) * scales) + epsilons * scales
+        )
         allowed = allowed + epsilons * (_BELOW_NOTICE * self._size) + 1e-300
         excesses = (distances / allowed).nan_to_num(torch.inf, torch.inf)
         relative = distances / torch.maximum(self._norms, scales / 2).clamp_min(1e-300)
@@ -97,6 +107,17 @@ class Comparison:
                 (self._spans[i].name, float(relative[i])) for i in worst if float(excesses[i]) > 1
             ),
         )
+
+    def allow(self, rounded: Tensor) -> None:
+        """Widen the noise by what another run's gradient differs by, whose weights were rounded otherwise.
+
+        A deep net without residuals makes much of the last bits of its forward, which are others in other shapes.
+        """
+        self.knows_rounding = True
+        differences = rounded - self.whole
+        self._noise = torch.maximum(self._noise, _norms(self._spans, differences).nan_to_num(0.0))
+        level = float(differences.norm() / self.whole.norm().clamp_min(1e-300))
+        self._rounding = max(self._rounding, level if level == level else 0.0)
 
     def bends(self, halved: Tensor, repeated: Tensor | None = None) -> bool:
         """Whether the doubled gradient of half the loss is another one.
@@ -112,6 +133,28 @@ class Comparison:
     def differs(self, other: Tensor) -> bool:
         """Whether another run's gradient is another one than noise explains."""
         return self.miss([other], [1.0]).excess > 1
+
+
+@contextmanager
+def last_bits_turned(module: nn.Module) -> Iterator[None]:
+    """Within it every weight of 4 or 8 bytes has another last bit; takes no memory, and is undone to the bit."""
+    views: list[Tensor] = []
+    for parameter in module.parameters():
+        weight = getattr(parameter, "_local_tensor", parameter)  # a shard
+        if (
+            type(weight) in (Tensor, nn.Parameter)
+            and weight.dtype in _BITS
+            and weight.layout is torch.strided
+        ):
+            views.append(weight.data.view(_BITS[weight.dtype]))
+    with torch.no_grad():
+        for view in views:
+            view.bitwise_xor_(1)
+        try:
+            yield
+        finally:
+            for view in views:
+                view.bitwise_xor_(1)
 
 
 def _norms(spans: Iterable[Span], flat: Tensor) -> Tensor:

@@ -161,7 +161,8 @@ class LossRules:
         Args:
             reading: what its loss shows.
             loss: its loss.
-            values: the numbers that its step has computed (see `TermValues`), which several terms' own are among.
+            values: the numbers that its step has computed (see `TermValues`), which its terms' own are among: of one
+                term alone they are asked for where something without a gradient is added to it.
 
         Raises:
             UnseenValueError: the value of one of several terms is asked for, and `values` are not there.
@@ -180,11 +181,11 @@ class LossRules:
     def _is_zero(
         self, index: int, reading: Reading, loss: Tensor, values: Mapping[Any, Tensor] | None
     ) -> bool:
-        if len(self.rules) == 1:
+        own = [None if values is None else values.get(node) for node, _ in reading.tops[index]]
+        if len(self.rules) == 1 and any(value is None for value in own):
             return float(loss.detach()) == 0
         if values is None:
             raise UnseenValueError
-        own = [values.get(node) for node, _ in reading.tops[index]]
         return all(value is not None and float(value) == 0 for value in own)
 
     def shares(self, counts: Sequence[float], totals: Sequence[float], main: float) -> list[float]:

@@ -272,7 +272,8 @@ def _branched(path: _Path, present: list[int]) -> Any:
         way.entry = way.node  # what they came together in is not one term's alone
         signs = {"Add": (1.0, alpha), "Sub": (1.0, -alpha), "Rsub": (-alpha, 1.0)}.get(kind)
         way.gain = way.gain * (1.0 if signs is None else signs[min(index, 1)])
-        if _numel_in(path, index) == 1:  # else something is added to the rows of one sum
+        # Else something is added to the rows of one sum, which may be a single row.
+        if _numel_in(path, index) == 1 and not (path.reduced and len(present) == 1):
             way.top, way.top_gain = way.node, way.gain
             if len(present) > 1:
                 way.summand, way.summand_gain = way.node, way.gain

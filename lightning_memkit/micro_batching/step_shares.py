@@ -20,6 +20,7 @@ from lightning_memkit.micro_batching.loss_rules import (
     scale_terms,
 )
 from lightning_memkit.micro_batching.loss_terms import terms_of
+from lightning_memkit.micro_batching.rests import Rest
 from lightning_memkit.micro_batching.term_values import weighed_value
 
 _SAME = 1e-12
@@ -43,8 +44,7 @@ class StepShares:
 
     Attributes:
         contributions: what the terms of each micro-batch add to the batch's loss, where values were noted.
-        rest: what has no gradient in the batch's loss beside its terms, a mean over rows; None where nothing is known
-            of it.
+        rests: what has no gradient in the losses of the micro-batches, where this is known.
 
     Args:
         rules: how the loss's terms add up.
@@ -60,8 +60,7 @@ class StepShares:
         self.is_known = is_known
         self.was_unlike = False
         self.contributions: list[Tensor | None] = []
-        self.rest: Tensor | None = None
-        self._rows_of_rest = 0.0
+        self.rests: list[Rest] = []
         self._factors: tuple[Tensor, ...] | None = None
         self._ran = 0
 
@@ -103,7 +102,8 @@ class StepShares:
         main = self.rules.means[0] if self.rules.means else None
         weight = counts[main] if main is not None else (1.0 if self.rules.summed else rows)
         if values is not None:
-            self._contribute(weighed_value(loss, reading, shares, values, kept), rows)
+            counted = [0.0 if none else count for none, count in zip(kept, counts, strict=True)]
+            self._contribute(weighed_value(loss, reading, shares, values), counted, rows)
         if not any(shares):
             return None, weight
         if not weight:
@@ -114,13 +114,13 @@ class StepShares:
         scale_terms(reading, [share / over for share in shares])
         return loss * 1, weight
 
-    def _contribute(self, weighed: tuple[Tensor, Tensor | None] | None, rows: float) -> None:
-        terms, rest = weighed or (None, None)
+    def _contribute(
+        self, weighed: tuple[Tensor, list[Tensor] | None] | None, counts: Sequence[float], rows: float
+    ) -> None:
+        terms, pieces = weighed or (None, None)
         self.contributions.append(terms)
-        if rest is not None:
-            self._rows_of_rest += rows
-            before = rest if self.rest is None else self.rest
-            self.rest = before.lerp(rest, rows / self._rows_of_rest)
+        if pieces is not None:
+            self.rests.append(Rest(pieces=pieces, counts=counts, rows=rows))
 
     def nothing(self, loss: Tensor) -> Tensor:
         """A loss whose backward runs as any, and leaves exact zeros: other ranks wait in it."""

@@ -27,12 +27,8 @@ class TermValues(TorchFunctionMode):
 
 
 def weighed_value(
-    loss: Tensor,
-    reading: Reading,
-    shares: Sequence[float],
-    values: Mapping[Any, Tensor],
-    kept: Sequence[bool],
-) -> tuple[Tensor, Tensor | None] | None:
+    loss: Tensor, reading: Reading, shares: Sequence[float], values: Mapping[Any, Tensor]
+) -> tuple[Tensor, list[Tensor] | None] | None:
     """What a micro-batch adds to its batch's loss, each term by its own share; None where this can't be told.
 
     The terms of one share may lack values: they are what the others leave of the loss.
@@ -42,35 +38,41 @@ def weighed_value(
         reading: what that shows.
         shares: of each term.
         values: the numbers that its step has computed.
-        kept: for each term, whether it counts nothing and has a share all the same, which those of the others don't
-            leave: what was added to it has none.
 
     Returns:
-        The weighed terms, and what is left of the loss beside them: what has no gradient, such as a constant. That is
-        None where a term is a mean over nothing.
+        The weighed terms; and what has no gradient (see `Rest.pieces`), None where terms lack values.
     """
     total = loss.detach()
     known, weighed = torch.zeros_like(total), torch.zeros_like(total)
+    pieces: list[Tensor] = []
     unknown: set[float] = set()
-    for tops, summands, share, alone in zip(reading.tops, reading.summands, shares, kept, strict=True):
+    for tops, summands, share in zip(reading.tops, reading.summands, shares, strict=True):
+        added = torch.zeros_like(total)
         for top, summand in zip(tops, summands, strict=True):
             own, above = _part(top, values, total), _part(summand, values, total)
-            part = own if above is None else above
+            part = above if own is None else own
             if part is None:
                 unknown.add(share)
                 continue
-            known = known + part
-            if alone:
-                part = own
-            if share and part is not None:  # what counts nothing may be a mean over nothing: nan
+            known = known + (part if above is None else above)
+            if own is not None and above is not None:
+                added = added + (above - own)
+            if share:  # what counts nothing may be a mean over nothing: nan
                 weighed = weighed + part * share
-    left = total - known if bool(known.isfinite()) else None
+        pieces.append(added)
+    left = total - known
     if not unknown:
-        return weighed, left
-    if len(unknown) > 1 or left is None:
+        return weighed, [*pieces, left]
+    if len(unknown) > 1 or not bool(known.isfinite()):
         return None
     (share,) = unknown
-    return weighed + left * share if share else weighed, torch.zeros_like(total)
+    return weighed + left * share if share else weighed, None
+
+
+def size_of_terms(reading: Reading, values: Mapping[Any, Tensor], loss: Tensor) -> float:
+    """The sum of the terms' amounts, which may be larger than the loss and round more."""
+    parts = [_part(top, values, loss.detach()) for tops in reading.tops for top in tops]
+    return sum(abs(float(part)) for part in parts if part is not None)
 
 
 def _part(place: tuple[Any, Divisor], values: Mapping[Any, Tensor], total: Tensor) -> Tensor | None:

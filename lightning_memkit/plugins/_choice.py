@@ -325,7 +325,7 @@ class PartsChoice:
         weighing, partition = self.weighing, self._runner.partition
         partition.weigh = weigher(weighing.weigh_by, step.batch)
         partition.rules, partition.foretold = weighing.rules, weighing.foretold
-        partition.unlike = partition.unlike or weighing.unlike
+        partition.unlike, partition.rests = partition.unlike or weighing.unlike, weighing.rests
         self._check_window(is_unlike=partition.unlike)
         partition.held, partition.state = weighing.skipped, weighing.state
         partition.summed = weighing.weigh_by == "sum"

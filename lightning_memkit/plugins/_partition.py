@@ -8,6 +8,7 @@ from lightning_memkit.micro_batching import Weigher, batch_size, even_sizes, spl
 from lightning_memkit.micro_batching.batch_counts import Foretold
 from lightning_memkit.micro_batching.composed_state import ComposedState
 from lightning_memkit.micro_batching.loss_rules import LossRules
+from lightning_memkit.micro_batching.rests import RestRules
 from lightning_memkit.token_parts import (
     TokenPart,
     extent_of,
@@ -40,6 +41,7 @@ class Partition:
         state: attributes and lists that the step changes, which parts leave as the batch would.
         unlike: the loss's terms have unlike shares, or one may count nothing: their values are noted, and the loss's
             is put together from them.
+        rests: how what has no gradient in the losses of parts makes the batch's, with `rules`.
         surveyed: the terms' totals are read off forwards without a backward before each batch.
         counts_nothing: the index of a batch that does not count at all, which is surveyed alone.
         row_tokens: the length of the worst batch's rows, where parts of a padded batch may be formed by tokens:
@@ -59,6 +61,7 @@ class Partition:
     foretold: Sequence[list[Foretold]] = ()
     state: ComposedState | None = None
     unlike: bool = False
+    rests: RestRules | None = None
     surveyed: bool = False
     counts_nothing: int | None = None
     row_tokens: int | None = None

@@ -1,5 +1,6 @@
 """Run one training batch in parts: weigh, move, step, accumulate, log once."""
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -24,6 +25,13 @@ from lightning_memkit.plugins._logs import LoggedValues
 from lightning_memkit.plugins._partition import Cut, Partition
 from lightning_memkit.plugins._ranks import Ranks, any_rank, sum_of_ranks
 from lightning_memkit.plugins._returned import ReturnedValues
+
+_UNTOLD_REST = (
+    "The loss holds a number without a gradient of which it can't be told how those of parts make the batch's: it is "
+    "no mean over rows, nor one over what a term of the loss counts, nor a sum, or it stands beside a mean over "
+    "nothing. The loss that is reported of a batch in parts is not the whole batch's to the digit; gradients are. Log "
+    "that number by itself."
+)
 
 
 class Survey(Protocol):
@@ -98,6 +106,7 @@ class PartsRunner:
         self.returned = ReturnedValues()
         self.ranks = Ranks()
         self.survey: Survey | None = None
+        self._has_warned = False
         self._trainer = trainer
         self._transfer = transfer
         self._has_exact_windows = exact_window
@@ -145,13 +154,24 @@ class PartsRunner:
         if shares is not None:
             factor = self._finish_batch(step, shares)
             attempt.contributions = [None if c is None else c * factor for c in shares.contributions]
-            attempt.rest = shares.rest
+            attempt.rest = self._rest(shares)
             if attempt.losses and shares.totals is None and shares.rules.means and not self._exact_window:
                 raise NothingCountedError  # a mean over nothing, whose gradient and loss are still the batch's
         elif self._exact_window and step.ends_window:
             self._finish_window(step)
         if attempt.losses:
             step.after_backward()
+
+    def _rest(self, shares: StepShares) -> Tensor | None:
+        """What has no gradient in the batch's loss."""
+        rests = self.partition.rests
+        if rests is None or not shares.rests or rests.pieces != len(shares.rests[0].pieces):
+            return None
+        rest = rests.joined(shares.rests)
+        if rests.untold and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(_UNTOLD_REST, stacklevel=2)
+        return rest
 
     @property
     def _is_observed(self) -> bool:
@@ -261,7 +281,9 @@ class PartsRunner:
         step = batch.step
         part = self._transfer(batch.cut.parts[index])
         watched = batch.shares is not None and (
-            self.partition.unlike or (self._trainer.world_size > 1 and bool(batch.shares.rules.means))
+            self.partition.unlike
+            or (self.partition.rests is not None and self.partition.rests.seen)
+            or (self._trainer.world_size > 1 and bool(batch.shares.rules.means))
         )
         with _seam.logging_held(self._trainer) as logged:
             with TermValues() if watched else nullcontext() as noted:

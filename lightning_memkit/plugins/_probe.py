@@ -21,6 +21,7 @@ from lightning_memkit.micro_batching.batch_counts import Foretold
 from lightning_memkit.micro_batching.composed_state import ComposedState
 from lightning_memkit.micro_batching.foreseen import ForeseenWronglyError
 from lightning_memkit.micro_batching.loss_rules import LossRules, UnlikeDivisors
+from lightning_memkit.micro_batching.rests import RestRules
 from lightning_memkit.micro_batching.without_noise import LEVELS, quiet
 from lightning_memkit.plugins import _seam, _verdicts
 from lightning_memkit.plugins._logs import LoggedValues
@@ -56,6 +57,7 @@ class Weighing:
         rules: how the loss's terms add up, where its graph shows it.
         foretold: for each rule, the numbers of a batch that its divisor was in proportion to.
         unlike: the loss's terms have unlike shares.
+        rests: how what has no gradient in the loss goes together, with `rules`.
         state: attributes and lists that the step changes, as far as parts compose them.
         logs: how logged values come from those of parts.
         returned: how what the step returns comes from what it returns of parts.
@@ -72,6 +74,7 @@ class Weighing:
         self.rules: LossRules | None = None
         self.foretold: list[list[Foretold]] = []
         self.unlike = False
+        self.rests: RestRules | None = None
         self.state: ComposedState | None = None
         self.logs = LoggedValues()
         self.returned = ReturnedValues()
@@ -261,15 +264,19 @@ class Weighing:
             self.foretold = _agreed(self.foretold, rows.foretold(outcome, outcome.rules))
         self._open = outcome.ways
         self.weigh_by = self._open[0]
-        self._learn_values(step, probed, outcome)
+        self._learn_values(step, probed, rows, outcome)
 
-    def _learn_values(self, step: _seam.Step, probed: Rows, outcome: Outcome) -> None:
+    def _learn_values(self, step: _seam.Step, probed: Rows, rows: RowTrials, outcome: Outcome) -> None:
         """How what is logged and returned comes from what parts log and return."""
         parts = [part for part in outcome.parts if part is not None]
         exact = str(step.trainer.precision_plugin.precision) in ("32-true", "64-true")
         allowed = decomposability.tolerance(step.trainer.lightning_module.parameters(), reduced=not exact)
         allowed = min(allowed, ROUNDING) if exact else allowed
         shares, sizes = outcome.present_shares, [probed.sizes[index] for index in outcome.present]
+        if outcome.rules is not None:
+            if self.rests is None or self.rests.pieces != len(outcome.rules.rules) + 1:
+                self.rests = RestRules(len(outcome.rules.rules))
+            rows.learn_rests(self.rests, outcome, allowed)
         self.logs.compare(outcome.whole.logged, [part.logged for part in parts], shares, sizes, allowed)
         self.returned.compare(
             outcome.whole.returned, [part.returned for part in parts], _counts(probed, outcome), allowed

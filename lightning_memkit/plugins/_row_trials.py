@@ -13,7 +13,13 @@ from lightning_memkit.decomposability import Verdict
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.micro_batching import WeighBy, Weigher, normalized, weigher
 from lightning_memkit.micro_batching.batch_counts import Foretold, foretelling
-from lightning_memkit.micro_batching.comparison import SCALE, Comparison, Miss, spans_of
+from lightning_memkit.micro_batching.comparison import (
+    SCALE,
+    Comparison,
+    Miss,
+    last_bits_turned,
+    spans_of,
+)
 from lightning_memkit.micro_batching.composed_state import ComposedState
 from lightning_memkit.micro_batching.loss_rules import (
     NOTHING_COUNTS,
@@ -25,7 +31,9 @@ from lightning_memkit.micro_batching.loss_rules import (
     scale_terms,
 )
 from lightning_memkit.micro_batching.loss_terms import LossTerms, terms_of
+from lightning_memkit.micro_batching.rests import Rest, RestRules
 from lightning_memkit.micro_batching.step_changes import StepChange
+from lightning_memkit.micro_batching.term_values import size_of_terms, weighed_value
 from lightning_memkit.micro_batching.without_noise import SharedDraws
 from lightning_memkit.plugins import _seam, _verdicts
 from lightning_memkit.plugins._ranks import any_rank, largest_of_ranks, values_of_ranks
@@ -231,6 +239,21 @@ class RowTrials:
             for index in range(len(rules.rules))
         ]
 
+    def learn_rests(self, rests: RestRules, outcome: Outcome, allowed: float) -> None:
+        """Let rules of what has no gradient in the loss learn from a comparison by what the loss shows."""
+        rules = outcome.rules
+        assert rules is not None
+        sizes = [self._rows.sizes[index] for index in outcome.present]
+        parts = [outcome.parts[index] for index in outcome.present]
+        runs = [run for run in (outcome.whole, *parts) if run is not None]
+        found = [_rest_of(rules, run, rows) for run, rows in zip(runs, [sum(sizes), *sizes], strict=True)]
+        told = [rest for rest in found if rest is not None]
+        if len(told) < len(runs):
+            return
+        amounts = (size_of_terms(rules.read(run.terms), run.values, run.loss) for run in runs)
+        scale = max(amount for amount in amounts if amount < float("inf"))
+        rests.learn(rules, told[0], told[1:], allowed * max(scale, abs(float(outcome.whole.loss))))
+
     def _hand_out(self, part: int | None) -> None:
         """The next run gets the random numbers of a part's rows; of the whole, its own again."""
         if self._draws is not None:
@@ -332,9 +355,32 @@ class RowTrials:
             return rules
         return ""
 
-    def _miss(self, comparison: Comparison, gradients: Sequence[Tensor], weights: Sequence[float]) -> Miss:
-        """By how much the parts' gradients miss the whole's, on the rank on which they do most."""
-        miss = comparison.miss(gradients, weights)
+    def _miss(
+        self,
+        comparison: Comparison,
+        gradients: Sequence[Tensor],
+        weights: Sequence[float],
+        change: Callable[[Tensor], Tensor] | None = None,
+    ) -> Miss:
+        """By how much the parts' gradients miss the whole's, on the rank on which they do most.
+
+        Where they do, the whole runs once more with weights that are rounded otherwise: forwards of other shapes round
+        otherwise, too, and a deep net may make much of that.
+
+        Args:
+            comparison: with the whole's gradient.
+            gradients: of the parts.
+            weights: what each weighs.
+            change: what the whole's loss was, of the step's.
+        """
+        miss = self._largest(comparison.miss(gradients, weights))
+        if miss.excess > 1 and self._is_exact and not comparison.knows_rounding:
+            with last_bits_turned(self._step.trainer.lightning_module):
+                comparison.allow(self._whole(change).gradient)
+            miss = self._largest(comparison.miss(gradients, weights))
+        return miss
+
+    def _largest(self, miss: Miss) -> Miss:
         return replace(miss, excess=largest_of_ranks(self._step.trainer, [miss.excess])[0])
 
     def _capture(self, changes: Sequence[StepChange], dtype: torch.dtype) -> ComposedState | None:
@@ -419,14 +465,16 @@ class RowTrials:
         groups = _groups(rules)
         while groups:
             group = groups.pop()
-            whole = self._whole(partial(_scaled_terms, rules, group, ones)).gradient
+            alone = partial(_scaled_terms, rules, group, ones)
+            whole = self._whole(alone).gradient
             again = self._whole(partial(_scaled_terms, rules, group, few)).gradient
             comparison = Comparison(self._spans(), whole, again / SCALE)
             runs = self._parts_of_terms(rules, group, shares)
             gradients = [run.gradient for run in runs]
-            miss, law = self._miss(comparison, gradients, [1.0] * len(gradients)), laws[group[0]].law
+            law = laws[group[0]].law
+            miss = self._miss(comparison, gradients, [1.0] * len(gradients), alone)
             if law is Law.SUM and miss.excess > 1:
-                of_all = self._miss(comparison, gradients, fractions)
+                of_all = self._miss(comparison, gradients, fractions, alone)
                 if of_all.excess <= 1:
                     miss, law = of_all, Law.SHARED
                 elif len(group) > 1:
@@ -534,6 +582,13 @@ def _several(parts: Sequence[Run | None]) -> bool:
 def _counts(rules: LossRules, run: Run | None) -> tuple[float, ...]:
     assert run is not None
     return rules.counts(rules.read(run.terms), run.loss, run.values)
+
+
+def _rest_of(rules: LossRules, run: Run, rows: int) -> Rest | None:
+    reading = rules.read(run.terms)
+    counts = _counts(rules, run)
+    found = weighed_value(run.loss, reading, counts, run.values)
+    return None if found is None or found[1] is None else Rest(pieces=found[1], counts=counts, rows=rows)
 
 
 def _main(rules: LossRules, counts: Sequence[float], totals: Sequence[float], rows: float) -> float:

@@ -197,9 +197,9 @@ class Trials:
                 raise StepFailedError(error, skipped=skipped) from error
             gradient = decomposability.sampled_gradient(self._module.parameters())
             self.captured = None if self.capture is None else self.capture()
-            returned = self.returned
+            returned, values = self.returned, self.values
             self._note_changes(step, batch, self.logged)
-            self.returned = returned  # not what further steps gave
+            self.returned, self.values = returned, values  # not what further steps gave
             return gradient
 
     def loss_of(self, step: _seam.Step, batch: Any) -> float | None:

@@ -32,6 +32,11 @@ def clamped(values: Tensor, mask: Tensor) -> Tensor:
     return (values * mask).sum() / mask.sum().clamp(min=1)
 
 
+def labels(logp: Tensor, mask: Tensor) -> Tensor:
+    """A mean over the rows that a mask leaves, of which torch tells the divisor."""
+    return F.nll_loss(logp, torch.where(mask > 0, 1, -100))
+
+
 BESIDE: dict[str, Main] = {
     "a constant": lambda logp, t, m: cross(logp, t).mean() + 0.5,
     "two sums over rows": lambda logp, t, m: entropy(t).sum() / len(t) + cross(logp, t).sum() / len(t),
@@ -58,6 +63,20 @@ def with_mask_first(main: Main) -> Main:
     return lambda logp, t, m: 0.1 * (cross(logp, t) * m).sum() / m.sum() + main(logp, t, m) + 0.25
 
 
+# What has no gradient is divided by something else than what it is added to.
+UNLIKE: dict[str, Main] = {
+    "labels, and a mean over rows": lambda logp, t, m: labels(logp, m) + entropy(t).mean(),
+    "labels, and a mean over labels": lambda logp, t, m: labels(logp, m) + (entropy(t) * m).sum() / m.sum(),
+    "a sum, and a constant": lambda logp, t, m: cross(logp, t).sum() + 3,
+    "a sum, and a mean over rows": lambda logp, t, m: cross(logp, t).sum() - entropy(t).mean(),
+    "a mean, and a sum": lambda logp, t, m: cross(logp, t).mean() + entropy(t).sum(),
+    "a mean over rows, and one over labels": lambda logp, t, m: (
+        cross(logp, t).mean() + (entropy(t) * m).sum() / m.sum() + 0.1 * labels(logp, m)
+    ),
+    "two, and their own beside each": lambda logp, t, m: (
+        (cross(logp, t).mean() + (entropy(t) * m).sum() / m.sum()) + (labels(logp, m) + entropy(t).mean())
+    ),
+}
 CASES = {f"{name}, and a masked mean": with_mask(main) for name, main in BESIDE.items()}
 CASES |= {f"a masked mean and {name}": with_mask_first(main) for name, main in BESIDE.items()}
 CASES |= ALONE
@@ -85,13 +104,13 @@ class Reporting(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def rows(every: int) -> DataLoader:
+def rows(every: int, first: int = 1) -> DataLoader:
     generator = torch.Generator().manual_seed(1)
     data = [
         {
             "x": torch.randn(4, generator=generator).double(),
             "t": torch.rand(3, generator=generator).double().softmax(0),
-            "m": torch.tensor(float(index % every == 0)).double(),
+            "m": torch.tensor(float(index % every < first)).double(),
         }
         for index in range(STEPS * ROWS)
     ]
@@ -110,3 +129,27 @@ def test_the_loss_is_that_of_the_whole_batch(case: str, every: int, size: int) -
     (seen, weight), (seen_in_parts, weight_of_parts) = runs
     assert torch.tensor(seen_in_parts).sub(torch.tensor(seen)).abs().max() <= 1e-6  # logged in float32
     assert weight_of_parts.sub(weight).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("case", UNLIKE)
+def test_what_has_no_gradient_may_be_divided_by_something_else(case: str) -> None:
+    runs = []
+    for callbacks in ([], [MemoryBudget("1GiB", micro_batch_size=3)]):
+        module = Reporting(UNLIKE[case])
+        trainer(*callbacks, max_steps=STEPS, enable_progress_bar=False).fit(module, rows(3, 2))
+        runs.append(torch.tensor(module.seen))
+    assert runs[1].sub(runs[0]).abs().max() <= 2e-6 * runs[0].abs().max()
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_number_of_which_nothing_can_be_told_is_named(size: int) -> None:
+    """It is a mean by weights that the loss does not show; or by rows, of which some have a loss of nothing."""
+
+    def weighed(logp: Tensor, t: Tensor, m: Tensor) -> Tensor:
+        return labels(logp, m) + (entropy(t) * t[:, 0]).sum() / t[:, 0].sum()
+
+    module = Reporting(weighed)
+    with pytest.warns(UserWarning, match="a number without a gradient of which it can't be told"):
+        trainer(MemoryBudget("1GiB", micro_batch_size=size), max_steps=STEPS, enable_progress_bar=False).fit(
+            module, rows(3, 2)
+        )
