@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_memkit.micro_batching.foreseen import UnforeseenLossError
-from lightning_memkit.micro_batching.loss_terms import Divisor, LossTerms, Term, collapsed
+from lightning_memkit.micro_batching.loss_terms import Divisor, Edge, LossTerms, Term, collapsed, kind_of
 
 _ALIKE = 1e-9  # relative: shares that differ by less are the same
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -74,7 +74,8 @@ class TermRule:
 class Reading:
     """A micro-batch's divisors and quotients (see `Term`), one a rule, its nodes, and factors that may not vary.
 
-    Of each rule `tops` and `summands` hold the nodes and gains that its terms have.
+    Of each rule `tops` and `summands` hold the nodes and gains that its terms have, `shared_factors` where a learned
+    factor scales it and others.
     """
 
     divisors: tuple[float, ...]
@@ -83,6 +84,15 @@ class Reading:
     tops: tuple[tuple[tuple[Any, Divisor], ...], ...] = ()
     summands: tuple[tuple[tuple[Any, Divisor], ...], ...] = ()
     factors: tuple[Tensor, ...] = ()
+    shared_factors: tuple[Any, ...] = ()
+
+    def scales_apart(self, shares: Sequence[float]) -> bool:
+        """Whether each term can be scaled by its own share: those below one learned factor have one."""
+        of_factors: dict[Any, list[float]] = defaultdict(list)
+        for factor, share in zip(self.shared_factors, shares, strict=True):
+            if factor is not None:
+                of_factors[factor].append(share)
+        return all(alike(own) for own in of_factors.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +142,7 @@ class LossRules:
             divisors=numbers[: len(terms)],
             quotients=numbers[len(terms) :],
             nodes=tuple(t.nodes for t in terms),
+            shared_factors=tuple(t.shared_factor for t in terms),
             tops=tuple(tuple((t.top, t.gain) for t in of_rule) for of_rule in apart),
             summands=tuple(tuple((t.summand, t.summand_gain) for t in of_rule) for of_rule in apart),
             factors=tuple(
@@ -324,16 +335,36 @@ def scale_terms(reading: Reading, shares: Sequence[float]) -> None:
     """
     for nodes, share in zip(reading.nodes, shares, strict=True):
         for node in nodes:
+            if isinstance(node, Edge):
+                node.node.register_hook(_scaled_edge(node.index, share))
+                continue
             node.register_prehook(_scaled_by(share))
+            if share == 0 and kind_of(node) in (
+                "Mul",
+                "Div",
+            ):  # by a learned weight, whose gradient is 0 times nan
+                node.register_hook(_zeroed)
 
 
 def _scaled_by(share: float) -> Any:
     def scale(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         if share == 0:
-            return tuple(None if g is None else torch.zeros_like(g) for g in gradients)
+            return _zeroed(gradients, ())
         return tuple(None if g is None else g * share for g in gradients)
 
     return scale
+
+
+def _scaled_edge(index: int, share: float) -> Any:
+    def scale(gradients: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
+        scaled = _scaled_by(share)((gradients[index],))
+        return (*gradients[:index], *scaled, *gradients[index + 1 :])
+
+    return scale
+
+
+def _zeroed(gradients: tuple[Tensor | None, ...], _: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    return tuple(None if g is None else torch.zeros_like(g) for g in gradients)
 
 
 def _by_name(terms: Sequence[Term]) -> dict[str, list[Term]]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from math import isinf, prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, float32, float64, nn
@@ -37,7 +37,12 @@ _CURVED = """Abs Acos Asin Atan Clamp ClampMax ClampMin Cos Cosh Elu Erf Exp Exp
     Log Log10 Log1P Log2 LogSigmoid Logaddexp Logsumexp Max Maximum Min Minimum Norm Pow Prod Reciprocal Relu Rsqrt
     Sigmoid Silu Sin Sinh Softplus Sqrt Std Tan Tanh Var""".split()
 # What stands between a number and the parameter that it is made of: a learned temperature, the weight of a task.
-_OF_PARAMETERS = {*_PASSED, *_CURVED, *_ADDED, *"Div Index Mean Mul Neg Select Slice Sum Unbind".split()}
+_OF_PARAMETERS = {
+    *_PASSED,
+    *_CURVED,
+    *_ADDED,
+    *"Div Index LogSoftmax Mean Mul Neg Select Slice Softmax Split SplitWithSizes Sum Unbind".split(),
+}
 _PARAMETER_NUMEL = 64  # such numbers stand in a small parameter
 # What stands between a penalty and the weights that it is made of, whatever their size; nothing that takes indices.
 _OF_WEIGHTS = {
@@ -60,7 +65,8 @@ class Term:
         name: the nodes from the loss down to the sum, without those that add; the same term of another micro-batch
             has the same name.
         divisor: what the sum is divided by, up to a constant factor; a 0-dim tensor where a device holds it.
-        nodes: where the term's gradient can be scaled for it alone; several where rows were added up one by one.
+        nodes: where the term's gradient can be scaled for it alone, nodes or edges; several where rows were added up
+            one by one.
         levels: the divisor after each named node on the way.
         branch: the last place on the way where summands came together; empty without one.
         quotient: what the step itself divided by last, without constant factors; 0 without one.
@@ -70,6 +76,9 @@ class Term:
         summand_gain: see `summand`.
         factors: tensors of several numbers that scale it between two reductions, small ones only. Where they are no
             rows' own, they have to be the same in every micro-batch.
+        shared_factor: where a learned factor scales several terms at once, whose shares then have to be alike: its own
+            gradient is not to be scaled for each. Where a term's gradient passes another's node, that is all terms.
+        passed: nodes that its gradient passes after the one where it can be scaled.
     """
 
     name: str
@@ -83,6 +92,8 @@ class Term:
     summand: Any = None
     summand_gain: Divisor = 1.0
     factors: tuple[Tensor, ...] = ()
+    shared_factor: Any = None
+    passed: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +112,18 @@ class LossTerms:
     opaque: str = ""
 
 
+class Edge(NamedTuple):
+    """The way from a node to one of its inputs: the gradient that goes there is this term's, whoever shares the input.
+
+    Args:
+        node: what adds terms up.
+        index: which of them.
+    """
+
+    node: Any
+    index: int
+
+
 class _Path:
     """Where a walk stands, and what it has met."""
 
@@ -108,6 +131,10 @@ class _Path:
         "node",
         "output",
         "entry",
+        "is_entered",
+        "shared_factor",
+        "passed",
+        "edge",
         "name",
         "divisor",
         "levels",
@@ -126,6 +153,12 @@ class _Path:
     def __init__(self, node: Any, output: int) -> None:
         self.node, self.output = node, output
         self.entry = node  # the last node that was linear: only this term's gradient passes it
+        self.is_entered = False  # a parameter has met it there: its gradient is the term's, too
+        self.shared_factor: Any = None  # where that parameter meets other terms as well
+        self.passed: tuple[Any, ...] = ()  # nodes below that entry
+        self.edge: Edge | None = (
+            None  # where it left the other terms, while nothing was divided or reduced since
+        )
         self.name, self.branch = "", ""
         self.divisor: Divisor = 1.0
         self.levels: tuple[tuple[str, Divisor], ...] = ()
@@ -184,7 +217,12 @@ def _walked(loss: Tensor) -> LossTerms:
                 paths.extend(reversed(step))
     except _CurvedLossError as error:
         return LossTerms(curved=str(error))
-    return LossTerms(terms=tuple(terms.values()))
+    found = tuple(terms.values())
+    passed = {node for term in found for node in term.passed if node is not term.nodes[0]}
+    crossed = next((node for term in found for node in term.nodes if node in passed), None)
+    if crossed is not None:
+        found = tuple(replace(term, shared_factor=crossed) for term in found)
+    return LossTerms(terms=found)
 
 
 def collapsed(terms: Sequence[Term], branch: str) -> Term:
@@ -236,14 +274,17 @@ def _step(path: _Path) -> Any:
 
 
 def _down(path: _Path, index: int) -> _Path:
-    path.entry = path.node
+    if path.is_entered:
+        path.passed = (*path.passed, path.node)
+    else:
+        path.entry = path.node
     path.node, path.output = path.node.next_functions[index]
     return path
 
 
 def _term(path: _Path) -> Term:
-    if not path.reduced:
-        path.entry = path.node
+    if not path.reduced and not path.is_entered:
+        path.entry = path.node if path.edge is None else path.edge
     return Term(
         name=path.name,
         divisor=path.divisor,
@@ -256,6 +297,8 @@ def _term(path: _Path) -> Term:
         summand=path.summand,
         summand_gain=path.summand_gain,
         factors=path.factors,
+        shared_factor=path.shared_factor,
+        passed=(*path.passed, path.node) if path.is_entered else (),
     )
 
 
@@ -269,8 +312,11 @@ def _branched(path: _Path, present: list[int]) -> Any:
     kind, alpha = kind_of(path.node), float(getattr(path.node, "_saved_alpha", 1))
     ways = [_down(copy.copy(path), index) for index in present]
     for index, way in zip(present, ways, strict=True):
-        way.entry = way.node  # what they came together in is not one term's alone
+        if len(present) > 1 or not way.is_entered:
+            way.shared_factor = path.entry if path.is_entered else path.shared_factor
+            way.entry, way.is_entered = way.node, False  # what they came together in is not one term's alone
         signs = {"Add": (1.0, alpha), "Sub": (1.0, -alpha), "Rsub": (-alpha, 1.0)}.get(kind)
+        way.edge = None if path.is_entered else Edge(path.node, index)
         way.gain = way.gain * (1.0 if signs is None else signs[min(index, 1)])
         # Else something is added to the rows of one sum, which may be a single row.
         if _numel_in(path, index) == 1 and not (path.reduced and len(present) == 1):
@@ -305,7 +351,7 @@ def _multiplied(path: _Path, present: list[int]) -> Any:
 def _quotient(path: _Path, present: list[int]) -> Any:
     if 1 in present:
         return _product(path, present)
-    divisor = _scalar(path, "_saved_other")
+    divisor, path.edge = _scalar(path, "_saved_other"), None
     if divisor is None:
         _note_scaling(path, "_saved_other")
     else:
@@ -329,6 +375,9 @@ def _product(path: _Path, present: list[int]) -> Any:
     factor = getattr(path.node, "_saved_other" if batched[0] == 0 else "_saved_self", None)
     if isinstance(factor, Tensor):
         path.gain = path.gain * (_inverse(factor) if kind_of(path.node) == "Div" else _on_host(factor))
+    path.edge = None
+    if not path.is_entered:
+        path.entry, path.is_entered = path.node, True
     return [_down(path, batched[0])]
 
 

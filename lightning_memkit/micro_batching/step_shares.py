@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lightning_memkit.micro_batching.foreseen import (
     MistakenTotalsError,
+    UnforeseenLossError,
     UnknownTotalsError,
     VaryingFactorError,
 )
@@ -110,6 +111,8 @@ class StepShares:
             weight = 1.0 if self._ran else weight
         if alike(shares):
             return loss * (shares[0] / over), weight
+        if not reading.scales_apart(shares):
+            raise UnforeseenLossError("terms of unlike shares below one learned factor")
         self.was_unlike = True
         scale_terms(reading, [share / over for share in shares])
         return loss * 1, weight

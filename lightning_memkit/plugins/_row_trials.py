@@ -427,6 +427,11 @@ class RowTrials:
         shares = [rules.shares(count, totals, main) for count, main in zip(counts, mains, strict=True)]
         unlike = any(max(of_part) - min(of_part) > 1e-12 for of_part in shares)
         unlike = any_rank(self._step.trainer, unlike)
+        apart = all(
+            rules.read(part.terms).scales_apart(own) for (part, _), own in zip(present, shares, strict=True)
+        )
+        if any_rank(self._step.trainer, not apart):
+            return None
         miss = Miss(excess=0.0, relative_error=0.0)
         if not unlike and not self._meets:
             gradients = [part.gradient for part, _ in present]
@@ -437,6 +442,9 @@ class RowTrials:
         is_coarse = any_rank(self._step.trainer, comparison.level > _COARSE)
         if self._meets or (several and (unlike or has_sums or is_coarse)):
             miss, rules, is_lone = self._term_by_term(rules, shares, mains if rules.means else rows)
+            if miss.excess <= 1 and several:
+                together = self._all_terms(rules, present, comparison)
+                miss = max(miss, together, key=lambda miss: miss.excess)
         if miss.excess > 1 and not several:
             return None  # a single term may be a mean of something that it does not show
         return Outcome(
@@ -461,13 +469,14 @@ class RowTrials:
         may be none, which is told last.
         """
         worst, laws, is_lone = Miss(excess=0.0, relative_error=0.0), list(rules.rules), False
-        ones, few = [1.0] * len(laws), [SCALE] * len(laws)
+        ones = [1.0] * len(laws)
         groups = _groups(rules)
         while groups:
             group = groups.pop()
             alone = partial(_scaled_terms, rules, group, ones)
             whole = self._whole(alone).gradient
-            again = self._whole(partial(_scaled_terms, rules, group, few)).gradient
+            # The whole loss is scaled: what a term's own scale does not reach would be taken for noise.
+            again = self._whole(lambda loss, alone=alone: alone(loss) * SCALE).gradient
             comparison = Comparison(self._spans(), whole, again / SCALE)
             runs = self._parts_of_terms(rules, group, shares)
             gradients = [run.gradient for run in runs]
@@ -488,6 +497,21 @@ class RowTrials:
             is_lone = is_lone or lone
             worst = max(worst, miss, key=lambda miss: miss.excess)
         return worst, LossRules(rules=tuple(laws)), is_lone
+
+    def _all_terms(
+        self, rules: LossRules, present: Sequence[tuple[Run, int]], comparison: Comparison
+    ) -> Miss:
+        """The miss of parts whose terms are all scaled at once, as in training: what scales one may reach another."""
+        counts = [_counts(rules, part) for part, _ in present]
+        totals = [sum(values) for values in zip(*counts, strict=True)]
+        total = sum(rows for _, rows in present)
+        mains = [
+            _main(rules, count, totals, rows / total) if rules.means else rows / total
+            for count, (_, rows) in zip(counts, present, strict=True)
+        ]
+        scales = [rules.shares(count, totals, main) for count, main in zip(counts, mains, strict=True)]
+        runs = self._parts_of_terms(rules, range(len(rules.rules)), scales)
+        return self._miss(comparison, [run.gradient for run in runs], [1.0] * len(runs))
 
     def _parts_of_terms(
         self, rules: LossRules, group: Sequence[int], shares: Sequence[Sequence[float]]

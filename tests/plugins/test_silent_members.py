@@ -79,9 +79,11 @@ def run(
     return module, budget, dict(fitted.callback_metrics)
 
 
-def assert_split_and_equal(loss: Loss, size: int) -> None:
-    plain, _, _ = run(loss)
-    split, budget, _ = run(loss, size=size)
+def assert_split_and_equal(
+    loss: Loss, size: int, prepare: Callable[[Classifier], None] | None = None
+) -> None:
+    plain, _, _ = run(loss, prepare)
+    split, budget, _ = run(loss, prepare, size=size)
     assert budget is not None
     assert budget.sizing is not None
     assert budget.sizing.micro_batch_size == size
@@ -124,6 +126,49 @@ def with_spectral_hinge(module: Classifier, batch: dict[str, Tensor], scores: Te
     return mean + F.relu(largest - 0.5) + 0.01 * every.norm()
 
 
+def positives(module: Classifier, batch: dict[str, Tensor], scores: Tensor) -> Tensor:
+    """A mean over the rows that are of another class than the most."""
+    return F.cross_entropy(scores, torch.where(batch["y"] > 0, batch["y"], -100))
+
+
+def by_uncertainty(module: Classifier, batch: dict[str, Tensor], scores: Tensor) -> Tensor:
+    """Tasks with learned weights (Kendall et al., 2018), of unlike divisors."""
+    tasks = (cross_entropy(module, batch, scores), positives(module, batch, scores), scores.square().mean())
+    return sum(
+        ((-s).exp() * task + s for s, task in zip(module.notes, tasks, strict=True)), scores.new_zeros(())
+    )
+
+
+def by_shares(module: Classifier, batch: dict[str, Tensor], scores: Tensor) -> Tensor:
+    """Learned weights that add up to one."""
+    first, second, _ = module.notes.softmax(0)
+    return first * cross_entropy(module, batch, scores) + second * positives(module, batch, scores)
+
+
+def by_deviation(module: Classifier, batch: dict[str, Tensor], scores: Tensor) -> Tensor:
+    """A task over a learned variance, with a constant within, and one without."""
+    deviation = module.notes[0] + 1
+    first = (cross_entropy(module, batch, scores) + 0.5) / (2 * deviation**2)
+    return first + deviation.log() + positives(module, batch, scores)
+
+
+def of_one_factor(module: Classifier, batch: dict[str, Tensor], scores: Tensor) -> Tensor:
+    """One learned factor of two means of unlike divisors."""
+    return module.notes[0].exp() * (cross_entropy(module, batch, scores) + positives(module, batch, scores))
+
+
+def of_one_mean(module: Classifier, batch: dict[str, Tensor], scores: Tensor) -> Tensor:
+    """A mean that is there twice, once with a learned factor, and another."""
+    mean = cross_entropy(module, batch, scores)
+    return module.notes[0].exp() * mean + 0.3 * mean + positives(module, batch, scores)
+
+
+def of_one_divisor(module: Classifier, batch: dict[str, Tensor], scores: Tensor) -> Tensor:
+    """One learned factor of two means of one divisor."""
+    mean = cross_entropy(module, batch, scores)
+    return module.notes[0].exp() * (mean + F.mse_loss(scores, torch.ones_like(scores))) + 0.3 * mean
+
+
 def by_group(module: Classifier, batch: dict[str, Tensor], scores: Tensor) -> Tensor:
     """The mean of means over groups, of which a micro-batch may hold none."""
     each, groups = F.cross_entropy(scores, batch["y"], reduction="none"), batch["group"]
@@ -136,6 +181,35 @@ def by_group(module: Classifier, batch: dict[str, Tensor], scores: Tensor) -> Te
 def test_penalties_on_weights_that_are_no_sums_are_the_batch_s(loss: Loss, size: int) -> None:
     """A root follows a sum, and no row is in it."""
     assert_split_and_equal(loss, size)
+
+
+def by_scalars(module: Classifier, batch: dict[str, Tensor], scores: Tensor) -> Tensor:
+    """A weight that is a parameter by itself, added to the loss as it is."""
+    first: Any = module.notes
+    return (-first).exp() * cross_entropy(module, batch, scores) + first + positives(module, batch, scores)
+
+
+LEARNED = [by_uncertainty, by_shares, by_deviation, by_scalars, of_one_divisor, of_one_mean]
+
+
+def with_numbers(module: Classifier) -> None:
+    module.notes = nn.Parameter(torch.tensor([0.2, -0.1, 0.4], dtype=torch.float64))
+
+
+def with_number(module: Classifier) -> None:
+    module.notes = nn.Parameter(torch.tensor(0.2, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("loss", LEARNED)
+def test_learned_weights_of_tasks_get_the_batch_s_gradients(loss: Loss, size: int) -> None:
+    """What scales a task's gradient has to reach the weight that the task is multiplied with."""
+    assert_split_and_equal(loss, size, with_number if loss is by_scalars else with_numbers)
+
+
+def test_a_learned_weight_of_several_tasks_of_unlike_divisors_is_refused() -> None:
+    with pytest.raises(BudgetError, match="miss the whole batch's by"):
+        run(of_one_factor, with_numbers, size=3)
 
 
 @pytest.mark.parametrize("size", [1, 3])
