@@ -77,6 +77,7 @@ class Drawn:
         wrapper: what is done to the reduced loss.
         terms: more terms, with coefficients.
         free: what is added to the loss and has no gradient.
+        weighed: whether the main term has a learned weight.
         state: what the step changes besides gradients.
         returns: what it returns.
         optimizer: by name.
@@ -97,6 +98,7 @@ class Drawn:
     wrapper: str
     terms: tuple[tuple[str, float], ...]
     free: str
+    weighed: bool
     state: str
     returns: str
     optimizer: str
@@ -125,6 +127,8 @@ class Drawn:
     def truth(self) -> str:
         """Whether it decomposes, from its choices alone."""
         divisors = {self.divisor, *(_TERMS[name] for name, _ in self.terms)}
+        if self.weighed:
+            divisors.add(CONSTANT)
         if self.wrapper or COUPLED in divisors:
             return ROWS_ACT
         if self.state:
@@ -165,6 +169,7 @@ def draw(rng: random.Random, seed: int) -> Drawn:
     own = random.Random(f"free {seed}")  # of its own: the other choices stay what they were
     return Drawn(
         free=own.choice(_GRADIENT_FREE) if own.random() < 0.25 else "",
+        weighed=own.random() < 0.15,
         seed=seed, kind=kind, base=base, fused=fused,
         reduction=rng.choice(("mean", "mean", "mean", "sum") if fused else _REDUCTIONS),
         classes=classes,
@@ -201,6 +206,8 @@ class Composed(Trained):
     def __init__(self, drawn: Drawn) -> None:
         self._drawn = drawn  # before `build`, and underscored: no state of the step
         super().__init__()
+        if drawn.weighed:
+            self.weight = nn.Parameter(torch.tensor(0.3))
         if drawn.state == "teacher":
             self.teacher = copy.deepcopy(self.net).requires_grad_(False)
         elif drawn.state == "running":
@@ -233,6 +240,8 @@ class Composed(Trained):
         loss = _main(drawn, x, batch)
         loss = {"sqrt": lambda v: (v + 1).sqrt(), "square": torch.square, "log1p": torch.log1p,
                 "exp": lambda v: (v / 8).exp()}.get(drawn.wrapper, lambda v: v)(loss)  # fmt: skip
+        if drawn.weighed:
+            loss = (-self.weight).exp() * loss + self.weight
         if drawn.free in ("constant", "rows"):
             loss = loss + (0.75 if drawn.free == "constant" else _surprise(drawn, x, batch).mean())
         for name, coefficient in drawn.terms:

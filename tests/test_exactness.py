@@ -246,6 +246,13 @@ FOUND_DRAWN = [
     (3, "drawn_3013", 300, "float64", 3),  # a divisor near zero beside another term
     (3, "drawn_3045", 303, "pure-bf16", 3),  # a value that the last part leaves where no other counts
     (3, "drawn_3045", 306, "float32", 1),  # rows of which one of two terms counts none
+    (
+        3,
+        "drawn_3045",
+        300,
+        "float64",
+        3,
+    ),  # a parameter added to the loss by itself, beside a mean over nothing
     (1, "drawn_1007", 107, "bf16-mixed", 4),  # an error whose sign a rounding turns
 ]
 

@@ -77,5 +77,8 @@ def size_of_terms(reading: Reading, values: Mapping[Any, Tensor], loss: Tensor) 
 
 def _part(place: tuple[Any, Divisor], values: Mapping[Any, Tensor], total: Tensor) -> Tensor | None:
     """What a node's number adds to the loss."""
-    value = values.get(place[0])
+    node = place[0]
+    value = values.get(node)
+    if value is None and hasattr(node, "variable"):  # a parameter by itself, which no function has made
+        value = node.variable.detach() if node.variable.numel() == 1 else None
     return None if value is None else value.reshape(()).to(total) * place[1]
