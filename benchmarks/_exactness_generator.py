@@ -57,6 +57,7 @@ _TERMS = {
 _GRADIENT_FREE = ("constant", "rows", "elements")
 _STATES = ("calls", "teacher", "running", "kept", "newest")
 _RETURNS = ("tensor", "dict", "with_predictions", "with_scalar")
+_WEIGHED = ("task", "halved", "stacked", "dotted")
 _OPTIMIZERS = ("adamw", "sgd", "rmsprop", "adagrad")
 
 
@@ -77,7 +78,7 @@ class Drawn:
         wrapper: what is done to the reduced loss.
         terms: more terms, with coefficients.
         free: what is added to the loss and has no gradient.
-        weighed: whether the main term has a learned weight.
+        weighed: how learned weights enter: of the main term, or of a vector of all terms; empty for none.
         state: what the step changes besides gradients.
         returns: what it returns.
         optimizer: by name.
@@ -98,7 +99,7 @@ class Drawn:
     wrapper: str
     terms: tuple[tuple[str, float], ...]
     free: str
-    weighed: bool
+    weighed: str
     state: str
     returns: str
     optimizer: str
@@ -169,7 +170,7 @@ def draw(rng: random.Random, seed: int) -> Drawn:
     own = random.Random(f"free {seed}")  # of its own: the other choices stay what they were
     return Drawn(
         free=own.choice(_GRADIENT_FREE) if own.random() < 0.25 else "",
-        weighed=own.random() < 0.15,
+        weighed=own.choice(_WEIGHED) if own.random() < 0.15 else "",
         seed=seed, kind=kind, base=base, fused=fused,
         reduction=rng.choice(("mean", "mean", "mean", "sum") if fused else _REDUCTIONS),
         classes=classes,
@@ -207,7 +208,8 @@ class Composed(Trained):
         self._drawn = drawn  # before `build`, and underscored: no state of the step
         super().__init__()
         if drawn.weighed:
-            self.weight = nn.Parameter(torch.tensor(0.3))
+            several = drawn.weighed in ("stacked", "dotted")
+            self.weight = nn.Parameter(torch.full((1 + len(drawn.terms),) if several else (), 0.3))
         if drawn.state == "teacher":
             self.teacher = copy.deepcopy(self.net).requires_grad_(False)
         elif drawn.state == "running":
@@ -240,12 +242,22 @@ class Composed(Trained):
         loss = _main(drawn, x, batch)
         loss = {"sqrt": lambda v: (v + 1).sqrt(), "square": torch.square, "log1p": torch.log1p,
                 "exp": lambda v: (v / 8).exp()}.get(drawn.wrapper, lambda v: v)(loss)  # fmt: skip
-        if drawn.weighed:
+        if drawn.weighed == "task":
             loss = (-self.weight).exp() * loss + self.weight
-        if drawn.free in ("constant", "rows"):
-            loss = loss + (0.75 if drawn.free == "constant" else _surprise(drawn, x, batch).mean())
-        for name, coefficient in drawn.terms:
-            loss = loss + coefficient * _term(self, name, x, batch)
+        elif drawn.weighed == "halved":
+            loss = loss / (2 * self.weight**2) + self.weight / 2
+        free: Tensor | float | None = 0.75 if drawn.free == "constant" else None
+        if drawn.free == "rows":
+            free = _surprise(drawn, x, batch).mean()
+        terms = [coefficient * _term(self, name, x, batch) for name, coefficient in drawn.terms]
+        if drawn.weighed in ("stacked", "dotted"):
+            stacked = torch.stack([loss, *terms])
+            if drawn.weighed == "stacked":
+                loss = (stacked * (-self.weight).exp() + self.weight / 2).sum()
+            else:
+                loss = stacked @ self.weight.softmax(0).to(stacked)
+            terms = []
+        loss = sum(terms, start=loss if free is None else loss + free)
         loss = self._with_state(x, batch, loss)
         self.log("loss", loss, on_step=True, on_epoch=True)
         return self._returned(x, loss)

@@ -77,6 +77,7 @@ class Comparison:
         self._epsilons = torch.tensor([span.epsilon for span in spans], dtype=torch.float64)
         self._noise = _norms(spans, again - whole)
         self._size = float(whole.norm())
+        self._summands = torch.zeros_like(self._norms)
         self._rounding = 0.0
         self.knows_rounding = False
         self.level = float((again - whole).norm() / whole.norm().clamp_min(1e-300))
@@ -84,7 +85,7 @@ class Comparison:
     def miss(self, gradients: Sequence[Tensor], weights: Sequence[float]) -> Miss:
         """How far the weighted sum of some gradients is from the batch's; a nan is infinitely far."""
         mixed = torch.zeros_like(self.whole)
-        scales = self._norms.clone()
+        scales = self._norms + self._summands
         for gradient, weight in zip(gradients, weights, strict=True):
             if weight:
                 mixed += gradient * weight
@@ -107,6 +108,10 @@ class Comparison:
                 (self._spans[i].name, float(relative[i])) for i in worst if float(excesses[i]) > 1
             ),
         )
+
+    def sums_up(self, gradient: Tensor) -> None:
+        """The batch's gradient is a sum that this one is part of: they may cancel, and round as large as they are."""
+        self._summands = self._summands + _norms(self._spans, gradient).nan_to_num(0.0)
 
     def allow(self, rounded: Tensor) -> None:
         """Widen the noise by what another run's gradient differs by, whose weights were rounded otherwise.

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from lightning_memkit.micro_batching.foreseen import UnforeseenLossError
-from lightning_memkit.micro_batching.loss_terms import Divisor, Edge, LossTerms, Term, collapsed, kind_of
+from lightning_memkit.micro_batching.graph_nodes import factors_below, kind_of, numel_out
+from lightning_memkit.micro_batching.loss_terms import Addend, Divisor, Edge, LossTerms, Term, collapsed
 
 _ALIKE = 1e-9  # relative: shares that differ by less are the same
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -40,6 +41,10 @@ class UnlikeDivisors(str):
 
     A mean over pairs of rows is divided by 25 for five rows, and by 4 and 9 for two and three of them.
     """
+
+
+class CurvedLoss(str):
+    """Why a loss is no sum over its rows: what is applied to numbers that were reduced over them."""
 
 
 class UnseenValueError(Exception):
@@ -74,23 +79,27 @@ class TermRule:
 class Reading:
     """A micro-batch's divisors and quotients (see `Term`), one a rule, its nodes, and factors that may not vary.
 
-    Of each rule `tops` and `summands` hold the nodes and gains that its terms have, `shared_factors` where a learned
-    factor scales it and others.
+    Of each rule `tops`, `summands`, `sums`, `shared_factors` and `bottoms` hold what its terms have (see `Term`).
     """
 
     divisors: tuple[float, ...]
     quotients: tuple[float, ...]
     nodes: tuple[tuple[Any, ...], ...]
-    tops: tuple[tuple[tuple[Any, Divisor], ...], ...] = ()
-    summands: tuple[tuple[tuple[Any, Divisor], ...], ...] = ()
+    tops: tuple[tuple[Addend, ...], ...] = ()
+    summands: tuple[tuple[Addend, ...], ...] = ()
+    sums: tuple[tuple[tuple[Addend, ...], ...], ...] = ()
     factors: tuple[Tensor, ...] = ()
-    shared_factors: tuple[Any, ...] = ()
+    shared_factors: tuple[tuple[Any, ...], ...] = ()
+    is_crossed: bool = False
+    bottoms: tuple[tuple[Any, ...], ...] = ()
 
     def scales_apart(self, shares: Sequence[float]) -> bool:
         """Whether each term can be scaled by its own share: those below one learned factor have one."""
+        if self.is_crossed:
+            return alike(shares)
         of_factors: dict[Any, list[float]] = defaultdict(list)
-        for factor, share in zip(self.shared_factors, shares, strict=True):
-            if factor is not None:
+        for factors, share in zip(self.shared_factors, shares, strict=True):
+            for factor in factors:
                 of_factors[factor].append(share)
         return all(alike(own) for own in of_factors.values())
 
@@ -118,8 +127,8 @@ class LossRules:
         Raises:
             UnforeseenLossError: its loss has other terms.
         """
-        if seen.curved or seen.opaque:
-            raise UnforeseenLossError(seen.curved or seen.opaque)
+        if not seen.terms:
+            raise UnforeseenLossError(seen.opaque or "a loss without terms")
         named = _by_name(seen.terms)
         wanted = {(rule.name, rule.branch): 0 for rule in self.rules}
         for rule in self.rules:
@@ -133,6 +142,9 @@ class LossRules:
             named[rule.name][rule.index] if rule.branch is None else collapsed(named[rule.name], rule.branch)
             for rule in self.rules
         ]
+        for rule, term in zip(self.rules, terms, strict=True):
+            if rule.branch is None and _hidden(term):
+                raise UnforeseenLossError(_hidden(term))
         numbers = _on_host([term.divisor for term in terms] + [term.quotient for term in terms])
         apart = [
             named[rule.name] if rule.branch is not None else [term]
@@ -142,9 +154,14 @@ class LossRules:
             divisors=numbers[: len(terms)],
             quotients=numbers[len(terms) :],
             nodes=tuple(t.nodes for t in terms),
-            shared_factors=tuple(t.shared_factor for t in terms),
-            tops=tuple(tuple((t.top, t.gain) for t in of_rule) for of_rule in apart),
-            summands=tuple(tuple((t.summand, t.summand_gain) for t in of_rule) for of_rule in apart),
+            shared_factors=tuple(
+                tuple(t.shared_factor for t in of_rule if t.shared_factor is not None) for of_rule in apart
+            ),
+            is_crossed=seen.is_crossed,
+            bottoms=tuple(tuple(t.bottom for t in of_rule) for of_rule in apart),
+            tops=tuple(tuple(t.top for t in of_rule) for of_rule in apart),
+            summands=tuple(tuple(t.summand for t in of_rule) for of_rule in apart),
+            sums=tuple(tuple(t.sums for t in of_rule) for of_rule in apart),
             factors=tuple(
                 term.factors[i]
                 for rule, term in zip(self.rules, terms, strict=True)
@@ -162,7 +179,7 @@ class LossRules:
         )
 
     def counts(
-        self, reading: Reading, loss: Tensor, values: Mapping[Any, Tensor] | None = None
+        self, reading: Reading, loss: Tensor, values: Mapping[tuple[Any, int], Tensor] | None = None
     ) -> tuple[float, ...]:
         """What a micro-batch counts in each term.
 
@@ -190,9 +207,9 @@ class LossRules:
         return tuple(counted)
 
     def _is_zero(
-        self, index: int, reading: Reading, loss: Tensor, values: Mapping[Any, Tensor] | None
+        self, index: int, reading: Reading, loss: Tensor, values: Mapping[tuple[Any, int], Tensor] | None
     ) -> bool:
-        own = [None if values is None else values.get(node) for node, _ in reading.tops[index]]
+        own = [None if values is None else top.number.value(values) for top in reading.tops[index]]
         if len(self.rules) == 1 and any(value is None for value in own):
             return float(loss.detach()) == 0
         if values is None:
@@ -235,8 +252,10 @@ def learned(
         dtype: that the loss was computed in: what its divisors are rounded to.
     """
     for seen in (whole, *parts):
-        if seen.curved or seen.opaque or not seen.terms:
-            return seen.curved or seen.opaque or "a loss without terms"
+        if not seen.terms:
+            return seen.opaque or "a loss without terms"
+    if whole.curved:
+        return CurvedLoss(whole.curved)
     named = [_by_name(seen.terms) for seen in (whole, *parts)]
     if any(names.keys() != named[0].keys() for names in named[1:]):
         return next(_difference(named[0].keys(), n.keys()) for n in named[1:] if n.keys() != named[0].keys())
@@ -246,6 +265,9 @@ def learned(
         if isinstance(aligned, str):
             return aligned
         branch, rows = aligned
+        hidden = _bent_or_hidden([names[name] for names in named])
+        if hidden:
+            return hidden
         fixed = _fixed_factors([names[name] for names in named], dtype) if branch is None else []
         if isinstance(fixed, str):
             return fixed
@@ -284,6 +306,19 @@ def same_factors(
         float((a.double() - b.double()).norm()) <= allowed * float(a.double().norm())
         for a, b in zip(ours, theirs, strict=True)
     )
+
+
+def _bent_or_hidden(groups: list[list[Term]]) -> str:
+    """What stands against terms that are bent, or don't show their divisor; each row of a batch may have its own."""
+    hidden = next((term for terms in groups for term in terms if _hidden(term)), None)
+    whole, *parts = map(len, groups)
+    if hidden is None or (whole == sum(parts) and whole > max(parts)):
+        return ""
+    return CurvedLoss(hidden.curved) if hidden.curved else hidden.opaque
+
+
+def _hidden(term: Term) -> str:
+    return term.curved or term.opaque
 
 
 def _aligned(name: str, groups: list[list[Term]]) -> "tuple[str | None, list[list[Divisor]]] | str":
@@ -331,36 +366,70 @@ def scale_terms(reading: Reading, shares: Sequence[float]) -> None:
     """Let the coming backward scale each term's gradient by its share; one that weighs nothing sends none on.
 
     The scale is set where the gradient enters the term, behind its division: what a division by zero made of it is
-    dropped.
+    dropped. Terms below one learned factor are scaled above it, and those of them that weigh nothing by themselves.
     """
-    for nodes, share in zip(reading.nodes, shares, strict=True):
-        for node in nodes:
-            if isinstance(node, Edge):
-                node.node.register_hook(_scaled_edge(node.index, share))
-                continue
-            node.register_prehook(_scaled_by(share))
-            if share == 0 and kind_of(node) in (
-                "Mul",
-                "Div",
-            ):  # by a learned weight, whose gradient is 0 times nan
-                node.register_hook(_zeroed)
+    of_factors: dict[Any, float] = {}
+    for nodes, share, factors in zip(reading.nodes, shares, reading.shared_factors, strict=True):
+        for factor in factors:
+            of_factors[factor] = of_factors.get(factor) or share
+        if not factors or not share:
+            for node in nodes:
+                _scale(node, share)
+    for factor, share in of_factors.items():
+        _scale(factor, share)
+    kept = {node for nodes, share in zip(reading.bottoms, shares, strict=True) if share for node in nodes}
+    for nodes, bottoms, share in zip(reading.nodes, reading.bottoms, shares, strict=True):
+        for node in {} if share else dict.fromkeys(bottoms):
+            if node not in kept and node not in nodes:
+                _scale(node, 0.0)
+
+
+def _scale(place: Any, share: float) -> None:
+    """Scale the gradient that passes a node or an edge."""
+    if isinstance(place, Edge):
+        place.node.register_hook(_scaled_edge(place, share))
+        if share == 0 and place.index is not None and place.element is not None:
+            for node in factors_below(place.node.next_functions[place.index][0]):
+                node.register_hook(_zeroed_number(place.element, numel_out(node, 0)))
+        return
+    place.register_prehook(_scaled_by(share))
+    if share == 0 and kind_of(place) in ("Mul", "Div"):  # by a learned weight, whose gradient is 0 times nan
+        place.register_hook(_zeroed)
 
 
 def _scaled_by(share: float) -> Any:
     def scale(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        if share == 0:
-            return _zeroed(gradients, ())
-        return tuple(None if g is None else g * share for g in gradients)
+        return tuple(None if g is None else _times(g, share, None) for g in gradients)
 
     return scale
 
 
-def _scaled_edge(index: int, share: float) -> Any:
+def _scaled_edge(edge: Edge, share: float) -> Any:
     def scale(gradients: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
-        scaled = _scaled_by(share)((gradients[index],))
-        return (*gradients[:index], *scaled, *gradients[index + 1 :])
+        return tuple(
+            g if g is None or edge.index not in (None, index) else _times(g, share, edge.element)
+            for index, g in enumerate(gradients)
+        )
 
     return scale
+
+
+def _zeroed_number(element: int, numel: int) -> Any:
+    """Of a product with learned weights, whose gradients are 0 times nan."""
+
+    def zero(gradients: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
+        return tuple(g if g is None or g.numel() != numel else _times(g, 0.0, element) for g in gradients)
+
+    return zero
+
+
+def _times(gradient: Tensor, share: float, element: int | None) -> Tensor:
+    """A gradient times a share, of which 0 makes 0 of anything; or one number of it."""
+    if element is None:
+        return gradient * share if share else torch.zeros_like(gradient)
+    scaled = gradient.clone(memory_format=torch.contiguous_format)
+    scaled[element] = scaled[element] * share if share else 0.0
+    return scaled
 
 
 def _zeroed(gradients: tuple[Tensor | None, ...], _: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:

@@ -9,52 +9,82 @@ Source: torch's "Autograd mechanics" (`grad_fn`, `next_functions`, saved tensors
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from math import isinf, prod
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, float32, float64, nn
+from torch import Tensor, float32, float64
 from torch.utils._python_dispatch import _disable_current_modes
 
-MOST_NODES = 4096  # of a loss that a step adds up row by row; one of more shows nothing
+from lightning_memkit.micro_batching.graph_nodes import (
+    ADDED,
+    CURVED,
+    MOST_NODES,
+    PASSED,
+    PRODUCTS,
+    factors_below,
+    kind_of,
+    numel_into,
+    numel_out,
+    of_parameters,
+    of_weights,
+    shape_into,
+    stacks_numbers,
+)
 
 Divisor = float | Tensor
 
-# What hands a value on as it is, in any shape: its first input is its only one.
-_PASSED = """Alias Clone Contiguous MaskedFill Permute ReshapeAlias Squeeze T ToCopy Transpose Unsqueeze UnsafeView
-    View""".split()
-_ADDED = "Add Cat Rsub Stack Sub".split()
 # Loss functions of torch that reduce by themselves: `_saved_reduction` is 0 (none), 1 (mean) or 2 (sum).
 _LOSSES = """BinaryCrossEntropy BinaryCrossEntropyWithLogits HuberLoss MseLoss NllLoss NllLoss2D SmoothL1Loss
     SoftMarginLoss""".split()
 _LOSSES_BY_ROW = "MultiMarginLoss MultilabelMarginLoss".split()  # their mean is over rows
-_PRODUCTS = "Addmv Bmm Dot Mm Mv".split()  # with a constant they are sums
-# Functions of one number that are no multiple of it.
-_CURVED = """Abs Acos Asin Atan Clamp ClampMax ClampMin Cos Cosh Elu Erf Exp Exp2 Expm1 Gelu LeakyRelu LinalgVectorNorm
-    Log Log10 Log1P Log2 LogSigmoid Logaddexp Logsumexp Max Maximum Min Minimum Norm Pow Prod Reciprocal Relu Rsqrt
-    Sigmoid Silu Sin Sinh Softplus Sqrt Std Tan Tanh Var""".split()
-# What stands between a number and the parameter that it is made of: a learned temperature, the weight of a task.
-_OF_PARAMETERS = {
-    *_PASSED,
-    *_CURVED,
-    *_ADDED,
-    *"Div Index LogSoftmax Mean Mul Neg Select Slice Softmax Split SplitWithSizes Sum Unbind".split(),
-}
-_PARAMETER_NUMEL = 64  # such numbers stand in a small parameter
-# What stands between a penalty and the weights that it is made of, whatever their size; nothing that takes indices.
-_OF_WEIGHTS = {
-    *_PASSED,
-    *_CURVED,
-    *_ADDED,
-    *_PRODUCTS,
-    *"""Amax Amin Cumsum Diagonal Div LinalgSvd Mean Mul Neg Select
-    Slice Split SplitWithSizes Stack Sum Trace Tril Triu Unbind""".split(),
-} - {"MaskedFill"}
 _FACTOR_NUMEL = 2**16
-_LEAF = "torch::autograd::AccumulateGrad"
+
+
+class Number(NamedTuple):
+    """One number that a step computes, and what it is noted by.
+
+    Args:
+        node: what made it.
+        output: which of its results.
+        element: which number of that vector; None where it is the only one.
+    """
+
+    node: Any
+    output: int = 0
+    element: int | None = None
+
+    def value(self, values: Mapping[tuple[Any, int], Tensor]) -> Tensor | None:
+        """The number, of those that a step has computed (see `TermValues`); None where it isn't among them."""
+        value = values.get((self.node, self.output))
+        if value is None and hasattr(
+            self.node, "variable"
+        ):  # a parameter by itself, which no function has made
+            value = self.node.variable.detach()
+        if value is None or (self.element is None and value.numel() != 1):
+            return None
+        return value.reshape(-1)[self.element or 0]
+
+
+class Addend(NamedTuple):
+    """What a number adds to the loss.
+
+    Args:
+        number: it.
+        gain: what it is multiplied by.
+    """
+
+    number: Number
+    gain: Divisor
+
+    def value(self, values: Mapping[tuple[Any, int], Tensor], total: Tensor) -> Tensor | None:
+        """What it adds, of the loss's dtype and on its device; None where the number isn't known."""
+        value = self.number.value(values)
+        return None if value is None else value.reshape(()).to(total) * self.gain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,33 +97,37 @@ class Term:
         divisor: what the sum is divided by, up to a constant factor; a 0-dim tensor where a device holds it.
         nodes: where the term's gradient can be scaled for it alone, nodes or edges; several where rows were added up
             one by one.
+        bottom: where a gradient of nothing comes out of its divisions, of which one by zero has made nan.
         levels: the divisor after each named node on the way.
         branch: the last place on the way where summands came together; empty without one.
         quotient: what the step itself divided by last, without constant factors; 0 without one.
-        top: the node whose number is the term's part of the loss, times `gain`.
-        gain: see `top`.
+        top: the number that is the term's part of the loss, with what it is multiplied by on its way there.
         summand: the same higher up, where what has no gradient (an entropy of the targets) has been added to it.
-        summand_gain: see `summand`.
+        sums: the same where it has been added to other terms.
         factors: tensors of several numbers that scale it between two reductions, small ones only. Where they are no
             rows' own, they have to be the same in every micro-batch.
         shared_factor: where a learned factor scales several terms at once, whose shares then have to be alike: its own
             gradient is not to be scaled for each. Where a term's gradient passes another's node, that is all terms.
         passed: nodes that its gradient passes after the one where it can be scaled.
+        curved: the function that bends what was reduced, where the term was not read further; see `LossTerms.curved`.
+        opaque: the node that does not show what it divides by, likewise.
     """
 
     name: str
     divisor: Divisor
     nodes: tuple[Any, ...]
+    bottom: Any
     quotient: Divisor = 0.0
     levels: tuple[tuple[str, Divisor], ...] = ()
     branch: str = ""
-    top: Any = None
-    gain: Divisor = 1.0
-    summand: Any = None
-    summand_gain: Divisor = 1.0
+    top: "Addend"
+    summand: "Addend"
+    sums: "tuple[Addend, ...]" = ()
     factors: tuple[Tensor, ...] = ()
     shared_factor: Any = None
     passed: tuple[Any, ...] = ()
+    curved: str = ""
+    opaque: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,13 +137,16 @@ class LossTerms:
     Args:
         terms: the summands; empty where the graph shows none.
         curved: the function that is applied after a reduction, because of which the loss is no sum of its
-            micro-batches' losses; empty without one.
-        opaque: the node that does not show what it divides by; empty without one.
+            micro-batches' losses; empty without one. A function of numbers that the loss has several of may be one
+            that is applied to each row: those terms say so, and the loss doesn't.
+        opaque: the node that does not show what it divides by; empty without one, and for several as above.
+        is_crossed: a term's gradient passes a node at which another one would be scaled: all have to be scaled alike.
     """
 
     terms: tuple[Term, ...] = ()
     curved: str = ""
     opaque: str = ""
+    is_crossed: bool = False
 
 
 class Edge(NamedTuple):
@@ -117,11 +154,13 @@ class Edge(NamedTuple):
 
     Args:
         node: what adds terms up.
-        index: which of them.
+        index: which of its inputs; None for all of them.
+        element: which number of the input, a vector of losses, is the term's.
     """
 
     node: Any
-    index: int
+    index: int | None
+    element: int | None = None
 
 
 class _Path:
@@ -131,10 +170,12 @@ class _Path:
         "node",
         "output",
         "entry",
+        "last",
         "is_entered",
         "shared_factor",
         "passed",
         "edge",
+        "is_divided",
         "name",
         "divisor",
         "levels",
@@ -143,41 +184,38 @@ class _Path:
         "quotient",
         "gain",
         "top",
-        "top_gain",
         "summand",
-        "summand_gain",
+        "sums",
         "scaling",
         "factors",
+        "element",
+        "place",
     )
 
     def __init__(self, node: Any, output: int) -> None:
         self.node, self.output = node, output
-        self.entry = node  # the last node that was linear: only this term's gradient passes it
-        self.is_entered = False  # a parameter has met it there: its gradient is the term's, too
+        self.last = node  # the node before, or this one where it left other terms
+        self.entry: Any = None  # the first product with a parameter, whose gradient is the term's, too
+        self.is_entered = False
         self.shared_factor: Any = None  # where that parameter meets other terms as well
         self.passed: tuple[Any, ...] = ()  # nodes below that entry
-        self.edge: Edge | None = (
-            None  # where it left the other terms, while nothing was divided or reduced since
-        )
+        self.edge: Edge | None = None  # where it left the other terms
+        self.is_divided = False  # since then
         self.name, self.branch = "", ""
         self.divisor: Divisor = 1.0
         self.levels: tuple[tuple[str, Divisor], ...] = ()
         self.reduced = False
         self.quotient: Divisor = 0.0
         self.gain: Divisor = 1.0  # what the node's number is multiplied with on its way into the loss
-        self.top = node
-        self.top_gain: Divisor = 1.0
-        self.summand = node
-        self.summand_gain: Divisor = 1.0
+        self.top = self.summand = Addend(Number(node, output), 1.0)
+        self.sums: tuple[Addend, ...] = ()
         self.scaling: tuple[Tensor, ...] = ()  # by several numbers since the last reduction
         self.factors: tuple[Tensor, ...] = ()
+        self.element: int | None = None  # which number of a vector of losses it follows
+        self.place: Edge | None = None  # where it is alone in that vector
 
 
-class _CurvedLossError(Exception):
-    """The loss bends what it has reduced."""
-
-
-_Step = "list[_Path] | Term | str"  # the ways on, or the term that ends here, or the node that shows nothing
+_Step = "list[_Path] | Term"  # the ways on, or the term that ends here
 
 
 def terms_of(loss: Tensor) -> LossTerms:
@@ -203,58 +241,45 @@ def _walked(loss: Tensor) -> LossTerms:
     terms: dict[Any, Term] = {}
     paths = [_Path(loss.grad_fn, loss.output_nr)]
     visited = 0
-    try:
-        while paths:
-            visited += 1
-            if visited > MOST_NODES:
-                return LossTerms(opaque=f"a loss of more than {MOST_NODES} terms")
-            step = _step(paths.pop())
-            if isinstance(step, str):
-                return LossTerms(opaque=step)
-            if isinstance(step, Term):
-                _add(terms, step)
-            else:
-                paths.extend(reversed(step))
-    except _CurvedLossError as error:
-        return LossTerms(curved=str(error))
+    while paths:
+        visited += 1
+        if visited > MOST_NODES:
+            return LossTerms(opaque=f"a loss of more than {MOST_NODES} terms")
+        step = _step(paths.pop())
+        if isinstance(step, Term):
+            _add(terms, step)
+        else:
+            paths.extend(reversed(step))
     found = tuple(terms.values())
+    named = Counter(term.name for term in found)
+    lone = [term for term in found if named[term.name] == 1]
     passed = {node for term in found for node in term.passed if node is not term.nodes[0]}
-    crossed = next((node for term in found for node in term.nodes if node in passed), None)
-    if crossed is not None:
-        found = tuple(replace(term, shared_factor=crossed) for term in found)
-    return LossTerms(terms=found)
+    return LossTerms(
+        terms=found,
+        curved=next((term.curved for term in lone if term.curved), ""),
+        opaque=next((term.opaque for term in lone if term.opaque), ""),
+        is_crossed=any(node in passed for term in found for node in term.nodes),
+    )
 
 
 def collapsed(terms: Sequence[Term], branch: str) -> Term:
     """Terms of one name as one: what a step adds up row by row, over what it divides their sum by."""
     first = terms[0]
     nodes = tuple(node for term in terms for node in term.nodes)
-    return replace(first, divisor=dict(first.levels).get(branch, 1.0), nodes=nodes, branch=branch)
-
-
-def kind_of(node: Any) -> str:
-    """The function that a node differentiates: `Sum` for `SumBackward0`; custom functions keep their name."""
-    kind = _KINDS.get(type(node))
-    if kind is None:
-        name = node.name()
-        stem, found, version = name.rpartition("Backward")
-        kind = stem if found and version.isdigit() else name
-        # Classes of torch's own nodes live for ever; those of user's functions need not.
-        if kind in _RULES or kind in _ADDED:
-            _KINDS[type(node)] = kind
-    return kind
+    above = [divisor for name, divisor in first.levels if f"{branch}/".startswith(f"{name}/")]
+    return replace(first, divisor=above[-1] if above else 1.0, nodes=nodes, branch=branch)
 
 
 def _step(path: _Path) -> Any:
     """One node further."""
     node, kind = path.node, kind_of(path.node)
     present = [index for index, (child, _) in enumerate(node.next_functions) if child is not None]
-    if kind in _ADDED:
+    if kind in ADDED:
         return _branched(path, present)
     shown = getattr(node, "loss_divisor", None)
     rule = _RULES.get(kind)
     if rule is not None and present and shown is None:
-        if kind not in _PASSED:
+        if kind not in PASSED:
             path.name = f"{path.name}/{kind}"
         return rule(path, present)
     path.name = f"{path.name}/{kind}"
@@ -264,65 +289,132 @@ def _step(path: _Path) -> Any:
         node.next_functions
     ):
         return [_down(path, path.output)]
-    if path.reduced or _of_parameters(node):
+    if kind in ("Select", "Unbind") and present and not factors_below(node.next_functions[0][0]):
+        # An index from the end is saved as one without a sign.
+        number = path.output if kind == "Unbind" else (node._saved_index + 2**63) % 2**64 - 2**63
+        ways = _elements(path, present[0], number)
+        if ways is not None:
+            return ways
+    if path.reduced or of_parameters(node):
         return _term(path)
-    if _numel_out(path) == 1 and _of_weights(node):
-        return _term(path)  # a norm of weights: no row is in it
-    if kind in _CURVED and _numel_out(path) == 1:
-        raise _CurvedLossError(kind.lower())
-    return node.name()
+    if numel_out(node, path.output) == 1:
+        if of_weights(node):
+            return _term(path)  # a norm of weights: no row is in it
+        if kind in CURVED:
+            return _term(path, curved=kind.lower())
+    return _term(path, opaque=node.name())
 
 
 def _down(path: _Path, index: int) -> _Path:
     if path.is_entered:
         path.passed = (*path.passed, path.node)
-    else:
-        path.entry = path.node
+    path.last = path.node
     path.node, path.output = path.node.next_functions[index]
     return path
 
 
-def _term(path: _Path) -> Term:
-    if not path.reduced and not path.is_entered:
-        path.entry = path.node if path.edge is None else path.edge
+def _term(path: _Path, *, curved: str = "", opaque: str = "") -> Term:
+    bottom = path.last
+    if not path.reduced:
+        # Other terms may come by what is made of parameters; a division by zero is to stay above the scale elsewhere.
+        is_made = of_parameters(path.node) or of_weights(path.node)
+        if path.edge is not None and (is_made or not path.is_divided):
+            bottom = path.edge
+        elif not is_made:
+            bottom = path.node
     return Term(
         name=path.name,
         divisor=path.divisor,
-        nodes=(path.entry,),
+        nodes=(path.entry if path.is_entered else bottom,),
+        bottom=bottom,
         quotient=path.quotient,
         levels=path.levels,
         branch=path.branch,
         top=path.top,
-        gain=path.top_gain,
         summand=path.summand,
-        summand_gain=path.summand_gain,
+        sums=path.sums,
         factors=path.factors,
         shared_factor=path.shared_factor,
         passed=(*path.passed, path.node) if path.is_entered else (),
+        curved=curved,
+        opaque=opaque,
     )
 
 
 def _branched(path: _Path, present: list[int]) -> Any:
     """The summands of a sum; a summand without a gradient is none."""
     if not present:
-        return path.node.name()
-    if path.reduced and len(present) > 1 and any(_numel_in(path, index) != 1 for index in present):
+        return _term(path, opaque=path.node.name())
+    if path.element is not None:
+        return _branched_vector(path, present, path.element)
+    if path.reduced and len(present) > 1 and any(numel_into(path.node, index) != 1 for index in present):
         return _term(path)  # rows are added up element by element: one sum
     path.branch = path.name
-    kind, alpha = kind_of(path.node), float(getattr(path.node, "_saved_alpha", 1))
+    if len(present) > 1 and numel_out(path.node, path.output) == 1:
+        path.sums = (*path.sums, _addend(path))
     ways = [_down(copy.copy(path), index) for index in present]
     for index, way in zip(present, ways, strict=True):
         if len(present) > 1 or not way.is_entered:
-            way.shared_factor = path.entry if path.is_entered else path.shared_factor
-            way.entry, way.is_entered = way.node, False  # what they came together in is not one term's alone
-        signs = {"Add": (1.0, alpha), "Sub": (1.0, -alpha), "Rsub": (-alpha, 1.0)}.get(kind)
-        way.edge = None if path.is_entered else Edge(path.node, index)
-        way.gain = way.gain * (1.0 if signs is None else signs[min(index, 1)])
+            way.shared_factor = path.shared_factor or (path.entry if path.is_entered else None)
+            way.last, way.is_entered = way.node, False  # what they came together in is not one term's alone
+            way.edge, way.is_divided = Edge(path.node, index), False
+        way.gain = way.gain * _sign(path.node, index)
         # Else something is added to the rows of one sum, which may be a single row.
-        if _numel_in(path, index) == 1 and not (path.reduced and len(present) == 1):
-            way.top, way.top_gain = way.node, way.gain
+        if numel_into(path.node, index) == 1 and not (path.reduced and len(present) == 1):
+            way.top = _addend(way)
             if len(present) > 1:
-                way.summand, way.summand_gain = way.node, way.gain
+                way.summand = way.top
+    return ways
+
+
+def _addend(path: _Path) -> Addend:
+    """What the number at which a walk stands adds to the loss."""
+    return Addend(Number(path.node, path.output, path.element), path.gain)
+
+
+def _sign(node: Any, index: int) -> float:
+    """What a sum multiplies one of its summands with."""
+    alpha = float(getattr(node, "_saved_alpha", 1))
+    signs = {"Add": (1.0, alpha), "Sub": (1.0, -alpha), "Rsub": (-alpha, 1.0)}.get(kind_of(node))
+    return 1.0 if signs is None else signs[index]
+
+
+def _branched_vector(path: _Path, present: list[int], element: int) -> list[_Path]:
+    """What one number of a vector of losses is added up from."""
+    node, is_stack = path.node, kind_of(path.node) in ("Cat", "Stack")
+    path.branch = path.name
+    ways = []
+    for index in [element] if is_stack else present:
+        if index not in present:
+            continue  # a constant among the losses
+        way, edge = _down(copy.copy(path), index), Edge(node, index, element)
+        if not path.is_entered:  # other ways may come by what is stacked
+            way.edge, way.last, way.is_divided = path.place if is_stack else edge, way.node, False
+        elif not is_stack and len(present) > 1:
+            way.shared_factor = path.shared_factor or path.entry
+            way.last, way.is_entered, way.edge, way.is_divided = way.node, False, edge, False
+        way.gain = way.gain * _sign(node, index)
+        way.place = edge
+        if is_stack:
+            way.element = way.place = None
+        way.top = way.summand = _addend(way)
+        ways.append(way)
+    return ways
+
+
+def _elements(path: _Path, index: int, element: int | None = None) -> list[_Path] | None:
+    """The ways to the numbers of a vector of losses, of which it takes one or all; None where it is no such vector."""
+    node, shape = path.node, shape_into(path.node, index)
+    child = node.next_functions[index][0]
+    if path.reduced or path.element is not None or len(shape) != 1 or not stacks_numbers(child, shape[0]):
+        return None
+    ways = []
+    for number in range(shape[0]) if element is None else [element % shape[0]]:
+        way = _down(copy.copy(path), index)
+        way.shared_factor = path.shared_factor or (path.entry if path.is_entered else None)
+        way.is_entered, way.element, way.place = False, number, Edge(node, index, number)
+        way.top = way.summand = _addend(way)
+        ways.append(way)
     return ways
 
 
@@ -351,7 +443,7 @@ def _multiplied(path: _Path, present: list[int]) -> Any:
 def _quotient(path: _Path, present: list[int]) -> Any:
     if 1 in present:
         return _product(path, present)
-    divisor, path.edge = _scalar(path, "_saved_other"), None
+    divisor, path.is_divided = _scalar(path, "_saved_other"), True
     if divisor is None:
         _note_scaling(path, "_saved_other")
     else:
@@ -363,34 +455,66 @@ def _quotient(path: _Path, present: list[int]) -> Any:
 
 def _product(path: _Path, present: list[int]) -> Any:
     """Two factors with gradients: linear in one where the other is made of parameters alone."""
-    if path.reduced or _numel_out(path) != 1:
+    if path.reduced or (path.element is None and numel_out(path.node, path.output) != 1):
         return _term(path)
-    batched = [index for index in present if not _of_parameters(path.node.next_functions[index][0])]
+    batched = [index for index in present if not of_parameters(path.node.next_functions[index][0])]
     if not batched:
         return _term(path)
     if len(batched) == 2:
-        raise _CurvedLossError("a product or a quotient of two reductions")
+        return _term(path, curved="a product or a quotient of two reductions")
     if kind_of(path.node) == "Div" and batched == [1]:
-        raise _CurvedLossError("a division by a reduction")
+        return _term(path, curved="a division by a reduction")
     factor = getattr(path.node, "_saved_other" if batched[0] == 0 else "_saved_self", None)
     if isinstance(factor, Tensor):
+        factor = _own_number(path, factor)
         path.gain = path.gain * (_inverse(factor) if kind_of(path.node) == "Div" else _on_host(factor))
-    path.edge = None
+    path.is_divided = True
     if not path.is_entered:
-        path.entry, path.is_entered = path.node, True
+        path.entry, path.is_entered = path.node if path.element is None else path.place, True
     return [_down(path, batched[0])]
 
 
+def _dotted(path: _Path, present: list[int]) -> Any:
+    """A vector of losses times their weights."""
+    if len(present) == 2:
+        made = [of_parameters(path.node.next_functions[index][0]) for index in present]
+        if sum(made) != 1:
+            return _term(path)
+        ways, index = _elements(path, present[made.index(False)]), present[made.index(False)]
+    else:
+        index = present[0]
+        ways = _elements(path, index)
+    if ways is None:
+        return _term(path)
+    weights = getattr(path.node, "_saved_tensor" if index == 0 else "_saved_self", None)
+    for way in ways:
+        if isinstance(weights, Tensor):
+            way.gain = way.gain * _on_host(_own_number(way, weights))
+        if len(present) == 2:
+            way.place = Edge(path.node, None, way.element)
+            way.entry, way.is_entered = way.place, True
+        elif isinstance(weights, Tensor):
+            way.factors = (*way.factors, weights.detach())
+    return ways
+
+
+def _own_number(path: _Path, factor: Tensor) -> Tensor:
+    """Of what scales a vector of losses, the number that scales the one that is followed."""
+    return factor if factor.numel() == 1 or path.element is None else factor.reshape(-1)[path.element]
+
+
 def _summed(path: _Path, present: list[int]) -> Any:
-    path = _down(_leveled(path), present[0])
-    return [_reduced(path)]
+    path = _leveled(path)
+    ways = _elements(path, present[0])
+    return [_reduced(_down(path, present[0]))] if ways is None else ways
 
 
 def _averaged(path: _Path, present: list[int]) -> Any:
-    each = _numel_in(path, present[0]) / max(_numel_out(path), 1)
+    each = numel_into(path.node, present[0]) / max(numel_out(path.node, path.output), 1)
     path.gain = path.gain * _inverse(each)
     path = _divided(path, each)
-    return [_down(_reduced(path), present[0])]
+    ways = _elements(path, present[0])
+    return [_down(_reduced(path), present[0])] if ways is None else ways
 
 
 def _reduced(path: _Path) -> _Path:
@@ -405,12 +529,12 @@ def _reduced_by_itself(path: _Path, present: list[int]) -> Term:
         return _term(path)
     if kind in ("NllLoss", "NllLoss2D"):
         return _term(_divided(path, path.node._saved_total_weight))
-    shape = _shape_in(path, present[0])
+    shape = shape_into(path.node, present[0])
     return _term(_divided(path, float(shape[0]) if kind in _LOSSES_BY_ROW else float(prod(shape))))
 
 
 _RULES: dict[str, Callable[[_Path, list[int]], Any]] = {
-    **dict.fromkeys(_PASSED, _passed),
+    **dict.fromkeys(PASSED, _passed),
     "Neg": _negated,
     "Mul": _multiplied,
     "Div": _quotient,
@@ -418,9 +542,9 @@ _RULES: dict[str, Callable[[_Path, list[int]], Any]] = {
     "Nansum": _summed,
     "Mean": _averaged,
     **dict.fromkeys((*_LOSSES, *_LOSSES_BY_ROW), _reduced_by_itself),
-    **dict.fromkeys(_PRODUCTS, lambda path, present: _term(path)),
+    **dict.fromkeys(PRODUCTS, lambda path, present: _term(path)),
+    "Dot": _dotted,
 }
-_KINDS: dict[type, str] = {}
 
 
 def _leveled(path: _Path) -> _Path:
@@ -452,79 +576,33 @@ def _inverse(factor: Divisor) -> Divisor:
 def _scalar(path: _Path, name: str) -> "Divisor | None":
     """The number that a node has saved; None where it is a tensor of several, which scales row by row."""
     raw = getattr(path.node, f"_raw{name}", None)
-    if raw is not None and getattr(raw, "unpack_hook", None) is not None and _numel_out(path) != 1:
+    is_large = numel_out(path.node, path.output) != 1 and path.element is None
+    if raw is not None and getattr(raw, "unpack_hook", None) is not None and is_large:
         return None  # unpacking may bring a large tensor back from the host, or run a forward again
     value = getattr(path.node, name)
     if isinstance(value, Tensor):
+        if path.element is not None:
+            return value if value.numel() == 1 and value.ndim == 0 else None
         # Of one row, what scales row by row is one number, too: below a reduction it has a dimension.
-        by_row = path.reduced and value.ndim > 0 and _numel_out(path) == 1
+        by_row = path.reduced and value.ndim > 0 and numel_out(path.node, path.output) == 1
         return value if value.numel() == 1 and not by_row else None
     return None if value is None else float(value)
 
 
 def _note_scaling(path: _Path, name: str) -> None:
     """Keep several numbers that scale what was reduced: another reduction may lie below."""
+    if path.element is not None:
+        value = getattr(path.node, name).detach()
+        number = _on_host(_own_number(path, value))
+        path.gain = path.gain * (_inverse(number) if kind_of(path.node) == "Div" else number)
+        path.factors = (*path.factors, value)
+        return
     raw = getattr(path.node, f"_raw{name}", None)
     if not path.reduced or getattr(raw, "unpack_hook", None) is not None:
         return
     value = getattr(path.node, name)
     if isinstance(value, Tensor) and value.numel() <= _FACTOR_NUMEL:
         path.scaling = (*path.scaling, value.detach())
-
-
-def _shape_in(path: _Path, index: int) -> Sequence[int]:
-    child, output = path.node.next_functions[index]
-    return child._input_metadata[output].shape
-
-
-def _numel_in(path: _Path, index: int) -> int:
-    return prod(_shape_in(path, index))
-
-
-def _numel_out(path: _Path) -> int:
-    return prod(path.node._input_metadata[path.output].shape)
-
-
-def _of_parameters(node: Any) -> bool:
-    """Whether a number is computed from a small parameter alone, by functions of one number."""
-    nodes = [node]
-    for _ in range(64):
-        if not nodes:
-            return True
-        current = nodes.pop()
-        if current.name() != _LEAF and kind_of(current) not in _OF_PARAMETERS:
-            return False
-        if prod(current._input_metadata[0].shape) > _PARAMETER_NUMEL:
-            return False
-        nodes.extend(child for child, _ in current.next_functions if child is not None)
-    return False
-
-
-def _of_weights(node: Any) -> bool:
-    """Whether a number is computed from parameters alone: a penalty, of which all micro-batches have the same."""
-    nodes, seen = [node], {node}
-    while nodes:
-        current = nodes.pop()
-        if current.name() == _LEAF:
-            if not isinstance(current.variable, nn.Parameter):
-                return False
-            continue
-        kind = kind_of(current)
-        if kind not in _OF_WEIGHTS or len(seen) > MOST_NODES:
-            return False
-        children = [child for child, _ in current.next_functions]
-        if None in children and kind not in _ADDED and not _by_number(current, children.index(None)):
-            return False
-        new = {child for child in children if child is not None} - seen
-        seen |= new
-        nodes.extend(new)
-    return True
-
-
-def _by_number(node: Any, index: int) -> bool:
-    """Whether what has no gradient in a product or a quotient is one number."""
-    value = getattr(node, "_saved_other" if index else "_saved_self", None)
-    return isinstance(value, Tensor) and value.numel() == 1
 
 
 def _add(terms: dict[Any, Term], term: Term) -> None:

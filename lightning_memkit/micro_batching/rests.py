@@ -60,14 +60,17 @@ class RestRules:
         """How many pieces a rest has."""
         return len(self._open)
 
-    def learn(self, rules: LossRules, whole: Rest, parts: Sequence[Rest], allowed: float) -> None:
+    def learn(
+        self, rules: LossRules, whole: Rest, parts: Sequence[Rest], rounding: float, noise: float
+    ) -> None:
         """Keep the ways of weighing that hold here, of those that held before.
 
         Args:
             rules: how the terms go together.
             whole: the rest of some rows.
             parts: those of their micro-batches.
-            allowed: the difference that is rounding.
+            rounding: of the numbers that a rest is the difference of.
+            noise: that a rest has itself, relative.
         """
         self._laws = [rule.law for rule in rules.rules]
         for place, ways in enumerate(self._open):
@@ -76,14 +79,15 @@ class RestRules:
                 abs(value) < float("inf") for value in (target, *pieces)
             ):  # a mean over nothing is nan
                 continue
-            if all(abs(value) <= allowed for value in (target, *pieces)):
+            largest = max(map(abs, (target, *pieces)))
+            if largest <= rounding:
                 continue
+            allowed = rounding + noise * largest
             self.seen = True
             self._varies[place] = self._varies[place] or any(abs(p - target) > allowed for p in pieces)
             errors = [abs(_dot(self._weights(way, parts), pieces) - target) for way in ways]
-            allowed_here = allowed + 1e-6 * abs(target)
             # A clear lead only: ways that differ by rounding stay open, in their order.
-            most = min(allowed_here, 3 * min(errors) + allowed_here / 20)
+            most = min(allowed, 3 * min(errors) + allowed / 20)
             kept: list[Way] = [way for way, error in zip(ways, errors, strict=True) if error <= most]
             self.untold = self.untold or not kept
             if kept:

@@ -70,7 +70,7 @@ class StepShares:
         loss: Tensor,
         rows: float,
         over: float,
-        values: Mapping[Any, Tensor] | None = None,
+        values: Mapping[tuple[Any, int], Tensor] | None = None,
         holds_none: Sequence[bool] = (),
     ) -> tuple[Tensor | None, float]:
         """What a micro-batch's backward starts from, None where nothing of it counts; and what its loss counts.

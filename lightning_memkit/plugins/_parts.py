@@ -32,6 +32,11 @@ _UNTOLD_REST = (
     "nothing. The loss that is reported of a batch in parts is not the whole batch's to the digit; gradients are. Log "
     "that number by itself."
 )
+_UNTOLD_TERMS = (
+    "The terms of the loss weigh unlike in the parts of a batch, and what each adds to it is computed within a "
+    "function that does not show it. The loss that is reported of a batch in parts is not the whole batch's to the "
+    "digit; gradients are. Log the terms by themselves."
+)
 
 
 class Survey(Protocol):
@@ -106,7 +111,7 @@ class PartsRunner:
         self.returned = ReturnedValues()
         self.ranks = Ranks()
         self.survey: Survey | None = None
-        self._has_warned = False
+        self._warned = set[str]()
         self._trainer = trainer
         self._transfer = transfer
         self._has_exact_windows = exact_window
@@ -155,6 +160,8 @@ class PartsRunner:
             factor = self._finish_batch(step, shares)
             attempt.contributions = [None if c is None else c * factor for c in shares.contributions]
             attempt.rest = self._rest(shares)
+            if shares.was_unlike and _put_together(attempt) is None:
+                self._warn(_UNTOLD_TERMS)
             if attempt.losses and shares.totals is None and shares.rules.means and not self._exact_window:
                 raise NothingCountedError  # a mean over nothing, whose gradient and loss are still the batch's
         elif self._exact_window and step.ends_window:
@@ -168,10 +175,15 @@ class PartsRunner:
         if rests is None or not shares.rests or rests.pieces != len(shares.rests[0].pieces):
             return None
         rest = rests.joined(shares.rests)
-        if rests.untold and not self._has_warned:
-            self._has_warned = True
-            warnings.warn(_UNTOLD_REST, stacklevel=2)
+        if rests.untold:
+            self._warn(_UNTOLD_REST)
         return rest
+
+    def _warn(self, words: str) -> None:
+        """Warn once a fit of what is reported otherwise."""
+        if words not in self._warned:
+            self._warned.add(words)
+            warnings.warn(words, stacklevel=2)
 
     @property
     def _is_observed(self) -> bool:
@@ -302,7 +314,7 @@ class PartsRunner:
         return loss.detach(), extra, logged, weight
 
     def _observed(
-        self, batch: _Batch, loss: Tensor, index: int, values: dict[Any, Tensor] | None
+        self, batch: _Batch, loss: Tensor, index: int, values: dict[tuple[Any, int], Tensor] | None
     ) -> tuple[Tensor | None, float]:
         """What a part's backward starts from by what its loss itself shows, and what it counts."""
         shares = batch.shares

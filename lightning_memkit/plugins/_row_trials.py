@@ -24,6 +24,7 @@ from lightning_memkit.micro_batching.composed_state import ComposedState
 from lightning_memkit.micro_batching.loss_rules import (
     NOTHING_COUNTS,
     VARYING_FACTOR,
+    CurvedLoss,
     Law,
     LossRules,
     UnlikeDivisors,
@@ -33,7 +34,7 @@ from lightning_memkit.micro_batching.loss_rules import (
 from lightning_memkit.micro_batching.loss_terms import LossTerms, terms_of
 from lightning_memkit.micro_batching.rests import Rest, RestRules
 from lightning_memkit.micro_batching.step_changes import StepChange
-from lightning_memkit.micro_batching.term_values import size_of_terms, weighed_value
+from lightning_memkit.micro_batching.term_values import rounding_of_terms, weighed_value
 from lightning_memkit.micro_batching.without_noise import SharedDraws
 from lightning_memkit.plugins import _seam, _verdicts
 from lightning_memkit.plugins._ranks import any_rank, largest_of_ranks, values_of_ranks
@@ -64,7 +65,7 @@ class Run:
     loss: Tensor
     logged: list[dict[str, Any]]
     returned: dict[str, Any]
-    values: dict[Any, Tensor]
+    values: dict[tuple[Any, int], Tensor]
     left: dict[str, Any]
 
     @property
@@ -239,8 +240,14 @@ class RowTrials:
             for index in range(len(rules.rules))
         ]
 
-    def learn_rests(self, rests: RestRules, outcome: Outcome, allowed: float) -> None:
-        """Let rules of what has no gradient in the loss learn from a comparison by what the loss shows."""
+    def learn_rests(self, rests: RestRules, outcome: Outcome, noise: float) -> None:
+        """Let rules of what has no gradient in the loss learn from a comparison by what the loss shows.
+
+        Args:
+            rests: the rules.
+            outcome: of the comparison.
+            noise: of a number that is computed from rows, relative.
+        """
         rules = outcome.rules
         assert rules is not None
         sizes = [self._rows.sizes[index] for index in outcome.present]
@@ -250,9 +257,12 @@ class RowTrials:
         told = [rest for rest in found if rest is not None]
         if len(told) < len(runs):
             return
-        amounts = (size_of_terms(rules.read(run.terms), run.values, run.loss) for run in runs)
-        scale = max(amount for amount in amounts if amount < float("inf"))
-        rests.learn(rules, told[0], told[1:], allowed * max(scale, abs(float(outcome.whole.loss))))
+        readings = [rules.read(run.terms) for run in runs]
+        rounding = max(
+            rounding_of_terms(reading, run.values, run.loss)
+            for reading, run in zip(readings, runs, strict=True)
+        )
+        rests.learn(rules, told[0], told[1:], rounding, max(noise, 1e-6))
 
     def _hand_out(self, part: int | None) -> None:
         """The next run gets the random numbers of a part's rows; of the whole, its own again."""
@@ -342,14 +352,14 @@ class RowTrials:
             return rules
         shapes: list[Any] = values_of_ranks(self._step.trainer, _shape(rules))
         for told in shapes:
-            if told == VARYING_FACTOR or isinstance(told, UnlikeDivisors):
+            if told == VARYING_FACTOR or isinstance(told, CurvedLoss | UnlikeDivisors):
                 return told
         return rules if all(shape == shapes[0] for shape in shapes) else None
 
     def _why_not(self, rules: LossRules | str | None, comparison: Comparison) -> str:
         """What the loss's graph says against a split, where the comparison of gradients may not show it."""
-        if rules == VARYING_FACTOR:
-            return VARYING_FACTOR
+        if isinstance(rules, CurvedLoss) or (isinstance(rules, str) and rules == VARYING_FACTOR):
+            return rules
         # In few bits a small term is no more than the rounding of the large ones.
         if isinstance(rules, UnlikeDivisors) and any_rank(self._step.trainer, comparison.level > _COARSE):
             return rules
@@ -420,6 +430,7 @@ class RowTrials:
         present = [
             (part, rows) for part, rows in zip(parts, self._rows.sizes, strict=True) if part is not None
         ]
+        rules = _shared_below_factors(rules, whole)
         counts = [_counts(rules, part) for part, _ in present]
         totals = [sum(values) for values in zip(*counts, strict=True)]
         rows = [size / sum(self._rows.sizes) for _, size in present]
@@ -441,7 +452,9 @@ class RowTrials:
         is_lone = has_sums and not _several(parts)
         is_coarse = any_rank(self._step.trainer, comparison.level > _COARSE)
         if self._meets or (several and (unlike or has_sums or is_coarse)):
-            miss, rules, is_lone = self._term_by_term(rules, shares, mains if rules.means else rows)
+            miss, rules, is_lone = self._term_by_term(
+                rules, shares, mains if rules.means else rows, comparison
+            )
             if miss.excess <= 1 and several:
                 together = self._all_terms(rules, present, comparison)
                 miss = max(miss, together, key=lambda miss: miss.excess)
@@ -460,7 +473,11 @@ class RowTrials:
         )
 
     def _term_by_term(
-        self, rules: LossRules, shares: Sequence[Sequence[float]], fractions: Sequence[float]
+        self,
+        rules: LossRules,
+        shares: Sequence[Sequence[float]],
+        fractions: Sequence[float],
+        of_all: Comparison,
     ) -> tuple[Miss, LossRules, bool]:
         """The worst miss of terms that are compared by themselves, behind no larger one; and the laws that held.
 
@@ -483,12 +500,13 @@ class RowTrials:
             law = laws[group[0]].law
             miss = self._miss(comparison, gradients, [1.0] * len(gradients), alone)
             if law is Law.SUM and miss.excess > 1:
-                of_all = self._miss(comparison, gradients, fractions, alone)
-                if of_all.excess <= 1:
-                    miss, law = of_all, Law.SHARED
+                shared = self._miss(comparison, gradients, fractions, alone)
+                if shared.excess <= 1:
+                    miss, law = shared, Law.SHARED
                 elif len(group) > 1:
                     groups += [[index] for index in group]
                     continue
+            of_all.sums_up(whole)
             lone = law is Law.SUM and any_rank(self._step.trainer, not _several(runs))
             if lone and laws[group[0]].divided:
                 law = Law.MEAN  # by a count, as it seems, of which the other parts have none
@@ -597,6 +615,18 @@ def _groups(rules: LossRules) -> list[list[int]]:
         alike = ("sums", rule.name) if rule.law is Law.SUM and not rule.divided else ("one", index)
         groups[alike if len(groups) < _TERMS or alike in groups else rule.law].append(index)
     return list(groups.values())
+
+
+def _shared_below_factors(rules: LossRules, whole: Run) -> LossRules:
+    """The rules with sums beside means below one learned factor as what looks at no row: they have one share."""
+    shared = rules.read(whole.terms).shared_factors
+    of_means = {factor for index in rules.means for factor in shared[index]}
+    return LossRules(
+        rules=tuple(
+            replace(rule, law=Law.SHARED) if rule.law is Law.SUM and of_means & {*factors} else rule
+            for rule, factors in zip(rules.rules, shared, strict=True)
+        )
+    )
 
 
 def _several(parts: Sequence[Run | None]) -> bool:

@@ -89,7 +89,7 @@ class Trials:
         self.logged: list[dict[str, Any]] = []
         self.handed_on: list[str] = []
         self.returned: dict[str, Any] = {}
-        self.values: dict[Any, Tensor] = {}
+        self.values: dict[tuple[Any, int], Tensor] = {}
         self.capture: Callable[[], Any] | None = None
         self.captured: Any = None
         self.between: Callable[[], None] | None = None

@@ -36,6 +36,7 @@ class Classifier(LightningModule):
         self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, CLASSES))
         self.loss = loss
         self.given: list[Any] = []
+        self.reported: list[float] = []
         if prepare is not None:
             prepare(self)
 
@@ -46,6 +47,7 @@ class Classifier(LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.given.append((outputs["rows"], float(outputs["top"]), outputs["ids"]))
+        self.reported.append(float(outputs["loss"]))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=1e-2)
@@ -88,6 +90,7 @@ def assert_split_and_equal(
     assert budget.sizing is not None
     assert budget.sizing.micro_batch_size == size
     torch.testing.assert_close(weights(split), weights(plain), rtol=1e-10, atol=1e-12)
+    assert split.reported == pytest.approx(plain.reported, rel=1e-9)
 
 
 def cross_entropy(module: Classifier, batch: dict[str, Tensor], scores: Tensor) -> Tensor:
@@ -136,6 +139,14 @@ def by_uncertainty(module: Classifier, batch: dict[str, Tensor], scores: Tensor)
     tasks = (cross_entropy(module, batch, scores), positives(module, batch, scores), scores.square().mean())
     return sum(
         ((-s).exp() * task + s for s, task in zip(module.notes, tasks, strict=True)), scores.new_zeros(())
+    )
+
+
+def over_masks(module: Classifier, batch: dict[str, Tensor], scores: Tensor) -> Tensor:
+    """Learned weights of a mean over rows that a micro-batch may have none of: 0 times nan twice."""
+    first, second, _ = module.notes.exp()
+    return (
+        first * cross_entropy(module, batch, scores) + second * over_mask(module, batch, scores) + second / 2
     )
 
 
@@ -189,7 +200,38 @@ def by_scalars(module: Classifier, batch: dict[str, Tensor], scores: Tensor) -> 
     return (-first).exp() * cross_entropy(module, batch, scores) + first + positives(module, batch, scores)
 
 
-LEARNED = [by_uncertainty, by_shares, by_deviation, by_scalars, of_one_divisor, of_one_mean]
+def by_halves(module: Classifier, batch: dict[str, Tensor], scores: Tensor) -> Tensor:
+    """Half of a parameter is added: it was scaled where all of its gradients come together, at every later step."""
+    tasks = (cross_entropy(module, batch, scores), positives(module, batch, scores))
+    terms = (task / (2 * s**2) + s / 2 for s, task in zip(module.notes + 1, tasks, strict=False))
+    return sum(terms, scores.new_zeros(())) + module.notes[2] / 2
+
+
+def of_one_factor_alike(module: Classifier, batch: dict[str, Tensor], scores: Tensor) -> Tensor:
+    """One learned factor of two means of one divisor and of itself, beside a mean of another."""
+    factor = module.notes[0].exp()
+    means = cross_entropy(module, batch, scores) + F.mse_loss(scores, torch.ones_like(scores))
+    return factor * (means + module.notes[1]) + positives(module, batch, scores)
+
+
+def of_smooth_labels(module: Classifier, batch: dict[str, Tensor], scores: Tensor) -> Tensor:
+    """Two terms that torch adds up within its function, below one learned factor."""
+    smooth = F.cross_entropy(scores, batch["y"], label_smoothing=0.1)
+    return (-module.notes[0]).exp() * smooth + module.notes[0] + positives(module, batch, scores)
+
+
+LEARNED = [
+    by_uncertainty,
+    by_shares,
+    by_deviation,
+    by_scalars,
+    by_halves,
+    of_one_divisor,
+    of_one_factor_alike,
+    of_one_mean,
+    of_smooth_labels,
+    over_masks,
+]
 
 
 def with_numbers(module: Classifier) -> None:
@@ -210,6 +252,81 @@ def test_learned_weights_of_tasks_get_the_batch_s_gradients(loss: Loss, size: in
 def test_a_learned_weight_of_several_tasks_of_unlike_divisors_is_refused() -> None:
     with pytest.raises(BudgetError, match="miss the whole batch's by"):
         run(of_one_factor, with_numbers, size=3)
+
+
+Reduced = Callable[[Tensor, Tensor], Tensor]  # of a vector of losses and one of weights
+VECTORS: dict[str, Reduced] = {
+    "a sum": lambda losses, w: (losses * (-w).exp() + w).sum(),
+    "a mean": lambda losses, w: (w.exp() * losses + w / 2).mean(),
+    "variances": lambda losses, w: (losses / (2 * (w + 1) ** 2)).sum() + (w + 1).log().sum(),
+    "a product": lambda losses, w: losses @ w.softmax(0),
+    "a product, the weights first": lambda losses, w: torch.dot(w.exp(), losses) + losses[0],
+    "constants": lambda losses, w: (losses * torch.tensor([1.0, 2.0, 0.5]).to(w)).sum(),
+    "a product with constants": lambda losses, w: losses @ torch.tensor([1.0, 2.0, 0.5]).to(w),
+    "numbers of it": lambda losses, w: losses[0] * w[0].exp() + losses[-1] + w[2] * losses[1],
+    "its parts": lambda losses, w: sum(map(torch.mul, losses.unbind(), w.exp()), w.new_zeros(())),
+}
+
+
+def over_mask(module: Classifier, batch: dict[str, Tensor], scores: Tensor) -> Tensor:
+    """A mean that the step divides by itself: nothing over nothing where no row counts."""
+    counts = (batch["y"] > 0).to(scores)
+    return (scores.square().sum(1) * counts).sum() / counts.sum()
+
+
+@pytest.mark.parametrize("task", [positives, over_mask])
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("name", VECTORS)
+def test_a_vector_of_losses_is_weighed_number_by_number(name: str, size: int, task: Loss) -> None:
+    """As multi-task code has it: `torch.stack(losses) * weights`."""
+
+    def loss(module: Classifier, batch: dict[str, Tensor], scores: Tensor) -> Tensor:
+        tasks = [cross_entropy(module, batch, scores), task(module, batch, scores)]
+        return VECTORS[name](torch.stack([*tasks, scores.square().mean()]), module.notes)
+
+    assert_split_and_equal(loss, size, with_numbers)
+
+
+def own(score: Tensor, label: Tensor) -> Tensor:
+    return F.cross_entropy(score, label)
+
+
+OF_ROWS: dict[str, Callable[[list[Tensor], Tensor], Tensor]] = {
+    "a mean of squares": lambda each, w: sum((loss**2 for loss in each), w.new_zeros(())) / len(each),
+    "a mean of a vector of roots": lambda each, w: torch.stack([(loss + 1).sqrt() for loss in each]).mean(),
+    "a weighed vector": lambda each, w: (torch.stack(each) * w).sum() / w.sum(),
+    "a weighed vector of sums": lambda each, w: (
+        (torch.stack([a + a.exp() for a in each]) * w).sum() / w.sum()
+    ),
+}
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_what_bends_each_row_s_own_loss_bends_no_batch_s(name: str, size: int) -> None:
+    def loss(module: Classifier, batch: dict[str, Tensor], scores: Tensor) -> Tensor:
+        each = [own(score, label) for score, label in zip(scores, batch["y"], strict=True)]
+        return OF_ROWS[name](each, 1.0 + batch["x"][:, 0].abs()) + positives(module, batch, scores)
+
+    assert_split_and_equal(loss, size)
+
+
+@pytest.mark.parametrize("several", [True, False], ids=["of groups", "of heads"])
+def test_what_bends_the_means_of_several_rows_is_refused(several: bool) -> None:
+    def loss(module: Classifier, batch: dict[str, Tensor], scores: Tensor) -> Tensor:
+        labels = batch["y"]
+        means = (
+            [
+                F.mse_loss(scores[labels == label, 0], batch["x"][labels == label, 0])
+                for label in labels.unique()
+            ]
+            if several
+            else [F.mse_loss(scores[:, head], batch["x"][:, head]) for head in range(CLASSES)]
+        )
+        return sum((mean.sqrt() for mean in means), scores.new_zeros(()))
+
+    with pytest.raises(BudgetError, match="no sum over its rows: sqrt"):
+        run(loss, size=3)
 
 
 @pytest.mark.parametrize("size", [1, 3])

@@ -1,0 +1,156 @@
+"""What the nodes of an autograd graph are: their kinds and shapes, and what a number of the loss is made of."""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from torch import Tensor, nn
+
+# What hands a value on as it is, in any shape: its first input is its only one.
+PASSED = """Alias Clone Contiguous MaskedFill Permute ReshapeAlias Squeeze T ToCopy Transpose Unsqueeze UnsafeView
+    View""".split()
+ADDED = "Add Cat Rsub Stack Sub".split()
+PRODUCTS = "Addmv Bmm Dot Mm Mv".split()  # with a constant they are sums
+# Functions of one number that are no multiple of it.
+CURVED = """Abs Acos Asin Atan Clamp ClampMax ClampMin Cos Cosh Elu Erf Exp Exp2 Expm1 Gelu LeakyRelu LinalgVectorNorm
+    Log Log10 Log1P Log2 LogSigmoid Logaddexp Logsumexp Max Maximum Min Minimum Norm Pow Prod Reciprocal Relu Rsqrt
+    Sigmoid Silu Sin Sinh Softplus Sqrt Std Tan Tanh Var""".split()
+# What stands between a number and the parameter that it is made of: a learned temperature, the weight of a task.
+_OF_PARAMETERS = {
+    *PASSED,
+    *CURVED,
+    *ADDED,
+    *"Div Index LogSoftmax Mean Mul Neg Select Slice Softmax Split SplitWithSizes Sum Unbind".split(),
+}
+PARAMETER_NUMEL = 64  # such numbers stand in a small parameter
+# What stands between a penalty and the weights that it is made of, whatever their size; nothing that takes indices.
+_OF_WEIGHTS = {
+    *PASSED,
+    *CURVED,
+    *ADDED,
+    *PRODUCTS,
+    *"""Amax Amin Cumsum Diagonal Div LinalgSvd Mean Mul Neg Select
+    Slice Split SplitWithSizes Stack Sum Trace Tril Triu Unbind""".split(),
+} - {"MaskedFill"}
+_LEAF = "torch::autograd::AccumulateGrad"
+MOST_NODES = 4096  # that are looked at below one
+# What acts on each number of a vector by itself.
+_BY_ELEMENT = frozenset("Add Alias Clone Div Mul Neg Rsub Sub ToCopy".split())
+_VECTOR_NODES = 64  # between a sum and the losses that were stacked for it
+_KINDS: dict[type, str] = {}
+
+
+def kind_of(node: Any) -> str:
+    """The function that a node differentiates: `Sum` for `SumBackward0`; custom functions keep their name."""
+    kind = _KINDS.get(type(node))
+    if kind is None:
+        name = node.name()
+        stem, found, version = name.rpartition("Backward")
+        if not (found and version.isdigit()):
+            return name
+        if type(node).__name__ != name:  # classes of torch's own nodes live for ever; a user's need not
+            return stem
+        kind = _KINDS[type(node)] = stem
+    return kind
+
+
+def shape_into(node: Any, index: int) -> Sequence[int]:
+    """The shape of one of a node's inputs that has a gradient."""
+    child, output = node.next_functions[index]
+    return child._input_metadata[output].shape
+
+
+def numel_into(node: Any, index: int) -> int:
+    """The elements of one of a node's inputs that has a gradient."""
+    return prod(shape_into(node, index))
+
+
+def numel_out(node: Any, output: int) -> int:
+    """The elements of one of a node's results."""
+    return prod(node._input_metadata[output].shape)
+
+
+def of_parameters(node: Any) -> bool:
+    """Whether a number is computed from a small parameter alone, by functions of one number."""
+    nodes = [node]
+    for _ in range(64):
+        if not nodes:
+            return True
+        current = nodes.pop()
+        if current.name() != _LEAF and kind_of(current) not in _OF_PARAMETERS:
+            return False
+        if prod(current._input_metadata[0].shape) > PARAMETER_NUMEL:
+            return False
+        nodes.extend(child for child, _ in current.next_functions if child is not None)
+    return False
+
+
+def of_weights(node: Any) -> bool:
+    """Whether a number is computed from parameters alone: a penalty, of which all micro-batches have the same."""
+    nodes, seen = [node], {node}
+    while nodes:
+        current = nodes.pop()
+        if current.name() == _LEAF:
+            if not isinstance(current.variable, nn.Parameter):
+                return False
+            continue
+        kind = kind_of(current)
+        if kind not in _OF_WEIGHTS or len(seen) > MOST_NODES:
+            return False
+        children = [child for child, _ in current.next_functions]
+        if None in children and kind not in ADDED and not _by_number(current, children.index(None)):
+            return False
+        new = {child for child in children if child is not None} - seen
+        seen |= new
+        nodes.extend(new)
+    return True
+
+
+def _by_number(node: Any, index: int) -> bool:
+    """Whether what has no gradient in a product or a quotient is one number."""
+    value = getattr(node, "_saved_other" if index else "_saved_self", None)
+    return isinstance(value, Tensor) and value.numel() == 1
+
+
+def stacks_numbers(node: Any, numel: int) -> bool:
+    """Whether a vector is made of so many numbers, each of its own graph, by what acts on each by itself.
+
+    They are the losses of tasks or of rows: `torch.stack(losses) * weights`.
+    """
+    return _stacks(node, numel, [_VECTOR_NODES])
+
+
+def _stacks(node: Any, numel: int, left: list[int]) -> bool:
+    left[0] -= 1
+    kind = kind_of(node)
+    if kind in ("Cat", "Stack"):
+        return len(node.next_functions) == numel
+    if kind not in _BY_ELEMENT or left[0] < 0:
+        return False
+    stacked = []
+    for index, (child, _) in enumerate(node.next_functions):
+        if child is None:
+            continue
+        if numel_into(node, index) != numel:
+            return False  # what all numbers have in common would have to be scaled for each
+        if not of_parameters(child):
+            if not _stacks(child, numel, left):
+                return False
+            stacked.append(index)
+    if kind in ("Mul", "Div") and stacked != [0] and not (kind == "Mul" and stacked == [1]):
+        return False
+    return bool(stacked)
+
+
+def factors_below(node: Any) -> list[Any]:
+    """The products and quotients between a node of such a vector and its numbers, or the next sum."""
+    found = []
+    while kind_of(node) in _BY_ELEMENT:
+        if kind_of(node) in ("Mul", "Div"):
+            found.append(node)
+        children = [child for child, _ in node.next_functions if child is not None]
+        stacked = [child for child in children if not of_parameters(child)]
+        if len(stacked) != 1:
+            break
+        (node,) = stacked
+    return found
