@@ -94,6 +94,27 @@ def foretelling(batches: Sequence[Any], divisors: Sequence[float]) -> list[Foret
     return found
 
 
-def holds_none(foretold: Sequence[Sequence[Foretold]], part: Any) -> list[bool]:
-    """For each term, whether a micro-batch holds nothing of what foretells its divisor."""
-    return [bool(ways) and all(way.count(part) == 0 for way in ways) for ways in foretold]
+class Emptiness:
+    """Whether a micro-batch holds nothing of what foretells a term's divisor.
+
+    A number of which it does hold some, and another number than the term counts, foretold by chance: it is not asked
+    again.
+
+    Args:
+        foretold: for each term, the numbers of a batch that its divisor was in proportion to; wrong ones are removed.
+        part: the micro-batch.
+    """
+
+    def __init__(self, foretold: Sequence[list[Foretold]], part: Any) -> None:
+        self._foretold, self._part = foretold, part
+        self.was_wrong = False
+
+    def __call__(self, index: int, count: float) -> bool:
+        """Whether it holds none of what the term counts, by its divisor `count`."""
+        ways = self._foretold[index] if index < len(self._foretold) else []
+        numbers = [(way, way.total(self._part)) for way in ways]
+        right = [way for way, number in numbers if not number or abs(number - count) <= _SAME * abs(count)]
+        if len(right) < len(ways):
+            self.was_wrong = True
+            ways[:] = right
+        return bool(right) and not any(number for way, number in numbers if way in right)

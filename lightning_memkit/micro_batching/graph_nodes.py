@@ -120,11 +120,20 @@ def stacks_numbers(node: Any, numel: int) -> bool:
     return _stacks(node, numel, [_VECTOR_NODES])
 
 
+def is_number_viewed(node: Any) -> bool:
+    """Whether it makes a vector of one number: `loss.unsqueeze(0)`, as `DataParallel` does, or `loss.reshape(1)`."""
+    if kind_of(node) not in PASSED or node.next_functions[0][0] is None:
+        return False
+    return len(shape_into(node, 0)) == 0 and len(node._input_metadata[0].shape) == 1
+
+
 def _stacks(node: Any, numel: int, left: list[int]) -> bool:
     left[0] -= 1
     kind = kind_of(node)
     if kind in ("Cat", "Stack"):
         return len(node.next_functions) == numel
+    if is_number_viewed(node):
+        return True
     if kind not in _BY_ELEMENT or left[0] < 0:
         return False
     stacked = []

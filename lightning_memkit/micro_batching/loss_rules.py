@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_memkit.micro_batching.foreseen import UnforeseenLossError
-from lightning_memkit.micro_batching.graph_nodes import factors_below, kind_of, numel_out
+from lightning_memkit.micro_batching.graph_nodes import numel_into
 from lightning_memkit.micro_batching.loss_terms import Addend, Divisor, Edge, LossTerms, Term, collapsed
 
 _ALIKE = 1e-9  # relative: shares that differ by less are the same
@@ -24,6 +24,7 @@ _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 4e-3, torc
 _SMALL = (
     1e-3  # a divisor below counts nothing: it was added to, or clamped, so that nothing is divided by zero
 )
+_EPSILON = 1e-4  # of the smallest divisor: what is added to each, so that none is zero
 NOTHING_COUNTS = "a term that counts nothing in the whole batch"
 VARYING_FACTOR = "a factor that is made of the batch's rows"
 
@@ -79,7 +80,8 @@ class TermRule:
 class Reading:
     """A micro-batch's divisors and quotients (see `Term`), one a rule, its nodes, and factors that may not vary.
 
-    Of each rule `tops`, `summands`, `sums`, `shared_factors` and `bottoms` hold what its terms have (see `Term`).
+    Of each rule `tops`, `summands`, `sums`, `shared_factors`, `bottoms` and products hold what its terms have (see
+    `Term`).
     """
 
     divisors: tuple[float, ...]
@@ -92,6 +94,8 @@ class Reading:
     shared_factors: tuple[tuple[Any, ...], ...] = ()
     is_crossed: bool = False
     bottoms: tuple[tuple[Any, ...], ...] = ()
+    products: tuple[tuple[Edge, ...], ...] = ()
+    shared_products: tuple[tuple[Edge, ...], ...] = ()
 
     def scales_apart(self, shares: Sequence[float]) -> bool:
         """Whether each term can be scaled by its own share: those below one learned factor have one."""
@@ -159,6 +163,10 @@ class LossRules:
             ),
             is_crossed=seen.is_crossed,
             bottoms=tuple(tuple(t.bottom for t in of_rule) for of_rule in apart),
+            products=tuple(tuple(one for t in of_rule for one in t.products) for of_rule in apart),
+            shared_products=tuple(
+                tuple(one for t in of_rule for one in t.shared_products) for of_rule in apart
+            ),
             tops=tuple(tuple(t.top for t in of_rule) for of_rule in apart),
             summands=tuple(tuple(t.summand for t in of_rule) for of_rule in apart),
             sums=tuple(tuple(t.sums for t in of_rule) for of_rule in apart),
@@ -226,9 +234,14 @@ class LossRules:
         """
         by_law = {Law.SUM: 1.0, Law.SHARED: main}
         return [
-            by_law.get(rule.law, count / total if total else 0.0)
-            for rule, count, total in zip(self.rules, counts, totals, strict=True)
+            by_law[rule.law] if rule.law in by_law else self.share(index, count, total)
+            for index, (rule, count, total) in enumerate(zip(self.rules, counts, totals, strict=True))
         ]
+
+    def share(self, index: int, count: float, total: float) -> float:
+        """What a mean weighs in one of which it counts a part; both are divided by their epsilon, too."""
+        excess = self.rules[index].excess
+        return (count + excess) / (total + excess) if count and total else 0.0
 
     @property
     def means(self) -> tuple[int, ...]:
@@ -237,8 +250,12 @@ class LossRules:
 
     @property
     def needs_totals(self) -> bool:
-        """Whether sums stand beside means: what a mean weighs beside a sum is its share of a total known before."""
-        return bool(self.means) and any(rule.law is Law.SUM for rule in self.rules)
+        """Whether sums stand beside means: what a mean weighs beside a sum is its share of a total known before.
+
+        Nor do a mean with an epsilon and another term weigh alike.
+        """
+        has_epsilon = len(self.rules) > 1 and any(rule.excess for rule in self.rules)
+        return bool(self.means) and (has_epsilon or any(rule.law is Law.SUM for rule in self.rules))
 
 
 def learned(
@@ -275,7 +292,8 @@ def learned(
             rule = _rule(name, index, branch, [_number(divisor) for divisor in divisors], dtype)
             if isinstance(rule, str):
                 return rule
-            ones = branch is None and all(_number(names[name][index].quotient) == 1.0 for names in named)
+            quotients = (_number(names[name][index].quotient) for names in named if branch is None)
+            ones = branch is None and all(0 <= quotient - 1 <= _EPSILON for quotient in quotients)
             rules.append(replace(rule, fixed=fixed[index] if fixed else (), divided=ones))
     return LossRules(rules=tuple(rules))
 
@@ -346,6 +364,8 @@ def _rule(
         exact = excess if dtype is torch.float64 and 0 < excess < _SMALL else 0.0
         return TermRule(name=name, index=index, branch=branch, law=Law.MEAN, excess=exact)
     least = min(parts)
+    if 0 < excess <= _EPSILON * least:
+        return TermRule(name=name, index=index, branch=branch, law=Law.MEAN, excess=excess)
     # What is added to every divisor shows in all; a count that is clamped is a whole number where it is not.
     is_added = excess > 0 and not whole.is_integer()
     if is_added and excess <= least + allowed and least < _SMALL * abs(whole):
@@ -377,24 +397,27 @@ def scale_terms(reading: Reading, shares: Sequence[float]) -> None:
                 _scale(node, share)
     for factor, share in of_factors.items():
         _scale(factor, share)
-    kept = {node for nodes, share in zip(reading.bottoms, shares, strict=True) if share for node in nodes}
-    for nodes, bottoms, share in zip(reading.nodes, reading.bottoms, shares, strict=True):
-        for node in {} if share else dict.fromkeys(bottoms):
-            if node not in kept and node not in nodes:
-                _scale(node, 0.0)
+    of_some = [reading.bottoms, reading.products, reading.shared_products]
+    kept = {
+        place
+        for places in of_some
+        for own, share in zip(places, shares, strict=True)
+        if share
+        for place in own
+    }
+    for nodes, share, *places in zip(reading.nodes, shares, *of_some, strict=True):
+        if not share:
+            for place in dict.fromkeys(place for own in places for place in own):
+                if place not in kept and place not in nodes:
+                    _scale(place, 0.0)
 
 
 def _scale(place: Any, share: float) -> None:
     """Scale the gradient that passes a node or an edge."""
     if isinstance(place, Edge):
         place.node.register_hook(_scaled_edge(place, share))
-        if share == 0 and place.index is not None and place.element is not None:
-            for node in factors_below(place.node.next_functions[place.index][0]):
-                node.register_hook(_zeroed_number(place.element, numel_out(node, 0)))
-        return
-    place.register_prehook(_scaled_by(share))
-    if share == 0 and kind_of(place) in ("Mul", "Div"):  # by a learned weight, whose gradient is 0 times nan
-        place.register_hook(_zeroed)
+    else:
+        place.register_prehook(_scaled_by(share))
 
 
 def _scaled_by(share: float) -> Any:
@@ -405,22 +428,22 @@ def _scaled_by(share: float) -> Any:
 
 
 def _scaled_edge(edge: Edge, share: float) -> Any:
+    # What a vector is multiplied with may be a number, of which no element is one term's.
+    numel = None if edge.index is not None or edge.element is None else _vector_numel(edge.node)
+
     def scale(gradients: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
         return tuple(
-            g if g is None or edge.index not in (None, index) else _times(g, share, edge.element)
+            g
+            if g is None or edge.index not in (None, index) or numel not in (None, g.numel())
+            else _times(g, share, edge.element)
             for index, g in enumerate(gradients)
         )
 
     return scale
 
 
-def _zeroed_number(element: int, numel: int) -> Any:
-    """Of a product with learned weights, whose gradients are 0 times nan."""
-
-    def zero(gradients: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
-        return tuple(g if g is None or g.numel() != numel else _times(g, 0.0, element) for g in gradients)
-
-    return zero
+def _vector_numel(node: Any) -> int:
+    return max(numel_into(node, i) for i, (child, _) in enumerate(node.next_functions) if child is not None)
 
 
 def _times(gradient: Tensor, share: float, element: int | None) -> Tensor:
@@ -430,10 +453,6 @@ def _times(gradient: Tensor, share: float, element: int | None) -> Tensor:
     scaled = gradient.clone(memory_format=torch.contiguous_format)
     scaled[element] = scaled[element] * share if share else 0.0
     return scaled
-
-
-def _zeroed(gradients: tuple[Tensor | None, ...], _: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    return tuple(None if g is None else torch.zeros_like(g) for g in gradients)
 
 
 def _by_name(terms: Sequence[Term]) -> dict[str, list[Term]]:

@@ -27,6 +27,7 @@ from lightning_memkit.micro_batching.graph_nodes import (
     PASSED,
     PRODUCTS,
     factors_below,
+    is_number_viewed,
     kind_of,
     numel_into,
     numel_out,
@@ -108,6 +109,8 @@ class Term:
             rows' own, they have to be the same in every micro-batch.
         shared_factor: where a learned factor scales several terms at once, whose shares then have to be alike: its own
             gradient is not to be scaled for each. Where a term's gradient passes another's node, that is all terms.
+        products: with what is made of parameters, whose gradient is 0 times nan where the term counts nothing.
+        shared_products: the same above where it has left other terms.
         passed: nodes that its gradient passes after the one where it can be scaled.
         curved: the function that bends what was reduced, where the term was not read further; see `LossTerms.curved`.
         opaque: the node that does not show what it divides by, likewise.
@@ -125,6 +128,8 @@ class Term:
     sums: "tuple[Addend, ...]" = ()
     factors: tuple[Tensor, ...] = ()
     shared_factor: Any = None
+    products: "tuple[Edge, ...]" = ()
+    shared_products: "tuple[Edge, ...]" = ()
     passed: tuple[Any, ...] = ()
     curved: str = ""
     opaque: str = ""
@@ -173,6 +178,8 @@ class _Path:
         "last",
         "is_entered",
         "shared_factor",
+        "products",
+        "shared_products",
         "passed",
         "edge",
         "is_divided",
@@ -198,6 +205,8 @@ class _Path:
         self.entry: Any = None  # the first product with a parameter, whose gradient is the term's, too
         self.is_entered = False
         self.shared_factor: Any = None  # where that parameter meets other terms as well
+        self.products: tuple[Edge, ...] = ()
+        self.shared_products: tuple[Edge, ...] = ()  # above where it left other terms
         self.passed: tuple[Any, ...] = ()  # nodes below that entry
         self.edge: Edge | None = None  # where it left the other terms
         self.is_divided = False  # since then
@@ -276,6 +285,8 @@ def _step(path: _Path) -> Any:
     present = [index for index, (child, _) in enumerate(node.next_functions) if child is not None]
     if kind in ADDED:
         return _branched(path, present)
+    if path.element is not None and is_number_viewed(node):
+        return _branched_vector(path, present, path.element)
     shown = getattr(node, "loss_divisor", None)
     rule = _RULES.get(kind)
     if rule is not None and present and shown is None:
@@ -335,6 +346,8 @@ def _term(path: _Path, *, curved: str = "", opaque: str = "") -> Term:
         sums=path.sums,
         factors=path.factors,
         shared_factor=path.shared_factor,
+        products=path.products,
+        shared_products=path.shared_products,
         passed=(*path.passed, path.node) if path.is_entered else (),
         curved=curved,
         opaque=opaque,
@@ -355,8 +368,8 @@ def _branched(path: _Path, present: list[int]) -> Any:
     ways = [_down(copy.copy(path), index) for index in present]
     for index, way in zip(present, ways, strict=True):
         if len(present) > 1 or not way.is_entered:
-            way.shared_factor = path.shared_factor or (path.entry if path.is_entered else None)
-            way.last, way.is_entered = way.node, False  # what they came together in is not one term's alone
+            _share(way)
+            way.last = way.node  # what they came together in is not one term's alone
             way.edge, way.is_divided = Edge(path.node, index), False
         way.gain = way.gain * _sign(path.node, index)
         # Else something is added to the rows of one sum, which may be a single row.
@@ -365,6 +378,13 @@ def _branched(path: _Path, present: list[int]) -> Any:
             if len(present) > 1:
                 way.summand = way.top
     return ways
+
+
+def _share(path: _Path) -> None:
+    """What it has met is several terms'."""
+    path.shared_factor = path.shared_factor or (path.entry if path.is_entered else None)
+    path.is_entered = False
+    path.products, path.shared_products = (), (*path.shared_products, *path.products)
 
 
 def _addend(path: _Path) -> Addend:
@@ -381,7 +401,7 @@ def _sign(node: Any, index: int) -> float:
 
 def _branched_vector(path: _Path, present: list[int], element: int) -> list[_Path]:
     """What one number of a vector of losses is added up from."""
-    node, is_stack = path.node, kind_of(path.node) in ("Cat", "Stack")
+    node, is_stack = path.node, kind_of(path.node) in ("Cat", "Stack") or is_number_viewed(path.node)
     path.branch = path.name
     ways = []
     for index in [element] if is_stack else present:
@@ -391,8 +411,8 @@ def _branched_vector(path: _Path, present: list[int], element: int) -> list[_Pat
         if not path.is_entered:  # other ways may come by what is stacked
             way.edge, way.last, way.is_divided = path.place if is_stack else edge, way.node, False
         elif not is_stack and len(present) > 1:
-            way.shared_factor = path.shared_factor or path.entry
-            way.last, way.is_entered, way.edge, way.is_divided = way.node, False, edge, False
+            _share(way)
+            way.last, way.edge, way.is_divided = way.node, edge, False
         way.gain = way.gain * _sign(node, index)
         way.place = edge
         if is_stack:
@@ -411,8 +431,10 @@ def _elements(path: _Path, index: int, element: int | None = None) -> list[_Path
     ways = []
     for number in range(shape[0]) if element is None else [element % shape[0]]:
         way = _down(copy.copy(path), index)
-        way.shared_factor = path.shared_factor or (path.entry if path.is_entered else None)
-        way.is_entered, way.element, way.place = False, number, Edge(node, index, number)
+        _share(way)
+        way.element, way.place = number, Edge(node, index, number)
+        way.edge, way.is_divided = way.place, False
+        way.name = f"{path.name}/Stack"
         way.top = way.summand = _addend(way)
         ways.append(way)
     return ways
@@ -469,6 +491,7 @@ def _product(path: _Path, present: list[int]) -> Any:
         factor = _own_number(path, factor)
         path.gain = path.gain * (_inverse(factor) if kind_of(path.node) == "Div" else _on_host(factor))
     path.is_divided = True
+    path.products = (*path.products, Edge(path.node, None, path.element))
     if not path.is_entered:
         path.entry, path.is_entered = path.node if path.element is None else path.place, True
     return [_down(path, batched[0])]

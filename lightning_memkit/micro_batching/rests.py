@@ -95,6 +95,8 @@ class RestRules:
 
     def joined(self, parts: Sequence[Rest]) -> Tensor:
         """The whole's rest; where a micro-batch's can't be read, that of the others."""
+        if not self._laws:  # no rows have told anything
+            self._laws, self.untold = [Law.MEAN] * (self.pieces - 1), True
         total = torch.zeros_like(parts[0].pieces[0])
         for place, (way, *_) in enumerate(self._open):
             pieces = torch.stack([part.pieces[place] for part in parts])

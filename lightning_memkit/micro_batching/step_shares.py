@@ -1,6 +1,6 @@
 """Weigh the micro-batches of one batch while they run, and bring the gradients to the batch's scale at its end."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -27,14 +27,21 @@ from lightning_memkit.micro_batching.term_values import weighed_value
 _SAME = 1e-12
 
 
-def kept_from_zero(reading: Reading, counts: Sequence[float], holds_none: Sequence[bool]) -> list[bool]:
+def kept_from_zero(
+    reading: Reading, counts: Sequence[float], holds_none: Callable[[int, float], bool] | None
+) -> list[bool]:
     """Which terms of a micro-batch that holds nothing of what they count are divided by 1 all the same."""
+    if holds_none is None:
+        return [False] * len(counts)
     return [
-        bool(none and count and quotient == 1.0)
-        for none, count, quotient in zip(
-            holds_none or [False] * len(counts), counts, reading.quotients, strict=True
-        )
+        bool(count) and quotient == 1.0 and holds_none(index, count)
+        for index, (count, quotient) in enumerate(zip(counts, reading.quotients, strict=True))
     ]
+
+
+def main_mean(rules: LossRules, totals: Sequence[float]) -> int:
+    """The mean by whose counts a term weighs that looks at no row: the first that counts something in the batch."""
+    return next((index for index in rules.means if totals[index]), rules.means[0])
 
 
 class StepShares:
@@ -71,7 +78,7 @@ class StepShares:
         rows: float,
         over: float,
         values: Mapping[tuple[Any, int], Tensor] | None = None,
-        holds_none: Sequence[bool] = (),
+        holds_none: Callable[[int, float], bool] | None = None,
     ) -> tuple[Tensor | None, float]:
         """What a micro-batch's backward starts from, None where nothing of it counts; and what its loss counts.
 
@@ -80,7 +87,7 @@ class StepShares:
             rows: its share of the batch's rows, for a loss that looks at none.
             over: batches that are accumulated, each a mean of its own.
             values: the numbers that its step has computed, from which `contributions` are made.
-            holds_none: for each term, whether the micro-batch is known to hold nothing of what it counts: a divisor of
+            holds_none: whether the micro-batch is known to hold nothing of what a term counts: its divisor of
                 1 is then there to keep the term from being divided by zero, and does not count.
 
         Raises:
@@ -146,7 +153,8 @@ class StepShares:
             return 1.0
         if any(counted[index] and not self.totals[index] for index in self.rules.means):
             raise MistakenTotalsError
-        factors = [self.totals[index] / counted[index] for index in self.rules.means if counted[index]]
+        share = self.rules.share
+        factors = [1 / share(i, counted[i], self.totals[i]) for i in self.rules.means if counted[i]]
         if all(abs(factor - 1) <= _SAME for factor in factors):
             return 1.0
         if unlike or not alike(factors):
@@ -166,7 +174,7 @@ class StepShares:
                 return [0.0] * len(counts)
         if self.is_known and not any(self.totals[index] for index in means):
             return self._of_nothing(counts)
-        main = self._share(counts, means[0])
+        main = self._share(counts, main_mean(self.rules, self.totals))
         if not self.is_known and not alike([self._share(counts, index) for index in means]):
             raise UnknownTotalsError
         return self.rules.shares(counts, self.totals, main)

@@ -81,7 +81,7 @@ def weighed_value(
         weighed = weighed + part * share if share else weighed
     rest = [one.share for one in unknown if not one.is_told]
     if not rest:
-        return weighed, None
+        return weighed, [*pieces, total - known]
     if not alike(rest) or not bool(known.isfinite()):
         return None
     return weighed + (total - known) * rest[0] if rest[0] else weighed, None

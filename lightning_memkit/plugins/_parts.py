@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_memkit.micro_batching import batch_size, joined, normalized, observation, split_batch
-from lightning_memkit.micro_batching.batch_counts import holds_none
+from lightning_memkit.micro_batching.batch_counts import Emptiness
 from lightning_memkit.micro_batching.foreseen import (
     MistakenTotalsError,
     NothingCountedError,
@@ -320,13 +320,15 @@ class PartsRunner:
         shares = batch.shares
         assert shares is not None
         rows = batch.cut.sizes[index] / max(sum(batch.cut.sizes), 1)
-        none = holds_none(self.partition.foretold, batch.cut.parts[index])
+        none = Emptiness(self.partition.foretold, batch.cut.parts[index])
         over = 1 if self._exact_window else self._trainer.accumulate_grad_batches
         try:
             scaled, weight = shares.scaled(loss, rows, over, values, none)
         except UnseenValueError:
             self.partition.unlike = True  # from now on the terms' values are noted
             raise MistakenTotalsError from None
+        if none.was_wrong and self._trainer.world_size == 1:
+            raise MistakenTotalsError  # micro-batches before may have been taken for empty
         if shares.was_unlike and not self.partition.unlike:
             self.partition.unlike = True
             if self._trainer.world_size == 1:

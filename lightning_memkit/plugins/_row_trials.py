@@ -34,6 +34,7 @@ from lightning_memkit.micro_batching.loss_rules import (
 from lightning_memkit.micro_batching.loss_terms import LossTerms, terms_of
 from lightning_memkit.micro_batching.rests import Rest, RestRules
 from lightning_memkit.micro_batching.step_changes import StepChange
+from lightning_memkit.micro_batching.step_shares import main_mean
 from lightning_memkit.micro_batching.term_values import rounding_of_terms, weighed_value
 from lightning_memkit.micro_batching.without_noise import SharedDraws
 from lightning_memkit.plugins import _seam, _verdicts
@@ -609,11 +610,15 @@ def _scaled_terms(rules: LossRules, group: Sequence[int], scales: Sequence[float
 
 
 def _groups(rules: LossRules) -> list[list[int]]:
-    """Terms that are compared at once: sums of one name; and all of one law, where there are many more."""
+    """Terms that are compared at once: sums of one name; and means, where there are many more.
+
+    Sums of several names may be one that looks at no row, and one of which these rows hold nothing.
+    """
     groups: dict[Any, list[int]] = defaultdict(list)
     for index, rule in enumerate(rules.rules):
         alike = ("sums", rule.name) if rule.law is Law.SUM and not rule.divided else ("one", index)
-        groups[alike if len(groups) < _TERMS or alike in groups else rule.law].append(index)
+        is_own = len(groups) < _TERMS or alike in groups or rule.law is not Law.MEAN
+        groups[alike if is_own else rule.law].append(index)
     return list(groups.values())
 
 
@@ -641,12 +646,12 @@ def _counts(rules: LossRules, run: Run | None) -> tuple[float, ...]:
 def _rest_of(rules: LossRules, run: Run, rows: int) -> Rest | None:
     reading = rules.read(run.terms)
     counts = _counts(rules, run)
-    found = weighed_value(run.loss, reading, counts, run.values)
+    found = weighed_value(run.loss, reading, [1.0] * len(counts), run.values)
     return None if found is None or found[1] is None else Rest(pieces=found[1], counts=counts, rows=rows)
 
 
 def _main(rules: LossRules, counts: Sequence[float], totals: Sequence[float], rows: float) -> float:
     if not rules.means:
         return 1.0 if rules.summed else rows
-    total = totals[rules.means[0]]
-    return counts[rules.means[0]] / total if total else 0.0
+    main = main_mean(rules, totals)
+    return counts[main] / totals[main] if totals[main] else 0.0
