@@ -94,27 +94,54 @@ def foretelling(batches: Sequence[Any], divisors: Sequence[float]) -> list[Foret
     return found
 
 
-class Emptiness:
-    """Whether a micro-batch holds nothing of what foretells a term's divisor.
-
-    A number of which it does hold some, and another number than the term counts, foretold by chance: it is not asked
-    again.
+class Foretelling:
+    """The numbers of a batch that foretell the divisors of a loss's terms, while none has foretold wrongly.
 
     Args:
-        foretold: for each term, the numbers of a batch that its divisor was in proportion to; wrong ones are removed.
-        part: the micro-batch.
+        ways: for each term, the numbers that its divisor was in proportion to so far.
     """
 
-    def __init__(self, foretold: Sequence[list[Foretold]], part: Any) -> None:
-        self._foretold, self._part = foretold, part
-        self.was_wrong = False
+    def __init__(self, ways: Sequence[list[Foretold]] = ()) -> None:
+        self.ways = ways
+        self._masked: set[int] = (
+            set()
+        )  # terms that were nothing where they counted nothing: their value tells it
+        self._emptied: set[int] = set()  # terms whose divisor was taken for one that is kept from being zero
 
-    def __call__(self, index: int, count: float) -> bool:
-        """Whether it holds none of what the term counts, by its divisor `count`."""
-        ways = self._foretold[index] if index < len(self._foretold) else []
-        numbers = [(way, way.total(self._part)) for way in ways]
-        right = [way for way, number in numbers if not number or abs(number - count) <= _SAME * abs(count)]
-        if len(right) < len(ways):
-            self.was_wrong = True
-            ways[:] = right
-        return bool(right) and not any(number for way, number in numbers if way in right)
+    def total(self, index: int, batch: Any) -> float | None:
+        """What the divisors of a batch's micro-batches will add up to; None where this is not foretold."""
+        ways = self.ways[index] if index < len(self.ways) else []
+        return ways[0].total(batch) if ways else None
+
+    def forget_wrong(self, batch: Any, counted: Sequence[float]) -> None:
+        """Numbers that foretold a total wrongly are not asked again."""
+        for ways, count in zip(self.ways, counted, strict=False):
+            ways[:] = [way for way in ways if abs(way.total(batch) - count) <= _SAME * abs(count)]
+
+    def holds_none(self, index: int, part: Any, count: float) -> bool | None:
+        """Whether a micro-batch holds nothing of what foretells a term's divisor; None where that was wrong.
+
+        It is wrong where it holds some, and the term counts another number.
+        """
+        ways = self.ways[index] if index < len(self.ways) else []
+        if index in self._masked:
+            return False
+        numbers = [way.total(part) for way in ways]
+        right = [not number or abs(number - count) <= _SAME * abs(count) for number in numbers]
+        if not all(right):
+            ways[:] = [way for way, is_right in zip(ways, right, strict=True) if is_right]
+            return None
+        if ways and not any(numbers):
+            self._emptied.add(index)
+            return True
+        return False
+
+    def is_misread_by(self, index: int) -> bool:
+        """Note a micro-batch in which a term is nothing, as it counts nothing; whether one before was taken for such.
+
+        A term that is nothing where it counts nothing never has a divisor of 1 that does not count.
+        """
+        self._masked.add(index)
+        was_emptied = index in self._emptied
+        self._emptied.discard(index)
+        return was_emptied

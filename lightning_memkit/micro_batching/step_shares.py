@@ -1,10 +1,11 @@
 """Weigh the micro-batches of one batch while they run, and bring the gradients to the batch's scale at its end."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from lightning_memkit.micro_batching.batch_counts import Foretelling
 from lightning_memkit.micro_batching.foreseen import (
     MistakenTotalsError,
     UnforeseenLossError,
@@ -28,15 +29,23 @@ _SAME = 1e-12
 
 
 def kept_from_zero(
-    reading: Reading, counts: Sequence[float], holds_none: Callable[[int, float], bool] | None
-) -> list[bool]:
-    """Which terms of a micro-batch that holds nothing of what they count are divided by 1 all the same."""
-    if holds_none is None:
-        return [False] * len(counts)
-    return [
-        bool(count) and quotient == 1.0 and holds_none(index, count)
-        for index, (count, quotient) in enumerate(zip(counts, reading.quotients, strict=True))
-    ]
+    reading: Reading, counts: Sequence[float], foretelling: Foretelling | None, part: Any
+) -> tuple[list[bool], bool]:
+    """Which terms of a micro-batch that holds nothing of what they count are divided by 1 all the same.
+
+    The second result is whether another micro-batch was taken for such a one by chance.
+    """
+    kept: list[bool | None] = [False] * len(counts)
+    is_wrong = False
+    if foretelling is None:
+        return [False] * len(counts), False
+    for index, (count, quotient) in enumerate(zip(counts, reading.quotients, strict=True)):
+        if quotient == 1.0 and count:
+            kept[index] = foretelling.holds_none(index, part, count)
+            is_wrong = is_wrong or kept[index] is None
+        elif not count:
+            is_wrong = foretelling.is_misread_by(index) or is_wrong
+    return [bool(one) for one in kept], is_wrong
 
 
 def main_mean(rules: LossRules, totals: Sequence[float]) -> int:
@@ -51,6 +60,7 @@ class StepShares:
     to the batch's own scale. Terms of unlike shares are scaled each by its own, which takes totals.
 
     Attributes:
+        was_misread: a micro-batch before was taken for one that holds nothing of what a term counts.
         contributions: what the terms of each micro-batch add to the batch's loss, where values were noted.
         rests: what has no gradient in the losses of the micro-batches, where this is known.
 
@@ -66,7 +76,7 @@ class StepShares:
         self.counted = [0.0] * len(rules.rules)
         self.totals = list(totals) if totals is not None else None
         self.is_known = is_known
-        self.was_unlike = False
+        self.was_unlike = self.was_misread = False
         self.contributions: list[Tensor | None] = []
         self.rests: list[Rest] = []
         self._factors: tuple[Tensor, ...] | None = None
@@ -78,7 +88,8 @@ class StepShares:
         rows: float,
         over: float,
         values: Mapping[tuple[Any, int], Tensor] | None = None,
-        holds_none: Callable[[int, float], bool] | None = None,
+        foretelling: Foretelling | None = None,
+        part: Any = None,
     ) -> tuple[Tensor | None, float]:
         """What a micro-batch's backward starts from, None where nothing of it counts; and what its loss counts.
 
@@ -87,8 +98,9 @@ class StepShares:
             rows: its share of the batch's rows, for a loss that looks at none.
             over: batches that are accumulated, each a mean of its own.
             values: the numbers that its step has computed, from which `contributions` are made.
-            holds_none: whether the micro-batch is known to hold nothing of what a term counts: its divisor of
-                1 is then there to keep the term from being divided by zero, and does not count.
+            foretelling: what tells a divisor of 1 that is there to keep the term from being divided by zero, and does
+                not count.
+            part: the micro-batch.
 
         Raises:
             UnforeseenLossError: its loss has other terms, or other factors than the micro-batches before.
@@ -101,7 +113,8 @@ class StepShares:
         elif not same_factors(self._factors, reading.factors, loss.dtype):
             raise VaryingFactorError(VARYING_FACTOR)
         counts = self.rules.counts(reading, loss, values)
-        kept = kept_from_zero(reading, counts, holds_none)
+        kept, is_wrong = kept_from_zero(reading, counts, foretelling, part)
+        self.was_misread = self.was_misread or is_wrong
         if any(kept) and values is None:
             raise UnseenValueError  # the loss is no mean of its micro-batches' any more
         for index, count in enumerate(counts):

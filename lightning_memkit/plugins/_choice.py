@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_memkit.memory.sizing import Sizing, part_sizes
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.micro_batching import SplitError, batch_size, weigher
+from lightning_memkit.micro_batching.batch_counts import Foretelling
 from lightning_memkit.micro_batching.foreseen import (
     ForeseenElsewhereError,
     ForeseenWronglyError,
@@ -324,7 +325,7 @@ class PartsChoice:
     def _take_over(self, step: _seam.Step) -> None:
         weighing, partition = self.weighing, self._runner.partition
         partition.weigh = weigher(weighing.weigh_by, step.batch)
-        partition.rules, partition.foretold = weighing.rules, weighing.foretold
+        partition.rules, partition.foretold = weighing.rules, Foretelling(weighing.foretold)
         partition.unlike, partition.rests = partition.unlike or weighing.unlike, weighing.rests
         self._check_window(is_unlike=partition.unlike)
         partition.held, partition.state = weighing.skipped, weighing.state

@@ -1,11 +1,11 @@
 """How batches are split: into runs of rows, or by tokens where padded rows go without their padding."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_memkit.micro_batching import Weigher, batch_size, even_sizes, split_batch
-from lightning_memkit.micro_batching.batch_counts import Foretold
+from lightning_memkit.micro_batching.batch_counts import Foretelling
 from lightning_memkit.micro_batching.composed_state import ComposedState
 from lightning_memkit.micro_batching.loss_rules import LossRules
 from lightning_memkit.micro_batching.rests import RestRules
@@ -37,7 +37,7 @@ class Partition:
         held: this batch is not split: as a whole it has no loss.
         rules: how the loss's terms add up, where its graph shows it: micro-batches are weighed by what each shows of
             itself, and `weigh` is not asked.
-        foretold: for each rule, numbers of the batch that were in proportion to its divisor so far.
+        foretold: numbers of the batch that were in proportion to the divisors so far, by rule.
         state: attributes and lists that the step changes, which parts leave as the batch would.
         unlike: the loss's terms have unlike shares, or one may count nothing: their values are noted, and the loss's
             is put together from them.
@@ -58,7 +58,7 @@ class Partition:
     whole: bool = False
     held: bool = False
     rules: LossRules | None = None
-    foretold: Sequence[list[Foretold]] = ()
+    foretold: Foretelling = field(default_factory=Foretelling)
     state: ComposedState | None = None
     unlike: bool = False
     rests: RestRules | None = None

@@ -11,7 +11,6 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_memkit.micro_batching import batch_size, joined, normalized, observation, split_batch
-from lightning_memkit.micro_batching.batch_counts import Emptiness
 from lightning_memkit.micro_batching.foreseen import (
     MistakenTotalsError,
     NothingCountedError,
@@ -218,7 +217,7 @@ class PartsRunner:
         assert rules is not None
         if self._exact_window and not step.starts_window:
             return StepShares(rules, self._window.totals)
-        told = [ways[0].total(step.batch) if ways else None for ways in partition.foretold]
+        told = [partition.foretold.total(index, step.batch) for index in range(len(rules.rules))]
         is_told = all(told[index] is not None for index in rules.means)
         if self._exact_window and not all(told[index] for index in rules.means):
             is_told = False
@@ -320,15 +319,16 @@ class PartsRunner:
         shares = batch.shares
         assert shares is not None
         rows = batch.cut.sizes[index] / max(sum(batch.cut.sizes), 1)
-        none = Emptiness(self.partition.foretold, batch.cut.parts[index])
         over = 1 if self._exact_window else self._trainer.accumulate_grad_batches
         try:
-            scaled, weight = shares.scaled(loss, rows, over, values, none)
+            scaled, weight = shares.scaled(
+                loss, rows, over, values, self.partition.foretold, batch.cut.parts[index]
+            )
         except UnseenValueError:
             self.partition.unlike = True  # from now on the terms' values are noted
             raise MistakenTotalsError from None
-        if none.was_wrong and self._trainer.world_size == 1:
-            raise MistakenTotalsError  # micro-batches before may have been taken for empty
+        if shares.was_misread and self._trainer.world_size == 1:
+            raise MistakenTotalsError
         if shares.was_unlike and not self.partition.unlike:
             self.partition.unlike = True
             if self._trainer.world_size == 1:
@@ -379,20 +379,15 @@ class PartsRunner:
         try:
             factor = shares.factor(overall, unlike=unlike > 0)
         except MistakenTotalsError:
-            self._forget_wrong(step.batch, counted)
+            self.partition.foretold.forget_wrong(step.batch, counted)
             raise
         if factor == 1.0:
             return factor
-        self._forget_wrong(step.batch, counted)
+        self.partition.foretold.forget_wrong(step.batch, counted)
         if self._trainer.accumulate_grad_batches > 1:
             raise MistakenTotalsError
         self._scale(step, factor)
         return factor
-
-    def _forget_wrong(self, batch: Any, counted: Sequence[float]) -> None:
-        """Numbers of the batch that foretold a total wrongly are not asked again."""
-        for ways, count in zip(self.partition.foretold, counted, strict=False):
-            ways[:] = [way for way in ways if abs(way.total(batch) - count) <= 1e-9 * abs(count)]
 
     def _finish_window(self, step: _seam.Step) -> None:
         """Bring the window's gradients from the first batch's scale to the whole window's."""

@@ -19,7 +19,7 @@ from lightning_memkit import decomposability
 from lightning_memkit.memory.measure import AllocatorMeter, PeakMeter, peak_meter
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.micro_batching import SplitError, batch_size, split_batch
-from lightning_memkit.micro_batching.batch_counts import Emptiness, Foretold
+from lightning_memkit.micro_batching.batch_counts import Foretelling
 from lightning_memkit.micro_batching.composed_state import ComposedState
 from lightning_memkit.micro_batching.composition import Left, compose
 from lightning_memkit.micro_batching.foreseen import ForeseenWronglyError
@@ -308,7 +308,7 @@ class Trials:
         parts: Sequence[Any],
         rules: LossRules,
         state: ComposedState | None,
-        foretold: Sequence[list[Foretold]],
+        foretold: Foretelling,
     ) -> list[float]:
         """What the terms of a loss count in all micro-batches together: a forward of each, without a backward.
 
@@ -336,16 +336,14 @@ class Trials:
             self.ranks.forget_part()
         return counted
 
-    def _counted(
-        self, step: _seam.Step, part: Any, rules: LossRules, foretold: Sequence[list[Foretold]]
-    ) -> list[float]:
+    def _counted(self, step: _seam.Step, part: Any, rules: LossRules, foretold: Foretelling) -> list[float]:
         with TermValues() as noted:
             loss, _ = step.forward(self._transfer(part))
         if loss is None:
             return [0.0] * len(rules.rules)
         reading = rules.read(terms_of(loss))
         counts = rules.counts(reading, loss, noted.values)
-        kept = kept_from_zero(reading, counts, Emptiness(foretold, part))
+        kept, _ = kept_from_zero(reading, counts, foretold, part)
         return [0.0 if none else float(count) for none, count in zip(kept, counts, strict=True)]
 
     def _run_before(self, step: _seam.Step, batch: Any) -> None:

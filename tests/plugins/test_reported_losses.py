@@ -76,6 +76,9 @@ UNLIKE: dict[str, Main] = {
     "labels that are smoothed, and a mean over others": lambda logp, t, m: (
         F.cross_entropy(logp, t.argmax(-1), label_smoothing=0.1) + labels(logp, m)
     ),
+    "labels that are smoothed, and a constant": lambda logp, t, m: (
+        2 - F.cross_entropy(logp, t.argmax(-1), label_smoothing=0.1) + labels(logp, m)
+    ),
     "two, and their own beside each": lambda logp, t, m: (
         (cross(logp, t).mean() + (entropy(t) * m).sum() / m.sum()) + (labels(logp, m) + entropy(t).mean())
     ),

@@ -329,8 +329,23 @@ def test_what_bends_the_means_of_several_rows_is_refused(several: bool) -> None:
         run(loss, size=3)
 
 
+def by_group_and_number(module: Classifier, batch: dict[str, Tensor], scores: Tensor) -> Tensor:
+    """A regularizer beside means of which the first may count nothing in a whole batch."""
+    rare = (batch["id"] == 5).to(scores)
+    first = (scores.square().sum(1) * rare).sum() / rare.sum().clamp(min=1)
+    layer: Any = module.net[0]
+    return first + cross_entropy(module, batch, scores) + layer.weight.square().sum()
+
+
+def by_epsilon(module: Classifier, batch: dict[str, Tensor], scores: Tensor) -> Tensor:
+    """An epsilon that each micro-batch has, and the batch once."""
+    counts = 0.5 + batch["x"][:, 0].abs()
+    each = F.cross_entropy(scores, batch["y"], reduction="none")
+    return 0.7 * (each * counts).sum() / (counts.sum() + 1e-6) + scores.square().mean()
+
+
 @pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("loss", [by_positives, by_group])
+@pytest.mark.parametrize("loss", [by_positives, by_group, by_group_and_number, by_epsilon])
 def test_divisors_that_are_kept_from_being_zero_are_the_batch_s(loss: Loss, size: int) -> None:
     assert_split_and_equal(loss, size)
 
