@@ -368,7 +368,10 @@ class PartsRunner:
         if not shares.rules.means:
             return 1.0
         counted, main = shares.counted, shares.rules.means[0]
-        *overall, unlike = self._averaged([*counted, float(shares.was_unlike)])
+        told = [*counted, float(shares.was_unlike), float(shares.was_misread)]
+        *overall, unlike, misread = self._averaged(told)
+        if misread > 0:
+            raise MistakenTotalsError
         if self._exact_window:
             window = self._window
             window.totals, window.counted = shares.totals, window.counted + overall[main]
