@@ -17,7 +17,7 @@ from lightning_memkit.micro_batching.loss_rules import (
     UnlikeDivisors,
     learned,
 )
-from lightning_memkit.micro_batching.loss_terms import terms_of
+from lightning_memkit.micro_batching.loss_walk import terms_of
 from lightning_memkit.micro_batching.step_shares import StepShares
 
 Loss = Callable[[Tensor, slice], Tensor]

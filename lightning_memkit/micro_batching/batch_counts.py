@@ -103,10 +103,10 @@ class Foretelling:
 
     def __init__(self, ways: Sequence[list[Foretold]] = ()) -> None:
         self.ways = ways
-        self._masked: set[int] = (
-            set()
-        )  # terms that were nothing where they counted nothing: their value tells it
-        self._emptied: set[int] = set()  # terms whose divisor was taken for one that is kept from being zero
+        # Terms that were zero in a micro-batch of which they counted nothing: their value tells it.
+        self._masked: set[int] = set()
+        # Terms of which a divisor of 1 was taken for one that only keeps them from being divided by zero.
+        self._emptied: set[int] = set()
 
     def total(self, index: int, batch: Any) -> float | None:
         """What the divisors of a batch's micro-batches will add up to; None where this is not foretold."""

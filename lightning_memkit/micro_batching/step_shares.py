@@ -19,10 +19,10 @@ from lightning_memkit.micro_batching.loss_rules import (
     UnseenValueError,
     alike,
     same_factors,
-    scale_terms,
 )
-from lightning_memkit.micro_batching.loss_terms import terms_of
+from lightning_memkit.micro_batching.loss_walk import terms_of
 from lightning_memkit.micro_batching.rests import Rest
+from lightning_memkit.micro_batching.term_scales import scale_terms
 from lightning_memkit.micro_batching.term_values import weighed_value
 
 _SAME = 1e-12
@@ -35,10 +35,10 @@ def kept_from_zero(
 
     The second result is whether another micro-batch was taken for such a one by chance.
     """
-    kept: list[bool | None] = [False] * len(counts)
-    is_wrong = False
     if foretelling is None:
         return [False] * len(counts), False
+    kept: list[bool | None] = [False] * len(counts)
+    is_wrong = False
     for index, (count, quotient) in enumerate(zip(counts, reading.quotients, strict=True)):
         if quotient == 1.0 and count:
             kept[index] = foretelling.holds_none(index, part, count)

@@ -29,12 +29,13 @@ from lightning_memkit.micro_batching.loss_rules import (
     LossRules,
     UnlikeDivisors,
     learned,
-    scale_terms,
 )
-from lightning_memkit.micro_batching.loss_terms import LossTerms, terms_of
+from lightning_memkit.micro_batching.loss_terms import LossTerms
+from lightning_memkit.micro_batching.loss_walk import terms_of
 from lightning_memkit.micro_batching.rests import Rest, RestRules
 from lightning_memkit.micro_batching.step_changes import StepChange
 from lightning_memkit.micro_batching.step_shares import main_mean
+from lightning_memkit.micro_batching.term_scales import scale_terms
 from lightning_memkit.micro_batching.term_values import rounding_of_terms, weighed_value
 from lightning_memkit.micro_batching.without_noise import SharedDraws
 from lightning_memkit.plugins import _seam, _verdicts

@@ -10,7 +10,7 @@ from lightning_memkit.micro_batching import batch_size, normalized
 from lightning_memkit.micro_batching.comparison import SCALE, Comparison, Miss, spans_of
 from lightning_memkit.micro_batching.foreseen import UnforeseenLossError
 from lightning_memkit.micro_batching.loss_rules import LossRules
-from lightning_memkit.micro_batching.loss_terms import terms_of
+from lightning_memkit.micro_batching.loss_walk import terms_of
 from lightning_memkit.micro_batching.without_noise import LEVELS, quiet
 from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._partition import Partition

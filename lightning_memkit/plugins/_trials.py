@@ -24,7 +24,7 @@ from lightning_memkit.micro_batching.composed_state import ComposedState
 from lightning_memkit.micro_batching.composition import Left, compose
 from lightning_memkit.micro_batching.foreseen import ForeseenWronglyError
 from lightning_memkit.micro_batching.loss_rules import LossRules
-from lightning_memkit.micro_batching.loss_terms import terms_of
+from lightning_memkit.micro_batching.loss_walk import terms_of
 from lightning_memkit.micro_batching.state_walk import Keys
 from lightning_memkit.micro_batching.step_changes import StepChange, label
 from lightning_memkit.micro_batching.step_shares import kept_from_zero
