@@ -6,6 +6,7 @@ give the whole's number stay.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Literal
 
 import torch
@@ -53,7 +54,7 @@ class RestRules:
         own: list[Way] = [*terms, "rows"]
         every: list[Way] = ["rows", *terms, "sum"]
         self._open: list[list[Way]] = [[first, *(way for way in every if way != first)] for first in own]
-        self._varies = [False] * len(own)
+        self._varies, self._is_compared = [False] * len(own), [False] * len(own)
 
     @property
     def pieces(self) -> int:
@@ -75,16 +76,18 @@ class RestRules:
         self._laws = [rule.law for rule in rules.rules]
         for place, ways in enumerate(self._open):
             target, pieces = float(whole.pieces[place]), [float(part.pieces[place]) for part in parts]
-            if not all(
-                abs(value) < float("inf") for value in (target, *pieces)
-            ):  # a mean over nothing is nan
-                continue
-            largest = max(map(abs, (target, *pieces)))
+            told = [
+                value for value in (target, *pieces) if isfinite(value)
+            ]  # beside a mean over nothing is nan
+            largest = max(map(abs, told), default=0.0)
             if largest <= rounding:
                 continue
             allowed = rounding + noise * largest
             self.seen = True
-            self._varies[place] = self._varies[place] or any(abs(p - target) > allowed for p in pieces)
+            self._varies[place] = self._varies[place] or max(told) - min(told) > allowed
+            if len(told) <= len(pieces):
+                continue
+            self._is_compared[place] = True
             errors = [abs(_dot(self._weights(way, parts), pieces) - target) for way in ways]
             # A clear lead only: ways that differ by rounding stay open, in their order.
             most = min(allowed, 3 * min(errors) + allowed / 20)
@@ -107,7 +110,7 @@ class RestRules:
                 value = value / torch.where(is_told, weights, 0.0).sum().clamp(min=1e-30)
             total = total + value
             if self._varies[place] and not self.untold:
-                self.untold = bool((~is_told & (weights > 0)).any())
+                self.untold = not self._is_compared[place] or bool((~is_told & (weights > 0)).any())
         return total
 
     def _is_sum(self, way: Way) -> bool:
