@@ -1,5 +1,6 @@
 """One training run with a fault in it: what it ends with, and whether that is bitwise what it should be."""
 
+import copy
 import gc
 import logging
 import random
@@ -18,6 +19,8 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from benchmarks._fault_cases import BATCH, CHANGING, PART, extras, loader_for, model_named
 from benchmarks._fault_state import captured, differences, relative_difference
 from lightning_memkit import MemoryBudget, NoEffectWarning
+from lightning_memkit.plugins._probe import Weighing
+from lightning_memkit.plugins._trials import Trials
 from lightning_memkit.testing import FakeDevice, Faults, count_allocations, fake_device, sweep
 from tests.plugins.fake_accelerator import FakeAccelerator
 
@@ -78,14 +81,55 @@ class Tally:
         self.failures.append(f"{point} {operator}: {why}")
 
 
+class Proofs:
+    """What a case's comparisons of rows have shown, by the batches and sizes before them, for its other runs.
+
+    No fault is in a comparison: where it changes nothing but what is known of the loss, each run would do the same
+    for most of its time. Runs of what a step changes besides gradients compare anew.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[tuple[int, int], ...], tuple[dict[str, Any], Any]] = {}
+
+    def given_to(self, weighing: Weighing) -> None:
+        """Let a run's comparisons find what runs before it have shown."""
+        compare, path = weighing.settle, list[tuple[int, int]]()
+
+        def settle(step: Any, trials: Trials, micro_batch_size: int) -> None:
+            path.append((step.trainer.global_step, micro_batch_size))
+            known = self._known.get(tuple(path))
+            if known is not None:
+                shown, trials.changing = known
+                vars(weighing).update(copy.deepcopy(shown))
+                return
+            compare(step, trials, micro_batch_size)
+            if weighing.state is None:
+                shown = {name: value for name, value in vars(weighing).items() if name != "settle"}
+                self._known[tuple(path)] = copy.deepcopy(shown), trials.changing
+
+        weighing.settle = settle
+
+
 class ArmedBudget(MemoryBudget):
     """Arms the faults once its own trials are over; in a run without, takes the partition it is given."""
 
     def __init__(
-        self, faults: Faults | None, step: int, partition: Partition, micro_batch_size: int = PART
+        self,
+        faults: Faults | None,
+        step: int,
+        partition: Partition,
+        micro_batch_size: int = PART,
+        proofs: Proofs | None = None,
     ) -> None:
         super().__init__("1GiB", micro_batch_size=micro_batch_size)
-        self.faults, self.armed_step, self.given = faults, step, dict(partition)
+        self.faults, self.armed_step, self.given, self.proofs = faults, step, dict(partition), proofs
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """With what other runs have shown of the loss."""
+        super().setup(trainer, pl_module, stage)
+        choice: Any = self._choice
+        if self.proofs is not None:
+            self.proofs.given_to(choice.weighing)
 
     def prepare(self, step: Any) -> None:
         """Trials, then the faults."""
@@ -148,7 +192,7 @@ class StepEnd(Callback):
 
 def train(
     case: Case, faults: Faults | None, device: FakeDevice | None = None, partition: Partition = (),
-    *, rank: int = 0, strategy: Any = None,
+    *, rank: int = 0, strategy: Any = None, proofs: Proofs | None = None,
 ) -> End:  # fmt: skip
     """A whole run from the seed; the faults are on within one step of it.
 
@@ -159,6 +203,7 @@ def train(
         partition: the sizes of parts to take from given steps on.
         rank: whose data.
         strategy: makes Lightning's, for two ranks; None for one device.
+        proofs: what other runs of the case have shown of its loss.
     """
     random.seed(1)
     np.random.seed(1)
@@ -166,7 +211,7 @@ def train(
     module = model_named(case.model, case.optimizer).to(case.dtype)
     loader = loader_for(case.model, rank)
     callbacks, plugins = extras(case.model, case.optimizer)
-    budget = ArmedBudget(faults, case.step, partition, BATCH if case.model in CHANGING else PART)
+    budget = ArmedBudget(faults, case.step, partition, BATCH if case.model in CHANGING else PART, proofs)
     end = StepEnd(faults, case.step, device)
     callbacks += [NaiveRetry(faults, case.step) if case.naive else budget, end]
     trainer = Trainer(
@@ -226,9 +271,10 @@ def run_case(case: Case, points: int | None, seed: int = 0) -> Tally:
     gc.collect()
     gc.freeze()
     with fake_device() if case.kind == "allocator" else nullcontext() as device:
-        references = References(case, device)
+        proofs = Proofs()
+        references = References(case, device, proofs=proofs)
         outcomes = sweep(
-            lambda faults: train(case, faults, device),
+            lambda faults: train(case, faults, device, proofs=proofs),
             on=device, armed=False, points=lambda count: chosen_points(count, points, seed),
         )  # fmt: skip
         for outcome in outcomes:

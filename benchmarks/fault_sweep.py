@@ -43,7 +43,7 @@ class Sample:
 
 
 def run(options: Options) -> Report:
-    """All points, which takes the best part of an hour, or with `--quick` a random sample of half of the cases'."""
+    """All points, which takes half an hour, or with `--quick` a random sample of half of the cases'."""
     sample = Sample(budget=3, naive=2, ranks=4, rank_starts=3) if options.quick else Sample()
     cases = list(all_cases())
     if options.quick:  # every model, optimizer and step by operators; of the others every second cell
