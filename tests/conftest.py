@@ -1,5 +1,6 @@
 """What every test gets: a fixed seed, one thread, a cache folder, and a check that it leaves no trace."""
 
+import gc
 import os
 import random
 import sys
@@ -22,6 +23,19 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["MEMKIT_TUNING_CACHE"] = "0"  # one run's answers must not decide another's
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def pytest_collection_finish() -> None:
+    """Keep what is imported and collected out of collections: each fit makes some, of half a million objects."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frozen() -> None:
+    """The same of what the modules before have imported."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 """Tensors that every step leaves behind, and all that only looks like it."""
 
 import copy
+import gc
 import inspect
 from collections import deque
 
@@ -14,6 +15,12 @@ from torchmetrics.classification import BinaryAccuracy, BinaryAUROC
 from lightning_memkit.memory.leaks import LeakWatch
 
 WIDTH, ROWS = 32, 64
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frozen() -> None:
+    """Who holds a tensor is found among the objects that collections look at: a function's cells are such."""
+    gc.unfreeze()
 
 
 class Model(nn.Module):

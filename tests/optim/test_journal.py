@@ -1,7 +1,6 @@
 # pyright: reportArgumentType=false
 """Steps that run out of memory at any allocation end as if they had not: as the optimizer's own, unjournaled."""
 
-import gc
 import random
 from array import array
 from collections.abc import Callable
@@ -35,15 +34,6 @@ MORE: dict[str, Any] = {  # nesterov's foreach writes into the gradients
     "SGD-foreach": lambda groups: torch.optim.SGD(groups, lr=1e-2, momentum=0.9, nesterov=True, foreach=True),
 }
 Build = Callable[[list[dict]], Optimizer]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_collections():
-    """Every recovery collects garbage; what the imports left need not be looked through each time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def gradients_of(parameters: list[Parameter]) -> list[Tensor]:

@@ -1,6 +1,5 @@
 """Steps on an accelerator that run out of memory at any of its allocations, states at home or in host memory."""
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -21,15 +20,6 @@ PLAIN = None
 EXACT = {"mode": "split", "states": "exact"}
 COMPACT = {"mode": "kahan", "states": "compact"}
 COLD, WARM = 0, 2
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_collections():
-    """Every recovery collects garbage; what the imports left need not be looked through each time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def training(

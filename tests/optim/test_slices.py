@@ -1,7 +1,6 @@
 # pyright: reportArgumentType=false
 """A parameter that is larger than a bundle is stepped in slices: the bits of the optimizer's own step, few copies."""
 
-import gc
 from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
@@ -74,15 +73,6 @@ def cases() -> Iterator[tuple[str, dict[str, Any]]]:
 
 def named(case: Any) -> str | None:
     return "-".join(f"{key}={value}" for key, value in case.items()) if isinstance(case, dict) else None
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_collections():
-    """Every recovery collects garbage; what the imports left need not be looked through each time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture
