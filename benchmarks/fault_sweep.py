@@ -115,12 +115,13 @@ def rank_cases(models: int | None) -> list[tuple[str, str, str, int]]:
 
 
 def run_cases(cases: list[Case], sample: Sample, seed: int) -> list[Tally]:
-    """The cases' tallies, from one process a kind: one that has the device "fake" has it as its accelerator."""
+    """The cases' tallies, from processes of a kind: one that has the device "fake" has it as its accelerator."""
     os.environ["OMP_NUM_THREADS"] = "1"
     context, started = multiprocessing.get_context("spawn"), {}
+    processes = max(1, (os.cpu_count() or 1) // 2) + 1  # the control of a kind ends early
     with ExitStack() as stack:
         for kind in ("operators", "allocator"):
-            pool = stack.enter_context(ProcessPoolExecutor(1, context, initializer=quiet))
+            pool = stack.enter_context(ProcessPoolExecutor(processes, context, initializer=quiet))
             for case in (case for case in cases if case.kind == kind):
                 started[case] = pool.submit(
                     run_case, case, sample.naive if case.naive else sample.budget, seed
