@@ -19,8 +19,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from benchmarks._fault_cases import BATCH, CHANGING, PART, extras, loader_for, model_named
 from benchmarks._fault_state import captured, differences, relative_difference
 from lightning_memkit import MemoryBudget, NoEffectWarning
-from lightning_memkit.plugins._choice import PartsChoice
-from lightning_memkit.plugins._sizing import Sizing
+from lightning_memkit.plugins._probe import Weighing
 from lightning_memkit.plugins._trials import Trials
 from lightning_memkit.testing import FakeDevice, Faults, count_allocations, fake_device, sweep
 from tests.plugins.fake_accelerator import FakeAccelerator
@@ -83,24 +82,22 @@ class Tally:
 
 
 class Proofs:
-    """What a case's comparisons and trials have shown, by the batches and sizes before them, for its other runs.
+    """What a case's comparisons of rows have shown, by the batches and sizes before them, for its other runs.
 
-    No fault is in one: each run would spend most of its time on finding out the same. Runs of what a step changes
-    besides gradients compare anew, and measure anew what it changes of its buffers.
+    No fault is in a comparison: where it changes nothing but what is known of the loss, each run would do the same
+    for most of its time. Runs of what a step changes besides gradients compare anew.
     """
 
     def __init__(self) -> None:
-        self._compared: dict[tuple[tuple[int, int], ...], tuple[dict[str, Any], Any]] = {}
-        self._sized: dict[tuple[tuple[int, int], ...], Sizing] = {}
+        self._known: dict[tuple[tuple[int, int], ...], tuple[dict[str, Any], Any]] = {}
 
-    def given_to(self, choice: PartsChoice) -> None:
-        """Let a run's choice of parts find what runs before it have shown."""
-        weighing, path = choice.weighing, list[tuple[int, int]]()
-        compare, measure = weighing.settle, choice._size
+    def given_to(self, weighing: Weighing) -> None:
+        """Let a run's comparisons find what runs before it have shown."""
+        compare, path = weighing.settle, list[tuple[int, int]]()
 
         def settle(step: Any, trials: Trials, micro_batch_size: int) -> None:
             path.append((step.trainer.global_step, micro_batch_size))
-            known = self._compared.get(tuple(path))
+            known = self._known.get(tuple(path))
             if known is not None:
                 shown, trials.changing = known
                 vars(weighing).update(copy.deepcopy(shown))
@@ -108,16 +105,9 @@ class Proofs:
             compare(step, trials, micro_batch_size)
             if weighing.state is None:
                 shown = {name: value for name, value in vars(weighing).items() if name != "settle"}
-                self._compared[tuple(path)] = copy.deepcopy(shown), trials.changing
+                self._known[tuple(path)] = copy.deepcopy(shown), trials.changing
 
-        def size(step: Any, foreseen: Any) -> Sizing:
-            if tuple(path) not in self._compared or choice._trials.changing:
-                return measure(step, foreseen)
-            if tuple(path) not in self._sized:
-                self._sized[tuple(path)] = measure(step, foreseen)
-            return self._sized[tuple(path)]
-
-        weighing.settle, choice._size = settle, size
+        weighing.settle = settle
 
 
 class ArmedBudget(MemoryBudget):
@@ -139,7 +129,7 @@ class ArmedBudget(MemoryBudget):
         super().setup(trainer, pl_module, stage)
         choice: Any = self._choice
         if self.proofs is not None:
-            self.proofs.given_to(choice)
+            self.proofs.given_to(choice.weighing)
 
     def prepare(self, step: Any) -> None:
         """Trials, then the faults."""
