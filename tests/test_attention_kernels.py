@@ -177,8 +177,9 @@ def test_torchs_varlen_kernel_is_called_as_its_version_asks(monkeypatch, version
         assert given == {"scale": 0.7, "window_size": (3 if window else -1, 0), "enable_gqa": True}
 
 
+@pytest.mark.parametrize("is_deterministic", [False, True])
 @pytest.mark.parametrize("causal", [True, False])
-def test_the_flash_attn_package_is_called_with_its_own_names(monkeypatch, causal):
+def test_the_flash_attn_package_is_called_with_its_own_names(monkeypatch, causal, is_deterministic):
     given = {}
 
     def kernel(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
@@ -192,7 +193,11 @@ def test_the_flash_attn_package_is_called_with_its_own_names(monkeypatch, causal
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=kernel))
     query, key, value = inputs(key_heads=2, dtype=torch.float64)
     options = {"causal": causal, "window": 4, "softcap": 3.0, "alibi_slopes": SLOPES}
-    computed = kernels.flash_attn(query, key, value, documents(**options, dropout_p=0.1))
+    torch.use_deterministic_algorithms(is_deterministic)
+    try:
+        computed = kernels.flash_attn(query, key, value, documents(**options, dropout_p=0.1))
+    finally:
+        torch.use_deterministic_algorithms(False)
     torch.testing.assert_close(computed, document_by_document(query, key, value, **options))
     assert given.pop("alibi_slopes") is SLOPES
     assert given == {
@@ -201,6 +206,7 @@ def test_the_flash_attn_package_is_called_with_its_own_names(monkeypatch, causal
         "dropout_p": 0.1,
         "window_size": (3, 0 if causal else 3),
         "softcap": 3.0,
+        **({"deterministic": True} if is_deterministic else {}),
     }
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_memkit.attention.documents import Documents, flat, unflat
@@ -24,6 +25,8 @@ def flash_attn(query: Tensor, key: Tensor, value: Tensor, documents: Documents) 
         options["softcap"] = documents.softcap
     if documents.alibi_slopes is not None:
         options["alibi_slopes"] = documents.alibi_slopes.float()
+    if torch.are_deterministic_algorithms_enabled():  # else its backward adds up by atomics; since 2.4.1
+        options["deterministic"] = True
     out = flash_attn_varlen_func(flat(query), flat(key), flat(value), *documents.bounds(), **options)
     return unflat(out, query)
 
