@@ -22,6 +22,7 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.d
 CONTAINERS = (dict, list, set, deque)
 BYTES = (bytearray, array)
 _OF_EVERY_OPTIMIZER = frozenset({"state", "param_groups", "defaults", "_opt_called"})
+_REPLACED = ("step", "load_state_dict", "get_state_buffer")  # methods, by whoever replaced them
 _NOT_LOOKED_INTO = (nn.Module, type, ModuleType, BuiltinFunctionType, np.dtype, np.generic, torch.Stream)
 _FOREIGN = (
     "abc.",
@@ -49,7 +50,7 @@ def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
 
 def is_own(name: str) -> bool:
     """Whether an attribute of this name is the optimizer's own, not one of every optimizer or of this package."""
-    if name in _OF_EVERY_OPTIMIZER or name in ("step", "load_state_dict"):
+    if name in _OF_EVERY_OPTIMIZER or name in _REPLACED:
         return False
     return not name.startswith(
         ("_memkit", "_optimizer_", "_patch", "_zero_grad_profile", "_warned_capturable")

@@ -26,7 +26,15 @@ from lightning_memkit.optim.eight_bit import (
     dequantize_,
     is_bitsandbytes,
 )
+from lightning_memkit.optim.snapshots import (
+    forget_new_states,
+    known_states,
+    restore_snapshot,
+    take_snapshot,
+)
+from lightning_memkit.testing import fake_device
 from tests.optim.helpers import all_tensors, assert_same_bits, set_gradients
+from tests.testing.needs import NEEDS_COMPILER
 
 BF16, FP32 = torch.bfloat16, torch.float32
 NAMES = {
@@ -470,3 +478,49 @@ def test_bytes_of_quantized_tensors_are_those_of_their_parts():
     assert measured.quantized is not None
     assert measured.exceptions is None
     assert measured.states == pytest.approx(2 * (1 + 4 / 256 + 1024 / 4096), abs=0.01)
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("name", ["PagedAdamW8bit", "PagedLion8bit", "PagedAdamW"])
+@pytest.mark.parametrize("by", ["trial", "retry"])
+def test_pages_of_forgotten_states_are_used_again(monkeypatch, name, by):
+    """bitsandbytes frees no managed memory: a trial before step 1 kept a second set of states."""
+    made = []
+
+    def get_paged(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        paged = torch.empty(shape, dtype=dtype)
+        paged.is_paged, paged.page_deviceid = True, device.index
+        made.append(paged)
+        return paged
+
+    monkeypatch.setattr(functional, "get_paged", get_paged)
+    monkeypatch.setattr(functional, "fill", lambda page, value: page.fill_(value))
+    with fake_device() as device:
+        weights = [
+            Parameter(torch.ones(rows, 1024, device=device.torch_device)) for rows in (128, 128, 256, 8)
+        ]
+        optimizer = getattr(bnb.optim, name)(weights)
+        monkeypatch.setattr(optimizer.page_mng, "paged_tensors", [])
+
+        def make_states() -> None:
+            optimizer.check_overrides()
+            for place, weight in enumerate(weights):
+                optimizer.init_state(optimizer.param_groups[0], weight, 0, place)
+
+        known, snapshot = known_states(optimizer), take_snapshot(optimizer, weights=False)
+        make_states()
+        first = len(made)
+        for page in made:
+            page.fill_(7)
+        for _ in range(2):
+            if by == "trial":
+                forget_new_states(optimizer, known)
+            else:
+                restore_snapshot(optimizer, snapshot)
+            assert not optimizer.state
+            make_states()
+        assert len(made) == first == len(optimizer.page_mng.paged_tensors) > 0
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        in_use = [value for value in states if getattr(value, "is_paged", False)]
+        assert {id(page) for page in in_use} == {id(page) for page in made}
+        assert all(not page.any() for page in in_use)
