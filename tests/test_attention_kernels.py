@@ -210,6 +210,25 @@ def test_the_flash_attn_package_is_called_with_its_own_names(monkeypatch, causal
     }
 
 
+@pytest.mark.parametrize("options", [{}, {"window": 4}, {"softcap": 2.0}], ids=str)
+def test_flex_is_the_loop_while_operators_are_observed(monkeypatch, options):
+    """torch skips what it is to compile under a dispatch mode, and all scores were in memory."""
+    calls = []
+
+    def compiled() -> Any:
+        calls.append("flex")
+        return flex_attention
+
+    monkeypatch.setattr(flex, "_attention", compiled)
+    query, key, value = inputs(key_heads=2)
+    with ByteMeter():
+        computed = flex.flex(query, key, value, documents(**options))
+        computed.sum().backward()
+    assert not calls
+    expected = document_by_document(query, key, value, **options)
+    torch.testing.assert_close(computed, expected, check_dtype=False)
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(

@@ -6,15 +6,23 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_memkit.attention.documents import Documents, OfLastBatch, numbers_of
 from lightning_memkit.attention.flex_blocks import block_tables
+from lightning_memkit.attention.in_torch import loop
 
 _masks = OfLastBatch()
 
 
 def flex(query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
-    """FlexAttention over the flattened batch; its mask takes at most a MiB at 65,536 tokens."""
+    """FlexAttention over the flattened batch; its mask takes at most a MiB at 65,536 tokens.
+
+    While operators are observed (`selective` activation checkpointing, a metered step) it is the loop over documents:
+    torch compiles nothing there, and FlexAttention that isn't compiled makes all scores.
+    """
+    if torch._C._len_torch_dispatch_stack() and not isinstance(query, FakeTensor):
+        return loop(query, key, value, documents)
     # One row of all documents: blocks of other rows are skipped like those of other documents.
     one_row = (x.transpose(0, 1).flatten(1, 2)[None] for x in (query, key, value))
     out = _attention()(
