@@ -4,8 +4,8 @@ In float64 everything is compared to 1e-12 of its size. In a smaller dtype the u
 same weights and batches in a larger dtype tells by how much, parameter by parameter, and so do unsplit runs whose
 losses were scaled by numbers that are no powers of two, and whose gradients were scaled back: all is rounded anew in
 them, as it is where micro-batches are brought to scale once their batch has run. A run in micro-batches may be off
-from the unsplit one by a few times that, and no more. In float64, too, where LBFGS or a run that diverges makes more
-than 1e-12 of a rounding.
+from the unsplit one by a few times that, and no more; where the unsplit run diverges, so does it in the same batch. In
+float64, too, where LBFGS or a run that diverges makes more than 1e-12 of a rounding.
 """
 
 import re
@@ -175,11 +175,13 @@ class Noise:
         if not others:
             return
         for name in plain.weights[0]:
-            self._off[name] = max(
+            off = [
                 float((ours[name] - theirs[name]).norm() / (self._moved(name, ours) + 1e-12))
                 for other in (*others, *self._by_hand)
                 for ours, theirs in zip(plain.weights, other.weights, strict=True)
-            )
+                if _is_finite(ours[name]) and _is_finite(theirs[name])
+            ]
+            self._off[name] = max(off, default=0.0)
         moved = [off for name, off in self._off.items() if self._moved(name, plain.weights[-1]) > 0]
         self._usual = median(moved) if moved else 0.0
 
@@ -188,12 +190,14 @@ class Noise:
         a, b = ours.get(name), theirs[name]
         if a is None or a.shape != b.shape:
             return Excess(float("inf"), name, at_step, "missing, or of another shape")
+        if not _is_finite(b):  # the unsplit run has diverged: so has this one, in the same batch
+            return Excess(float("inf") if _is_finite(a) else 0.0, name, at_step, "finite, unlike the unsplit")
         if self._dtype == "float64":
             off, allowed = _largest(a - b), self._exact * max(_largest(b), 1e-3)
             if self._others:
                 allowed = max(allowed, NOISE[self._dtype] * self._off[name] * self._moved(name, theirs))
             return _excess(off, allowed, name, at_step, f"by {off:.1e}")
-        off, moved = float((a - b).norm()), self._moved(name, theirs)
+        off, moved = float((a - b).norm()), self._farthest(name, at_step)
         allowed = NOISE[self._dtype] * max(self._off[name], self._usual) * moved + STORED[
             self._dtype
         ] * float(b.norm())
@@ -210,6 +214,10 @@ class Noise:
         for index, (ours, theirs) in enumerate(zip(run.gradients, plain.gradients, strict=True)):
             at_step = index * len(plain.weights) // len(plain.gradients)
             for name in theirs.keys() & ours.keys():
+                if not _is_finite(theirs[name]):
+                    ratio = float("inf") if _is_finite(ours[name]) else 0.0
+                    found.append(Excess(ratio, f"gradient {name}", at_step, "finite, unlike the unsplit"))
+                    continue
                 off, size = float((ours[name] - theirs[name]).norm()), float(theirs[name].norm())
                 allowed = self._exact * max(size, 1e-3) if self._dtype == "float64" else 0.0
                 if self._others:
@@ -228,7 +236,7 @@ class Noise:
                 float((a[name] - b[name]).norm())
                 for other in (*self._others, *self._by_hand)
                 for a, b in zip(self.plain.gradients, other.gradients, strict=False)
-                if name in a and name in b
+                if name in a and name in b and _is_finite(a[name]) and _is_finite(b[name])
             ]
             self._off_gradients[name] = max(off, default=0.0)
         return self._off_gradients[name]
@@ -250,9 +258,20 @@ class Noise:
                 shown = f"{_short(a)} for {_short(b)}"
                 found.append(Excess(0.0 if alike else float("inf"), label, at_step, shown))
                 continue
+            if not _is_finite(b):
+                found.append(
+                    Excess(
+                        float("inf") if _is_finite(a) else 0.0, label, at_step, f"{_short(a)} for {_short(b)}"
+                    )
+                )
+                continue
             off, allowed = _largest(a - b), self._allowed(kind, name, b)
             found.append(_excess(off, allowed, label, at_step, f"{_short(a)} for {_short(b)}"))
         return found
+
+    def _farthest(self, name: str, at_step: int) -> float:
+        """How far the unsplit run had moved a parameter at most until then: it may come back to where it began."""
+        return max(self._moved(name, weights) for weights in self.plain.weights[: at_step + 1])
 
     def _moved(self, name: str, weights: Seen) -> float:
         start = self.plain.start.get(name)  # a lazy layer has none
@@ -266,6 +285,8 @@ class Noise:
             if isinstance(a.get(name), Tensor)
             and isinstance(b.get(name), Tensor)
             and a[name].shape == b[name].shape
+            and _is_finite(a[name])
+            and _is_finite(b[name])
         ]
         return (
             exact
@@ -285,6 +306,10 @@ class Noise:
 def _excess(off: float, allowed: float, where: str, at_step: int, text: str) -> Excess:
     """NaN in one run alone is a difference; `_largest` has made it infinite."""
     return Excess(off / allowed if allowed > 0 else (float("inf") if off else 0.0), where, at_step, text)
+
+
+def _is_finite(values: Tensor) -> bool:
+    return bool(values.isfinite().all())
 
 
 def _largest(values: Tensor) -> float:
