@@ -191,7 +191,7 @@ class Noise:
         if a is None or a.shape != b.shape:
             return Excess(float("inf"), name, at_step, "missing, or of another shape")
         if not _is_finite(b):  # the unsplit run has diverged: so has this one, in the same batch
-            return Excess(float("inf") if _is_finite(a) else 0.0, name, at_step, "finite, unlike the unsplit")
+            return _as_divergent(a, name, at_step)
         if self._dtype == "float64":
             off, allowed = _largest(a - b), self._exact * max(_largest(b), 1e-3)
             if self._others:
@@ -215,8 +215,7 @@ class Noise:
             at_step = index * len(plain.weights) // len(plain.gradients)
             for name in theirs.keys() & ours.keys():
                 if not _is_finite(theirs[name]):
-                    ratio = float("inf") if _is_finite(ours[name]) else 0.0
-                    found.append(Excess(ratio, f"gradient {name}", at_step, "finite, unlike the unsplit"))
+                    found.append(_as_divergent(ours[name], f"gradient {name}", at_step))
                     continue
                 off, size = float((ours[name] - theirs[name]).norm()), float(theirs[name].norm())
                 allowed = self._exact * max(size, 1e-3) if self._dtype == "float64" else 0.0
@@ -259,11 +258,7 @@ class Noise:
                 found.append(Excess(0.0 if alike else float("inf"), label, at_step, shown))
                 continue
             if not _is_finite(b):
-                found.append(
-                    Excess(
-                        float("inf") if _is_finite(a) else 0.0, label, at_step, f"{_short(a)} for {_short(b)}"
-                    )
-                )
+                found.append(_as_divergent(a, label, at_step))
                 continue
             off, allowed = _largest(a - b), self._allowed(kind, name, b)
             found.append(_excess(off, allowed, label, at_step, f"{_short(a)} for {_short(b)}"))
@@ -304,8 +299,16 @@ class Noise:
 
 
 def _excess(off: float, allowed: float, where: str, at_step: int, text: str) -> Excess:
-    """NaN in one run alone is a difference; `_largest` has made it infinite."""
+    """NaN in one run alone is a difference."""
+    off = float("inf") if off != off else off
     return Excess(off / allowed if allowed > 0 else (float("inf") if off else 0.0), where, at_step, text)
+
+
+def _as_divergent(ours: Tensor, where: str, at_step: int) -> Excess:
+    """What is not finite in the unsplit run isn't in this one either, in the same batch."""
+    return Excess(
+        float("inf") if _is_finite(ours) else 0.0, where, at_step, "finite, unlike the unsplit run's"
+    )
 
 
 def _is_finite(values: Tensor) -> bool:
