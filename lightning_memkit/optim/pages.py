@@ -1,10 +1,11 @@
-"""Memory of bitsandbytes' paged states, which nothing frees: what a trial or a retry forgets is used again.
+"""Memory of bitsandbytes' paged states, which nothing frees: what a trial or a retry removes is used again.
 
-`bitsandbytes.functional.get_paged` gives CUDA's managed memory as a tensor that doesn't own it, and its manager lists
-every such tensor for good. An optimizer whose states are made twice would hold them twice. Not yet verified on a GPU.
+`bitsandbytes.functional.get_paged` gives CUDA's managed memory as a tensor that doesn't own it. An optimizer whose
+states are made twice would hold them twice. Not yet verified on a GPU.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import ref
 
@@ -15,17 +16,32 @@ from torch.optim import Optimizer
 _POOL = "_memkit_pages"
 
 
-def keep_pages(optimizer: Optimizer, states: Iterable[Any]) -> None:
-    """Give the pages of states that the optimizer forgets to the states that it makes next.
+@contextmanager
+def pages_used_again(optimizer: Optimizer) -> Iterator[None]:
+    """Pages of the states that are removed within it are those of the states that the optimizer makes next.
 
     Args:
         optimizer: any; one that doesn't page is left as it is.
-        states: what is forgotten, a state or a value of one each.
     """
-    values = [value for state in states for value in (state.values() if isinstance(state, dict) else [state])]
-    pages = [value for value in values if isinstance(value, Tensor) and getattr(value, "is_paged", False)]
-    if not pages:
+    if not getattr(optimizer, "is_paged", False):
+        yield
         return
+    before = _pages_of(optimizer)
+    try:
+        yield
+    finally:
+        kept = set(map(id, _pages_of(optimizer)))
+        _offer(optimizer, [page for page in before if id(page) not in kept])
+
+
+def _pages_of(optimizer: Optimizer) -> list[Tensor]:
+    states = [state for state in optimizer.state.values() if isinstance(state, dict)]
+    values = [value for state in states for value in state.values()]
+    return [value for value in values if isinstance(value, Tensor) and getattr(value, "is_paged", False)]
+
+
+def _offer(optimizer: Optimizer, pages: list[Tensor]) -> None:
+    """Let the optimizer take these pages before it asks for others."""
     pool: list[Any] = optimizer.__dict__.setdefault(_POOL, [])
     pool += pages
     owner = ref(optimizer)  # a reference in its own dict would make a cycle

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_memkit.optim.group_scalars import group_scalars, restore_group_scalars
 from lightning_memkit.optim.modes import LOW_STATES
-from lightning_memkit.optim.pages import keep_pages
+from lightning_memkit.optim.pages import pages_used_again
 from lightning_memkit.optim.pieces import slots
 from lightning_memkit.optim.step_copies import OwnAttributeCopies
 
@@ -72,14 +72,15 @@ def restore_snapshot(optimizer: Optimizer, snapshot: OptimizerSnapshot, *, keep_
         for slot, weight in zip(slots(optimizer), snapshot.weights, strict=True):
             slot.parameter.detach().copy_(weight)
     kept = dict(snapshot.states)
-    if not keep_new:
-        keep_pages(optimizer, [optimizer.state.pop(key) for key in list(optimizer.state) if key not in kept])
-    for key, value in kept.items():
-        current = optimizer.state.get(key)
-        restored = _restored(value, current, key)
-        if keep_new and isinstance(current, dict) and isinstance(restored, dict):
-            restored = {**_beside(restored, current), **restored}
-        optimizer.state[key] = restored
+    with pages_used_again(optimizer):
+        for key in [key for key in optimizer.state if key not in kept and not keep_new]:
+            del optimizer.state[key]
+        for key, value in kept.items():
+            current = optimizer.state.get(key)
+            restored = _restored(value, current, key)
+            if keep_new and isinstance(current, dict) and isinstance(restored, dict):
+                restored = {**_beside(restored, current), **restored}
+            optimizer.state[key] = restored
     restore_group_scalars(optimizer, list(snapshot.groups))
     snapshot.extra["own"].restore()
     if snapshot.extra["opt_called"] is _ABSENT:
@@ -104,13 +105,13 @@ def known_states(optimizer: Optimizer) -> dict[Any, frozenset[Any]]:
 
 def forget_new_states(optimizer: Optimizer, known: dict[Any, frozenset[Any]]) -> None:
     """Remove the states that did not exist when `known_states` was asked."""
-    forgotten: list[Any] = []
-    for key in list(optimizer.state):
-        if key not in known:
-            forgotten.append(optimizer.state.pop(key))
-        elif isinstance(state := optimizer.state[key], dict):
-            forgotten += [state.pop(name) for name in list(state) if name not in known[key]]
-    keep_pages(optimizer, forgotten)
+    with pages_used_again(optimizer):
+        for key in list(optimizer.state):
+            if key not in known:
+                del optimizer.state[key]
+            elif isinstance(state := optimizer.state[key], dict):
+                for name in [name for name in state if name not in known[key]]:
+                    del state[name]
 
 
 def _copy(value: Any, device: torch.device | None) -> Any:

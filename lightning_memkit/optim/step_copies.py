@@ -24,6 +24,7 @@ from lightning_memkit.optim.own_attributes import (
     own_attributes,
     set_contents,
 )
+from lightning_memkit.optim.pages import pages_used_again
 from lightning_memkit.optim.pieces import Slot, slots
 
 _PLAIN_TENSORS = (Tensor, Parameter)
@@ -66,13 +67,14 @@ class StepCopies:
 
     def restore(self) -> None:
         """Put everything back; where the copies lie beside the tensors, no memory is taken."""
-        for key, state in self._states:
-            if state is not None:
-                self._optimizer.state[key] = state
-            elif key in self._optimizer.state:
-                del self._optimizer.state[key]
-        for container, before in self._containers:
-            set_contents(container, before)
+        with pages_used_again(self._optimizer):
+            for key, state in self._states:
+                if state is not None:
+                    self._optimizer.state[key] = state
+                elif key in self._optimizer.state:
+                    del self._optimizer.state[key]
+            for container, before in self._containers:
+                set_contents(container, before)
         for parameter, data, gradient in self._weights:
             if parameter.grad is not gradient:
                 parameter.grad = gradient
@@ -138,8 +140,9 @@ class WholeStepCopies(StepCopies):
     def restore(self) -> None:
         """Put everything back."""
         kept = {key for key, _ in self._states}
-        for key in [key for key in self._optimizer.state if key not in kept]:
-            del self._optimizer.state[key]
+        with pages_used_again(self._optimizer):
+            for key in [key for key in self._optimizer.state if key not in kept]:
+                del self._optimizer.state[key]
         super().restore()
         restore_group_scalars(self._optimizer, self._scalars)
         restore_own_attributes(self._optimizer, self._own)

@@ -6,6 +6,7 @@ import gc
 import io
 import warnings
 import weakref
+from functools import partial
 from itertools import product
 
 import bitsandbytes as bnb
@@ -26,12 +27,14 @@ from lightning_memkit.optim.eight_bit import (
     dequantize_,
     is_bitsandbytes,
 )
+from lightning_memkit.optim.pieces import slots
 from lightning_memkit.optim.snapshots import (
     forget_new_states,
     known_states,
     restore_snapshot,
     take_snapshot,
 )
+from lightning_memkit.optim.step_copies import StepCopies, WholeStepCopies
 from lightning_memkit.testing import fake_device
 from tests.optim.helpers import all_tensors, assert_same_bits, set_gradients
 from tests.testing.needs import NEEDS_COMPILER
@@ -482,8 +485,8 @@ def test_bytes_of_quantized_tensors_are_those_of_their_parts():
 
 @NEEDS_COMPILER
 @pytest.mark.parametrize("name", ["PagedAdamW8bit", "PagedLion8bit", "PagedAdamW"])
-@pytest.mark.parametrize("by", ["trial", "retry"])
-def test_pages_of_forgotten_states_are_used_again(monkeypatch, name, by):
+@pytest.mark.parametrize("by", ["trial", "snapshot", "retry", "retry of the whole step", "half a state"])
+def test_pages_of_removed_states_are_used_again(monkeypatch, name, by):
     """bitsandbytes frees no managed memory: a trial before step 1 kept a second set of states."""
     made = []
 
@@ -507,17 +510,23 @@ def test_pages_of_forgotten_states_are_used_again(monkeypatch, name, by):
             for place, weight in enumerate(weights):
                 optimizer.init_state(optimizer.param_groups[0], weight, 0, place)
 
-        known, snapshot = known_states(optimizer), take_snapshot(optimizer, weights=False)
+        removals = {
+            "trial": partial(forget_new_states, optimizer, known_states(optimizer)),
+            "snapshot": partial(restore_snapshot, optimizer, take_snapshot(optimizer, weights=False)),
+            "retry": StepCopies(optimizer, slots(optimizer), on_host=True).restore,
+            "retry of the whole step": WholeStepCopies(optimizer).restore,
+        }
+        if by == "half a state":  # as a compensated step has, whose low halves are there before
+            for weight in weights:
+                optimizer.state[weight] = {"low": torch.zeros(1)}
+            removals[by] = StepCopies(optimizer, slots(optimizer), on_host=True).restore
         make_states()
         first = len(made)
         for page in made:
             page.fill_(7)
         for _ in range(2):
-            if by == "trial":
-                forget_new_states(optimizer, known)
-            else:
-                restore_snapshot(optimizer, snapshot)
-            assert not optimizer.state
+            removals[by]()
+            assert not any(name.startswith("state") for state in optimizer.state.values() for name in state)
             make_states()
         assert len(made) == first == len(optimizer.page_mng.paged_tensors) > 0
         states = [value for state in optimizer.state.values() for value in state.values()]
