@@ -12,7 +12,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import isinf, prod
 from typing import Any
 
@@ -45,60 +45,41 @@ _LOSSES_BY_ROW = "MultiMarginLoss MultilabelMarginLoss".split()  # their mean is
 _FACTOR_NUMEL = 2**16
 
 
+@dataclass(slots=True, eq=False)
 class _Path:
     """Where a walk stands, and what it has met."""
 
-    __slots__ = (
-        "node",
-        "output",
-        "entry",
-        "last",
-        "is_entered",
-        "shared_factor",
-        "products",
-        "shared_products",
-        "passed",
-        "edge",
-        "is_divided",
-        "name",
-        "divisor",
-        "levels",
-        "branch",
-        "reduced",
-        "quotient",
-        "gain",
-        "top",
-        "summand",
-        "sums",
-        "scaling",
-        "factors",
-        "element",
-        "place",
-    )
+    node: Any
+    output: int
+    last: Any  # the node before, or this one where it left other terms
+    top: Addend
+    summand: Addend
+    entry: Any = None  # the first product with a parameter, whose gradient is the term's, too
+    is_entered: bool = False
+    shared_factor: Any = None  # where that parameter meets other terms as well
+    products: tuple[Edge, ...] = ()
+    shared_products: tuple[Edge, ...] = ()  # above where it left other terms
+    passed: tuple[Any, ...] = ()  # nodes below that entry
+    edge: Edge | None = None  # where it left the other terms
+    is_divided: bool = False  # since then
+    name: str = ""
+    branch: str = ""
+    divisor: Divisor = 1.0
+    levels: tuple[tuple[str, Divisor], ...] = ()
+    reduced: bool = False
+    quotient: Divisor = 0.0
+    gain: Divisor = 1.0  # what the node's number is multiplied with on its way into the loss
+    sums: tuple[Addend, ...] = ()
+    scaling: tuple[Tensor, ...] = ()  # by several numbers since the last reduction
+    factors: tuple[Tensor, ...] = ()
+    element: int | None = None  # which number of a vector of losses it follows
+    place: Edge | None = None  # where it is alone in that vector
 
-    def __init__(self, node: Any, output: int) -> None:
-        self.node, self.output = node, output
-        self.last = node  # the node before, or this one where it left other terms
-        self.entry: Any = None  # the first product with a parameter, whose gradient is the term's, too
-        self.is_entered = False
-        self.shared_factor: Any = None  # where that parameter meets other terms as well
-        self.products: tuple[Edge, ...] = ()
-        self.shared_products: tuple[Edge, ...] = ()  # above where it left other terms
-        self.passed: tuple[Any, ...] = ()  # nodes below that entry
-        self.edge: Edge | None = None  # where it left the other terms
-        self.is_divided = False  # since then
-        self.name, self.branch = "", ""
-        self.divisor: Divisor = 1.0
-        self.levels: tuple[tuple[str, Divisor], ...] = ()
-        self.reduced = False
-        self.quotient: Divisor = 0.0
-        self.gain: Divisor = 1.0  # what the node's number is multiplied with on its way into the loss
-        self.top = self.summand = Addend(Number(node, output), 1.0)
-        self.sums: tuple[Addend, ...] = ()
-        self.scaling: tuple[Tensor, ...] = ()  # by several numbers since the last reduction
-        self.factors: tuple[Tensor, ...] = ()
-        self.element: int | None = None  # which number of a vector of losses it follows
-        self.place: Edge | None = None  # where it is alone in that vector
+    @classmethod
+    def of(cls, loss: Tensor) -> "_Path":
+        """A walk that begins at a loss."""
+        whole = Addend(Number(loss.grad_fn, loss.output_nr), 1.0)
+        return cls(node=loss.grad_fn, output=loss.output_nr, last=loss.grad_fn, top=whole, summand=whole)
 
 
 def terms_of(loss: Tensor) -> LossTerms:
@@ -122,7 +103,7 @@ def terms_of(loss: Tensor) -> LossTerms:
 
 def _walked(loss: Tensor) -> LossTerms:
     terms: dict[Any, Term] = {}
-    paths = [_Path(loss.grad_fn, loss.output_nr)]
+    paths = [_Path.of(loss)]
     visited = 0
     while paths:
         visited += 1
