@@ -43,7 +43,7 @@ class Sample:
 
 
 def run(options: Options) -> Report:
-    """All points, which takes half an hour, or with `--quick` a random sample of half of the cases'."""
+    """All points, which takes the best part of an hour, or with `--quick` a random sample of half of the cases'."""
     sample = Sample(budget=3, naive=2, ranks=4, rank_starts=3) if options.quick else Sample()
     cases = list(all_cases())
     if options.quick:  # every model, optimizer and step by operators; of the others every second cell
@@ -118,7 +118,7 @@ def run_cases(cases: list[Case], sample: Sample, seed: int) -> list[Tally]:
     """The cases' tallies, from processes of a kind: one that has the device "fake" has it as its accelerator."""
     os.environ["OMP_NUM_THREADS"] = "1"
     context, started = multiprocessing.get_context("spawn"), {}
-    processes = max(1, (os.cpu_count() or 1) // 2) + 1  # the control of a kind ends early
+    processes = max(1, (os.cpu_count() or 1) // 2) + 1  # one kind ends before the other
     with ExitStack() as stack:
         for kind in ("operators", "allocator"):
             pool = stack.enter_context(ProcessPoolExecutor(processes, context, initializer=quiet))

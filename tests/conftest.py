@@ -26,14 +26,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keep what is imported and collected out of collections: each fit makes some, of half a million objects."""
+    """Keep garbage collections short: each fit makes some, among half a million objects of pytest's and torch's."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")
 def frozen() -> None:
-    """The same of what the modules before have imported."""
+    """Keep what the test modules before have imported out of garbage collections, too."""
     gc.collect()
     gc.freeze()
 

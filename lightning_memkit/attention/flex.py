@@ -21,7 +21,8 @@ def flex(query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Ten
     While operators are observed (`selective` activation checkpointing, a metered step) it is the loop over documents:
     torch compiles nothing there, and FlexAttention that isn't compiled makes all scores.
     """
-    if torch._C._len_torch_dispatch_stack() and not isinstance(query, FakeTensor):
+    is_traced = torch.compiler.is_compiling() or isinstance(query, FakeTensor)
+    if not is_traced and torch._C._len_torch_dispatch_stack():
         return loop(query, key, value, documents)
     # One row of all documents: blocks of other rows are skipped like those of other documents.
     one_row = (x.transpose(0, 1).flatten(1, 2)[None] for x in (query, key, value))

@@ -43,8 +43,9 @@ class RestRules:
 
     Attributes:
         seen: there is something without a gradient: its pieces are to be noted in every micro-batch.
-        untold: a piece was neither a mean over rows, nor one over what a term counts, nor a sum; or one that varies
-            can't be read of a micro-batch, where it stands beside a mean over nothing.
+        untold: a piece was neither a mean over rows, nor one over what a term counts, nor a sum; or one that differs
+            among rows can't be read of a micro-batch, where it stands beside a mean over nothing, or of no comparison
+            could be read as a whole.
     """
 
     def __init__(self, count: int) -> None:

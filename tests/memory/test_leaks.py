@@ -19,7 +19,7 @@ WIDTH, ROWS = 32, 64
 
 @pytest.fixture(autouse=True, scope="module")
 def frozen() -> None:
-    """Who holds a tensor is found among the objects that collections look at: a function's cells are such."""
+    """Undo it: `gc.get_referrers`, which finds who holds a tensor, passes over what is frozen, this module's too."""
     gc.unfreeze()
 
 
