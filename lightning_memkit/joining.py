@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_memkit.joining_rules import (
@@ -121,11 +122,12 @@ class Joining:
         allowed = self._allowed(whole.after if isinstance(whole, Change) else whole)
         if least > allowed:
             raise JoinError(why_not(path, whole, parts, least))
-        # A clear lead only: rules that differ by rounding stay open, in their order.
+        # A clear lead only: rules that differ by rounding (of the whole and of its parts) stay open, in their order.
+        rounding = max(allowed / 20, 1.5 * _spacing(whole.after if isinstance(whole, Change) else whole))
         self._open[path] = [
             rule
             for rule, error in zip(candidates, errors, strict=True)
-            if error <= min(allowed, 3 * least + allowed / 20)
+            if error <= min(allowed, 3 * least + rounding)
         ]
 
     def _join(self, path: Path, parts: Sequence[Any], counts: Counts) -> Any:
@@ -159,6 +161,12 @@ class Joining:
                 self.doubtful.append(name_of(path))
                 break
         return joined
+
+
+def _spacing(value: Any) -> float:
+    """The relative distance of neighbouring numbers of a value's dtype."""
+    is_rounded = isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+    return torch.finfo(value.dtype).eps if is_rounded else 0.0
 
 
 def _own_way(parts: Sequence[Counted], counts: Counts) -> tuple[list[Any], Counts]:

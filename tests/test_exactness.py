@@ -269,6 +269,7 @@ FOUND_DRAWN = [
     (3, "drawn_3045", 300, "float64", 3),  # a parameter that a loss adds, beside a mean over nothing
     (1, "drawn_1007", 107, "bf16-mixed", 4),  # an error whose sign a rounding turns
     (2, "drawn_2014", 204, "lora", 3),  # an unsplit run that diverges
+    (1, "drawn_1003", 102, "bf16-mixed", 3),  # a logged loss that a rounding takes for a mean over samples
     (1, "drawn_1061", 103, "pure-bf16", 3),  # a parameter that comes back to where it began
 ]
 

@@ -204,6 +204,21 @@ def test_numbers_that_follow_from_rounding_are_equal_and_others_are_not() -> Non
         Joining(allowed=1e-12).compare(whole, [whole * 1.01, whole * 1.02], ways)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_way_of_weighing_is_not_given_up_for_a_rounding(dtype: torch.dtype) -> None:
+    """Parts that hardly differ fit either way; which of them fits better is a matter of the last bit."""
+    generator, eps = torch.Generator().manual_seed(0), torch.finfo(dtype).eps
+    for _ in range(200):
+        values = 0.5 + torch.rand((), generator=generator).double()
+        parts = values * (1 + eps * torch.rand(2, generator=generator).double())
+        whole = (parts * torch.tensor([0.75, 0.25])).sum()
+        ways = {"labels": [3.0, 1.0], "samples": [1.0, 1.0]}
+        joining = Joining(allowed=1e-9)
+        joining.compare(whole.to(dtype), list(parts.to(dtype)), ways)
+        joined = joining.join([torch.tensor(0.5, dtype=dtype), torch.tensor(1.0, dtype=dtype)], ways)
+        assert joined == 0.625
+
+
 def test_a_batch_without_what_a_mean_is_over_is_refused() -> None:
     joining, parts = Joining(allowed=1e-9), [torch.tensor(1.0), torch.tensor(3.0)]
     joining.compare(torch.tensor(2.5), parts, {"labels": [1, 3], "samples": [1, 1]})

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_memkit.joining import Joining
-from lightning_memkit.joining_rules import Counted, JoinError
+from lightning_memkit.joining_rules import Counted, JoinError, applied
 
 Entries = list[dict[str, Any]]  # the keywords of each call of `self.log`
 _Key = tuple[str, str, int]
@@ -91,9 +91,9 @@ class LoggedValues:
         if len(entries) == 1:
             return dict(entries[0])
         joining = self._joinings.get(key)
-        if is_known:
-            return _by_reduction(entries, counts["loss"])
         if key in self._wrong:
+            if is_known:
+                return _by_reduction(entries, counts["loss"])
             self._warn(key)
         elif joining is not None:
             try:
@@ -157,9 +157,8 @@ def _by_reduction(entries: Entries, weights: Sequence[float]) -> dict[str, Any]:
         own = [size for entry in entries if (size := entry.get("batch_size")) is not None]
         given = len(own) == len(entries)
         used = [float(size) for size in own] if given else list(weights)
-        scaled = stacked if stacked.is_floating_point() else stacked.float()
-        shares = torch.tensor(used, dtype=scaled.dtype, device=scaled.device) / (sum(used) or 1.0)
-        merged["value"] = (scaled * shares).sum(0)
+        scaled = values if stacked.is_floating_point() else list(stacked.float())
+        merged["value"] = applied(("mean", "used"), scaled, {"used": used}, ())
         merged["batch_size"] = sum(own) if given else None
     else:
         merged["value"] = cast(Callable[[Tensor], Tensor], reduction)(stacked)

@@ -403,17 +403,22 @@ class PartsRunner:
 
     def _result(self, attempt: _Attempt) -> tuple[Tensor | None, dict[str, Any]]:
         whole = _put_together(attempt)
-        known = set[tuple[str, str]]() if whole is None else _names_of_the_loss(attempt)
-        for entry in self.logs.merged(attempt.logged, attempt.sizes_logged, known):
-            if (entry["fx"], entry["name"]) in known:
-                entry = {**entry, "value": whole}
-            _seam.log_now(self._trainer, entry)
-        if not attempt.losses:
-            return None, {}
         total = sum(attempt.weights)
         summed = self.partition.summed or (self.partition.rules is not None and self.partition.rules.summed)
         shares = [weight / total for weight in attempt.weights] if total and not summed else None
         shares = shares or attempt.weights
+        loss = whole
+        if whole is None and attempt.losses:
+            loss = joined(attempt.losses, shares, attempt.sizes)
+        # Numbers of an accelerator are not compared where rules will do: that waits for it.
+        is_compared = whole is not None or (loss is not None and loss.device.type == "cpu")
+        known = _names_of_the_loss(attempt) if is_compared else set[tuple[str, str]]()
+        for entry in self.logs.merged(attempt.logged, attempt.sizes_logged, known):
+            if loss is not None and (entry["fx"], entry["name"]) in known:
+                entry = {**entry, "value": loss.to(entry["value"])}
+            _seam.log_now(self._trainer, entry)
+        if loss is None:
+            return None, {}
         extra = self.returned.merged(attempt.extras, shares, attempt.sizes, attempt.rows)
         if whole is not None:  # a loss that is returned under another name, too
             extra = {
@@ -422,7 +427,6 @@ class PartsRunner:
                 else value
                 for key, value in extra.items()
             }
-        loss = joined(attempt.losses, shares, attempt.sizes) if whole is None else whole
         if self.partition.state is not None and len(attempt.logged) > 1:
             self.partition.state.take(loss)
         return loss, extra
@@ -438,7 +442,7 @@ def _put_together(attempt: _Attempt) -> Tensor | None:
 
 def _names_of_the_loss(attempt: _Attempt) -> set[tuple[str, str]]:
     """Hooks and names of what was logged and is in every part the very number that it has as a loss."""
-    if len(attempt.logged) != len(attempt.losses):
+    if not attempt.losses or len(attempt.logged) != len(attempt.losses):
         return set()
     seen, other = set[tuple[str, str]](), set[tuple[str, str]]()
     for (_, entries), loss in zip(attempt.logged, attempt.losses, strict=True):
