@@ -6,7 +6,9 @@ from threading import RLock
 import torch
 from torch import Tensor
 
-_CLASSES = 8  # sizes between two powers of two: a buffer is at most an eighth larger than asked for
+from lightning_memkit.memory.pinned import pinned_size, return_pinned
+
+_CLASSES = 8  # sizes between two powers of two: an unpinned buffer is at most an eighth larger than asked for
 _LEAST_BYTES = 4096
 _PASSES = 16  # a buffer that so many passes in a row had no use for is freed
 
@@ -25,10 +27,11 @@ class HostPool:
     """Hands out flat byte buffers and takes them back; page-locking memory takes long, so buffers are kept.
 
     It never holds more than the most that was in use at once in the last passes: buffers of sizes that no longer
-    come make room, and a larger batch's (a trial's) are freed after a while.
+    come make room, and a larger batch's (a trial's) are freed after a while. Pinned buffers are powers of two, as
+    torch allocates them whatever is asked for; those that are freed go back to the system.
 
     Args:
-        limit_bytes: the most bytes that it may hold.
+        limit_bytes: the most bytes that it may take of the host.
         pin_memory: page-locked memory, which copies need to run beside the arithmetic.
     """
 
@@ -44,7 +47,7 @@ class HostPool:
 
     def take(self, size_bytes: int) -> HostBuffer | None:
         """A buffer of at least so many bytes; None where the cap, or the host, has no room."""
-        size = _rounded(size_bytes)
+        size = _rounded(size_bytes, self.pin_memory)
         with self._lock:
             found = next((b for b in reversed(self._idle.values()) if b.bytes.nbytes == size), None)
             if found is None:
@@ -79,8 +82,7 @@ class HostPool:
     def _made(self, size: int) -> HostBuffer | None:
         if self.used_bytes + size > self.limit_bytes:
             return None
-        self._drop_idle(max(*self._most_used, self.used_bytes + size) - size)
-        self._drop_idle(self.limit_bytes - size)
+        self._drop_idle(min(max(*self._most_used, self.used_bytes + size), self.limit_bytes) - size)
         try:
             data = _host_room(size, self.pin_memory)
         except RuntimeError:  # no host memory, or none that may be page-locked
@@ -89,17 +91,25 @@ class HostPool:
         return HostBuffer(data)
 
     def _drop_idle(self, most_held: int) -> None:
+        held_before = self.held_bytes
         while self._idle and self.held_bytes > most_held:
-            _, buffer = self._idle.popitem(last=False)
-            if buffer.free_after is not None:
-                buffer.free_after.synchronize()
-            self.held_bytes -= buffer.bytes.nbytes
+            self._drop(self._idle.popitem(last=False)[1])
+        if self.pin_memory and self.held_bytes < held_before:
+            return_pinned()
+
+    def _drop(self, buffer: HostBuffer) -> None:
+        if buffer.free_after is not None:
+            buffer.free_after.synchronize()
+        self.held_bytes -= buffer.bytes.nbytes
+        buffer.bytes = buffer.bytes.new_empty(0)  # whoever gives it back still has it
 
 
 def _host_room(size: int, pin_memory: bool) -> Tensor:
     return torch.empty(size, dtype=torch.uint8, pin_memory=pin_memory)
 
 
-def _rounded(size: int) -> int:
+def _rounded(size: int, is_pinned: bool) -> int:
+    if is_pinned:
+        return pinned_size(max(size, _LEAST_BYTES))
     step = max(_LEAST_BYTES, (1 << (size.bit_length() - 1)) // _CLASSES)
     return -(-size // step) * step

@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_memkit.errors import NoEffectWarning
+from lightning_memkit.memory.pinned import return_pinned
 from lightning_memkit.optim.closures import with_closure
 from lightning_memkit.optim.compensation import compensation_of
 from lightning_memkit.optim.gradient_release import release_of
@@ -98,6 +99,12 @@ class StateOffload:
             if slot.parameter in optimizer.state:
                 state = optimizer.state[slot.parameter]
                 state.update(mapped(state, partial(Tensor.to, device=slot.parameter.device)))
+        if (
+            move
+            and self._home.pin_memory
+            and any(has_own_memory(slot.parameter) for slot in slots(optimizer))
+        ):
+            return_pinned()
 
     def _take_all_home(self) -> None:
         optimizer = self.optimizer

@@ -106,7 +106,7 @@ def _recipe(row: Row, counts: ParameterCounts, placement: Placement, given: Mapp
         states=recipe.states if row.family.optimizer is None else "8-bit",
         float32_gradients=alone and largest.get("gradients", 0) > 3 * counts.trained,
     )
-    kept = prediction.host_bytes if placement.states_on_host else largest.get("optimizer_states", 0)
+    kept = prediction.offloaded_bytes if placement.states_on_host else largest.get("optimizer_states", 0)
 
     def away(optimizer: str) -> float:
         form = closed_form(counts, recipe=replace(recipe, optimizer=optimizer))

@@ -121,7 +121,7 @@ class Problem:
     def _seconds(self, family: Family, prediction: Prediction) -> tuple[float, float]:
         """Of a part, and of the optimizer's step: operators, and copies that they don't hide."""
         a_part, a_step = part_seconds(prediction.work, self.times), step_seconds(prediction.work, self.times)
-        one_way = prediction.host_bytes / self.host_bytes_per_second
+        one_way = prediction.offloaded_bytes / self.host_bytes_per_second
         offload = family["offload"].name
         if offload == ACTIVATIONS:  # beside the arithmetic, to the host and back
             a_part = max(a_part, 2 * one_way)

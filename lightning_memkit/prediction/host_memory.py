@@ -20,6 +20,7 @@ from lightning_memkit.activations import offload, offload_parcels, offload_pool,
 from lightning_memkit.activations.offload_choice import Stopwatch
 from lightning_memkit.activations.offload_parcels import Parcel
 from lightning_memkit.activations.offload_visits import Traffic
+from lightning_memkit.memory.pinned import pinned_size
 from lightning_memkit.optim import offload as state_offload
 from lightning_memkit.optim import state_home
 from lightning_memkit.optim.state_home import StateHome
@@ -35,22 +36,25 @@ class HostMemory:
     Attributes:
         live_bytes: what they take now.
         peak_bytes: what they took at most.
+        peak_content_bytes: what they held at most, without rounding.
         has_shards: whether weights are there, which the CPU steps.
     """
 
     def __init__(self) -> None:
         self.live_bytes = self.peak_bytes = 0
+        self.peak_content_bytes = self._content_bytes = 0
         self.has_shards = False
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._is_asked = False
+        self._is_asked = self._is_pinned = False
 
-    def room(self, make: Callable[[], Tensor]) -> Tensor:
-        """A tensor that is made in host memory."""
-        before, self._is_asked = self._is_asked, True
+    def room(self, make: Callable[[], Tensor], *, is_pinned: bool) -> Tensor:
+        """A tensor that is made in host memory; pinned, it takes a power of two."""
+        before = self._is_asked, self._is_pinned
+        self._is_asked, self._is_pinned = True, is_pinned
         try:
             return make()
         finally:
-            self._is_asked = before
+            self._is_asked, self._is_pinned = before
 
     def has(self, tensor: Tensor) -> bool:
         """Whether a tensor is in host memory."""
@@ -61,14 +65,18 @@ class HostMemory:
         key, size = storage._cdata, storage.nbytes()
         if key in self._storages or not self._is_asked:
             return key in self._storages
+        taken = pinned_size(size) if self._is_pinned else size
 
         def give_back(_: Any) -> None:
             del self._storages[key]
-            self.live_bytes -= size
+            self.live_bytes -= taken
+            self._content_bytes -= size
 
         self._storages[key] = weakref.ref(storage, give_back)
-        self.live_bytes += size
+        self.live_bytes += taken
+        self._content_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self.peak_content_bytes = max(self.peak_content_bytes, self._content_bytes)
         return True
 
 
@@ -121,10 +129,10 @@ def offloads(host: HostMemory, saved: "Saved", assumed: dict[str, str]) -> Itera
         return plain_pack(traffic, saved.twin(tensor), *args)  # of the batch
 
     def state_room(like: Tensor, pin_memory: bool) -> Tensor:
-        return host.room(lambda: torch.empty_like(like))
+        return host.room(lambda: torch.empty_like(like), is_pinned=pin_memory)
 
     def activation_room(size: int, pin_memory: bool) -> Tensor:
-        return host.room(lambda: torch.empty(size, dtype=torch.uint8))
+        return host.room(lambda: torch.empty(size, dtype=torch.uint8), is_pinned=pin_memory)
 
     def lane(device: torch.device) -> Any:
         return SimpleNamespace(device=device, outward=in_order, inward=in_order)
@@ -140,7 +148,8 @@ def offloads(host: HostMemory, saved: "Saved", assumed: dict[str, str]) -> Itera
             (state_home, {"_current_stream": lambda device: in_order}),
             (StateHome, {"_streams_of": lambda home, device: (in_order, in_order)}),
             (state_offload, {"is_at_home": host.has}),
-            (offload_pool, {"_host_room": activation_room}),
+            (offload_pool, {"_host_room": activation_room, "return_pinned": lambda: None}),
+            (state_offload, {"return_pinned": lambda: None}),
             (offload_visits, {"_HOST_MEMORY": ("meta",), "_MOVABLE": movable, "Lane": lane}),
             (offload_parcels, {"_current_stream": lambda device: in_order}),
             (Traffic, {"_pack": pack}),

@@ -16,6 +16,8 @@ from torch.overrides import TorchFunctionMode
 from lightning_memkit.prediction.host_memory import HostMemory
 from lightning_memkit.prediction.replaced import replaced
 
+_Moved = Callable[[Tensor, bool], Tensor]  # of a tensor, and whether its place on the host is pinned
+
 
 @contextmanager
 def host_shards(host: HostMemory) -> Iterator[None]:
@@ -23,25 +25,25 @@ def host_shards(host: HostMemory) -> Iterator[None]:
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
-    def to_host(tensor: Tensor) -> Tensor:
+    def to_host(tensor: Tensor, is_pinned: bool) -> Tensor:
         host.has_shards = True
-        return tensor if host.has(tensor) else host.room(lambda: torch.empty_like(tensor))
+        if host.has(tensor):
+            return tensor
+        return host.room(lambda: torch.empty_like(tensor), is_pinned=is_pinned)
 
-    def to_device(tensor: Tensor) -> Tensor:
+    def to_device(tensor: Tensor, is_pinned: bool) -> Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype) if host.has(tensor) else tensor
 
-    def moving(function: Callable[..., Any], moved: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with _Moves(moved):
-                return function(*args, **kwargs)
+    def reduced(*args: Any, **kwargs: Any) -> Any:
+        with _Moves(to_host, is_pinned=False):
+            return plain_reduce(*args, **kwargs)
 
-        return run
-
-    def offloaded(function: Callable[..., Any], moved: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
-        there = moving(function, moved)
-
+    def offloaded(function: Callable[..., Any], moved: _Moved) -> Callable[..., Any]:
         def run(parameter: Any, *args: Any, **kwargs: Any) -> Any:
-            return (there if parameter.offload_to_cpu else function)(parameter, *args, **kwargs)
+            if not parameter.offload_to_cpu:
+                return function(parameter, *args, **kwargs)
+            with _Moves(moved, is_pinned=parameter.pin_memory):
+                return function(parameter, *args, **kwargs)
 
         return run
 
@@ -52,22 +54,24 @@ def host_shards(host: HostMemory) -> Iterator[None]:
         gathered: Any = FSDPParam.all_gather_inputs
         inputs = property(offloaded(gathered.fget, to_device))
         stack.enter_context(replaced(FSDPParam, all_gather_inputs=inputs))
-        stack.enter_context(replaced(groups, foreach_reduce=moving(plain_reduce, to_host)))
+        stack.enter_context(replaced(groups, foreach_reduce=reduced))
         yield
 
 
 class _Moves(TorchFunctionMode):
     """Makes the copies of `Tensor.to(device)` and `Tensor.cpu()`, which a simulation's only device does not need."""
 
-    def __init__(self, moved: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, moved: _Moved, *, is_pinned: bool) -> None:
         super().__init__()
         self._moved = moved
+        self._is_pinned = is_pinned
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         to_a_device = any(isinstance(one, torch.device) for one in (*args[1:], *kwargs.values()))
         if func is Tensor.cpu or (func is Tensor.to and to_a_device):
-            return self._moved(args[0])
+            # A copy to the host that isn't waited for is pinned, on CUDA.
+            return self._moved(args[0], self._is_pinned or bool(kwargs.get("non_blocking")))
         if func is Tensor.pin_memory:
             return args[0]
         return func(*args, **kwargs)

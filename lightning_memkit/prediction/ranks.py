@@ -99,7 +99,8 @@ class RankSimulation(Simulation):
         )
         if self._is_the_hosts([*args, *(kwargs or {}).values()]):
             return self.host.room(
-                lambda: super(RankSimulation, self).__torch_dispatch__(func, types, args, kwargs)
+                lambda: super(RankSimulation, self).__torch_dispatch__(func, types, args, kwargs),
+                is_pinned=False,
             )
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if func.namespace == "c10d" and self._device is None:

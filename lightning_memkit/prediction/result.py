@@ -25,8 +25,9 @@ class Prediction:
         reserved_bytes: on a GPU, what the caching allocator would reserve for these tensors; the context and the
             matrix library (`anatomy.fixed_bytes`) lie beside it. On the CPU 0.
         expandable_bytes: the same with ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``.
-        host_bytes: what offloads to a GPU's host take of its memory at most, pinned unless they are told otherwise;
-            torch's allocator of pinned memory rounds each buffer up to a power of two.
+        host_bytes: what offloads to a GPU's host take of its memory at most, pinned unless they are told otherwise:
+            by powers of two then, as torch's allocator of pinned memory gives it.
+        offloaded_bytes: what offloaded tensors themselves have at most, without rounding.
         timeline: bytes alive at each operator of the steps, what it needs within included.
         work: what the operators of a part and of an optimizer step compute and move.
     """
@@ -42,6 +43,7 @@ class Prediction:
     reserved_bytes: int = 0
     expandable_bytes: int = 0
     host_bytes: int = 0
+    offloaded_bytes: int = 0
     timeline: tuple[int, ...] = field(default=(), repr=False)
     work: Work = field(default_factory=Work, repr=False)
 
@@ -76,7 +78,9 @@ class Prediction:
                 f"expandable segments), beside {format_bytes(anatomy.fixed_bytes)} of context and library"
             )
         if self.host_bytes:
-            lines.append(f"Host: {format_bytes(self.host_bytes)} of what is offloaded")
+            lines.append(
+                f"Host: {format_bytes(self.host_bytes)} for {format_bytes(self.offloaded_bytes)} offloaded"
+            )
         largest = [f"{name or '(no module)'} {format_bytes(size)}" for name, size in self.saved.items()]
         if largest:
             lines.append("Saved by: " + ", ".join(largest[:_SHOWN]))

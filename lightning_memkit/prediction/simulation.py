@@ -165,6 +165,7 @@ class Simulation(AnatomyMeter):
             device="cpu" if device is None else device.name,
             reserved_bytes=0 if device is None else replay(self.records).reserved_bytes,
             host_bytes=self.host.peak_bytes,
+            offloaded_bytes=self.host.peak_content_bytes,
             expandable_bytes=0 if device is None else replay(self.records, expandable=True).reserved_bytes,
         )
 

@@ -4,6 +4,7 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/core/CachingHostAllocator.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
@@ -25,9 +26,12 @@
 #include <torch/library.h>
 
 #include <atomic>
+#include <bit>
 #include <deque>
+#include <map>
 #include <mutex>
 #include <unordered_map>
+#include <vector>
 
 namespace {
 
@@ -44,6 +48,8 @@ enum Counter {
   kToHostCopies,
   kPinnedBytes,
   kPinnedPeakBytes,
+  kPinnedReservedBytes,
+  kPinnedReservedPeakBytes,
   kHazards,
   kCounters
 };
@@ -183,30 +189,54 @@ struct DeviceMemory final : c10::DeviceAllocator {
   void copy_data(void* to, const void* from, std::size_t count) const override { std::memcpy(to, from, count); }
 };
 
-void free_pinned(void* data) {
-  if (data == nullptr) return;
-  {
-    std::lock_guard<std::mutex> lock(mutex);
-    auto found = pinned_sizes().find(data);
-    counters[kPinnedBytes] -= static_cast<int64_t>(found->second);
-    pinned_sizes().erase(found);
-  }
-  c10::free_cpu(data);
+// As CUDA's allocator of pinned memory: sizes are powers of two, and what is freed is kept until it is asked back.
+std::map<size_t, std::vector<void*>>& pinned_cache() {
+  static auto* map = new std::map<size_t, std::vector<void*>>();
+  return *map;
 }
 
-struct PinnedMemory final : c10::Allocator {
-  c10::DataPtr allocate(size_t size) override {
+void free_pinned(void* data) {
+  if (data == nullptr) return;
+  std::lock_guard<std::mutex> lock(mutex);
+  auto found = pinned_sizes().find(data);
+  counters[kPinnedBytes] -= static_cast<int64_t>(found->second);
+  pinned_cache()[found->second].push_back(data);
+  pinned_sizes().erase(found);
+}
+
+struct PinnedMemory final : at::HostAllocator {
+  c10::DataPtr allocate(size_t asked) override {
     const c10::Device device(c10::DeviceType::CPU);
-    if (size == 0) return {nullptr, nullptr, &free_pinned, device};
-    void* data = c10::alloc_cpu(size);
+    if (asked == 0) return {nullptr, nullptr, &free_pinned, device};
+    const size_t size = std::bit_ceil(asked);
     std::lock_guard<std::mutex> lock(mutex);
+    auto& kept = pinned_cache()[size];
+    void* data = kept.empty() ? c10::alloc_cpu(size) : kept.back();
+    if (kept.empty()) {
+      counters[kPinnedReservedBytes] += static_cast<int64_t>(size);
+    } else {
+      kept.pop_back();
+    }
     pinned_sizes()[data] = size;
     counters[kPinnedBytes] += static_cast<int64_t>(size);
     counters[kPinnedPeakBytes] = std::max(counters[kPinnedPeakBytes], counters[kPinnedBytes]);
+    counters[kPinnedReservedPeakBytes] = std::max(counters[kPinnedReservedPeakBytes], counters[kPinnedReservedBytes]);
     return {data, data, &free_pinned, device};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &free_pinned; }
   void copy_data(void* to, const void* from, std::size_t count) const override { std::memcpy(to, from, count); }
+  bool record_event(void*, void*, c10::Stream) override { return true; }  // a host that frees too soon shows as a hazard
+  void empty_cache() override {
+    std::lock_guard<std::mutex> lock(mutex);
+    for (auto& [size, kept] : pinned_cache()) {
+      counters[kPinnedReservedBytes] -= static_cast<int64_t>(size * kept.size());
+      for (void* data : kept) c10::free_cpu(data);
+    }
+    pinned_cache().clear();
+  }
+  at::HostStats get_stats() override { return {}; }
+  void reset_accumulated_stats() override {}
+  void reset_peak_stats() override {}
 };
 
 bool is_pinned(const void* data) {
@@ -453,9 +483,12 @@ extern "C" {
 void memkit_fake_register() {
   c10::SetAllocator(kFake, &device_memory);
   at::RegisterPrivateUse1HooksInterface(new Hooks());
+  at::setHostAllocator(kFake, &pinned_memory);
   static c10::impl::DeviceGuardImplRegistrar registrar(kFake, new Guard());
   OpenEngine::add_device_thread();
 }
+
+void memkit_fake_empty_host_cache() { pinned_memory.empty_cache(); }
 
 int64_t memkit_fake_read(int counter) {
   std::lock_guard<std::mutex> lock(mutex);
@@ -474,6 +507,7 @@ void memkit_fake_reset(int peak, int rest) {
   if (peak) {
     counters[kPeakBytes] = counters[kLiveBytes];
     counters[kPinnedPeakBytes] = counters[kPinnedBytes];
+    counters[kPinnedReservedPeakBytes] = counters[kPinnedReservedBytes];
   }
   if (rest) {
     for (auto counter : {kAllocations, kToDeviceBytes, kToDeviceCopies, kToHostBytes, kToHostCopies, kHazards})

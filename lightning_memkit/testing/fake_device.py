@@ -46,6 +46,8 @@ _COUNTERS = (
     "to_host_copies",
     "pinned_bytes",
     "pinned_peak_bytes",
+    "pinned_reserved_bytes",
+    "pinned_reserved_peak_bytes",
     "hazards",
 )
 
@@ -63,7 +65,8 @@ class Transfers:
 class FakeDevice:
     """The counters and limits of the device "fake"; made by `fake_device`.
 
-    Bytes are those asked for: nothing is rounded up, and nothing freed is kept.
+    Bytes of the device are those asked for: nothing is rounded up, and nothing freed is kept. Pinned memory is had as
+    from CUDA's allocator: by powers of two, and what is freed is kept until `torch.accelerator.empty_host_cache`.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -87,13 +90,23 @@ class FakeDevice:
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of pinned host memory in use."""
+        """Bytes of pinned host memory in use, by powers of two."""
         return self._read("pinned_bytes")
 
     @property
     def pinned_peak_bytes(self) -> int:
         """The most bytes of pinned host memory in use since `reset_peak`."""
         return self._read("pinned_peak_bytes")
+
+    @property
+    def pinned_reserved_bytes(self) -> int:
+        """Bytes of pinned host memory in use, and of what is kept for later."""
+        return self._read("pinned_reserved_bytes")
+
+    @property
+    def pinned_reserved_peak_bytes(self) -> int:
+        """The most bytes of pinned host memory reserved since `reset_peak`."""
+        return self._read("pinned_reserved_peak_bytes")
 
     @property
     def allocations(self) -> int:
@@ -170,6 +183,7 @@ def fake_device(budget_bytes: int | None = None, fail_at: int | None = None) -> 
     device = _loaded()
     before = device._limits
     gc.collect()
+    device._library.memkit_fake_empty_host_cache()
     device.reset_counts()
     device.reset_peak()
     device.set_limits(budget_bytes, fail_at)

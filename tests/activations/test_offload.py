@@ -30,6 +30,7 @@ def device():
         device.synchronize()
         assert device.hazards == 0
         assert device.pinned_bytes == 0
+        assert device.pinned_reserved_bytes == 0
 
 
 def build(device, **options):
@@ -67,8 +68,8 @@ def test_the_device_keeps_one_block_and_the_host_the_others(device):
     assert moved.to_host_bytes - moved.to_device_bytes <= BLOCK
     assert peak_without - peak >= (DEPTH - 3) * (BLOCK - INPUT)
     # Buffers are used again: the host holds what one step needs, whatever the number of steps.
-    assert device.pinned_bytes == held == undo.counts.host_bytes
-    assert moved.to_host_bytes <= held <= 1.13 * moved.to_host_bytes
+    assert device.pinned_reserved_bytes == held == undo.counts.host_bytes
+    assert moved.to_host_bytes <= held <= 2 * moved.to_host_bytes
     undo()
     assert device.pinned_bytes == 0
     assert bytes_of_a_step(device, model, batch) == (kept_without, peak_without)
@@ -204,7 +205,7 @@ def test_past_the_cap_tensors_stay_and_it_is_said_once(device):
         for _ in range(2):  # a warning would be an error from here on
             assert_same(gradients(model, batch), plain)
         counts = offload.counts
-        assert device.pinned_peak_bytes <= cap
+        assert device.pinned_reserved_peak_bytes <= cap
         assert counts.moved_bytes > 0
         assert counts.kept_bytes > 0
 
@@ -216,7 +217,7 @@ def test_shapes_that_change_do_not_grow_the_host(device):
         most = offload.counts.host_bytes
         for length in (LENGTH - 1, LENGTH // 2, LENGTH - 7, LENGTH // 3):
             gradients(model, ids(length=length).to("fake"))
-            assert device.pinned_bytes == offload.counts.host_bytes <= most
+            assert device.pinned_reserved_bytes == offload.counts.host_bytes <= most
 
 
 def test_a_tensor_that_all_blocks_share_travels_once(device):

@@ -4,6 +4,8 @@
 import pytest
 
 from lightning_memkit.activations.offload_pool import HostPool
+from lightning_memkit.testing import fake_device
+from tests.testing.needs import NEEDS_COMPILER
 
 
 def pool(limit=10**9):
@@ -80,3 +82,21 @@ def test_no_buffer_is_written_before_its_last_reader_is_done():
     buffers.give(buffer)
     buffers.close()
     assert event.waited
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("sizes", [(5000,), (70_000, 9000, 40_000), (2**20 + 1, 3 * 2**18, 2**16 - 1)])
+def test_pinned_memory_stays_below_the_cap_and_goes_back_to_the_system(sizes):
+    """Torch gives powers of two, whatever is asked for, and keeps what is freed."""
+    with fake_device() as device:
+        buffers = HostPool(int(2.7 * max(sizes)))
+        for size in sizes * 2:
+            taken = [buffer for buffer in (buffers.take(size) for _ in range(8)) if buffer is not None]
+            assert taken
+            assert buffers.held_bytes == device.pinned_bytes == device.pinned_reserved_bytes
+            for buffer in taken:
+                buffers.give(buffer)
+            del taken, buffer
+        assert device.pinned_reserved_peak_bytes <= buffers.limit_bytes
+        buffers.close()
+        assert buffers.held_bytes == device.pinned_reserved_bytes == 0

@@ -87,7 +87,7 @@ def test_shards_on_the_host_are_compensated_and_saved_there(found, mode):
     assert predicted.peak_bytes == pytest.approx(here["between"] + here["peak"], abs=1024)
     # The host takes what a rank takes that has no other device, less the batch.
     alone = predict_memory(Module(), ids(), trainer={**trainer, "strategy": FSDP2Strategy()})
-    assert predicted.host_bytes == pytest.approx(alone.phases["optimizer"] - ids().nbytes, abs=1024)
+    assert predicted.offloaded_bytes == pytest.approx(alone.phases["optimizer"] - ids().nbytes, abs=1024)
 
 
 def test_what_a_forward_makes_from_nothing_is_on_the_device():

@@ -191,10 +191,25 @@ def test_pinned_host_memory_is_counted():
         assert x.is_pinned()
         assert y.is_pinned()
         assert not torch.empty(10).is_pinned()
-        assert device.pinned_bytes == 56
+        assert device.pinned_bytes == 64 + 16
         assert device.live_bytes == 0
         del x
-        assert (device.pinned_bytes, device.pinned_peak_bytes) == (16, 56)
+        assert (device.pinned_bytes, device.pinned_peak_bytes) == (16, 80)
+
+
+def test_pinned_host_memory_is_kept_until_it_is_asked_back():
+    with fake_device() as device:
+        x = torch.empty(1000, dtype=torch.uint8, pin_memory=True)
+        address = x.data_ptr()
+        del x
+        assert (device.pinned_bytes, device.pinned_reserved_bytes) == (0, 1024)
+        again, other = (torch.empty(1000, dtype=torch.uint8, pin_memory=True) for _ in range(2))
+        assert address in (again.data_ptr(), other.data_ptr())
+        assert device.pinned_reserved_bytes == 2048
+        del again
+        torch.accelerator.empty_host_cache()
+        assert (device.pinned_reserved_bytes, device.pinned_reserved_peak_bytes) == (1024, 2048)
+        assert other.is_pinned()
 
 
 def test_copies_on_a_stream_happen_when_they_are_waited_for():
