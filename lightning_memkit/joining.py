@@ -119,11 +119,12 @@ class Joining:
         candidates = [rule for rule in rules if before is None or rule in before]
         errors = [rule_error(rule, whole, parts, counts) for rule in candidates]
         least = min(errors, default=float("inf"))
-        allowed = self._allowed(whole.after if isinstance(whole, Change) else whole)
+        target = whole.after if isinstance(whole, Change) else whole
+        allowed = self._allowed(target)
         if least > allowed:
             raise JoinError(why_not(path, whole, parts, least))
         # A clear lead only: rules that differ by rounding (of the whole and of its parts) stay open, in their order.
-        rounding = max(allowed / 20, 1.5 * _spacing(whole.after if isinstance(whole, Change) else whole))
+        rounding = max(allowed / 20, 1.5 * _spacing(target))
         self._open[path] = [
             rule
             for rule, error in zip(candidates, errors, strict=True)

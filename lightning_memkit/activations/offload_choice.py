@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from lightning_memkit.memory.pinned import return_pinned
+
 _TRIED_BYTES = (16 << 20, 4 << 20, 1 << 20)  # the largest that the device has room for is copied
 _COPIES = 3
 _WARM_UP_PASSES, _MEASURED_PASSES = 1, 2  # kernels are loaded and tuned in the first
@@ -89,7 +91,13 @@ def measure_copy_rates(device: torch.device, pin_memory: bool = True) -> CopyRat
             best = min(best, time.perf_counter() - start)
         return max(best, 1e-9)
 
-    return CopyRates(to_host=here.nbytes / seconds(there, here), to_device=here.nbytes / seconds(here, there))
+    rates = CopyRates(
+        to_host=here.nbytes / seconds(there, here), to_device=here.nbytes / seconds(here, there)
+    )
+    del there
+    if pin_memory:
+        return_pinned()
+    return rates
 
 
 def _room(device: torch.device) -> Tensor:

@@ -99,11 +99,7 @@ class StateOffload:
             if slot.parameter in optimizer.state:
                 state = optimizer.state[slot.parameter]
                 state.update(mapped(state, partial(Tensor.to, device=slot.parameter.device)))
-        if (
-            move
-            and self._home.pin_memory
-            and any(has_own_memory(slot.parameter) for slot in slots(optimizer))
-        ):
+        if move and self._home.pin_memory:
             return_pinned()
 
     def _take_all_home(self) -> None:

@@ -409,13 +409,16 @@ class PartsRunner:
         shares = shares or attempt.weights
         loss = whole
         if whole is None and attempt.losses:
-            loss = joined(attempt.losses, shares, attempt.sizes)
+            first, *_ = attempt.losses  # a number, of one dimension perhaps: none of its entries is a row
+            loss = joined([one.reshape(()) for one in attempt.losses], shares, attempt.sizes).reshape(
+                first.shape
+            )
         # Numbers of an accelerator are not compared where rules will do: that waits for it.
         is_compared = whole is not None or (loss is not None and loss.device.type == "cpu")
         known = _names_of_the_loss(attempt) if is_compared else set[tuple[str, str]]()
         for entry in self.logs.merged(attempt.logged, attempt.sizes_logged, known):
             if loss is not None and (entry["fx"], entry["name"]) in known:
-                entry = {**entry, "value": loss.to(entry["value"])}
+                entry = {**entry, "value": loss.to(entry["value"]).reshape_as(entry["value"])}
             _seam.log_now(self._trainer, entry)
         if loss is None:
             return None, {}

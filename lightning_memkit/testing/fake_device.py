@@ -215,6 +215,9 @@ def _loaded() -> FakeDevice:
     torch.utils.rename_privateuse1_backend("fake")
     device = FakeDevice(library)
     torch._register_device_module("fake", _device_module(device))
+    accelerator: Any = torch.accelerator
+    if not hasattr(accelerator, "empty_host_cache"):  # an older torch has it for CUDA alone
+        accelerator.empty_host_cache = library.memkit_fake_empty_host_cache
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     # If the interpreter ends while the device's autograd thread starts or lets go of Python objects, the process
     # hangs or aborts: so wait for its start here, and let it have the interpreter once more at the end.

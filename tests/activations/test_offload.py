@@ -69,7 +69,7 @@ def test_the_device_keeps_one_block_and_the_host_the_others(device):
     assert peak_without - peak >= (DEPTH - 3) * (BLOCK - INPUT)
     # Buffers are used again: the host holds what one step needs, whatever the number of steps.
     assert device.pinned_reserved_bytes == held == undo.counts.host_bytes
-    assert moved.to_host_bytes <= held <= 2 * moved.to_host_bytes
+    assert moved.to_host_bytes <= held <= 1.13 * moved.to_host_bytes
     undo()
     assert device.pinned_bytes == 0
     assert bytes_of_a_step(device, model, batch) == (kept_without, peak_without)

@@ -3,7 +3,14 @@
 import pytest
 
 from lightning_memkit.activations.offload import describe_choices
-from lightning_memkit.activations.offload_choice import BlockCost, CopyRates, choose_blocks
+from lightning_memkit.activations.offload_choice import (
+    BlockCost,
+    CopyRates,
+    choose_blocks,
+    measure_copy_rates,
+)
+from lightning_memkit.testing import fake_device
+from tests.testing.needs import NEEDS_COMPILER
 
 
 def costs(*runs):
@@ -49,3 +56,12 @@ def test_choices_are_in_order_and_said_in_one_line():
         "1 of 2 blocks are offloaded, 1 checkpointed: 3.00 MiB of a don't hide behind a block's forward of 2.00 ms"
     )
     assert describe_choices(choices[1:]) == "1 of 1 blocks are offloaded"
+
+
+@NEEDS_COMPILER
+def test_what_copies_are_timed_with_goes_back_to_the_system():
+    with fake_device() as device:
+        rates = measure_copy_rates(device.torch_device)
+        assert min(rates.to_host, rates.to_device) > 0
+        assert device.pinned_reserved_peak_bytes > 0
+        assert device.pinned_reserved_bytes == 0

@@ -138,6 +138,20 @@ def test_the_loss_is_that_of_the_whole_batch(case: str, every: int, size: int) -
     assert weight_of_parts.sub(weight).abs().max() <= 1e-12
 
 
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(
+    "main", [BESIDE["a constant"], ALONE["clamped, and a constant"]], ids=["mean", "clamped"]
+)
+def test_a_loss_of_one_dimension_is_a_number(main: Main, size: int) -> None:
+    """Its only entry is no row of the batch."""
+    runs = []
+    for callbacks in ([], [MemoryBudget("1GiB", micro_batch_size=size)]):
+        module = Reporting(lambda logp, t, m: main(logp, t, m).reshape(1))
+        trainer(*callbacks, max_steps=STEPS, enable_progress_bar=False).fit(module, rows(4))
+        runs.append(torch.tensor(module.seen))
+    assert runs[1].sub(runs[0]).abs().max() <= 1e-6
+
+
 @pytest.mark.parametrize("case", UNLIKE)
 def test_what_has_no_gradient_may_be_divided_by_something_else(case: str) -> None:
     runs = []
