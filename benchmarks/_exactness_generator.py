@@ -27,6 +27,7 @@ from benchmarks._exactness_models import (
     Trained,
     at_least_float32,
 )
+from lightning_memkit.micro_batching import IGNORED_LABEL
 
 # What a term is divided by, as the truth needs it
 ROWS, SUM, CONSTANT, COUPLED = "rows", "sum", "constant", "coupled"
@@ -57,6 +58,8 @@ _TERMS = {
 _GRADIENT_FREE = ("constant", "rows", "elements")
 _STATES = ("calls", "teacher", "running", "kept", "newest")
 _RETURNS = ("tensor", "dict", "with_predictions", "with_scalar")
+# What is logged or returned beside the loss: a mean over rows or labels, a sum, an extreme, in some batches only
+_METRICS = ("rows", "labels", "sum", "largest", "returned", "sometimes")
 _WEIGHED = ("task", "halved", "stacked", "dotted")
 _OPTIMIZERS = ("adamw", "sgd", "rmsprop", "adagrad")
 
@@ -83,6 +86,7 @@ class Drawn:
         returns: what it returns.
         optimizer: by name.
         clip: of the gradient's norm; 0 for none.
+        metric: a number of each row that is logged or returned; empty for none.
         norm: a layer between.
         names: of input, labels and masks in the batch.
     """
@@ -104,6 +108,7 @@ class Drawn:
     returns: str
     optimizer: str
     clip: float
+    metric: str
     norm: str
     names: tuple[str, str, str]
 
@@ -171,6 +176,7 @@ def draw(rng: random.Random, seed: int) -> Drawn:
     return Drawn(
         free=own.choice(_GRADIENT_FREE) if own.random() < 0.25 else "",
         weighed=own.choice(_WEIGHED) if own.random() < 0.15 else "",
+        metric=own.choice(_METRICS) if own.random() < 0.6 else "",
         seed=seed, kind=kind, base=base, fused=fused,
         reduction=rng.choice(("mean", "mean", "mean", "sum") if fused else _REDUCTIONS),
         classes=classes,
@@ -260,7 +266,24 @@ class Composed(Trained):
         loss = sum(terms, start=loss if free is None else loss + free)
         loss = self._with_state(x, batch, loss)
         self.log("loss", loss, on_step=True, on_epoch=True)
-        return self._returned(x, loss)
+        return self._returned(x, loss, self._metric(x, batch, batch_idx))
+
+    def _metric(self, x: Tensor, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        """Of how sure the model is of each row: logged, or what is to be returned."""
+        kind, y = self._drawn.metric, batch[self._drawn.names[1]]
+        sure = x.detach().softmax(-1).amax(-1)
+        counts = (y != IGNORED_LABEL).to(sure) if y.shape == sure.shape else torch.ones_like(sure)
+        value = {
+            "labels": lambda: (sure * counts).sum() / counts.sum(),
+            "sum": sure.sum,
+            "largest": sure.max,
+        }.get(kind, sure.mean)()
+        if kind == "returned":
+            return {"sure": value}
+        if kind and (kind != "sometimes" or batch_idx % 2):
+            reduce_fx = {"sum": "sum", "largest": "max"}.get(kind, "mean")
+            self.log("sure", value, reduce_fx=reduce_fx, on_step=kind != "sum", on_epoch=kind == "sum")
+        return {}
 
     def _with_state(self, x: Tensor, batch: Any, loss: Tensor) -> Tensor:
         state = self._drawn.state
@@ -283,10 +306,10 @@ class Composed(Trained):
             self.newest = loss.detach()
         return loss
 
-    def _returned(self, x: Tensor, loss: Tensor) -> Any:
+    def _returned(self, x: Tensor, loss: Tensor, more: dict[str, Tensor]) -> Any:
         extra = {"with_predictions": {"predictions": x.detach()}, "with_scalar": {"mean": loss.detach()}}
         kind = self._drawn.returns
-        return loss if kind == "tensor" else {"loss": loss, **extra.get(kind, {})}
+        return loss if kind == "tensor" and not more else {"loss": loss, **extra.get(kind, {}), **more}
 
     def configure_optimizers(self) -> Any:
         """By name; with an epsilon as `Trained` has it. A sum is larger than a mean: SGD would diverge on it."""

@@ -24,6 +24,7 @@ OUTCOMES = (WHOLE, EQUAL, WARNED, REFUSED, DIFFERENT)
 
 # What has no gradient in a loss: the warning, and what holds the loss
 _UNTOLD = "The loss that is reported of a batch in parts is not the whole batch's"
+_NAMED = re.compile(r"(?:logs as|returns as) '([^']+)'")
 _LOSS = r"(outputs (loss|mean)|logged loss|state (newest|kept))"
 EXACT = 1e-12  # of a tensor's largest value, in float64
 FLOAT32_LOSS = 2e-5  # the same, where a float64 model's loss is taken in float32
@@ -130,7 +131,11 @@ def _was_warned(case: Case, run: Trace, found: list[Excess]) -> bool:
         return True
     return all(
         one.ratio <= 1
-        or (one.where.startswith("logged ") and any(f"'{one.where[7:]}'" in text for text in run.warned))
+        or any(
+            one.where == f"{kind} {name}"
+            for kind in ("logged", "outputs")
+            for name in _NAMED.findall(" ".join(run.warned))
+        )
         or (re.match(_LOSS, one.where) and any(_UNTOLD in text for text in run.warned))
         for one in found
     )

@@ -7,8 +7,9 @@ rules that give the whole's. `Joining.join` applies them to the parts of other b
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from enum import Enum
+from itertools import combinations, pairwise
 from typing import Any
 
 import torch
@@ -34,6 +35,9 @@ from lightning_memkit.joining_rules import (
     why_not,
 )
 
+# Comparisons that told, before rules that fit are taken to hold: of means and sums, of others; and of all that don't.
+_ENOUGH, _ENOUGH_OF_OTHERS, _MOST_COMPARISONS = 4, 12, 32
+_UNLIKE_PARTS = 24  # among which two are looked for that tell rules apart
 _DEEPEST = 12  # levels of nested results; objects may refer to each other in a circle
 
 
@@ -47,6 +51,10 @@ class Joining:
     def __init__(self, allowed: float) -> None:
         self.allowed = allowed
         self.doubtful: list[str] = []  # values of the last `join` that the rules left give differently
+        self.excess = 0.0  # how far apart they are, of what is rounding
+        self.comparisons = 0
+        self._telling = 0  # comparisons in which rules of one kind alone fitted
+        self._tells = False
         self._open: dict[Path, list[Rule]] = {}
 
     def compare(self, whole: Any, parts: Sequence[Any], counts: Counts) -> None:
@@ -55,7 +63,10 @@ class Joining:
         Raises:
             JoinError: a value of the whole comes from its parts by none of them.
         """
+        self._tells = False
         self._compare((), whole, parts, counts)
+        self.comparisons += 1
+        self._telling += self._tells
 
     def join(self, parts: Sequence[Any], counts: Counts) -> Any:
         """The whole's results; `doubtful` names those that the rules still open don't agree on.
@@ -63,8 +74,47 @@ class Joining:
         Raises:
             JoinError: the parts don't fit together (they are padded to unequal lengths, say).
         """
-        self.doubtful = []
+        self.doubtful, self.excess = [], 0.0
         return self._join((), parts, counts)
+
+    @property
+    def sure(self) -> bool:
+        """Whether enough has been compared for a rule not to fit by chance; an extreme of few numbers often does."""
+        first = next((rules[0][0] for path, rules in self._open.items() if "count" not in path), "")
+        enough = _ENOUGH if first in ("mean", "sum", "cat") else _ENOUGH_OF_OTHERS
+        return self._telling >= enough or self.comparisons >= _MOST_COMPARISONS
+
+    def telling_pair(
+        self,
+        parts: Sequence[Any],
+        counts: Counts,
+        *,
+        adjacent: bool = False,
+        but: Container[tuple[int, int]] = (),
+    ) -> tuple[int, int] | None:
+        """The two parts on which the rules left differ the most; None where on all by rounding only.
+
+        Where rules of a mean differ on many parts, they do on two of them. A comparison of these two, whole and alone,
+        leaves fewer rules.
+
+        Args:
+            parts: the values of a batch's parts.
+            counts: what each counts.
+            adjacent: only neighbours can be run as one.
+            but: pairs that have been run.
+        """
+        best, pair = 1.0, None
+        for first, second in _pairs(parts, counts, adjacent=adjacent):
+            if (first, second) in but:
+                continue
+            two = {way: [counted[first], counted[second]] for way, counted in counts.items()}
+            try:
+                self.join([parts[first], parts[second]], two)
+            except JoinError:
+                continue
+            if self.excess > best:
+                best, pair = self.excess, (first, second)
+        return pair
 
     def keeps(self, path: Path) -> bool:
         """Whether what the parts leave behind one after the other is what the whole leaves, below a path."""
@@ -116,8 +166,9 @@ class Joining:
         self, path: Path, whole: Any, parts: Sequence[Any], counts: Counts, rules: list[Rule]
     ) -> None:
         before = self._open.get(path)
+        everything = {rule: rule_error(rule, whole, parts, counts) for rule in rules}
         candidates = [rule for rule in rules if before is None or rule in before]
-        errors = [rule_error(rule, whole, parts, counts) for rule in candidates]
+        errors = [everything[rule] for rule in candidates]
         least = min(errors, default=float("inf"))
         target = whole.after if isinstance(whole, Change) else whole
         allowed = self._allowed(target)
@@ -125,6 +176,8 @@ class Joining:
             raise JoinError(why_not(path, whole, parts, least))
         # A clear lead only: rules that differ by rounding (of the whole and of its parts) stay open, in their order.
         rounding = max(allowed / 20, 1.5 * _spacing(target))
+        fitting = {rule[0] for rule, error in everything.items() if error <= allowed}
+        self._tells |= len(fitting) == 1 and "count" not in path
         self._open[path] = [
             rule
             for rule, error in zip(candidates, errors, strict=True)
@@ -155,13 +208,54 @@ class Joining:
             if same_everywhere(parts):
                 return parts[-1]
             self.doubtful.append(name_of(path))
+            self.excess = float("inf")
             rules = unseen_rules(parts, counts)
         joined = applied(rules[0], parts, counts, path)
-        for other in rules[1:]:
-            if relative_error(applied(other, parts, counts, path), joined) > self._allowed(joined) / 4:
-                self.doubtful.append(name_of(path))
-                break
+        others = [other for other in rules[1:] if not _weigh_alike(rules[0], other, counts)]
+        errors = [relative_error(applied(other, parts, counts, path), joined) for other in others]
+        farthest, allowed = max(errors, default=0.0), self._allowed(joined)
+        self.excess = max(self.excess, farthest / allowed)
+        if farthest > allowed / 4:
+            self.doubtful.append(name_of(path))
         return joined
+
+
+def unlike_pair(
+    parts: Sequence[Any],
+    counts: Counts,
+    *,
+    adjacent: bool = False,
+    but: Container[tuple[int, int]] = (),
+    turn: int = 0,
+) -> tuple[int, int] | None:
+    """Two parts with unlike values, others at every turn; None where all are alike."""
+    pairs = [
+        pair
+        for pair in _pairs(parts, counts, adjacent=adjacent)
+        if pair not in but and not same_everywhere([parts[index] for index in pair])
+    ]
+    return pairs[turn * 7 % len(pairs)] if pairs else None
+
+
+def _pairs(parts: Sequence[Any], counts: Counts, *, adjacent: bool) -> list[tuple[int, int]]:
+    """The places of two parts of which values or counts differ."""
+    if adjacent:
+        return list(pairwise(range(len(parts))))
+    unlike: dict[Any, int] = {}
+    for index, part in enumerate(parts):
+        unlike.setdefault((str(part), *(counted[index] for counted in counts.values())), index)
+    return list(combinations(list(unlike.values())[:_UNLIKE_PARTS], 2))
+
+
+def _weigh_alike(rule: Rule, other: Rule, counts: Counts) -> bool:
+    """Whether two rules are one mean over numbers that are in proportion here: nothing needs to be computed."""
+    if rule[:-1] != other[:-1] or not {rule[-1], other[-1]} <= counts.keys():
+        return False
+    (a, b), (one, two) = (
+        (sum(counts[rule[-1]]), sum(counts[other[-1]])),
+        (counts[rule[-1]], counts[other[-1]]),
+    )
+    return all(abs(x * b - y * a) <= 1e-9 * abs(a * b) for x, y in zip(one, two, strict=True))
 
 
 def _spacing(value: Any) -> float:

@@ -27,6 +27,14 @@ class Generators:
         self._cpu = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
+    def moved(self) -> bool:
+        """Whether something was drawn since."""
+        now = Generators()
+        pairs = [(self._cpu, now._cpu), *zip(self._cuda, now._cuda, strict=False)]
+        same = all(torch.equal(one, other) for one, other in pairs)
+        numbers = zip(self._numpy, now._numpy, strict=True)
+        return not same or self._python != now._python or not all(np.array_equal(a, b) for a, b in numbers)
+
     def restore(self) -> None:
         """Put all generators back."""
         random.setstate(self._python)

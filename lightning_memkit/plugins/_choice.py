@@ -330,7 +330,7 @@ class PartsChoice:
         self._check_window(is_unlike=partition.unlike)
         partition.held, partition.state = weighing.skipped, weighing.state
         partition.summed = weighing.weigh_by == "sum"
-        self._runner.logs, self._runner.returned = weighing.logs, weighing.returned
+        self._runner.values.logs, self._runner.values.returned = weighing.logs, weighing.returned
 
     def _check_window(self, *, is_unlike: bool) -> None:
         """Refuse to weigh several batches exactly where each term of the loss has a share of its own.

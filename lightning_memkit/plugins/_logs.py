@@ -2,14 +2,15 @@
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from lightning_memkit.joining import Joining
-from lightning_memkit.joining_rules import Counted, JoinError, applied
+from lightning_memkit.joining import Joining, unlike_pair
+from lightning_memkit.joining_rules import Counted, JoinError, applied, same_everywhere
+from lightning_memkit.plugins._returned import ROUNDED
 
 Entries = list[dict[str, Any]]  # the keywords of each call of `self.log`
 _Key = tuple[str, str, int]
@@ -19,13 +20,22 @@ class LoggedValues:
     """Puts logged values together by rules that the probe of the loss has shown to be right.
 
     A value may be a mean over labels, as the loss is, or over samples, as an accuracy is; a sum; an extreme. The
-    probe compares what a few samples log, whole and in parts. A value that was in no comparison is put together by
-    its reduction: means by the user's `batch_size`, else as the loss is weighed.
+    probe compares what a few samples log, whole and in parts. Where that does not tell, or a value was in no
+    comparison, `doubtful` says so: two parts that do are found by `telling_pair`, and `learn` is given what they log.
+    Without, a value is put together by its reduction: means by the user's `batch_size`, else as the loss is weighed.
+
+    Attributes:
+        doubtful: the values of the last `merged` of which it is not known how parts make them.
+        unsure: those of which it is known from few comparisons.
     """
 
     def __init__(self) -> None:
+        self.doubtful: list[_Key] = []
+        self.unsure: list[_Key] = []
+        self._allowed = ROUNDED
         self._joinings: dict[_Key, Joining] = {}
         self._wrong: set[_Key] = set()
+        self._given_up: set[_Key] = set()
 
     def compare(
         self,
@@ -44,17 +54,67 @@ class LoggedValues:
             sizes: the samples of each part.
             allowed: the relative error that is rounding.
         """
-        by_part = [_keyed(entries) for entries in parts]
-        for key, entry in _keyed(whole).items():
-            values = [own[key] for own in by_part if key in own]
-            if len(values) != len(parts) or not all(_is_number(value["value"]) for value in (entry, *values)):
-                continue
-            counts = {"loss": list(shares), "samples": [float(size) for size in sizes]}
+        self._allowed = allowed
+        for key, entry, values in _in_all(whole, parts):
             joining = self._joinings.setdefault(key, Joining(allowed))
             try:
-                joining.compare(counted(entry), [counted(value) for value in values], counts)
+                joining.compare(entry, values, _counts(shares, sizes))
             except JoinError:
                 self._wrong.add(key)
+
+    def telling_pair(
+        self,
+        logged: Sequence[tuple[float, Entries]],
+        sizes: Sequence[int],
+        *,
+        adjacent: bool,
+        but: Collection[tuple[int, int]],
+    ) -> tuple[int, int] | None:
+        """Two parts on which it shows how a doubtful value goes together, by their places; others than some."""
+        by_part = [_keyed(entries) for _, entries in logged]
+        for key in [*self.doubtful, *self.unsure]:
+            indices = [index for index, own in enumerate(by_part) if key in own]
+            counts = _counts([logged[i][0] for i in indices], [sizes[i] for i in indices])
+            joining = self._joinings.get(key, Joining(self._allowed))
+            values = [counted(by_part[index][key]) for index in indices]
+            place = {index: position for position, index in enumerate(indices)}
+            seen = {(place[a], place[b]) for a, b in but if a in place and b in place}
+            if key in self.doubtful:
+                pair = joining.telling_pair(values, counts, adjacent=adjacent, but=seen)
+            else:
+                numbers = [value.value for value in values]
+                pair = unlike_pair(numbers, counts, adjacent=adjacent, but=seen, turn=joining.comparisons)
+            if pair is not None:
+                return indices[pair[0]], indices[pair[1]]
+        return None
+
+    def learn(
+        self, whole: Entries, parts: Sequence[Entries], shares: Sequence[float], sizes: Sequence[int]
+    ) -> bool:
+        """Whether rows, run whole and in parts, told more of values that are doubtful, or known from too little."""
+        told = False
+        for key, entry, values in _in_all(whole, parts):
+            if key not in self.doubtful and key not in self.unsure:
+                continue
+            told = True
+            joining = self._joinings.setdefault(key, Joining(self._allowed))
+            try:
+                joining.compare(entry, values, _counts(shares, sizes))
+            except JoinError:
+                self._wrong.add(key)
+        return told
+
+    def give_up(self) -> None:
+        """Say of what is doubtful that it is; once for each value."""
+        for key in self.doubtful:
+            self._given_up.add(key)
+            warnings.warn(
+                f"It is not known how what {key[0]} logs as {key[1]!r} comes from a batch's parts: by their samples, "
+                "by what the loss counts, as a sum. What is logged may not be the whole batch's. To say it, log a "
+                "mean with batch_size=, or a torchmetrics object.",
+                stacklevel=2,
+            )
+        self.doubtful = []
 
     def merged(
         self,
@@ -69,18 +129,18 @@ class LoggedValues:
             sizes: the samples of each part.
             known: hooks and names of values that the caller puts together: nothing is said of them.
         """
-        counted = [index for index, (weight, _) in enumerate(logged) if weight > 0] or range(len(logged))
+        self.doubtful, self.unsure = [], []
         grouped: dict[_Key, list[int]] = defaultdict(list)
         by_part = [_keyed(entries) for _, entries in logged]
-        for index in counted:
-            for key in by_part[index]:
+        for index, own in enumerate(by_part):
+            for key in own:
                 grouped[key].append(index)
         return [
             self._one(
                 key,
                 key[:2] in known,
                 [by_part[index][key] for index in indices],
-                {"loss": [logged[i][0] for i in indices], "samples": [float(sizes[i]) for i in indices]},
+                _counts([logged[i][0] for i in indices], [sizes[i] for i in indices]),
             )
             for key, indices in grouped.items()
         ]
@@ -100,18 +160,45 @@ class LoggedValues:
                 whole = joining.join([counted(entry) for entry in entries], counts)
             except JoinError:
                 return _by_reduction(entries, counts["loss"])
+            if joining.excess > 1 and not is_known and key not in self._given_up:
+                self.doubtful.append(key)
+            elif not joining.sure and not is_known and _differ(entries):
+                self.unsure.append(key)
             return {**entries[-1], "value": whole.value, "batch_size": whole.count}
+        elif not is_known and key not in self._given_up and _differ(entries):
+            self.doubtful.append(key)
         return _by_reduction(entries, counts["loss"])
 
     def _warn(self, key: _Key) -> None:
         self._wrong.discard(key)
         self._joinings.pop(key, None)
+        self._given_up.add(key)
         warnings.warn(
             f"What {key[0]} logs as {key[1]!r} can't be made from a batch's parts: in parts it is their "
             "reduction (reduce_fx), which is another value than the whole batch's. Log what adds up: a mean, a sum, "
             "or a torchmetrics object.",
             stacklevel=2,
         )
+
+
+def _counts(shares: Sequence[float], sizes: Sequence[int]) -> dict[str, list[float]]:
+    """What a value of parts may be weighed by."""
+    return {"loss": list(shares), "samples": [float(size) for size in sizes]}
+
+
+def _in_all(whole: Entries, parts: Sequence[Entries]) -> Iterator[tuple[_Key, Counted, list[Counted]]]:
+    """The numbers that the whole and all parts logged."""
+    by_part = [_keyed(entries) for entries in parts]
+    for key, entry in _keyed(whole).items():
+        values = [own[key] for own in by_part if key in own]
+        if len(values) == len(parts) and all(_is_number(value["value"]) for value in (entry, *values)):
+            yield key, counted(entry), [counted(value) for value in values]
+
+
+def _differ(entries: Entries) -> bool:
+    """Whether parts logged unlike numbers."""
+    values = [entry["value"] for entry in entries]
+    return all(map(_is_number, values)) and not same_everywhere(values)
 
 
 def _keyed(entries: Iterable[dict[str, Any]]) -> dict[_Key, dict[str, Any]]:

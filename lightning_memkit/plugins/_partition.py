@@ -109,6 +109,13 @@ class Cut:
         """What the step gave for a part, with the columns that the part does without."""
         return output if self.places is None else widened(output, self.places[index], self.columns)
 
+    def rows_of(self, index: int) -> list[int]:
+        """The batch's rows that a part holds."""
+        if self.places is not None:
+            return list(self.places[index].rows)
+        first = sum(self.sizes[:index])
+        return list(range(first, first + self.sizes[index]))
+
     def rows(self, indices: Sequence[int]) -> list[int] | None:
         """The batch's rows that some parts hold; None where they are in order."""
         return None if self.places is None else [row for i in indices for row in self.places[i].rows]

@@ -10,7 +10,13 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from lightning_memkit.micro_batching import batch_size, joined, normalized, observation, split_batch
+from lightning_memkit.micro_batching import (
+    batch_size,
+    joined,
+    normalized,
+    observation,
+    split_batch,
+)
 from lightning_memkit.micro_batching.foreseen import (
     MistakenTotalsError,
     NothingCountedError,
@@ -20,10 +26,9 @@ from lightning_memkit.micro_batching.loss_rules import UnseenValueError
 from lightning_memkit.micro_batching.step_shares import StepShares
 from lightning_memkit.micro_batching.term_values import TermValues
 from lightning_memkit.plugins import _seam
-from lightning_memkit.plugins._logs import LoggedValues
+from lightning_memkit.plugins._part_values import Given, PartValues
 from lightning_memkit.plugins._partition import Cut, Partition
 from lightning_memkit.plugins._ranks import Ranks, any_rank, sum_of_ranks
-from lightning_memkit.plugins._returned import ReturnedValues
 
 _UNTOLD_REST = (
     "The loss holds a number without a gradient of which it can't be told how those of parts make the batch's: it is "
@@ -54,16 +59,10 @@ class _Window:
 
 
 @dataclass(kw_only=True)
-class _Attempt:
+class _Attempt(Given):
     """What one try at a batch has come to."""
 
     losses: list[Tensor] = field(default_factory=list)
-    extras: list[dict[str, Any]] = field(default_factory=list)
-    weights: list[float] = field(default_factory=list)  # of the parts that have a loss, as are sizes
-    sizes: list[int] = field(default_factory=list)
-    rows: list[int] | None = None
-    logged: list[tuple[float, list[dict[str, Any]]]] = field(default_factory=list)
-    sizes_logged: list[int] = field(default_factory=list)
     contributions: list[Tensor | None] = field(default_factory=list)  # of terms of unlike shares, to the loss
     rest: Tensor | None = None  # of the batch's loss, beside them
 
@@ -106,8 +105,7 @@ class PartsRunner:
         self.partition = partition
         self.unsplittable = ""  # why the loss can't be split, where that is known and nothing is split yet
         self.phase = ""  # what runs, for those who say what failed
-        self.logs = LoggedValues()
-        self.returned = ReturnedValues()
+        self.values = PartValues()
         self.ranks = Ranks()
         self.survey: Survey | None = None
         self._warned = set[str]()
@@ -131,7 +129,7 @@ class PartsRunner:
         attempt = _Attempt()
         self._attempt(step, attempt)
         self.phase = "after backward, in hooks, clipping or the optimizer's step"
-        return self._result(attempt)
+        return self._result(step, attempt)
 
     def run_again(self, step: _seam.Step) -> None:
         """Only for the gradients: nothing is logged or counted a second time."""
@@ -147,6 +145,7 @@ class PartsRunner:
             self._window = _Window()
         self.phase = "in splitting and weighing the batch"
         cut, weights = self._weighed(step.batch)
+        attempt.cut, attempt.split = cut, self.partition.split
         # A batch that runs whole weighs what it weighs, unless it is one of several.
         observed = self._is_observed and (
             len(cut.parts) > 1 or self._exact_window or self._trainer.world_size > 1
@@ -238,15 +237,12 @@ class PartsRunner:
         return [total / self._trainer.world_size for total in sum_of_ranks(self._trainer, totals)]
 
     def _kept(self, batch: _Batch) -> list[int | None]:
-        """Which parts run: those that count, all of them where ranks meet in every part; None repeats the first."""
-        weights = batch.weights
-        if self.ranks.uncounted != "backward":
-            # Where nothing is counted, one part still runs, for what it returns and logs.
-            return [index for index, weight in enumerate(weights) if weight > 0] or [0]
-        return [*range(len(weights)), *[None] * (self.ranks.most_parts(len(weights)) - len(weights))]
+        """Which parts run: all, and as many as any rank has where ranks meet in every part; None repeats the first."""
+        # Also those that count nothing for the loss: they log and return what rows of the batch do.
+        parts = len(batch.weights)
+        return [*range(parts), *[None] * (self.ranks.most_parts(parts) - parts)]
 
     def _run_parts(self, batch: _Batch, attempt: _Attempt, kept: list[int | None]) -> None:
-        counted: list[int] = []
         ran: list[int] = []  # of those that left something behind, the ones that counted
         cut, step, state = batch.cut, batch.step, self.partition.state
         if state is not None:
@@ -270,16 +266,16 @@ class PartsRunner:
             if state is not None:
                 state.end_part()
             attempt.logged.append((weight, logged))
-            attempt.sizes_logged.append(cut.sizes[index])
-            if loss is not None and (weight > 0 or len(kept) == 1 or batch.shares is not None):
+            attempt.parts_logged.append(index)
+            if loss is not None:
                 attempt.weights.append(weight)
-                attempt.sizes.append(cut.sizes[index])
                 attempt.losses.append(loss)
                 attempt.extras.append(cut.as_wide_as_the_batch(index, extra))
-                counted.append(index)
+                attempt.parts.append(index)
+                attempt.sizes.append(cut.sizes[index])
                 ran.append(len(attempt.logged) - 1)
             del loss, extra
-        attempt.rows = cut.rows(counted)
+        attempt.rows = cut.rows(attempt.parts)
         if state is not None:
             sizes = [float(size) for size in attempt.sizes]
             state.finish({"loss": attempt.weights, "samples": sizes}, ran)
@@ -401,7 +397,7 @@ class PartsRunner:
         if factor != 1.0 and gradients:
             torch._foreach_mul_(gradients, factor)
 
-    def _result(self, attempt: _Attempt) -> tuple[Tensor | None, dict[str, Any]]:
+    def _result(self, step: _seam.Step, attempt: _Attempt) -> tuple[Tensor | None, dict[str, Any]]:
         whole = _put_together(attempt)
         total = sum(attempt.weights)
         summed = self.partition.summed or (self.partition.rules is not None and self.partition.rules.summed)
@@ -416,13 +412,13 @@ class PartsRunner:
         # Numbers of an accelerator are not compared where rules will do: that waits for it.
         is_compared = whole is not None or (loss is not None and loss.device.type == "cpu")
         known = _names_of_the_loss(attempt) if is_compared else set[tuple[str, str]]()
-        for entry in self.logs.merged(attempt.logged, attempt.sizes_logged, known):
+        entries, extra = self.values.of_batch(step, attempt, shares, known)
+        for entry in entries:
             if loss is not None and (entry["fx"], entry["name"]) in known:
                 entry = {**entry, "value": loss.to(entry["value"]).reshape_as(entry["value"])}
             _seam.log_now(self._trainer, entry)
         if loss is None:
             return None, {}
-        extra = self.returned.merged(attempt.extras, shares, attempt.sizes, attempt.rows)
         if whole is not None:  # a loss that is returned under another name, too
             extra = {
                 key: whole

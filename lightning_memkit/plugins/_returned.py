@@ -1,20 +1,31 @@
 """What training_step returns beside its loss, as if the whole batch had returned it."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from lightning_memkit.joining import Joining
-from lightning_memkit.joining_rules import Counts, JoinError
+from torch import Tensor
+
+from lightning_memkit.joining import Joining, unlike_pair
+from lightning_memkit.joining_rules import Counts, JoinError, same_everywhere
 from lightning_memkit.micro_batching import joined
 
+ROUNDED = 1e-5  # relative difference of numbers that is rounding, where no comparison has said what is
 Returned = Mapping[str, Any]
 
 
 class ReturnedValues:
-    """Puts returned values together: rows by their place, the rest by rules that the probe has shown to be right."""
+    """Puts returned values together: rows by their place, the rest by rules that the probe has shown to be right.
+
+    Attributes:
+        doubtful: the values of the last `merged` of which it is not known how parts make them.
+        unsure: those of which it is known from few comparisons.
+    """
 
     def __init__(self) -> None:
+        self.doubtful: list[str] = []
+        self.unsure: list[str] = []
+        self._given_up: set[str] = set()
         self._joinings: dict[str, Joining] = {}
         self._wrong: set[str] = set()
         self._named: set[str] = set()
@@ -55,18 +66,75 @@ class ReturnedValues:
         doubtful: list[str] = []
         whole = joined(returned, shares, sizes, rows, doubtful=doubtful)
         counts = {"loss": list(shares), "samples": [float(size) for size in sizes]}
+        self.doubtful, self.unsure = [], []
         for name in whole:
             is_doubtful = any(f"{one}.".startswith(f"{name}.") for one in doubtful)
-            if len(returned) == 1 or (rows is not None and not is_doubtful):
+            parts = [part[name] for part in returned]
+            is_number = all(map(_is_number, parts))
+            if len(returned) == 1 or (rows is not None and not is_doubtful and not is_number):
                 continue
             try:
                 if name in self._wrong or name not in self._joinings:
                     raise JoinError(f"no rule gives {name}")
-                whole[name] = self._joinings[name].join([part[name] for part in returned], counts)
+                whole[name] = self._joinings[name].join(parts, counts)
+                is_told = self._joinings[name].excess <= 1
+                few = is_number and not self._joinings[name].sure
+                if is_told and few and not same_everywhere(parts):
+                    self.unsure.append(name)
             except JoinError:
-                if is_doubtful:
+                is_told = name in self._wrong or not is_number or same_everywhere(parts)
+                if is_doubtful or (is_number and name in self._wrong and not same_everywhere(parts)):
                     self._warn(name)
+            if not is_told and name not in self._given_up:
+                self.doubtful.append(name)
         return whole
+
+    def telling_pair(
+        self,
+        returned: Sequence[dict[str, Any]],
+        shares: Sequence[float],
+        sizes: Sequence[int],
+        *,
+        adjacent: bool,
+        but: Collection[tuple[int, int]],
+    ) -> tuple[int, int] | None:
+        """Two parts on which it shows how a doubtful value goes together, by their places; others than some."""
+        counts = {"loss": list(shares), "samples": [float(size) for size in sizes]}
+        for name in [*self.doubtful, *self.unsure]:
+            joining, parts = self._joinings.get(name, Joining(ROUNDED)), [part[name] for part in returned]
+            if name in self.doubtful:
+                pair = joining.telling_pair(parts, counts, adjacent=adjacent, but=but)
+            else:
+                pair = unlike_pair(parts, counts, adjacent=adjacent, but=but, turn=joining.comparisons)
+            if pair is not None:
+                return pair
+        return None
+
+    def learn(
+        self, whole: Returned, parts: Sequence[Returned], shares: Sequence[float], sizes: Sequence[int]
+    ) -> bool:
+        """Whether rows, run whole and in parts, told more of values that are doubtful, or known from too little."""
+        names = [n for n in (*self.doubtful, *self.unsure) if all(n in one for one in (whole, *parts))]
+        counts = {"loss": list(shares), "samples": [float(size) for size in sizes]}
+        for name in names:
+            try:
+                joining = self._joinings.setdefault(name, Joining(ROUNDED))
+                joining.compare(whole[name], [part[name] for part in parts], counts)
+            except JoinError:
+                self._wrong.add(name)
+        return bool(names)
+
+    def give_up(self) -> None:
+        """Say of what is doubtful that it is; once for each value."""
+        self._given_up.update(self.doubtful)
+        for name in self.doubtful:
+            warnings.warn(
+                f"It is not known how what training_step returns as {name!r} comes from a batch's parts: by their "
+                "samples, by what the loss counts, as a sum. It may not be the whole batch's. Return a tensor of one "
+                "entry a row instead.",
+                stacklevel=2,
+            )
+        self.doubtful = []
 
     def _warn(self, name: str) -> None:
         """Once for each name."""
@@ -74,7 +142,12 @@ class ReturnedValues:
             return
         self._named.add(name)
         warnings.warn(
-            f"What training_step returns as {name!r} can't be made from a batch's parts: it is the last part's. "
+            f"What training_step returns as {name!r} can't be made from a batch's parts: it is an average "
+            "of them by the loss, or the last one's. "
             "Return tensors or lists of one entry a row, means, or sums.",
             stacklevel=2,
         )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.ndim == 0)

@@ -5,7 +5,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -61,6 +61,15 @@ class StepFailedError(Exception):
         self.skipped = skipped  # it returned None, as it may to skip a batch
 
 
+@dataclass(kw_only=True)
+class Values:
+    """What a step logs, and returns beside its loss; and whether it draws random numbers."""
+
+    logged: list[dict[str, Any]]
+    returned: dict[str, Any]
+    drew: bool
+
+
 class Trials:
     """Runs trial steps of a module; weights, optimizer, RNG, buffers, metrics and logs end as they began.
 
@@ -108,12 +117,14 @@ class Trials:
         return self._trainer.lightning_module
 
     @contextmanager
-    def _no_trace(self, step: _seam.Step, *parts: Any, seen: bool = False) -> Iterator[list[dict[str, Any]]]:
+    def _no_trace(
+        self, step: _seam.Step, *parts: Any, seen: bool = False, after_backward: bool = False
+    ) -> Iterator[list[dict[str, Any]]]:
         unwatched = self._has_watched and self._sees_too_little() and not seen
         rollback = self._rollback = self._kept(step, *parts, changing=self.changing if unwatched else None)
         # The last step's gradients are zeroed before they are used: held beside the trial's they would cost twice.
         # A step that uses its closure in a way of its own may look at them before.
-        zeroed = step.starts_window and not uses_closure_its_own_way(step.optimizer)
+        zeroed = step.starts_window and not after_backward and not uses_closure_its_own_way(step.optimizer)
         kept = [] if zeroed else [(p, p.grad) for p in self._module.parameters()]
         for parameter in self._module.parameters():
             parameter.grad = None
@@ -301,6 +312,23 @@ class Trials:
         except Exception as error:  # a part may have too few rows for the module
             rank_zero_debug(f"MemoryBudget can't try a step in parts: {error!r}")
             return frozenset()
+
+    def values_of(self, step: _seam.Step, batch: Any, *, gradient: bool) -> Values | None:
+        """What a step logs and returns of some rows, by a forward after its backward; None where it fails on them.
+
+        Gradients stay as they are; with `gradient` the forward keeps what a backward needs.
+        """
+        with self._no_trace(step, batch, after_backward=True) as logged:
+            generators = Generators()
+            try:
+                with torch.set_grad_enabled(gradient):
+                    loss, returned = step.forward(self._transfer(batch))
+            except Exception as error:  # whatever a user's step does with rows that it did not count on
+                rank_zero_debug(f"MemoryBudget can't look at two parts: {error!r}")
+                return None
+            if loss is None:
+                return None
+            return Values(logged=list(logged), returned=returned, drew=generators.moved())
 
     def survey(
         self,

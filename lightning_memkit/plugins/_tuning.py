@@ -95,10 +95,10 @@ class SizeTuning:
             yield
             return
         _synchronize(step.trainer)
-        started = perf_counter()
+        started, aside = perf_counter(), self._runner.values.seconds
         yield
         _synchronize(step.trainer)
-        self._seconds += perf_counter() - started
+        self._seconds += perf_counter() - started - (self._runner.values.seconds - aside)
         self._elements += sum(tensor.numel() for tensor in tensors_of(step.batch))
         if step.ends_window:
             self._observe(step)

@@ -32,6 +32,7 @@ from lightning_memkit.plugins._recovery import Recovery
 from lightning_memkit.plugins._sizing import AccumulationWindow, set_gradient_parts
 from lightning_memkit.plugins._tensors import tensors_of
 from lightning_memkit.plugins._trials import Trials
+from lightning_memkit.plugins._value_looks import ValueLooks
 from lightning_memkit.rollback import Generators
 
 _COPIED = 0.01  # of the budget, for copies beside an optimizer's step that may be left half-done
@@ -275,6 +276,7 @@ class MemoryBudget(LeavesRunBehind, Callback):
             )
         runner.ranks = trials.ranks = ranks
         runner.survey = self._survey
+        runner.values.look = ValueLooks(trials) if trainer.world_size == 1 else None
         if trainer.world_size > 1:
             self._undo += [ranks.close, _seam.clip_by(trainer, ranks.clip)]
 

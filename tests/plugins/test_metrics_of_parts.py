@@ -1,0 +1,156 @@
+"""Numbers that a step logs or returns beside its loss are the unsplit batch's, or a warning names them."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_memkit import MemoryBudget
+from tests.plugins.toys import trainer
+
+ROWS, BATCHES = 8, 8
+Metric = Callable[[Tensor, Tensor], Any]  # of logits and labels
+
+
+def right(x: Tensor, y: Tensor) -> Tensor:
+    return (x.argmax(-1) == y).to(x.dtype)
+
+
+def labelled(y: Tensor) -> Tensor:
+    return y != -100
+
+
+JOINED: dict[str, Metric] = {
+    "a mean over rows": lambda x, y: right(x, y).mean(),
+    "a mean over labels": lambda x, y: (right(x, y) * labelled(y)).sum() / labelled(y).sum(),
+    "a mean over labels, kept from zero": lambda x, y: (
+        (right(x, y) * labelled(y)).sum() / labelled(y).sum().clamp(min=1)
+    ),
+    "a sum": lambda x, y: right(x, y).sum(),
+    "a count": lambda x, y: torch.tensor(float(len(y))),
+    "labels": lambda x, y: labelled(y).sum().float(),
+    "the largest": lambda x, y: x.max(),
+    "the smallest": lambda x, y: x.min(),
+    "a perplexity": lambda x, y: F.cross_entropy(x, y).exp(),
+    "a number of Python": lambda x, y: float((x > 0).float().mean()),
+    "a constant": lambda x, y: 3.0,
+}
+NOT_JOINED: dict[str, Metric] = {
+    "a norm": lambda x, y: x.norm(),
+    "a deviation": lambda x, y: x.std(),
+    "a quotient": lambda x, y: right(x, y).sum() / ((x.argmax(-1) == 1).sum() + 1),
+}
+
+
+class Measured(LightningModule):
+    """Every fourth row has no label, and every eighth besides: micro-batches of one row may count nothing."""
+
+    def __init__(self, metric: Metric, *, how: str = "logged", every: int = 1, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 16), nn.Dropout(dropout), nn.Linear(16, 4))
+        self.metric, self.how, self.every = metric, how, every
+        self.seen: list[float] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        x = self.net(batch[0].to(self.net[0].weight.dtype))
+        loss = F.cross_entropy(x, batch[1])
+        value = self.metric(x.detach(), batch[1])
+        if self.how == "returned":
+            return {"loss": loss, "metric": value}
+        if batch_idx % self.every == self.every - 1:
+            self.log("metric", value)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.how == "returned":
+            self.seen.append(float(outputs["metric"]))
+        elif "metric" in self.trainer.callback_metrics:
+            self.seen.append(float(self.trainer.callback_metrics["metric"]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def run(module: Measured, size: int | None, dtype: torch.dtype = torch.float32) -> tuple[list[float], str]:
+    torch.manual_seed(0)
+    for parameter in module.parameters():
+        nn.init.uniform_(parameter, -0.4, 0.4)
+    x, y = torch.randn(ROWS * BATCHES, 6), torch.randint(0, 4, (ROWS * BATCHES,))
+    y[::4] = y[1::8] = -100
+    callbacks = [] if size is None else [MemoryBudget(micro_batch_size=size)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(*callbacks, max_epochs=1).fit(
+            module.to(dtype), DataLoader(list(zip(x, y, strict=True)), batch_size=ROWS)
+        )
+    return module.seen, " ".join(str(one.message) for one in caught if "'metric'" in str(one.message))
+
+
+@pytest.mark.parametrize("how", ["logged", "returned"])
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("name", JOINED)
+def test_numbers_beside_the_loss_are_the_unsplit_batchs(name: str, size: int, how: str) -> None:
+    wanted, _ = run(Measured(JOINED[name], how=how), None)
+    found, warned = run(Measured(JOINED[name], how=how), size)
+    assert found == pytest.approx(wanted, rel=1e-5, nan_ok=True)
+    assert not warned
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_so_are_those_that_few_batches_log(name: str) -> None:
+    """The probe of the first batches has not seen them."""
+    wanted, _ = run(Measured(JOINED[name], every=4), None)
+    found, warned = run(Measured(JOINED[name], every=4), 3)
+    assert found == pytest.approx(wanted, rel=1e-5, nan_ok=True)
+    assert not warned
+
+
+@pytest.mark.parametrize("name", ["a mean over rows", "a mean over labels", "a sum"])
+def test_so_are_those_of_few_bits(name: str) -> None:
+    wanted, _ = run(Measured(JOINED[name]), None, torch.bfloat16)
+    found, warned = run(Measured(JOINED[name]), 1, torch.bfloat16)
+    assert found == pytest.approx(wanted, rel=8e-3, nan_ok=True)
+    assert not warned
+
+
+@pytest.mark.parametrize("how", ["logged", "returned"])
+@pytest.mark.parametrize("size", [1, 3, 5])
+@pytest.mark.parametrize("name", NOT_JOINED)
+def test_what_no_rule_gives_is_named(name: str, size: int, how: str) -> None:
+    found, warned = run(Measured(NOT_JOINED[name], how=how), size)
+    assert len(found) == BATCHES
+    assert "can't be made from a batch's parts" in warned
+
+
+@pytest.mark.parametrize("name", ["a mean over rows", "a mean over labels", "a sum", "the largest"])
+def test_looks_at_parts_of_a_step_that_draws_take_its_noise_away(name: str) -> None:
+    """Whole and parts drop other activations: compared as they are, a number would fit no rule, or a wrong one."""
+    assert not run(Measured(JOINED[name], every=2, dropout=0.3), 3)[1]
+
+
+def test_looks_leave_no_trace() -> None:
+    """Weights and random numbers are those of a run that logs nothing beside its loss."""
+    weights = []
+    for every in (100, 1):
+        module = Measured(JOINED["the largest"], every=every, dropout=0.3)
+        run(module, 3)
+        weights.append(torch.cat([parameter.detach().flatten() for parameter in module.parameters()]))
+    assert torch.equal(*weights)
+
+
+def test_a_step_that_differentiates_is_looked_at_with_gradients() -> None:
+    def slope(x: Tensor, y: Tensor) -> Tensor:
+        with torch.inference_mode(False):
+            leaf = x.clone().requires_grad_(torch.is_grad_enabled())
+            return torch.autograd.grad(leaf.square().sum(), leaf)[0].mean()
+
+    wanted, _ = run(Measured(slope, every=3), None)
+    found, warned = run(Measured(slope, every=3), 3)
+    assert found == pytest.approx(wanted, rel=1e-5)
+    assert not warned
