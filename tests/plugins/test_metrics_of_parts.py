@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memkit import MemoryBudget
 from tests.plugins.toys import trainer
@@ -58,7 +58,7 @@ class Measured(LightningModule):
         self.seen: list[float] = []
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
-        x = self.net(batch[0].to(self.net[0].weight.dtype))
+        x = self.net(batch[0].to(next(self.parameters()).dtype))
         loss = F.cross_entropy(x, batch[1])
         value = self.metric(x.detach(), batch[1])
         if self.how == "returned":
@@ -87,7 +87,7 @@ def run(module: Measured, size: int | None, dtype: torch.dtype = torch.float32) 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer(*callbacks, max_epochs=1).fit(
-            module.to(dtype), DataLoader(list(zip(x, y, strict=True)), batch_size=ROWS)
+            module.to(dtype), DataLoader(TensorDataset(x, y), batch_size=ROWS)
         )
     return module.seen, " ".join(str(one.message) for one in caught if "'metric'" in str(one.message))
 
