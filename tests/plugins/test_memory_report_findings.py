@@ -150,7 +150,7 @@ def test_under_a_budget_the_watch_waits_until_sizes_are_settled(monkeypatch):
             settled.append(batches > 0 and (tuning is None or tuning.fastest.settled is not None))
 
     monkeypatch.setattr(_report_watch.StepsWatch, "enter", watched)
-    trained(budget, report, module=lambda: KeepingElsewhere("nothing"), max_steps=36, data=loader(count=320))
+    trained(budget, report, module=lambda: KeepingElsewhere("nothing"), max_steps=60, data=loader(count=320))
     assert settled == [True] * 5
     (found,) = report.findings
     assert line_of(Keeping.training_step, "loss = F.cross_entropy") in found.where
