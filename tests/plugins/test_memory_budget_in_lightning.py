@@ -74,7 +74,8 @@ def test_the_profiler_counts_batches_steps_and_parts() -> None:
     trials = now[step] - 4 * before[step]  # four parts a batch
     assert before[step] == 4
     # Five single rows once; noise, hooks, parts alone, one after the other in each of three batches; what changes.
-    assert trials == 5 + 3 * 7 + 8
+    # Then two parts, as one and alone, for what is logged beside the loss: four times.
+    assert trials == 5 + 3 * 7 + 8 + 4 * 3
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
