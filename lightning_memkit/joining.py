@@ -26,6 +26,7 @@ from lightning_memkit.joining_rules import (
     Rule,
     applied,
     is_number_like,
+    is_one_number,
     name_of,
     relative_error,
     rule_error,
@@ -35,9 +36,11 @@ from lightning_memkit.joining_rules import (
     why_not,
 )
 
-# Comparisons that told, before rules that fit are taken to hold: of means and sums, of others; and of all that don't.
+# How many comparisons have to fit one kind of rule alone before it is taken to hold: a mean or a sum, and any other
+# rule. After so many in all it is taken to hold in any case.
 _ENOUGH, _ENOUGH_OF_OTHERS, _MOST_COMPARISONS = 4, 12, 32
 _UNLIKE_PARTS = 24  # among which two are looked for that tell rules apart
+_STRIDE = 7  # from one pair of unlike parts to the next, so that later comparisons take other parts
 _DEEPEST = 12  # levels of nested results; objects may refer to each other in a circle
 
 
@@ -51,10 +54,10 @@ class Joining:
     def __init__(self, allowed: float) -> None:
         self.allowed = allowed
         self.doubtful: list[str] = []  # values of the last `join` that the rules left give differently
-        self.excess = 0.0  # how far apart they are, of what is rounding
+        self.excess = 0.0  # how far apart they are at most, over what is allowed for rounding
         self.comparisons = 0
-        self._telling = 0  # comparisons in which rules of one kind alone fitted
-        self._tells = False
+        self._telling = 0  # comparisons of a number in which rules of one kind alone fitted
+        self._tells = False  # whether the comparison under way is one
         self._open: dict[Path, list[Rule]] = {}
 
     def compare(self, whole: Any, parts: Sequence[Any], counts: Counts) -> None:
@@ -80,7 +83,7 @@ class Joining:
     @property
     def sure(self) -> bool:
         """Whether enough has been compared for a rule not to fit by chance; an extreme of few numbers often does."""
-        first = next((rules[0][0] for path, rules in self._open.items() if "count" not in path), "")
+        first = next((rules[0][0] for path, rules in self._open.items() if path[-1:] != ("count",)), "")
         enough = _ENOUGH if first in ("mean", "sum", "cat") else _ENOUGH_OF_OTHERS
         return self._telling >= enough or self.comparisons >= _MOST_COMPARISONS
 
@@ -101,7 +104,7 @@ class Joining:
             parts: the values of a batch's parts.
             counts: what each counts.
             adjacent: only neighbours can be run as one.
-            but: pairs that have been run.
+            but: pairs that have been compared.
         """
         best, pair = 1.0, None
         for first, second in _pairs(parts, counts, adjacent=adjacent):
@@ -166,9 +169,8 @@ class Joining:
         self, path: Path, whole: Any, parts: Sequence[Any], counts: Counts, rules: list[Rule]
     ) -> None:
         before = self._open.get(path)
-        everything = {rule: rule_error(rule, whole, parts, counts) for rule in rules}
         candidates = [rule for rule in rules if before is None or rule in before]
-        errors = [everything[rule] for rule in candidates]
+        errors = [rule_error(rule, whole, parts, counts) for rule in candidates]
         least = min(errors, default=float("inf"))
         target = whole.after if isinstance(whole, Change) else whole
         allowed = self._allowed(target)
@@ -176,8 +178,10 @@ class Joining:
             raise JoinError(why_not(path, whole, parts, least))
         # A clear lead only: rules that differ by rounding (of the whole and of its parts) stay open, in their order.
         rounding = max(allowed / 20, 1.5 * _spacing(target))
-        fitting = {rule[0] for rule, error in everything.items() if error <= allowed}
-        self._tells |= len(fitting) == 1 and "count" not in path
+        if path[-1:] != ("count",) and is_one_number(
+            whole
+        ):  # of large results all rules would be too much work
+            self._tells |= len({r[0] for r in rules if rule_error(r, whole, parts, counts) <= allowed}) == 1
         self._open[path] = [
             rule
             for rule, error in zip(candidates, errors, strict=True)
@@ -228,13 +232,21 @@ def unlike_pair(
     but: Container[tuple[int, int]] = (),
     turn: int = 0,
 ) -> tuple[int, int] | None:
-    """Two parts with unlike values, others at every turn; None where all are alike."""
+    """Two parts with unlike values; None where all are alike.
+
+    Args:
+        parts: the values of a batch's parts.
+        counts: what each counts.
+        adjacent: only neighbours can be run as one.
+        but: pairs that have been compared.
+        turn: how many comparisons there were: each takes another pair.
+    """
     pairs = [
         pair
         for pair in _pairs(parts, counts, adjacent=adjacent)
         if pair not in but and not same_everywhere([parts[index] for index in pair])
     ]
-    return pairs[turn * 7 % len(pairs)] if pairs else None
+    return pairs[turn * _STRIDE % len(pairs)] if pairs else None
 
 
 def _pairs(parts: Sequence[Any], counts: Counts, *, adjacent: bool) -> list[tuple[int, int]]:
@@ -248,14 +260,12 @@ def _pairs(parts: Sequence[Any], counts: Counts, *, adjacent: bool) -> list[tupl
 
 
 def _weigh_alike(rule: Rule, other: Rule, counts: Counts) -> bool:
-    """Whether two rules are one mean over numbers that are in proportion here: nothing needs to be computed."""
+    """Whether two rules are the same mean here, since what they weigh by is in proportion."""
     if rule[:-1] != other[:-1] or not {rule[-1], other[-1]} <= counts.keys():
         return False
-    (a, b), (one, two) = (
-        (sum(counts[rule[-1]]), sum(counts[other[-1]])),
-        (counts[rule[-1]], counts[other[-1]]),
-    )
-    return all(abs(x * b - y * a) <= 1e-9 * abs(a * b) for x, y in zip(one, two, strict=True))
+    one, two = counts[rule[-1]], counts[other[-1]]
+    a, b = sum(one), sum(two)
+    return a * b > 0 and all(abs(x * b - y * a) <= 1e-9 * a * b for x, y in zip(one, two, strict=True))
 
 
 def _spacing(value: Any) -> float:

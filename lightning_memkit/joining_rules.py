@@ -14,6 +14,9 @@ Rule = tuple[Any, ...]  # its kind, then its options
 Counts = Mapping[str, Sequence[float]]  # a way of weighing, and what each part counts by it
 
 KEPT: Rule = ("kept",)
+ROUNDED = (
+    1e-5  # relative difference of logged and returned numbers that is rounding; nothing is summed up in them
+)
 _NUMBERS = (bool, int, float)
 # Perplexities are exponentials of means, root mean squares are roots of them.
 _POWER_MEANS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
@@ -45,6 +48,11 @@ class Change:
 
     before: Any
     after: Any
+
+
+def ways_of_weighing(shares: Sequence[float], sizes: Sequence[int]) -> dict[str, list[float]]:
+    """What a value of parts may be a mean over: what the loss counts in each, or the samples of each."""
+    return {"loss": list(shares), "samples": [float(size) for size in sizes]}
 
 
 def name_of(path: Path) -> str:
@@ -164,6 +172,11 @@ def is_number_like(item: Any) -> bool:
     if isinstance(item, np.ndarray):
         return item.dtype.kind in "biufc"
     return isinstance(item, Tensor) or isinstance(item, (*_NUMBERS, np.number))
+
+
+def is_one_number(item: Any) -> bool:
+    """Whether a value is a single number, of Python or in a tensor."""
+    return isinstance(item, (int, float)) or (isinstance(item, Tensor) and item.numel() == 1)
 
 
 def _tensor(item: Any) -> Tensor:

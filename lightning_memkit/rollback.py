@@ -27,13 +27,13 @@ class Generators:
         self._cpu = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
-    def moved(self) -> bool:
-        """Whether something was drawn since."""
+    def drawn_from(self) -> tuple[bool, bool]:
+        """Whether something was drawn since: of torch, and of Python or NumPy."""
         now = Generators()
-        pairs = [(self._cpu, now._cpu), *zip(self._cuda, now._cuda, strict=False)]
-        same = all(torch.equal(one, other) for one, other in pairs)
-        numbers = zip(self._numpy, now._numpy, strict=True)
-        return not same or self._python != now._python or not all(np.array_equal(a, b) for a, b in numbers)
+        ours = zip([self._cpu, *self._cuda], [now._cpu, *now._cuda], strict=False)
+        numpys = zip(self._numpy, now._numpy, strict=True)
+        elsewhere = self._python != now._python or not all(np.array_equal(a, b) for a, b in numpys)
+        return not all(torch.equal(a, b) for a, b in ours), elsewhere
 
     def restore(self) -> None:
         """Put all generators back."""

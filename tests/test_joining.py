@@ -252,3 +252,17 @@ def test_what_the_user_asks_for_is_not_taken_where_it_does_not_hold() -> None:
     values = [Counted(value=torch.tensor(value), count=None, rule="sum") for value in (2.5, 2.0, 3.0)]
     joining.compare(values[0], values[1:], ways)
     assert float(joining.join(values[1:], ways).value) == 2.5
+
+
+def test_means_over_nothing_and_over_samples_are_not_taken_for_one() -> None:
+    """Where the loss counts nothing in any part, its mean is no mean over samples."""
+    joining = Joining(allowed=1e-5)
+    parts = [torch.tensor(0.0), torch.tensor(1.0)]
+    joining.compare(torch.tensor(0.5), parts, {"loss": [1.0, 1.0], "samples": [1.0, 1.0]})
+    nothing = {"loss": [0.0, 0.0], "samples": [1.0, 1.0]}
+    joining.join(parts, nothing)
+    assert joining.excess > 1
+    assert joining.telling_pair(parts, nothing) == (0, 1)
+    joining.compare(torch.tensor(0.5), parts, nothing)
+    assert joining.join(parts, nothing) == 0.5
+    assert joining.excess == 0

@@ -9,8 +9,15 @@ import torch
 from torch import Tensor
 
 from lightning_memkit.joining import Joining, unlike_pair
-from lightning_memkit.joining_rules import Counted, JoinError, applied, same_everywhere
-from lightning_memkit.plugins._returned import ROUNDED
+from lightning_memkit.joining_rules import (
+    ROUNDED,
+    Counted,
+    JoinError,
+    applied,
+    is_one_number,
+    same_everywhere,
+    ways_of_weighing,
+)
 
 Entries = list[dict[str, Any]]  # the keywords of each call of `self.log`
 _Key = tuple[str, str, int]
@@ -36,6 +43,7 @@ class LoggedValues:
         self._joinings: dict[_Key, Joining] = {}
         self._wrong: set[_Key] = set()
         self._given_up: set[_Key] = set()
+        self._said: set[_Key] = set()  # means of which the user says what over, by `batch_size`
 
     def compare(
         self,
@@ -58,7 +66,7 @@ class LoggedValues:
         for key, entry, values in _in_all(whole, parts):
             joining = self._joinings.setdefault(key, Joining(allowed))
             try:
-                joining.compare(entry, values, _counts(shares, sizes))
+                joining.compare(entry, values, ways_of_weighing(shares, sizes))
             except JoinError:
                 self._wrong.add(key)
 
@@ -70,11 +78,11 @@ class LoggedValues:
         adjacent: bool,
         but: Collection[tuple[int, int]],
     ) -> tuple[int, int] | None:
-        """Two parts on which it shows how a doubtful value goes together, by their places; others than some."""
+        """The places of two parts, not in `but`, that tell how a doubtful or unsure value goes together."""
         by_part = [_keyed(entries) for _, entries in logged]
         for key in [*self.doubtful, *self.unsure]:
             indices = [index for index, own in enumerate(by_part) if key in own]
-            counts = _counts([logged[i][0] for i in indices], [sizes[i] for i in indices])
+            counts = ways_of_weighing([logged[i][0] for i in indices], [sizes[i] for i in indices])
             joining = self._joinings.get(key, Joining(self._allowed))
             values = [counted(by_part[index][key]) for index in indices]
             place = {index: position for position, index in enumerate(indices)}
@@ -99,15 +107,17 @@ class LoggedValues:
             told = True
             joining = self._joinings.setdefault(key, Joining(self._allowed))
             try:
-                joining.compare(entry, values, _counts(shares, sizes))
+                joining.compare(entry, values, ways_of_weighing(shares, sizes))
             except JoinError:
                 self._wrong.add(key)
         return told
 
     def give_up(self) -> None:
-        """Say of what is doubtful that it is; once for each value."""
+        """Warn of what is doubtful, once for each value; not where the user's `batch_size` says what it is."""
         for key in self.doubtful:
             self._given_up.add(key)
+            if key in self._said:
+                continue
             warnings.warn(
                 f"It is not known how what {key[0]} logs as {key[1]!r} comes from a batch's parts: by their samples, "
                 "by what the loss counts, as a sum. What is logged may not be the whole batch's. To say it, log a "
@@ -140,7 +150,7 @@ class LoggedValues:
                 key,
                 key[:2] in known,
                 [by_part[index][key] for index in indices],
-                _counts([logged[i][0] for i in indices], [sizes[i] for i in indices]),
+                ways_of_weighing([logged[i][0] for i in indices], [sizes[i] for i in indices]),
             )
             for key, indices in grouped.items()
         ]
@@ -151,6 +161,8 @@ class LoggedValues:
         if len(entries) == 1:
             return dict(entries[0])
         joining = self._joinings.get(key)
+        if all(entry.get("batch_size") is not None for entry in entries):
+            self._said.add(key)
         if key in self._wrong:
             if is_known:
                 return _by_reduction(entries, counts["loss"])
@@ -181,24 +193,19 @@ class LoggedValues:
         )
 
 
-def _counts(shares: Sequence[float], sizes: Sequence[int]) -> dict[str, list[float]]:
-    """What a value of parts may be weighed by."""
-    return {"loss": list(shares), "samples": [float(size) for size in sizes]}
-
-
 def _in_all(whole: Entries, parts: Sequence[Entries]) -> Iterator[tuple[_Key, Counted, list[Counted]]]:
     """The numbers that the whole and all parts logged."""
     by_part = [_keyed(entries) for entries in parts]
     for key, entry in _keyed(whole).items():
         values = [own[key] for own in by_part if key in own]
-        if len(values) == len(parts) and all(_is_number(value["value"]) for value in (entry, *values)):
+        if len(values) == len(parts) and all(is_one_number(value["value"]) for value in (entry, *values)):
             yield key, counted(entry), [counted(value) for value in values]
 
 
 def _differ(entries: Entries) -> bool:
     """Whether parts logged unlike numbers."""
     values = [entry["value"] for entry in entries]
-    return all(map(_is_number, values)) and not same_everywhere(values)
+    return all(map(is_one_number, values)) and not same_everywhere(values)
 
 
 def _keyed(entries: Iterable[dict[str, Any]]) -> dict[_Key, dict[str, Any]]:
@@ -210,10 +217,6 @@ def _keyed(entries: Iterable[dict[str, Any]]) -> dict[_Key, dict[str, Any]]:
         found[(*name, seen[name])] = entry
         seen[name] += 1
     return found
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
 def counted(entry: dict[str, Any]) -> Counted:

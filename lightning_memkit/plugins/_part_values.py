@@ -10,9 +10,12 @@ from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._logs import Entries, LoggedValues
 from lightning_memkit.plugins._partition import Cut, Splitter
 from lightning_memkit.plugins._returned import ReturnedValues
+from lightning_memkit.plugins._trials import Values
 from lightning_memkit.plugins._value_looks import ValueLooks
 
-_MOST_LOOKS = 8  # at two parts of a batch, each of which leaves fewer rules
+_MOST_LOOKS = (
+    8  # at two parts of a batch, each of which leaves fewer rules; and those of a fit that tell nothing
+)
 _LOOKS_IF_UNSURE = 6  # where the rules left agree, but may fit by chance
 
 
@@ -54,7 +57,7 @@ class PartValues:
     Attributes:
         logs: how logged values go together.
         returned: how returned values do.
-        look: runs two parts as one; None where ranks would have to meet for it: what is in doubt is named.
+        look: runs two parts as one; None on several ranks, and where it fails: what is in doubt is named.
         seconds: that this has taken.
     """
 
@@ -63,6 +66,7 @@ class PartValues:
         self.returned = ReturnedValues()
         self.look: ValueLooks | None = None
         self.seconds = 0.0
+        self._failed = 0  # looks that told nothing
 
     def of_batch(
         self, step: _seam.Step, given: Given, shares: Sequence[float], known: Container[tuple[str, str]]
@@ -118,12 +122,19 @@ class PartValues:
         shares, sizes = [weights[first], weights[second]], [given.cut.sizes[first], given.cut.sizes[second]]
         together = _together(step.batch, given.cut, given.split, first, second, adjacent=adjacent)
         runs = None if together is None else self.look(step, *together, sizes)
+        told = runs is not None and self._learned(runs, shares, sizes)
         self.seconds += perf_counter() - started
-        if runs is None:
-            return False
-        whole_run, *own = runs
-        told = self.logs.learn(whole_run.logged, [run.logged for run in own], shares, sizes)
-        return self.returned.learn(whole_run.returned, [run.returned for run in own], shares, sizes) or told
+        self._failed += not told
+        if (
+            self._failed >= _MOST_LOOKS
+        ):  # it draws numbers of its own, has no memory for two parts, logs once only
+            self.look = None
+        return told
+
+    def _learned(self, runs: Sequence[Values], shares: Sequence[float], sizes: Sequence[int]) -> bool:
+        whole, *parts = runs
+        told = self.logs.learn(whole.logged, [part.logged for part in parts], shares, sizes)
+        return self.returned.learn(whole.returned, [part.returned for part in parts], shares, sizes) or told
 
 
 def _among(tried: set[tuple[int, int]], parts: Sequence[int]) -> set[tuple[int, int]]:

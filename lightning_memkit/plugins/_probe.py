@@ -7,6 +7,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_memkit import decomposability
 from lightning_memkit.decomposability import Verdict
+from lightning_memkit.joining_rules import ROUNDED, ways_of_weighing
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.micro_batching import (
     WeighBy,
@@ -30,7 +31,7 @@ from lightning_memkit.plugins._partition import Splitter
 from lightning_memkit.plugins._probed_rows import in_order_of, probed_rows, told_apart
 from lightning_memkit.plugins._ranks import any_rank, largest_of_ranks
 from lightning_memkit.plugins._returned import ReturnedValues
-from lightning_memkit.plugins._row_trials import ROUNDING, NothingCountsError, Outcome, Rows, RowTrials
+from lightning_memkit.plugins._row_trials import NothingCountsError, Outcome, Rows, RowTrials
 from lightning_memkit.plugins._trials import StepFailedError, Trials
 
 _PROBED_SAMPLES = (5, 2)  # the second where the first runs out of memory
@@ -271,7 +272,7 @@ class Weighing:
         parts = [part for part in outcome.parts if part is not None]
         exact = str(step.trainer.precision_plugin.precision) in ("32-true", "64-true")
         allowed = decomposability.tolerance(step.trainer.lightning_module.parameters(), reduced=not exact)
-        allowed = min(allowed, ROUNDING) if exact else allowed
+        allowed = min(allowed, ROUNDED) if exact else allowed
         shares, sizes = outcome.present_shares, [probed.sizes[index] for index in outcome.present]
         if outcome.rules is not None:
             if self.rests is None or self.rests.pieces != len(outcome.rules.rules) + 1:
@@ -285,10 +286,7 @@ class Weighing:
 
 def _counts(probed: Rows, outcome: Outcome) -> dict[str, list[float]]:
     """What a value of parts may be weighed by."""
-    return {
-        "loss": list(outcome.present_shares),
-        "samples": [float(probed.sizes[index]) for index in outcome.present],
-    }
+    return ways_of_weighing(outcome.present_shares, [probed.sizes[index] for index in outcome.present])
 
 
 def _agreed(before: list[list[Foretold]], now: list[list[Foretold]]) -> list[list[Foretold]]:

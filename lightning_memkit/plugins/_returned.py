@@ -4,13 +4,17 @@ import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from lightning_memkit.joining import Joining, unlike_pair
-from lightning_memkit.joining_rules import Counts, JoinError, same_everywhere
+from lightning_memkit.joining_rules import (
+    ROUNDED,
+    Counts,
+    JoinError,
+    is_one_number,
+    same_everywhere,
+    ways_of_weighing,
+)
 from lightning_memkit.micro_batching import joined
 
-ROUNDED = 1e-5  # relative difference of numbers that is rounding, where no comparison has said what is
 Returned = Mapping[str, Any]
 
 
@@ -25,6 +29,7 @@ class ReturnedValues:
     def __init__(self) -> None:
         self.doubtful: list[str] = []
         self.unsure: list[str] = []
+        self._allowed = ROUNDED
         self._given_up: set[str] = set()
         self._joinings: dict[str, Joining] = {}
         self._wrong: set[str] = set()
@@ -39,6 +44,7 @@ class ReturnedValues:
             counts: ways of weighing, and what each part counts by them.
             allowed: the relative error that is rounding.
         """
+        self._allowed = allowed
         for name, value in whole.items():
             own = [part[name] for part in parts if name in part]
             try:
@@ -65,12 +71,12 @@ class ReturnedValues:
         """
         doubtful: list[str] = []
         whole = joined(returned, shares, sizes, rows, doubtful=doubtful)
-        counts = {"loss": list(shares), "samples": [float(size) for size in sizes]}
+        counts = ways_of_weighing(shares, sizes)
         self.doubtful, self.unsure = [], []
         for name in whole:
             is_doubtful = any(f"{one}.".startswith(f"{name}.") for one in doubtful)
             parts = [part[name] for part in returned]
-            is_number = all(map(_is_number, parts))
+            is_number = all(is_one_number(part) and getattr(part, "ndim", 0) == 0 for part in parts)
             if len(returned) == 1 or (rows is not None and not is_doubtful and not is_number):
                 continue
             try:
@@ -98,10 +104,13 @@ class ReturnedValues:
         adjacent: bool,
         but: Collection[tuple[int, int]],
     ) -> tuple[int, int] | None:
-        """Two parts on which it shows how a doubtful value goes together, by their places; others than some."""
-        counts = {"loss": list(shares), "samples": [float(size) for size in sizes]}
+        """The places of two parts, not in `but`, that tell how a doubtful or unsure value goes together."""
+        counts = ways_of_weighing(shares, sizes)
         for name in [*self.doubtful, *self.unsure]:
-            joining, parts = self._joinings.get(name, Joining(ROUNDED)), [part[name] for part in returned]
+            joining, parts = (
+                self._joinings.get(name, Joining(self._allowed)),
+                [part[name] for part in returned],
+            )
             if name in self.doubtful:
                 pair = joining.telling_pair(parts, counts, adjacent=adjacent, but=but)
             else:
@@ -115,17 +124,17 @@ class ReturnedValues:
     ) -> bool:
         """Whether rows, run whole and in parts, told more of values that are doubtful, or known from too little."""
         names = [n for n in (*self.doubtful, *self.unsure) if all(n in one for one in (whole, *parts))]
-        counts = {"loss": list(shares), "samples": [float(size) for size in sizes]}
+        counts = ways_of_weighing(shares, sizes)
         for name in names:
             try:
-                joining = self._joinings.setdefault(name, Joining(ROUNDED))
+                joining = self._joinings.setdefault(name, Joining(self._allowed))
                 joining.compare(whole[name], [part[name] for part in parts], counts)
             except JoinError:
                 self._wrong.add(name)
         return bool(names)
 
     def give_up(self) -> None:
-        """Say of what is doubtful that it is; once for each value."""
+        """Warn of what is doubtful, once for each value."""
         self._given_up.update(self.doubtful)
         for name in self.doubtful:
             warnings.warn(
@@ -147,7 +156,3 @@ class ReturnedValues:
             "Return tensors or lists of one entry a row, means, or sums.",
             stacklevel=2,
         )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.ndim == 0)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_memkit.decomposability import Verdict
+from lightning_memkit.joining_rules import ROUNDED
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.micro_batching import WeighBy, Weigher, normalized, weigher
 from lightning_memkit.micro_batching.batch_counts import Foretold, foretelling
@@ -42,9 +43,6 @@ from lightning_memkit.plugins import _seam, _verdicts
 from lightning_memkit.plugins._ranks import any_rank, largest_of_ranks, values_of_ranks
 from lightning_memkit.plugins._trials import StepFailedError, Trials
 
-ROUNDING = (
-    1e-5  # relative difference of logged and kept values that is rounding; nothing is summed up in them
-)
 _TERMS = 6  # of a loss, or groups of them, that are compared one by one
 # Batch statistics are warned about; a batch that is changed in place is handed out in copies.
 _CHANGED_IN_PARTS = ("batch_statistics", "batch", "generator")
@@ -400,7 +398,7 @@ class RowTrials:
         names = [c.name for c in changes if c.kind in ("attribute", "container")]
         if not names:
             return None
-        rounding = max(ROUNDING if self._is_exact else 2e-2, 10 * torch.finfo(dtype).eps)
+        rounding = max(ROUNDED if self._is_exact else 2e-2, 10 * torch.finfo(dtype).eps)
         state = ComposedState(self._step.trainer.lightning_module, names, rounding)
         state.begin()
         self._trials.capture = state.left

@@ -63,11 +63,17 @@ class StepFailedError(Exception):
 
 @dataclass(kw_only=True)
 class Values:
-    """What a step logs, and returns beside its loss; and whether it draws random numbers."""
+    """What a step logs, and returns beside its loss.
+
+    Attributes:
+        drew: whether it drew random numbers of torch.
+        drew_elsewhere: whether it drew some of Python or NumPy.
+    """
 
     logged: list[dict[str, Any]]
     returned: dict[str, Any]
     drew: bool
+    drew_elsewhere: bool
 
 
 class Trials:
@@ -313,22 +319,28 @@ class Trials:
             rank_zero_debug(f"MemoryBudget can't try a step in parts: {error!r}")
             return frozenset()
 
-    def values_of(self, step: _seam.Step, batch: Any, *, gradient: bool) -> Values | None:
-        """What a step logs and returns of some rows, by a forward after its backward; None where it fails on them.
+    def values_of(self, step: _seam.Step, batch: Any, *, gradient: bool) -> Values:
+        """What a step logs and returns of some rows, by a forward after the batch's own backward; gradients stay.
 
-        Gradients stay as they are; with `gradient` the forward keeps what a backward needs.
+        Args:
+            step: whose rows they are.
+            batch: the rows.
+            gradient: whether the forward keeps what a backward needs.
+
+        Raises:
+            StepFailedError: the step fails on them, or passes them over.
         """
         with self._no_trace(step, batch, after_backward=True) as logged:
             generators = Generators()
             try:
                 with torch.set_grad_enabled(gradient):
                     loss, returned = step.forward(self._transfer(batch))
-            except Exception as error:  # whatever a user's step does with rows that it did not count on
-                rank_zero_debug(f"MemoryBudget can't look at two parts: {error!r}")
-                return None
+            except Exception as error:
+                raise StepFailedError(error, skipped=False) from error
             if loss is None:
-                return None
-            return Values(logged=list(logged), returned=returned, drew=generators.moved())
+                raise StepFailedError(ValueError("training_step returned None"), skipped=True)
+            drew, elsewhere = generators.drawn_from()
+            return Values(logged=list(logged), returned=returned, drew=drew, drew_elsewhere=elsewhere)
 
     def survey(
         self,

@@ -4,21 +4,29 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_debug
+
 from lightning_memkit.memory.meter import unmetered
+from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.micro_batching.without_noise import LEVELS, quiet
 from lightning_memkit.plugins import _seam
-from lightning_memkit.plugins._trials import Trials, Values
+from lightning_memkit.plugins._trials import StepFailedError, Trials, Values
 
 
 class ValueLooks:
-    """Costs three forwards that leave no trace, without a gradient where the step allows it, of two parts at most.
+    """Costs three forwards that leave no trace, of two parts at most; without a gradient where the step allows it.
+
+    A step that draws random numbers runs again with these handed out by rows, else in eval mode; the next look
+    begins there.
 
     Args:
         trials: run the forwards.
     """
 
     def __init__(self, trials: Trials) -> None:
-        self._trials, self._gradient, self._level = trials, False, 0
+        self._trials = trials
+        self._gradient = False  # whether the step differentiates something itself
+        self._level = 0  # of noise that is taken away, see `quiet`
 
     def __call__(
         self, step: _seam.Step, whole: Any, parts: Sequence[Any], sizes: Sequence[int]
@@ -32,30 +40,46 @@ class ValueLooks:
             sizes: how many rows each has.
         """
         for level in LEVELS[self._level :]:
-            told = self._run(step, whole, parts, sizes, level)
-            if told is None and not self._gradient:
-                self._gradient = True  # a step may differentiate something itself
-                told = self._run(step, whole, parts, sizes, level)
-            if told is None:
+            told = self._told(step, whole, parts, sizes, level)
+            if told is None or any(values.drew_elsewhere for values in told):
                 return None
             if not any(values.drew for values in told):
                 return told
             self._level = level  # what draws once will draw again
         return None
 
-    def _run(
+    def _told(
         self, step: _seam.Step, whole: Any, parts: Sequence[Any], sizes: Sequence[int], level: int
     ) -> list[Values] | None:
+        for gradient in (False, True)[self._gradient :]:
+            try:
+                told = self._run(step, whole, parts, sizes, level, gradient=gradient)
+            except StepFailedError as error:  # whatever a user's step does with rows that it did not count on
+                rank_zero_debug(f"MemoryBudget can't look at two parts: {error.cause!r}")
+                if error.skipped or is_out_of_memory(error.cause):
+                    return None
+                continue
+            self._gradient = gradient
+            return told
+        return None
+
+    def _run(
+        self,
+        step: _seam.Step,
+        whole: Any,
+        parts: Sequence[Any],
+        sizes: Sequence[int],
+        level: int,
+        *,
+        gradient: bool,
+    ) -> list[Values]:
         with unmetered(), quiet(step.trainer.lightning_module, level) as draws:
             if draws is not None:
                 draws.record()
-            found = [self._trials.values_of(step, whole, gradient=self._gradient)]
+            told = [self._trials.values_of(step, whole, gradient=gradient)]
             for index, part in enumerate(parts):
                 if draws is not None:
                     draws.hand_out(sum(sizes[:index]), sizes[index], sum(sizes))
-                found.append(self._trials.values_of(step, part, gradient=self._gradient))
-        told = [values for values in found if values is not None]
-        if len(told) < len(found):
-            return None
-        # Numbers that are handed out are the same for both.
-        return [replace(run, drew=run.drew and not (draws is not None and draws.complete)) for run in told]
+                told.append(self._trials.values_of(step, part, gradient=gradient))
+        handed_out = draws is not None and draws.complete
+        return [replace(values, drew=values.drew and not handed_out) for values in told]

@@ -1,5 +1,6 @@
 """Numbers that a step logs or returns beside its loss are the unsplit batch's, or a warning names them."""
 
+import random
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -77,16 +78,18 @@ class Measured(LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def run(module: Measured, size: int | None, dtype: torch.dtype = torch.float32) -> tuple[list[float], str]:
+def run(
+    module: Measured, size: int | None, dtype: torch.dtype = torch.float32, split: Any = None, **options: Any
+) -> tuple[list[float], str]:
     torch.manual_seed(0)
     for parameter in module.parameters():
         nn.init.uniform_(parameter, -0.4, 0.4)
     x, y = torch.randn(ROWS * BATCHES, 6), torch.randint(0, 4, (ROWS * BATCHES,))
     y[::4] = y[1::8] = -100
-    callbacks = [] if size is None else [MemoryBudget(micro_batch_size=size)]
+    callbacks = [] if size is None else [MemoryBudget(micro_batch_size=size, split=split)]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer(*callbacks, max_epochs=1).fit(
+        trainer(*callbacks, **{"max_epochs": 1, **options}).fit(
             module.to(dtype), DataLoader(TensorDataset(x, y), batch_size=ROWS)
         )
     return module.seen, " ".join(str(one.message) for one in caught if "'metric'" in str(one.message))
@@ -134,23 +137,73 @@ def test_looks_at_parts_of_a_step_that_draws_take_its_noise_away(name: str) -> N
     assert not run(Measured(JOINED[name], every=2, dropout=0.3), 3)[1]
 
 
-def test_looks_leave_no_trace() -> None:
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_looks_leave_no_trace(accumulate: int) -> None:
     """Weights and random numbers are those of a run that logs nothing beside its loss."""
     weights = []
     for every in (100, 1):
         module = Measured(JOINED["the largest"], every=every, dropout=0.3)
-        run(module, 3)
+        run(module, 3, accumulate_grad_batches=accumulate)
         weights.append(torch.cat([parameter.detach().flatten() for parameter in module.parameters()]))
     assert torch.equal(*weights)
 
 
 def test_a_step_that_differentiates_is_looked_at_with_gradients() -> None:
     def slope(x: Tensor, y: Tensor) -> Tensor:
-        with torch.inference_mode(False):
-            leaf = x.clone().requires_grad_(torch.is_grad_enabled())
-            return torch.autograd.grad(leaf.square().sum(), leaf)[0].mean()
+        leaf = x.clone().requires_grad_(True)
+        return torch.autograd.grad(leaf.square().sum(), leaf)[0].mean()  # fails under no_grad
 
     wanted, _ = run(Measured(slope, every=3), None)
     found, warned = run(Measured(slope, every=3), 3)
     assert found == pytest.approx(wanted, rel=1e-5)
     assert not warned
+
+
+def by_rows(batch: list[Tensor], sizes: Any) -> list[Any]:
+    """A split of the user's own: no rows are picked from such a batch, neighbours are run as one."""
+    return [list(part) for part in zip(*(tensor.split(list(sizes)) for tensor in batch), strict=True)]
+
+
+@pytest.mark.parametrize("name", ["a mean over rows", "a mean over labels", "a sum", "the largest"])
+def test_neighbours_tell_where_the_user_splits(name: str) -> None:
+    wanted, _ = run(Measured(JOINED[name], every=2), None)
+    found, warned = run(Measured(JOINED[name], every=2), 3, split=by_rows)
+    assert found == pytest.approx(wanted, rel=1e-5, nan_ok=True)
+    assert not warned
+
+
+class Noisy(Measured):
+    """Draws numbers of Python, which are not handed out to the rows of parts."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        random.random()
+        forwards.append(batch_idx)
+        return super().training_step(batch, batch_idx)
+
+
+forwards: list[int] = []  # not the module's own: trials would put it back
+
+
+def test_a_step_that_always_draws_is_not_looked_at_for_ever() -> None:
+    ran = []
+    for epochs in (12, 16):
+        forwards.clear()
+        run(Noisy(JOINED["a number of Python"]), 3, max_epochs=epochs, max_steps=-1)
+        ran.append(len(forwards))
+    assert ran[1] - ran[0] == 4 * BATCHES * 3  # three parts a batch
+
+
+def test_the_users_batch_size_is_taken_at_its_word_where_nothing_can_tell() -> None:
+    class Said(Noisy):
+        def log(self, name: str, value: Any, **options: Any) -> None:
+            super().log(name, value, batch_size=self.rows, **options)
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+            self.rows = len(batch[0])
+            return super().training_step(batch, batch_idx)
+
+    wanted, _ = run(Said(JOINED["a number of Python"], every=4), None)
+    found, warned = run(Said(JOINED["a number of Python"], every=4), 3)
+    assert found == pytest.approx(wanted, rel=1e-5)
+    assert not warned
+    assert "It is not known" in run(Noisy(JOINED["a number of Python"], every=4), 3)[1]
