@@ -145,7 +145,7 @@ def run_gpu(options: Options) -> Report:
     errors: dict[str, list[float]] = {"allocated": [], "reserved": []}
     for case, prediction in zip(cases, predictions, strict=True):
         peaks = _prediction_gpu.measured(case)
-        said = {"allocated": prediction.peak_bytes, "reserved": prediction.reserved_bytes}
+        said = {"allocated": prediction.allocated_bytes, "reserved": prediction.reserved_bytes}
         for name, values in errors.items():
             values.append(100 * (said[name] / peaks[name] - 1))
         rows.append(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_BELOW = "_memkit_below_"
+_BELOW, _KEY = "_memkit_below_", "_memkit_key"
 _numbers = count()
 
 
@@ -46,6 +46,7 @@ def replace_method(
     if like is not None:
         functools.update_wrapper(method, like)
     method.__name__ = name
+    setattr(method, _KEY, key)
     if mark is not None:
         setattr(method, mark, True)
     attributes = module.__dict__
@@ -64,6 +65,18 @@ def replace_method(
             del attributes[place]
 
     return undo
+
+
+def take_off_replacements(root: nn.Module) -> None:
+    """Let a module and its submodules run the methods that they had before `replace_method`; for a copy of one."""
+    for module in root.modules():
+        attributes = module.__dict__
+        for name in [name for name in attributes if not name.startswith(_BELOW)]:
+            while (key := getattr(attributes.get(name), _KEY, None)) is not None:
+                if key in attributes:
+                    attributes[name] = attributes.pop(key)
+                else:
+                    del attributes[name]
 
 
 def _is_layer(key: str, attributes: dict[str, Any], method: MethodType) -> bool:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lightning_memkit.memory.cublas import cublas_bytes
 from lightning_memkit.memory.limits import device_memory, host_limits, reserved_bytes
 from lightning_memkit.memory.meter import ByteMeter
 from lightning_memkit.memory.units import format_bytes, parse_bytes
@@ -134,7 +135,7 @@ def budget_bytes(budget: int | float | str, device: torch.device) -> int:
 
     Raises:
         ValueError: the budget can't be read, is outside its range, or is more than the device or its other users
-            leave.
+            leave, or no more than cuBLAS's workspaces (`cublas_bytes`).
     """
     have, fixed = capacity(device), fixed_bytes(device)
     if (
@@ -153,6 +154,7 @@ def budget_bytes(budget: int | float | str, device: torch.device) -> int:
                 f"budget={budget!r} of {device} ({format_bytes(have.total_bytes)}{beside}) leaves nothing for "
                 "tensors; write a larger fraction, or end the other processes."
             )
+        _check_room(share, budget, device)
         return share
     size = parse_bytes(int(budget) if isinstance(budget, float) else budget)
     if size > have.total_bytes - fixed:
@@ -160,7 +162,18 @@ def budget_bytes(budget: int | float | str, device: torch.device) -> int:
             f"budget={budget!r} is more than {device} has ({format_bytes(have.total_bytes)}{beside}); write a size up "
             f'to {format_bytes(have.total_bytes - fixed)}, a fraction such as 0.9, or "auto".'
         )
+    _check_room(size, budget, device)
     return size
+
+
+def _check_room(size: int, budget: int | float | str, device: torch.device) -> None:
+    library = cublas_bytes(device)
+    if size <= library:
+        raise ValueError(
+            f"budget={budget!r} ({format_bytes(size)}) leaves nothing for tensors on {device}: within it cuBLAS keeps "
+            f"{format_bytes(library)} for matrix products, a workspace for the forward and one for the backward. "
+            "Write a larger budget, or set CUBLAS_WORKSPACE_CONFIG=:16:8 (256 KiB for both; slower on large products)."
+        )
 
 
 def check_budget(budget: object) -> None:

@@ -1,11 +1,9 @@
 """What `MemoryBudget` predicts before it measures: the peaks of all sizes, and what would fit where none does."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from inspect import signature
-from typing import Any, TypeGuard
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
@@ -15,17 +13,14 @@ from lightning_memkit.planning.budget import Budget
 from lightning_memkit.planning.problem import Row
 from lightning_memkit.planning.sizes import reach
 from lightning_memkit.plugins import _seam
+from lightning_memkit.plugins._given_run import GivenRun, is_automatic, predict_apart
 from lightning_memkit.plugins._options import BudgetOptions
 from lightning_memkit.plugins._tensors import tensors_of
 from lightning_memkit.plugins._worst_batch import worst_batch
-from lightning_memkit.plugins.activation_checkpointing import ActivationCheckpointing
-from lightning_memkit.plugins.precision import PureBF16Precision
-from lightning_memkit.prediction.contained import contained
 
 PAYS_FROM_PARAMETERS = 100_000_000  # trials of less take less than a prediction
 _SIZES, _LEAST_ROWS = (2, 4), 8  # the lines' ends; with fewer rows there is little to choose from
 _MOST_SECONDS = 180.0
-_KEPT_CALLBACKS = ("lightning_memkit.", "lightning.pytorch.callbacks.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +39,9 @@ class Foreseen:
 
 
 def foreseen(step: _seam.Step, options: BudgetOptions, sizes: Sequence[int]) -> Foreseen | None:
-    """The predicted peaks of sizes, from two predictions in a fork; None where measuring them is cheaper, or must do.
+    """The predicted peaks of sizes, from two predictions; None where measuring them is cheaper, or must do.
 
-    Called before the first step, when the model is where it will be trained and nothing has run on the device yet:
-    autograd works in no fork of a process in which it has.
+    Called before the first step, when the model is where it will be trained and nothing has run on the device yet.
     """
     trainer = step.trainer
     root = trainer.strategy.root_device
@@ -61,9 +55,13 @@ def foreseen(step: _seam.Step, options: BudgetOptions, sizes: Sequence[int]) -> 
     # Read here: a loader's workers answer their own process alone.
     parts = {size: worst_batch(trainer, step.batch, size) for size in (*_SIZES, max(sizes))}
     try:
-        return contained(
-            lambda: _predicted(trainer, step.batch, parts, sizes, budget), timeout_s=_MOST_SECONDS
+        has_automatic = any(map(is_automatic, vars(trainer)["callbacks"]))
+        found = predict_apart(
+            trainer,
+            lambda given: _predicted(given, step.batch, parts, sizes, budget),
+            timeout_s=_MOST_SECONDS,
         )
+        return replace(found, peaks={}) if has_automatic else found
     except Exception as error:  # whatever a step, or its prediction, may raise
         said = str(error).strip().splitlines()
         rank_zero_info(f"MemoryBudget measures sizes without a prediction: {said[0] if said else error!r}")
@@ -71,25 +69,24 @@ def foreseen(step: _seam.Step, options: BudgetOptions, sizes: Sequence[int]) -> 
 
 
 def _predicted(
-    trainer: Trainer, batch: Any, parts: Mapping[int, Any], sizes: Sequence[int], budget: Budget
+    given: GivenRun, batch: Any, parts: Mapping[int, Any], sizes: Sequence[int], budget: Budget
 ) -> Foreseen:
-    """In a fork: take our plugins off the module, and predict it as a new Trainer would train it."""
     from lightning_memkit.plugins.prediction import predict_memory  # it knows MemoryBudget by name
 
-    accumulated, module, device = trainer.accumulate_grad_batches, trainer.lightning_module, budget.target()
-    given = as_given(trainer)
+    device = budget.target()
     parts = {size: part if device is None else _alone(part) for size, part in parts.items()}
     beside = 0 if device is None else device.context_bytes
     predictions = {
-        size: predict_memory(module, parts[size], trainer=given, device=device or "cpu") for size in _SIZES
+        size: predict_memory(given.module, parts[size], trainer=given.arguments, device=device or "cpu")
+        for size in _SIZES
     }
     peak_of = reach({size: (one, one.total_bytes - beside) for size, one in predictions.items()})
     rest = 0 if device is not None else _beside_parts(batch, parts[_SIZES[0]])
     peaks = {size: int(peak_of(size)) + rest for size in sizes}
     fits = min(peaks.values()) <= budget.usable_bytes()
     return Foreseen(
-        peaks={} if any(map(_is_automatic, vars(trainer)["callbacks"])) else peaks,
-        remedy="" if fits else _remedy(module, parts[max(sizes)], budget, given, accumulated),
+        peaks=peaks,
+        remedy="" if fits else _remedy(given, parts[max(sizes)], budget),
         device="cpu" if device is None else device.name,
     )
 
@@ -105,14 +102,14 @@ def _beside_parts(batch: Any, part: Any) -> int:
     return sum(size for address, size in storages.items() if address not in held)
 
 
-def _remedy(module: Any, batch: Any, budget: Budget, given: dict[str, Any], accumulated: int) -> str:
+def _remedy(given: GivenRun, batch: Any, budget: Budget) -> str:
     """The fastest that changes no numbers, and the fastest of all that fits; the least where nothing does."""
     from lightning_memkit.plugins.planning import plan
 
-    constraints = {**given, "accumulate_grad_batches": accumulated}
+    constraints = {**given.arguments, "accumulate_grad_batches": given.accumulated}
     if constraints.get("precision") == "32-true":  # Lightning's default is no choice
         del constraints["precision"]
-    found = plan(module, batch, budget, trainer=constraints)
+    found = plan(given.module, batch, budget, trainer=constraints)
     if not found.fitting:
         predicted = [row for row in found.rows if row.taken_bytes]
         least = min(predicted, key=lambda row: row.taken_bytes, default=None)
@@ -127,46 +124,3 @@ def _said(row: Row) -> str:
     changes = f"changes {row.family.changes}" if row.family.changes else "changes no numbers"
     size = format_bytes(row.taken_bytes)
     return f"{row.family} with a micro-batch of {row.micro_batch_size}, predicted at {size} ({changes})"
-
-
-def as_given(trainer: Trainer) -> dict[str, Any]:
-    """The arguments of a Trainer for a prediction; takes our plugins off the module for good: only in a fork."""
-    callbacks: list[Callback] = vars(trainer)["callbacks"]
-    ours = [one for one in callbacks if type(one).__module__.startswith(_KEPT_CALLBACKS[0])]
-    for callback in reversed(ours):
-        callback.teardown(trainer, trainer.lightning_module, "fit")
-    precision = trainer.precision_plugin
-    precision.teardown()
-    known = type(precision).__module__.startswith("lightning.")
-    algorithm: Any = trainer.gradient_clip_algorithm
-    return {
-        **({"precision": str(precision.precision)} if known else {"plugins": [_anew(precision)]}),
-        "callbacks": [
-            _predictable(one)
-            for one in callbacks
-            if type(one).__module__.startswith(_KEPT_CALLBACKS) and type(one).__name__ != "MemoryBudget"
-        ],
-        # Two parts are enough: from the second on gradients are there.
-        "accumulate_grad_batches": max(2, trainer.accumulate_grad_batches),
-        "gradient_clip_val": trainer.gradient_clip_val,
-        "gradient_clip_algorithm": None if algorithm is None else algorithm.value,
-    }
-
-
-def _anew(precision: Any) -> Any:
-    """A plugin with its options and without the run's optimizers, whose states a prediction would count once more."""
-    if type(precision) is not PureBF16Precision:  # of a subclass the options are not known
-        return precision
-    options = {name: getattr(precision, name) for name in signature(PureBF16Precision).parameters}
-    return PureBF16Precision(**options)
-
-
-def _predictable(callback: Callback) -> Callback:
-    """What "auto" comes to for the largest parts: everything is made again."""
-    if _is_automatic(callback):
-        return ActivationCheckpointing("full", callback.blocks)
-    return callback
-
-
-def _is_automatic(callback: Callback) -> TypeGuard[ActivationCheckpointing]:
-    return isinstance(callback, ActivationCheckpointing) and callback.policy == "auto"

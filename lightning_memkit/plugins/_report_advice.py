@@ -1,20 +1,18 @@
-"""The run's own step as predicted, and each single change of it: to be asked for in a fork of the process."""
+"""The run's own step as predicted, and each single change of it."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
-
-from lightning.pytorch import Trainer
 
 from lightning_memkit.memory.report import Advice, PredictedStep
 from lightning_memkit.planning import choices
 from lightning_memkit.planning.choices import Choice, Family, Part, refusal
 from lightning_memkit.planning.problem import Problem, Row, UnavailableError
 from lightning_memkit.planning.times import TimesByRates, TimesHere
-from lightning_memkit.plugins._forecast import as_given
+from lightning_memkit.plugins._given_run import GivenRun
 from lightning_memkit.plugins._planned_optimizer import eight_bit_for
 from lightning_memkit.plugins._planned_predictions import Parts, Predictions
-from lightning_memkit.plugins._report_facts import budget_of
 from lightning_memkit.plugins.planning import _columns
 from lightning_memkit.prediction.devices import Device
 
@@ -32,31 +30,38 @@ _NAMES = {
 }
 
 
-class RunAsGiven:
-    """The run as a problem of the planner's, at the micro-batch that it has; changes the module for good.
+@dataclass(frozen=True, kw_only=True)
+class RunsBatch:
+    """A batch of the run.
 
-    Args:
-        trainer: of the run.
-        batch: on the host.
+    Attributes:
+        content: on the host.
         rows: of the batch.
-        size: rows of a part.
+        size: rows of a micro-batch.
+        budget: that MemoryBudget keeps; None without one.
         device: None for the CPU.
     """
 
-    def __init__(self, trainer: Trainer, batch: Any, rows: int, size: int, device: Device | None) -> None:
-        self._accumulated = trainer.accumulate_grad_batches
-        self._budget = budget_of(trainer)
-        self._module = trainer.lightning_module
-        for parameter in self._module.parameters():
-            parameter.grad = None
-        given = {**as_given(trainer), "accumulate_grad_batches": self._accumulated}
-        if given.get("precision") == _DEFAULT_PRECISION:
-            del given["precision"]
-        self._given, self._device, self._rows, self._size = given, device, rows, size
-        self._predictions = Predictions(
-            self._module, Parts(batch, rows, on_cpu=device is None), given, device or "cpu"
-        )
-        columns, _ = _columns(given, device, 1, None)
+    content: Any
+    rows: int
+    size: int
+    budget: int | float | str | None
+    device: Device | None
+
+
+class RunAsProblem:
+    """The run as a problem of the planner's, at the micro-batch that it has."""
+
+    def __init__(self, given: GivenRun, batch: RunsBatch) -> None:
+        self._accumulated, self._budget = given.accumulated, batch.budget
+        arguments = {**given.arguments, "accumulate_grad_batches": given.accumulated}
+        if arguments.get("precision") == _DEFAULT_PRECISION:
+            del arguments["precision"]
+        self._rows, self._size = rows, size = batch.rows, batch.size
+        device = batch.device
+        parts = Parts(batch.content, rows, on_cpu=device is None)
+        self._predictions = Predictions(given.module, parts, arguments, device or "cpu")
+        columns, _ = _columns(arguments, device, 1, None)
         self._columns = {
             name: list(columns.get(name, (Choice(column=name, name=""),))) for name in choices.COLUMNS
         }
@@ -95,7 +100,7 @@ class RunAsGiven:
                 yield _NAMES[column].format(choice.name), _how(choice), own, self._size
         if self._size > 1:
             half = (self._size + 1) // 2
-            memory = "auto" if self._budget is None else self._budget.budget
+            memory = "auto" if self._budget is None else self._budget
             how = f"MemoryBudget({memory!r}, micro_batch_size={half})"
             yield f"micro-batch {half} instead of {self._size}", how, self.family, half
 
@@ -115,7 +120,7 @@ class RunAsGiven:
         return self._size == self._rows and self._accumulated == 1 and self._budget is None
 
 
-def predicted_step(run: RunAsGiven) -> PredictedStep:
+def predicted_step(run: RunAsProblem) -> PredictedStep:
     """The run's step as predicted.
 
     Raises:
@@ -131,7 +136,7 @@ def predicted_step(run: RunAsGiven) -> PredictedStep:
     )
 
 
-def advice(run: RunAsGiven) -> tuple[Advice, ...]:
+def advice(run: RunAsProblem) -> tuple[Advice, ...]:
     """Single changes that save memory, those that save most for the time they take first.
 
     Raises:

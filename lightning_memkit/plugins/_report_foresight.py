@@ -11,8 +11,8 @@ from torch import Tensor
 from lightning_memkit.memory.report import Advice, PredictedStep
 from lightning_memkit.micro_batching import SplitError, batch_size
 from lightning_memkit.planning.budget import Budget
+from lightning_memkit.plugins._given_run import GivenRun, predict_apart
 from lightning_memkit.plugins._report_facts import budget_of
-from lightning_memkit.prediction.contained import contained
 from lightning_memkit.prediction.devices import Device
 
 _MOST_SECONDS = 600.0
@@ -20,7 +20,7 @@ _MOST_SECONDS = 600.0
 
 @dataclass(frozen=True, kw_only=True)
 class Foreseen:
-    """What a fork has found.
+    """What was found.
 
     Args:
         predicted: the step.
@@ -32,9 +32,9 @@ class Foreseen:
 
 
 class Foresight:
-    """Predicts a training step, and what would save memory in it, in a fork of the process: nothing here changes.
+    """Predicts a training step, and what would save memory in it, beside the run: nothing here changes.
 
-    On the CPU that is the metered step; on a GPU the first batch, since autograd works in no fork later on.
+    On the CPU that is the metered step; on a GPU the first batch, while forks have an autograd, which takes less.
 
     Args:
         predict: the step.
@@ -60,14 +60,14 @@ class Foresight:
             return
         try:
             work = self._work(trainer, batch)
-            self.found = contained(work, timeout_s=_MOST_SECONDS)
+            self.found = predict_apart(trainer, work, timeout_s=_MOST_SECONDS)
         except Exception as error:  # of the user's step, or of its prediction: the run goes on
             said = str(error).strip().splitlines()
             what = f"not predicted: {said[0] if said else type(error).__name__}"
             self.found = Foreseen(predicted=PredictedStep(what=what))
 
-    def _work(self, trainer: Trainer, batch: Any) -> Callable[[], Foreseen]:
-        """What is to be done in a fork.
+    def _work(self, trainer: Trainer, batch: Any) -> Callable[[GivenRun], Foreseen]:
+        """What is to be done of the run as given.
 
         Raises:
             ValueError: this step can't be predicted.
@@ -76,13 +76,20 @@ class Foresight:
             raise ValueError('several ranks train; predict_memory(trainer={"devices": ...}) predicts them')
         if not trainer.lightning_module.automatic_optimization:
             raise ValueError("the module optimizes manually; predict_memory predicts its training_step")
-        device = _device(trainer)
-        part, rows, size = _part(trainer, batch)
+        from lightning_memkit.plugins._report_advice import RunAsProblem, RunsBatch, advice, predicted_step
 
-        def work() -> Foreseen:
-            from lightning_memkit.plugins._report_advice import RunAsGiven, advice, predicted_step
+        host, rows, size = _part(trainer, batch)
+        budget = budget_of(trainer)
+        described = RunsBatch(
+            content=host,
+            rows=rows,
+            size=size,
+            budget=None if budget is None else budget.budget,
+            device=_device(trainer),
+        )
 
-            run = RunAsGiven(trainer, part, rows, size, device)
+        def work(given: GivenRun) -> Foreseen:
+            run = RunAsProblem(given, described)
             return Foreseen(
                 predicted=predicted_step(run) if self._predict else None,
                 advice=advice(run) if self._advise else (),

@@ -35,14 +35,13 @@ from lightning_memkit.plugins.contamination import ContaminationProbe
 from lightning_memkit.plugins.loader_tuner import LoaderTuner
 from lightning_memkit.plugins.memory_budget import MemoryBudget
 from lightning_memkit.plugins.memory_report import MemoryReport
-from lightning_memkit.prediction.contained import contained
+from lightning_memkit.prediction.contained import NO_AUTOGRAD_IN_FORKS, contained
 from lightning_memkit.prediction.devices import Device, device_named
 from lightning_memkit.prediction.pretrained import without_reading_weights
 from lightning_memkit.prediction.ranks import RankSimulation
 from lightning_memkit.prediction.result import Prediction
 from lightning_memkit.prediction.simulation import Simulation
 
-_NO_AUTOGRAD_IN_FORKS = "autograd's threading in combination with fork"
 _STEPS = 2  # the first makes the optimizer's states, the second has them from its beginning
 _WATCHERS = (
     Checkpoint, ContaminationProbe, DeviceStatsMonitor, EarlyStopping, LearningRateMonitor, LoaderTuner, MemoryReport,
@@ -151,7 +150,7 @@ def _apart(in_fork: Callable[[], Prediction], here: Callable[[], Prediction], ti
     try:
         return contained(in_fork, timeout_s=timeout_s)
     except RuntimeError as error:
-        if _NO_AUTOGRAD_IN_FORKS not in str(error):
+        if NO_AUTOGRAD_IN_FORKS not in str(error):
             raise
     return here()
 

@@ -86,10 +86,11 @@ class ClosedForm:
                 rows.append(Row(name=name, by_hand_bytes=by_hand, predicted_bytes=predicted, why=why))
         beside = {
             "allocator": (
-                max(prediction.reserved_bytes - prediction.peak_bytes, 0),
+                max(prediction.reserved_bytes - prediction.library_bytes - prediction.peak_bytes, 0),
                 "reserved in whole segments, more than what is alive",
             ),
-            "device": (anatomy.fixed_bytes, "context and matrix library, outside of the tensors"),
+            "matrix library": (prediction.library_bytes, "workspaces, one for forward and one for backward"),
+            "device": (anatomy.fixed_bytes, "the context, outside of the allocator"),
         }
         for name, (size, why) in beside.items():
             if size:

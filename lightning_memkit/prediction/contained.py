@@ -22,6 +22,8 @@ from lightning_memkit.forks import hide_accelerators, leave_inherited, starting
 
 T = TypeVar("T")
 
+# Of the error that autograd raises in a fork of a process in which it has used an accelerator.
+NO_AUTOGRAD_IN_FORKS = "autograd's threading in combination with fork"
 _LOOKS_UP_SECONDS = 1.0
 _WORDS = 2000  # of what the copy printed, in an error
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from lightning_memkit.memory.cublas import WORKSPACE_BYTES, WORKSPACE_BYTES_HOPPER
 from lightning_memkit.memory.units import format_bytes, parse_bytes
 
 _MIB = 1 << 20
@@ -12,14 +13,15 @@ _MIB = 1 << 20
 class Device:
     """A device: what it has, how fast it is, and what it takes before the first tensor.
 
-    Rates are peaks of the data sheets, dense. What a context and the matrix library take is measured by nobody but
-    the driver; these are typical, and not yet verified on a GPU.
+    Rates are peaks of the data sheets, dense. What a context takes only the driver knows; it is typical, and not yet
+    verified on a GPU.
 
     Attributes:
         name: As in `DEVICES`, or one's own.
         memory_bytes: What the driver reports as total.
         context_bytes: What a CUDA context takes of it, with torch's kernels loaded.
-        library_bytes: What the matrix library keeps in torch's allocator once it was used.
+        library_bytes: A workspace of the matrix library (cuBLAS), which lies in torch's allocator for good once it was
+            used. The thread of the forward has one, that of the backward another.
         flops_16: Operations a second of matrix products in bfloat16 or float16, float32 sums.
         flops_32: The same in float32, without TF32.
         bytes_per_second: Of the device's memory.
@@ -35,7 +37,7 @@ class Device:
     name: str
     memory_bytes: int
     context_bytes: int = 500 * _MIB
-    library_bytes: int = 8519680
+    library_bytes: int = WORKSPACE_BYTES
     flops_16: float
     flops_32: float
     bytes_per_second: float
@@ -61,12 +63,12 @@ class Device:
         return self.memory_bytes - self.context_bytes
 
 
-# Memory: what nvidia-smi reports. The matrix library's workspace is torch's default: 8,320 KiB, from Hopper on 32 MiB.
+# Memory: what nvidia-smi reports. A workspace of the matrix library is torch's default (`memory/cublas.py`).
 # Links: NVLink, else PCIe; a network of 400 Gbit/s a device in what is built for clusters, else of 100.
 _HOPPER: dict[str, Any] = {
     "flops_16": 989e12,
     "flops_32": 67e12,
-    "library_bytes": 32 * _MIB,
+    "library_bytes": WORKSPACE_BYTES_HOPPER,
     "host_bytes_per_second": 50e9,
     "link_bytes_per_second": 450e9,
     "network_bytes_per_second": 50e9,

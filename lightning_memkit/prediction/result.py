@@ -22,8 +22,12 @@ class Prediction:
         assumed: what was assumed of values that only training knows, with the line that asked first.
         device: whose kernels and allocator were assumed.
         ranks: how many ranks train; the figures are those of the rank that holds the most.
-        reserved_bytes: on a GPU, what the caching allocator would reserve for these tensors; the context and the
-            matrix library (`anatomy.fixed_bytes`) lie beside it. On the CPU 0.
+        allocated_bytes: on a GPU, what the caching allocator would hand out at most (``max_memory_allocated``):
+            tensors in units of 512 bytes, and the matrix library's workspaces. On the CPU 0.
+        reserved_bytes: on a GPU, what the caching allocator would reserve for them (``max_memory_reserved``); the
+            context (`anatomy.fixed_bytes`) lies beside it. On the CPU 0.
+        library_bytes: on a GPU, what the matrix library's workspaces have of both: one for the thread of the forward,
+            one for that of the backward.
         expandable_bytes: the same with ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``.
         host_bytes: what offloads to a GPU's host take of its memory at most, pinned unless they are told otherwise:
             by powers of two then, as torch's allocator of pinned memory gives it.
@@ -40,7 +44,9 @@ class Prediction:
     assumed: dict[str, str] = field(default_factory=dict)
     device: str = "cpu"
     ranks: int = 1
+    allocated_bytes: int = 0
     reserved_bytes: int = 0
+    library_bytes: int = 0
     expandable_bytes: int = 0
     host_bytes: int = 0
     offloaded_bytes: int = 0
@@ -75,7 +81,8 @@ class Prediction:
         if self.reserved_bytes:
             lines.append(
                 f"Reserved: {format_bytes(self.reserved_bytes)} ({format_bytes(self.expandable_bytes)} with "
-                f"expandable segments), beside {format_bytes(anatomy.fixed_bytes)} of context and library"
+                f"expandable segments), of which {format_bytes(self.library_bytes)} are the matrix library's, beside "
+                f"{format_bytes(anatomy.fixed_bytes)} of context"
             )
         if self.host_bytes:
             lines.append(

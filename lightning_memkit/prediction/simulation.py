@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from typing_extensions import Self
 
 from lightning_memkit.memory.anatomy import AnatomyMeter
-from lightning_memkit.memory.meter import Category, Phase, tensors_in
+from lightning_memkit.memory.meter import Allocation, Category, Phase, tensors_in
 from lightning_memkit.memory.owners import Owners
 from lightning_memkit.optim.modes import LOW_STATES
 from lightning_memkit.prediction.caching_allocator import replay
@@ -28,7 +28,7 @@ from lightning_memkit.prediction.persona import as_on_cuda, steps_as_on_cuda
 from lightning_memkit.prediction.recording import noted_recording
 from lightning_memkit.prediction.result import Prediction
 from lightning_memkit.prediction.work import WorkLog
-from lightning_memkit.prediction.workspaces import Workspaces
+from lightning_memkit.prediction.workspaces import MATRIX_PRODUCTS, Workspaces
 
 _SHOWN: tuple[Phase, ...] = ("forward", "backward", "optimizer")
 
@@ -53,6 +53,7 @@ class Simulation(AnatomyMeter):
         self.workspaces = Workspaces()
         self.work = WorkLog()
         self.host = HostMemory()
+        self._library: dict[bool, Allocation] = {}  # workspaces, by whether the thread is the backward's
         self._parts = 0  # of the step under way
         self._has_stepped = False
         self.phase_peaks: dict[Phase, int] = {}
@@ -144,7 +145,7 @@ class Simulation(AnatomyMeter):
         anatomy = self.dissect(
             gradients=(),
             optimizer_states=(),
-            fixed_bytes=0 if device is None else device.context_bytes + device.library_bytes,
+            fixed_bytes=0 if device is None else device.context_bytes,
         )
         at_peak = [record for record in self.records if record.alive_at(self.peak_tick)]
         saved, held = Counter[str](), Counter[str]()
@@ -153,6 +154,8 @@ class Simulation(AnatomyMeter):
             if record.category == "saved_activations":
                 saved[record.origin] += record.size_bytes
         last = max(at_peak, key=lambda record: record.born, default=None)
+        allocations = [*self.records, *self._library.values()]
+        reserved = None if device is None else replay(allocations)
         return Prediction(
             anatomy=anatomy,
             phases={phase: self.phase_peaks[phase] for phase in _SHOWN if phase in self.phase_peaks},
@@ -163,10 +166,12 @@ class Simulation(AnatomyMeter):
             timeline=tuple(self._timeline),
             work=self.work.work(self._parts),
             device="cpu" if device is None else device.name,
-            reserved_bytes=0 if device is None else replay(self.records).reserved_bytes,
+            allocated_bytes=0 if reserved is None else reserved.allocated_bytes,
+            reserved_bytes=0 if reserved is None else reserved.reserved_bytes,
+            library_bytes=sum(workspace.size_bytes for workspace in self._library.values()),
             host_bytes=self.host.peak_bytes,
             offloaded_bytes=self.host.peak_content_bytes,
-            expandable_bytes=0 if device is None else replay(self.records, expandable=True).reserved_bytes,
+            expandable_bytes=0 if device is None else replay(allocations, expandable=True).reserved_bytes,
         )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -177,7 +182,11 @@ class Simulation(AnatomyMeter):
         if func.namespace != "profiler":  # else marks around an optimizer's step would end its phase
             self._turn()
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        workspace = self.workspaces.of(func, args, kwargs or {}) if self._device is None else 0
+        workspace = 0
+        if self._device is None:
+            workspace = self.workspaces.of(func, args, kwargs or {})
+        elif func.overloadpacket in MATRIX_PRODUCTS:
+            self._open_library(self._device)
         if workspace:
             self._pass_through(workspace, str(func))
         if not self._sum_is_open:  # else one of the summands goes before anything else happens
@@ -188,6 +197,12 @@ class Simulation(AnatomyMeter):
     def _add(self, storage: torch.UntypedStorage, category: Category | None) -> None:
         if not self.host.takes(storage):
             super()._add(storage, category)
+
+    def _open_library(self, device: Device) -> None:
+        """The matrix library's first use in a thread gives that its workspace; autograd has one thread a device."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        if in_backward not in self._library:
+            self._library[in_backward] = Allocation(device.library_bytes, self.clock, self.phase)
 
     def marking(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, whose allocations are saved activations whenever they are made."""

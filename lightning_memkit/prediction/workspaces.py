@@ -24,6 +24,11 @@ _WITH_WORKSPACE = {
     _aten._grouped_mm,
 }
 _WITH_WORKSPACE_IN_16_BITS = {_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm}
+# On CUDA: what cuBLAS computes.
+MATRIX_PRODUCTS = {
+    *_WITH_WORKSPACE_IN_16_BITS, _aten.mv, _aten.addmv, _aten.dot, _aten.vdot, _aten.addbmm,
+    _aten._addmm_activation, _aten._int_mm, _aten._scaled_mm,
+}  # fmt: skip
 _TORCHS = ("aten", "prim", "prims", "c10d", "_c10d_functional", "profiler")  # other operators are anybody's
 # Of operands that are made for a measurement; what is larger is extrapolated from less.
 _MOST_BYTES = 1 << 26

@@ -2,11 +2,14 @@ import pytest
 import torch
 
 from lightning_memkit.memory import measure
+from lightning_memkit.memory.cublas import cublas_bytes
 from lightning_memkit.memory.limits import Limit
+from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.testing import fake_device
 from tests.testing.needs import NEEDS_COMPILER
 
 CPU = torch.device("cpu")
+MIB = 2**20
 
 
 def test_capacity_of_the_host_is_its_tightest_limit_s(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,6 +58,7 @@ def test_on_cuda_a_budget_leaves_room_for_what_the_driver_holds(monkeypatch: pyt
     have = measure.Capacity(total_bytes=24 * 2**30, free_bytes=23 * 2**30)
     monkeypatch.setattr(measure, "capacity", lambda device: have)
     monkeypatch.setattr(measure, "fixed_bytes", lambda device: 2**30)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 9))
     device = torch.device("cuda")
     assert measure.budget_bytes(0.5, device) == 11 * 2**30
     assert measure.budget_bytes("auto", device) == 23 * 2**30
@@ -76,6 +80,9 @@ class SharedCard:
     def memory_reserved(self, device: object) -> int:
         return self.reserved
 
+    def get_device_capability(self, device: object) -> tuple[int, int]:
+        return 9, 0
+
 
 def test_on_a_shared_card_a_budget_is_held_against_what_the_others_leave(
     monkeypatch: pytest.MonkeyPatch,
@@ -92,6 +99,38 @@ def test_on_a_shared_card_a_budget_is_held_against_what_the_others_leave(
         ValueError, match=r"more than cuda has \(80.00 GiB, of which 30.00 GiB are other processes'"
     ):
         measure.budget_bytes("51GiB", device)
+
+
+@pytest.mark.parametrize(
+    ("capability", "config", "needed"),
+    [
+        ((9, 0), "", 2 * 32 * MIB),
+        ((8, 9), "", 2 * 8_320 * 1024),
+        ((9, 0), ":4096:2:16:8", 2 * 8_320 * 1024),
+        ((9, 0), ":16:8", 2 * 128 * 1024),
+        ((9, 0), "nonsense", 2 * 32 * MIB),
+    ],
+)
+def test_a_budget_that_cublas_alone_takes_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], config: str, needed: int
+) -> None:
+    card = SharedCard()
+    monkeypatch.setattr(card, "get_device_capability", lambda device: capability, raising=False)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: card)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", config)
+    device = torch.device("cuda")
+    assert cublas_bytes(device) == needed
+    assert measure.budget_bytes(needed + 2**16, device) == needed + 2**16
+    with pytest.raises(
+        ValueError, match=rf"budget={needed} .*cuBLAS keeps {format_bytes(needed)}.*larger budget"
+    ):
+        measure.budget_bytes(needed, device)
+
+
+def test_cublas_takes_nothing_of_what_is_not_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cublas_bytes(CPU) == 0
+    monkeypatch.setattr("torch.version.hip", "7.0")
+    assert cublas_bytes(torch.device("cuda")) == 0
 
 
 class Counters:

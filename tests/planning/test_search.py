@@ -36,6 +36,9 @@ class Counted:
     def seconds(self, operator: Operator) -> float:
         return float(operator.moved_bytes)
 
+    def host_seconds(self, operator: Operator) -> float:
+        return 0.0
+
 
 class Formula:
     """`resident` bytes, and so many a row; counts how often it is asked."""

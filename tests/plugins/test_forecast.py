@@ -144,7 +144,7 @@ def test_a_module_that_can_not_be_predicted_is_measured(predicting):
 
 
 def test_small_models_are_measured_at_once(monkeypatch):
-    monkeypatch.setattr(_forecast, "contained", lambda *_, **__: pytest.fail("predicted"))
+    monkeypatch.setattr(_forecast, "predict_apart", lambda *_, **__: pytest.fail("predicted"))
     assert len(measuring().trials) > 1
 
 

@@ -16,7 +16,7 @@ from lightning_memkit import (
 )
 from lightning_memkit.memory.report import PredictedStep, StepReport
 from lightning_memkit.planning import choices
-from lightning_memkit.plugins import _forecast, _report_foresight
+from lightning_memkit.plugins import _forecast, _given_run
 from tests.plugins.test_contamination import Batches
 from tests.plugins.test_contamination import model as packed_model
 from tests.plugins.test_prediction import Language, Loader, batch
@@ -117,7 +117,7 @@ def test_what_can_not_be_predicted_is_said_and_the_run_goes_on(
     def fail(*args: Any, **options: Any) -> Any:
         raise RuntimeError("no forks\nhere")
 
-    monkeypatch.setattr(_report_foresight, "contained", fail)
+    monkeypatch.setattr(_given_run, "contained", fail)
     module, found = run(predict=True, advise=True)
     assert found.predicted == PredictedStep(what="not predicted: no forks")
     assert found.advice == ()
@@ -128,7 +128,7 @@ def test_what_can_not_be_predicted_is_said_and_the_run_goes_on(
 
 
 def test_nothing_is_predicted_that_was_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_report_foresight, "contained", pytest.fail)
+    monkeypatch.setattr(_given_run, "contained", pytest.fail)
     _, found = run()
     assert found.predicted is None
 

@@ -27,11 +27,17 @@ from lightning_memkit import (
 from lightning_memkit.cli import main
 from lightning_memkit.errors import PlanError
 from lightning_memkit.memory.allocator_trace import AllocatorTrace
-from lightning_memkit.planning.times import TimesByRates, TimesHere
+from lightning_memkit.planning.times import (
+    TimesByRates,
+    TimesHere,
+    launched,
+    part_seconds,
+    step_seconds,
+)
 from lightning_memkit.plugins.prediction import predict_memory
 from lightning_memkit.prediction.contained import contained
 from lightning_memkit.prediction.devices import DEVICES
-from lightning_memkit.prediction.work import MADE_AGAIN, RECORDED, Operator
+from lightning_memkit.prediction.work import MADE_AGAIN, RECORDED, Operator, Work
 from tests.plugins.test_prediction import Language, Loader, batch
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
@@ -442,8 +448,62 @@ def test_what_python_does_for_recorded_operators_is_counted():
     assert recorded > again > 0
     assert counted(ActivationCheckpointing("full")) == (0, 0)
     both = [Operator(name, (), (), 0, 0, is_16_bit=False) for name in (RECORDED, MADE_AGAIN)]
-    assert all(0 <= TimesHere().seconds(operator) < 1e-2 for operator in both)
-    assert [TimesByRates(DEVICES["t4"]).seconds(operator) for operator in both] == [0, 0]
+    here, there = TimesHere(), TimesByRates(DEVICES["t4"])
+    assert all(0 <= here.seconds(operator) < 1e-2 for operator in both)
+    assert [here.host_seconds(operator) for operator in both] == [0, 0]  # the host is the device
+    assert [there.seconds(operator) for operator in both] == [0, 0]
+    assert all(1e-5 < there.host_seconds(operator) < 1e-4 for operator in both)
+
+
+def test_a_step_takes_as_long_as_the_slower_of_device_and_host():
+    """A tape's bookkeeping costs nothing beside large products, and is all of the time beside small ones."""
+    recorded = Operator(RECORDED, (), (), 0, 0, is_16_bit=False)
+    times = TimesByRates(DEVICES["h200"])
+    for flops, is_bound_by_host in ((10**13, False), (10**6, True)):
+        product = Operator("aten.mm.default", (), (), flops, 0, is_16_bit=True)
+        work = Work(part={product: 50.0, recorded: 50.0}, step={product: 1.0})
+        device = 50 * times.seconds(product)
+        host = 50 * (times.host_seconds(product) + times.host_seconds(recorded))
+        assert part_seconds(work, times) == pytest.approx(max(device, host))
+        assert (host > device) == is_bound_by_host
+        plain = part_seconds(Work(part={product: 50.0}), times)
+        assert (part_seconds(work, times) > plain) == is_bound_by_host
+    assert step_seconds(work, times) == times.seconds(product)
+
+
+class QueueClocks:
+    """A device with a queue, and its host: a launch takes `host`, its kernel `device` seconds, side by side."""
+
+    def __init__(self, host: float, device: float) -> None:
+        self.host, self.device = host, device
+        self.host_now = self.device_free = 0.0
+
+    def launch(self, seconds: float | None = None) -> None:
+        self.host_now += self.host
+        self.device_free = max(self.device_free, self.host_now) + (
+            self.device if seconds is None else seconds
+        )
+
+    def keep_busy(self) -> None:
+        self.launch(1e-2)
+
+    def mark(self) -> float:
+        return max(self.device_free, self.host_now)
+
+    def seconds_between(self, first: float, second: float) -> float:
+        self.host_now = max(self.host_now, second)
+        return second - first
+
+    def now(self) -> float:
+        return self.host_now
+
+
+@pytest.mark.parametrize(("host", "device"), [(1e-5, 3e-6), (1e-5, 2e-4), (3e-5, 3e-5)])
+def test_device_and_host_are_timed_without_a_wait_for_each_other(host, device):
+    clocks = QueueClocks(host, device)
+    took = launched(clocks.launch, clocks=clocks)
+    assert took.device == pytest.approx(device)
+    assert took.host == pytest.approx(host)
 
 
 # The command

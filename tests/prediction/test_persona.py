@@ -13,6 +13,8 @@ from lightning_memkit.prediction.contained import contained
 from lightning_memkit.prediction.devices import DEVICES, Device, device_named
 from lightning_memkit.prediction.simulation import Simulation
 
+MIB = 2**20
+
 GPU = DEVICES["rtx4090"]
 
 
@@ -149,9 +151,31 @@ def test_the_total_is_what_is_reserved_and_what_lies_beside_it():
     assert found.device == "h100-80gb"
     assert found.peak_bytes <= found.reserved_bytes
     assert found.reserved_bytes % 2**21 == 0
-    assert found.total_bytes == found.reserved_bytes + device.context_bytes + device.library_bytes
+    assert found.total_bytes == found.reserved_bytes + device.context_bytes
     assert "on h100-80gb" in str(found)
     assert "Reserved" in str(found)
+
+
+@pytest.mark.parametrize(("name", "workspace"), [("h200", 32 * MIB), ("rtx4090", 8_320 * 1024)])
+def test_the_matrix_library_has_a_workspace_for_the_forward_and_one_for_the_backward(name, workspace):
+    model = nn.Linear(1024, 1024)
+    scale = torch.ones(64, requires_grad=True)
+
+    def forward(batch):
+        with torch.no_grad():
+            model(batch)
+
+    batch = torch.zeros(8, 1024)
+    one, two = (
+        predict_memory(step, batch, device=name)
+        for step in (forward, lambda batch: model(batch).sum().backward())
+    )
+    none = predict_memory(lambda batch: (scale * 2).sum().backward(), torch.zeros(8), device=name)
+    assert [found.library_bytes for found in (none, one, two)] == [0, workspace, 2 * workspace]
+    for found in (none, one, two):  # handed out, in units of 512 bytes, and reserved
+        assert 0 <= found.allocated_bytes - found.library_bytes - found.peak_bytes < 10 * 512
+        assert found.reserved_bytes >= found.allocated_bytes
+        assert found.total_bytes == found.reserved_bytes + DEVICES[name].context_bytes
 
 
 def test_devices_are_known_by_name_or_described():

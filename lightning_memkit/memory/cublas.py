@@ -1,0 +1,30 @@
+"""What cuBLAS keeps of a GPU for good: a workspace a thread, handed out by torch's own allocator.
+
+Source: `aten/src/ATen/cuda/CublasHandlePool.cpp` of torch 2.11 to 2.13. A handle belongs to a thread and a workspace
+to a handle and its stream; forward and backward run in threads of their own, so training keeps two. Not yet verified
+on a GPU.
+"""
+
+import os
+import re
+
+import torch
+
+WORKSPACE_BYTES = (2 * 4096 + 8 * 16) * 1024
+WORKSPACE_BYTES_HOPPER = 8 * 4096 * 1024
+_THREADS = 2  # the one of the forward, and autograd's of the device
+_CONFIG = "CUBLAS_WORKSPACE_CONFIG"
+
+
+def cublas_bytes(device: torch.device) -> int:
+    """What training keeps of a CUDA device for its matrix products, within torch's allocator; 0 elsewhere.
+
+    ``CUBLAS_WORKSPACE_CONFIG`` counts as torch reads it: `:4096:2:16:8` is two pieces of 4,096 KiB and eight of 16.
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return 0
+    pieces = re.findall(r":(\d+):(\d+)", os.environ.get(_CONFIG, ""))
+    if pieces:
+        return _THREADS * sum(int(kib) * 1024 * int(count) for kib, count in pieces)
+    is_hopper = torch.get_device_module(device).get_device_capability(device)[0] == 9
+    return _THREADS * (WORKSPACE_BYTES_HOPPER if is_hopper else WORKSPACE_BYTES)
