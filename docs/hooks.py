@@ -1,5 +1,6 @@
 """What mkdocs does to the pages: home is the README, benchmark tables come from results/*.json."""
 
+import ast
 import json
 import re
 from pathlib import Path
@@ -7,6 +8,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TABLES = "<!-- benchmark tables -->"
 MATRIX = "<!-- model matrix -->"  # stands on the page about combining, and nowhere else
+CARD = "<!-- verified on a card -->"
+NOT_YET = "not yet"
+STAGES = {
+    "imports": "every module imports without the packages that a bare machine lacks",
+    "facts": "what predictions assume of the card: cuBLAS, the kernels of attention, copies, launches",
+    "correctness": "the tests marked `gpu`: recovery, caps, offloads, kernels, policies, contamination",
+    "sanitizer": "compute-sanitizer finds no wrong access in the Triton kernels",
+    "quick": "`python -m benchmarks.gpu --quick`",
+    "full": "`python -m benchmarks.gpu`",
+    "suite-visible": "the CPU's test suite beside a visible card",
+    "suite-hidden": "the CPU's test suite on that machine, the card hidden",
+}
 
 
 def on_page_markdown(markdown: str, page, **_) -> str:
@@ -16,7 +29,11 @@ def on_page_markdown(markdown: str, page, **_) -> str:
     if page.file.src_uri == "changelog.md":
         return (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     results = ROOT / "benchmarks" / "results"
-    return markdown.replace(TABLES, benchmark_tables(results)).replace(MATRIX, model_matrix(results))
+    made = {TABLES: benchmark_tables, MATRIX: model_matrix, CARD: verified_on_a_card}
+    for mark, table in made.items():
+        if mark in markdown:
+            markdown = markdown.replace(mark, table(results))
+    return markdown
 
 
 def _home(readme: str) -> str:
@@ -41,6 +58,50 @@ def model_matrix(results: Path) -> str:
     said = [f"{number}. {re.sub(r'^[0-9]+: ', '', note)}" for number, note in enumerate(content["notes"], 1)]
     made = f"`{content['command']}`, {content['date']}, commit `{content['commit'][:10]}`: {counts}."
     return "\n\n".join([_table(content["rows"]), made, "\n".join(said)])
+
+
+def verified_on_a_card(results: Path) -> str:
+    """Return when each stage of scripts/first_card.sh and each GPU benchmark was last run on a card, or "not yet"."""
+    notes = results / "stages.jsonl"
+    lines = notes.read_text(encoding="utf-8").splitlines() if notes.exists() else []
+    last = {note["stage"]: note for note in map(json.loads, lines) if note["card"] != "none"}
+    stages = [
+        {"stage": f"`{stage}`", "what it shows": what, "last seen": _seen(last.get(stage))}
+        for stage, what in STAGES.items()
+    ]
+    contents = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("*.json"))]
+    on_cards = {one["name"]: one for one in contents if one["hardware"]["gpu"] and not one["quick"]}
+    benchmarks = [
+        {"benchmark": f"`{name}`", "last run": _ran(on_cards.get(name))} for name in _with_a_gpu_part()
+    ]
+    return f"{_table(stages)}\n\n{_table(benchmarks)}"
+
+
+def _seen(note: dict | None) -> str:
+    if note is None:
+        return NOT_YET
+    return (
+        f"{note['status']} on {note['date']}, {note['card']}, torch {note['torch']}, `{note['commit'][:10]}`"
+    )
+
+
+def _ran(content: dict | None) -> str:
+    if content is None:
+        return NOT_YET
+    gpu, torch = content["hardware"]["gpu"], content["versions"]["torch"]
+    return f"{content['date']}, {gpu}, torch {torch}, `{content['commit'][:10]}`"
+
+
+def _with_a_gpu_part() -> list[str]:
+    """The benchmarks that define rows for a GPU; read, not imported."""
+    found = []
+    for path in sorted((ROOT / "benchmarks").glob("[!_]*.py")):
+        functions = {
+            n.name for n in ast.parse(path.read_text("utf-8")).body if isinstance(n, ast.FunctionDef)
+        }
+        if functions & {"gpu_rows", "run_gpu"} and path.stem != "gpu":
+            found.append(path.stem)
+    return found
 
 
 def _section(content: dict) -> str:
