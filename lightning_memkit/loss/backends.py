@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from lightning_memkit.errors import MissingPackageError
 from lightning_memkit.loss.chunks import HeadTerms
+from lightning_memkit.memory.out_of_memory import is_out_of_memory
 
 Backend = Literal["auto", "memkit", "torch", "liger", "cut_cross_entropy"]
 Kernel = Callable[[Tensor, Tensor, Tensor | None, Tensor, str], Tensor]
@@ -154,6 +155,8 @@ def _disproof(
         try:
             found = _evaluated(_kernel(name, terms), given, labels, reduction)
         except Exception as error:  # whatever a third party's kernel raises: a kernel that fails isn't right
+            if is_out_of_memory(error):  # of this moment: the kernel is proven at the next call
+                raise
             return f"it failed on a small problem in {dtype} on {device} ({type(error).__name__}: {error})."
     for what, value, usual, true in zip(("loss", "hidden's", "weight's"), found, plain, truth, strict=True):
         error, allowed = _distance(value, true), _distance(usual, true) + TOLERANCE[dtype]

@@ -19,7 +19,8 @@ def record(device: torch.device) -> Callable[[], None]:
         return lambda: None
     memory: Any = torch.cuda.memory
     try:
-        memory._record_memory_history(max_entries=_ENTRIES)
+        # With stacks of C++, too, a dump of so many entries takes minutes to name them.
+        memory._record_memory_history(max_entries=_ENTRIES, stacks="python")
     except (RuntimeError, AttributeError, TypeError) as error:  # private: a later torch may have it otherwise
         warnings.warn(f"MemoryReport writes no snapshot of CUDA's allocator: {error}", stacklevel=2)
         return lambda: None

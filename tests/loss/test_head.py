@@ -414,6 +414,27 @@ def test_auto_takes_only_a_proved_kernel(installed):
         assert backends._automatic("sum", device, torch.float32, terms) is None
 
 
+def test_a_kernel_without_memory_is_proved_at_the_next_call(installed, monkeypatch):
+    """Out of memory is of the moment: it went for good, for the process, and the run did without the kernel."""
+    proper, shortages = installed(0.0), [1]
+
+    def short(terms):
+        def kernel(*given):
+            if shortages:
+                shortages.pop()
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
+            return proper(terms)(*given)
+
+        return kernel
+
+    monkeypatch.setattr(backends, "_liger", short)
+    hidden, weight, labels, _ = problem()
+    with pytest.raises(torch.OutOfMemoryError):
+        linear_cross_entropy(hidden, weight, labels, backend="liger")
+    theirs = linear_cross_entropy(hidden, weight, labels, backend="liger")
+    torch.testing.assert_close(theirs, linear_cross_entropy(hidden, weight, labels))
+
+
 def test_a_kernel_that_fails_is_not_right(installed, monkeypatch):
     installed(0.0)
 

@@ -192,7 +192,7 @@ def test_snapshots_are_recorded_and_written_on_cuda_only(
     assert not _report_snapshot.dump(torch.device("cpu"), path)
     assert calls == []
     end = _report_snapshot.record(CUDA)
-    assert calls == [{"max_entries": 200_000}]
+    assert calls == [{"max_entries": 200_000, "stacks": "python"}]
     assert _report_snapshot.dump(CUDA, path)
     assert path.read_text() == "x"
     end()

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.optim.fused.operands import SGD, AdamW, Lion, Operand, Rule, first_is_stochastic
 from lightning_memkit.optim.modes import Mode
 from lightning_memkit.optim.stochastic_rounding import StochasticRounding
@@ -74,7 +75,12 @@ def step(rule: Rule, mode: Mode, operands: Sequence[Operand], rounding: Stochast
 
 @cache
 def why_unavailable() -> str | None:
-    """Why there is no kernel here; None where there is one. The first call launches one on a single element."""
+    """Why there is no kernel here; None where there is one. The first call launches one on a single element.
+
+    Raises:
+        torch.OutOfMemoryError: the device has no memory left for that now, which says nothing of the kernel: the next
+            call tries again.
+    """
     if not torch.cuda.is_available() or torch.version.hip:
         return "the kernels are for CUDA, and torch sees no such device"
     try:
@@ -89,6 +95,8 @@ def why_unavailable() -> str | None:
         rule = Lion(learning_rate=0.0, beta1=0.9, beta2=0.9, weight_decay=0.0)
         step(rule, "none", [operand], StochasticRounding())
     except Exception as error:  # whatever keeps it from compiling or launching: a compiler, a driver
+        if is_out_of_memory(error):
+            raise
         return f"triton can't launch a kernel ({type(error).__name__}: {error})"
     return None
 
