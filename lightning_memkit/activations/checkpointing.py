@@ -107,7 +107,7 @@ def checkpoint_modules(
         return Checkpointed(lambda: None)
     _refuse_second_checkpointing(module)
     switch = Switch()
-    plan = BudgetPlan(parsed, module, len(chosen)) if isinstance(parsed, SavedBytes) else None
+    plan = BudgetPlan(parsed, module, len(chosen), switch) if isinstance(parsed, SavedBytes) else None
     runners, root = _runners(plan or parsed, [block for _, block in chosen])
     undos = [_patch(block, "forward", run, switch) for (_, block), run in zip(chosen, runners, strict=True)]
     if root is not None:
@@ -199,7 +199,7 @@ def _planned(plan: BudgetPlan, index: int, refuse: Callable[[], None]) -> _Runne
         refuse()
         if _has_wrappers(block, args, kwargs):
             return _run_opaque(block, plain, args, kwargs, switch)
-        return plan.run_block(index, plain, args, kwargs)
+        return plan.run_block(index, block, plain, args, kwargs)
 
     return run
 

@@ -1,11 +1,12 @@
 """Choose what to keep: the least time of recomputation for a number of bytes, by operator and over all blocks."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from lightning_memkit.activations.profiling import OperatorCost
+from lightning_memkit.activations.tape import RECORDING_SECONDS, RUNNING_AGAIN_SECONDS
 
 _BINS = 4000
 _TAPE_SECONDS = 5e-6  # of recording one operator; it only keeps ties on the side of leaving a block alone
@@ -19,21 +20,38 @@ class Choice:
     Args:
         keep: indices of the operators whose outputs stay in memory; None leaves the block without checkpointing.
         size_bytes: what stays in memory, the block's inputs left out.
-        seconds: the time of the operators that run again.
+        seconds: what it adds to the plain forward's time.
+        whole: the block keeps nothing and its Python runs again, in place of operators from a tape.
     """
 
     keep: frozenset[int] | None
     size_bytes: int
     seconds: float
+    whole: bool = False
 
 
-def choices(operators: Sequence[OperatorCost]) -> list[Choice]:
-    """Ways to run a block of which none is both larger and slower than another; the smallest first."""
+def choices(operators: Sequence[OperatorCost], *, whole: bool = False) -> list[Choice]:
+    """Ways to run a block of which none is both larger and slower than another; the smallest first.
+
+    Where the host is the device, a way takes the time of the operators that run again. An accelerator and its host
+    work side by side: there it is max(the device's seconds of the forward and of what runs again, the host's of
+    launching both and of a tape) less the plain forward's own max(device, host). A tape costs the host 26 µs an
+    operator, and 18 µs each that runs again. Of the backward only what runs again in it is counted: where its own
+    kernels leave the host time, a tape is cheaper than counted.
+
+    Args:
+        operators: of the block.
+        whole: it may also run whole again, which takes no tape; counted on an accelerator only.
+    """
     everything = Choice(keep=None, size_bytes=sum(op.saved_bytes for op in operators), seconds=0.0)
     found = [everything]
     pinned = frozenset(index for index, op in enumerate(operators) if op.pinned)
     found += _growing(operators, pinned)
     found += _shrinking(operators, frozenset(i for i, op in enumerate(operators) if any(op.saves)) | pinned)
+    if whole and not pinned and _has_queue(operators):
+        again = _more_seconds(operators, range(len(operators)), taped=False)
+        found.append(Choice(keep=frozenset(), size_bytes=0, seconds=again, whole=True))
+    # Stable: of equal ways the first is taken, so that a tape, which runs no Python again, comes before whole blocks.
     found.sort(key=lambda choice: (choice.size_bytes, choice.seconds))
     front: list[Choice] = []
     for choice in found:
@@ -74,7 +92,13 @@ def _growing(operators: Sequence[OperatorCost], keep: frozenset[int]) -> list[Ch
     steps = [_choice(operators, keep)]
     candidates = {i for i, op in enumerate(operators) if i not in keep}
     exact = len(operators) <= _EXACT_UP_TO
-    ranked = sorted(candidates, key=lambda i: -operators[i].seconds / (sum(operators[i].sizes) + 1))
+    by_host = sum(op.host_seconds - op.seconds for op in operators) > 0
+    ranked = sorted(
+        candidates,
+        key=lambda i: (
+            -(operators[i].host_seconds if by_host else operators[i].seconds) / (sum(operators[i].sizes) + 1)
+        ),
+    )
     while candidates:
         if exact:
             tried = [(_choice(operators, keep | {index}), index) for index in candidates]
@@ -123,8 +147,25 @@ def _choice(operators: Sequence[OperatorCost], keep: frozenset[int]) -> Choice:
     return Choice(
         keep=keep,
         size_bytes=sum(operators[index].sizes[position] for index, position in held),
-        seconds=sum(operators[index].seconds for index in needed) + len(operators) * _TAPE_SECONDS,
+        seconds=_more_seconds(operators, needed, taped=True),
     )
+
+
+def _has_queue(operators: Sequence[OperatorCost]) -> bool:
+    """Whether they run on an accelerator, beside its host."""
+    return any(op.host_seconds for op in operators)
+
+
+def _more_seconds(operators: Sequence[OperatorCost], again: Iterable[int], *, taped: bool) -> float:
+    """The forward and `again` in the backward, less the plain forward; see `choices`."""
+    run_again = [operators[index] for index in again]
+    more = sum(op.seconds for op in run_again)
+    if not _has_queue(operators):
+        return more + len(operators) * _TAPE_SECONDS
+    device, host = sum(op.seconds for op in operators), sum(op.host_seconds for op in operators)
+    launching = sum(op.host_seconds for op in run_again)
+    taping = len(operators) * RECORDING_SECONDS + len(run_again) * RUNNING_AGAIN_SECONDS if taped else 0.0
+    return max(device + more, host + launching + taping) - max(device, host)
 
 
 def _needed(operators: Sequence[OperatorCost], keep: frozenset[int]) -> set[int]:

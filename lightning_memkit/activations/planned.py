@@ -12,11 +12,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
+from lightning_memkit.activations.blocks import has_router
 from lightning_memkit.activations.choosing import Choice, choices, choose
 from lightning_memkit.activations.policies import SavedBytes, SavedOperators
 from lightning_memkit.activations.profiling import BlockProfile, Profiler
 from lightning_memkit.activations.recorded import Operator, is_plain
+from lightning_memkit.activations.second_run import SecondRun
 from lightning_memkit.activations.tape import Tape
+from lightning_memkit.activations.whole_blocks import Switch, cache_in, run_checkpointed
 from lightning_memkit.errors import NoEffectWarning
 from lightning_memkit.memory.meter import storages_of
 from lightning_memkit.memory.units import format_bytes
@@ -52,15 +55,17 @@ class BudgetPlan:
 
     The first forward keeps the blocks' inputs only, one block at a time with everything while it is measured; it
     takes several times as long. A block's choice is by the place of an operator in the forward: where a later
-    forward runs other operators, the rest of that block is made again from what was kept.
+    forward runs other operators, the rest of that block is made again from what was kept. On an accelerator whose
+    host is the bound, a block whose Python gave the same a second time runs whole again, as with `full`.
 
     Args:
         policy: the budget.
         module: the whole model.
         blocks: how many blocks there are.
+        switch: shared by the blocks.
     """
 
-    def __init__(self, policy: SavedBytes, module: nn.Module, blocks: int) -> None:
+    def __init__(self, policy: SavedBytes, module: nn.Module, blocks: int, switch: Switch) -> None:
         self._policy = policy
         self._module = module
         self._resident_bytes = 0
@@ -68,7 +73,9 @@ class BudgetPlan:
         self._chosen: dict[float, dict[int, Choice]] = {}
         self._fronts: dict[int, list[Choice]] = {}
         self._profiler = Profiler()
+        self._once: set[int] = set()  # blocks whose Python must not run a second time
         self._blocks = blocks
+        self._switch = switch
         self._outside_bytes = 0
         self._forward = 0  # the number of root forwards begun; blocks called without one count as of one
         self._measured_in: int | None = None
@@ -121,30 +128,46 @@ class BudgetPlan:
 
     # --- a block ---------------------------------------------------------------------------------------------
 
-    def run_block(self, index: int, plain: Plain, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def run_block(
+        self, index: int, block: nn.Module, plain: Plain, args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
         """The forward of one block."""
         if self._measured_in is None or (self._measured_in == self._forward and self._forward):
-            return self._measured(index, plain, args, kwargs)
+            return self._measured(index, block, plain, args, kwargs)
         if not self._forward and len(self._profiles) < self._blocks and index not in self._profiles:
-            return self._measured(index, plain, args, kwargs)
+            return self._measured(index, block, plain, args, kwargs)
         choice = self._plan(_scale(self._profiles.get(index), args, kwargs)).get(index)
         if choice is None:
             return run_recorded(plain, args, kwargs, lambda operator: False)
         if choice.keep is None:
             return plain(*args, **kwargs)
+        if choice.whole and cache_in(args, kwargs) is None:  # a cache is filled once: from a tape it is
+            return run_checkpointed(block, plain, args, kwargs, self._switch)
         return run_recorded(plain, args, kwargs, _Follow(choice, self._profiles[index][0]))
 
-    def _measured(self, index: int, plain: Plain, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _measured(
+        self, index: int, block: nn.Module, plain: Plain, args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
         self._measured_in = self._forward
         tape = Tape(lambda operator: True)
         inputs = _tensors((args, kwargs))
+        second = None
+        if self._profiler.on_accelerator(inputs) and self._may_run_twice(index, block, args, kwargs):
+            second = SecondRun(block, args, kwargs)
         out = tape.record(lambda: plain(*args, **kwargs), inputs)
         shapes = tuple(tuple(tensor.shape) for tensor in inputs)
         profile = self._profiler.profile(tape, _tensors(out), self._new_bytes(inputs), shapes)
         self._profiles.setdefault(index, []).append(profile)
         tape.release(lambda operator: False)
         tape.finish(_tensors(out))
+        # Last, when nothing of the first run is in memory any more.
+        pinned = any(operator.pinned for operator in profile.operators)
+        if second is None or pinned or not second.gives(out, plain):
+            self._once.add(index)
         return out
+
+    def _may_run_twice(self, index: int, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
+        return index not in self._once and not has_router(block) and cache_in(args, kwargs) is None
 
     def _new_bytes(self, inputs: list[Tensor]) -> int:
         total = 0
@@ -164,8 +187,8 @@ class BudgetPlan:
                 self._counted.clear()
                 known: dict[Any, list[Choice]] = {}
                 for index, calls in self._profiles.items():
-                    key = calls[0].operators
-                    self._fronts[index] = known[key] = known.get(key) or choices(key)
+                    operators, whole = key = calls[0].operators, index not in self._once
+                    self._fronts[index] = known[key] = known.get(key) or choices(operators, whole=whole)
             self._chosen[scale] = self._choose(scale)
         return self._chosen[scale]
 

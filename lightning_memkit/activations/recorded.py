@@ -1,9 +1,9 @@
 """What a tape holds of a forward: operators, the values they wrote, and where tensors lie in them."""
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lightning_memkit.activations.operators import Kind
 from lightning_memkit.activations.randomness import RandomState
 from lightning_memkit.memory.meter import tensors_in
+
+_T = TypeVar("_T")
 
 
 class Value:
@@ -134,8 +136,10 @@ class Operator:
         places += [value for name, value in self.kwargs.items() if name in self.kind.written_names]
         return {place.value: place.device for place in _places(places)}
 
-    def outputs_of(self, storages: dict[Value, torch.UntypedStorage]) -> list[torch.UntypedStorage]:
-        """Run it on these contents of its inputs (those that it writes to are copied first)."""
+    def given_to(
+        self, use: Callable[[Callable[[], Any]], _T], storages: dict[Value, torch.UntypedStorage]
+    ) -> _T:
+        """What `use` returns: it gets a call on these contents (those that it writes to are copied first)."""
         for value, device in self.rewritten().items():
             storages[value] = copied(storages[value], device)
         args, kwargs = _filled(self.args, storages), _filled(self.kwargs, storages)
@@ -143,7 +147,11 @@ class Operator:
             torch.set_grad_enabled(self.grad),
             nullcontext() if self.random is None else self.random.restored(),
         ):
-            out = self.func(*args, **kwargs)
+            return use(lambda: self.func(*args, **kwargs))
+
+    def outputs_of(self, storages: dict[Value, torch.UntypedStorage]) -> list[torch.UntypedStorage]:
+        """Run it on these contents of its inputs (those that it writes to are copied first)."""
+        out = self.given_to(lambda run: run(), storages)
         return [tensor.untyped_storage() for tensor in tensors_in(out) if is_plain(tensor)]
 
     def run(self) -> None:

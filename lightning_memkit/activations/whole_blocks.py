@@ -41,7 +41,7 @@ def run_checkpointed(
     block: nn.Module, plain: Callable[..., Any], args: tuple, kwargs: dict[str, Any], switch: Switch
 ) -> Any:
     """A forward that keeps its inputs only and runs as a whole again."""
-    cache = _cache_in(args, kwargs)
+    cache = cache_in(args, kwargs)
     if cache is not None and cache.get_seq_length() > 0:
         switch.say_once(
             f"{type(block).__name__} gets a filled KV cache and runs without activation checkpointing: a "
@@ -57,7 +57,7 @@ def without_empty_cache(
     block: nn.Module, args: tuple, kwargs: dict[str, Any], switch: Switch
 ) -> tuple[tuple, dict[str, Any]]:
     """The arguments of a block, an empty KV cache left out: in training nothing reads it."""
-    cache = _cache_in(args, kwargs)
+    cache = cache_in(args, kwargs)
     if cache is not None and cache.get_seq_length() == 0:
         switch.say_once(
             f"The KV cache stays empty in checkpointed blocks ({type(block).__name__}) while training; "
@@ -82,7 +82,7 @@ def _rerun(
     if torch.compiler.is_compiling():
         return checkpoint(run, *values, use_reentrant=False)
     snapshot = buffers.snapshot(block)
-    generators = [one for one in _attributes(block, values) if isinstance(one, torch.Generator)]
+    generators = [one for one in attributes(block, values) if isinstance(one, torch.Generator)]
     recompute = _AsInForward(block, snapshot, RandomState(set(), generators) if generators else None)
 
     def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
@@ -120,14 +120,14 @@ class _AsInForward(AbstractContextManager):
         self._stack.pop().__exit__(*exception)
 
 
-def _attributes(block: nn.Module, values: tuple) -> Iterator[Any]:
+def attributes(block: nn.Module, values: tuple) -> Iterator[Any]:
     """What a block holds and is given."""
     yield from values
     for part in block.modules():
         yield from vars(part).values()
 
 
-def _cache_in(args: tuple, kwargs: dict[str, Any]) -> Any:
+def cache_in(args: tuple, kwargs: dict[str, Any]) -> Any:
     """The KV cache among the arguments, if any; known by what transformers' caches have in common."""
     for value in (*args, *kwargs.values()):
         if hasattr(value, "get_seq_length") and hasattr(value, "update"):

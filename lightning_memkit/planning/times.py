@@ -7,13 +7,15 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from lightning_memkit.activations.planned import run_recorded
+from lightning_memkit.activations.tape import RECORDING_SECONDS, RUNNING_AGAIN_SECONDS
 from lightning_memkit.errors import PredictionError
+from lightning_memkit.memory.clocks import DeviceClocks, Took, launched
 from lightning_memkit.prediction.contained import contained
 from lightning_memkit.prediction.devices import Device
 from lightning_memkit.prediction.work import MADE_AGAIN, RECORDED, Operator, TensorShape, Work
@@ -22,10 +24,8 @@ from lightning_memkit.prediction.work import MADE_AGAIN, RECORDED, Operator, Ten
 _OF_PEAK_FLOPS, _OF_PEAK_BYTES = 0.6, 0.8
 # What a host takes to launch an operator, with its part of autograd; no kernel is counted as shorter, either.
 _LAUNCH_SECONDS = 5e-6
-# What Python does beside an operator of a tape, measured on a core of an AMD EPYC (`_taping_here`).
-_TAPING_SECONDS = {RECORDED: 26e-6, MADE_AGAIN: 18e-6}
+_TAPING_SECONDS = {RECORDED: RECORDING_SECONDS, MADE_AGAIN: RUNNING_AGAIN_SECONDS}
 _MOST_BYTES = 1 << 28  # of operands that are made for a measurement
-_SERIES, _RUNS_A_SERIES = 3, 10  # on a device with a queue, which takes a thousand
 _RUNS, _ENOUGH_SECONDS = (3, 20), 0.03  # at least and at most; others' work disturbs short runs
 _CPU = torch.device("cpu")
 _CHAIN, _CHAIN_RUNS, _SMALL = 32, 10, TensorShape((8, 8), (8, 1), torch.float32)
@@ -127,12 +127,12 @@ class TimesHere:
         """Until the host has launched one run; 0 where the host is the device."""
         return self._took(operator).host
 
-    def _took(self, operator: Operator) -> "Took":
+    def _took(self, operator: Operator) -> Took:
         if operator not in self._known:
             self._known[operator] = self._measured(operator)
         return self._known[operator]
 
-    def _measured(self, operator: Operator) -> "Took":
+    def _measured(self, operator: Operator) -> Took:
         on_host = self._device.type == "cpu"
         if operator.is_python:  # a GPU does not wait for it as long as it has enough to do
             taping = _taping_here()[operator.name]
@@ -155,84 +155,6 @@ class TimesHere:
     def _estimated(self, operator: Operator) -> float:
         flops, moved = _rates_here(self._device, operator.is_16_bit)
         return max(operator.flops / flops, operator.moved_bytes / moved)
-
-
-class Took(NamedTuple):
-    """Seconds of one run on the device, and until the host had launched it."""
-
-    device: float
-    host: float
-
-
-class Clocks(Protocol):
-    """A device's clock beside its host's."""
-
-    def keep_busy(self) -> None:
-        """Launch something long: what is launched next waits, and then runs without a gap."""
-        ...
-
-    def mark(self) -> Any:
-        """A moment in the device's queue."""
-        ...
-
-    def seconds_between(self, first: Any, second: Any) -> float:
-        """Of the device, once it has reached both marks, for which this waits."""
-        ...
-
-    def now(self) -> float:
-        """Of the host, in seconds."""
-        ...
-
-
-class DeviceClocks:
-    """Those of an accelerator whose events tell times. Not yet verified on a GPU."""
-
-    DEVICES = ("cuda", "xpu")
-    _BUSY_ROWS = 4096  # squared, a product of milliseconds
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        with device:
-            self._square = torch.empty(self._BUSY_ROWS, self._BUSY_ROWS)
-
-    def keep_busy(self) -> None:
-        """Launch something long: what is launched next waits, and then runs without a gap."""
-        torch.mm(self._square, self._square)
-
-    def mark(self) -> torch.Event:
-        """A moment in the device's queue."""
-        event = torch.Event(self._device, enable_timing=True)
-        event.record()
-        return event
-
-    def seconds_between(self, first: torch.Event, second: torch.Event) -> float:
-        """Of the device, once it has reached both marks, for which this waits."""
-        second.synchronize()
-        return first.elapsed_time(second) / 1000
-
-    def now(self) -> float:
-        """Of the host, in seconds."""
-        return time.perf_counter()
-
-
-def launched(run: Callable[[], object], *, clocks: Clocks) -> Took:
-    """The time of a run on a device and on its host, each without a wait for the other; the least of a few.
-
-    Args:
-        run: launches it.
-        clocks: of both.
-    """
-    run()
-    device, host = float("inf"), float("inf")
-    for _ in range(_SERIES):
-        clocks.keep_busy()
-        first, began = clocks.mark(), clocks.now()
-        for _ in range(_RUNS_A_SERIES):
-            run()
-        took, last = clocks.now() - began, clocks.mark()
-        device = min(device, clocks.seconds_between(first, last) / _RUNS_A_SERIES)
-        host = min(host, took / _RUNS_A_SERIES)
-    return Took(device, host)
 
 
 def _call(function: Any, operator: Operator, device: torch.device) -> Callable[[], object]:

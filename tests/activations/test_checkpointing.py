@@ -103,8 +103,8 @@ def alive_bytes(model, batch):
 @pytest.mark.parametrize("fraction", [0.8, 0.6, 0.4, 0.25])
 def test_a_budget_is_met_from_below(fraction, monkeypatch):
     # What an operator takes by the clock decides what is kept, and on a busy machine anything may.
-    def seconds(run, made):
-        return 1e-6 + 1e-9 * sum(storage.nbytes() for storage in made)
+    def seconds(run):
+        return 1e-6 + 1e-9 * sum(storage.nbytes() for storage in run())
 
     monkeypatch.setattr(profiling, "_seconds", seconds)
     model = transformers_model("LlamaForCausalLM").train()

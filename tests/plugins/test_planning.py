@@ -27,10 +27,10 @@ from lightning_memkit import (
 from lightning_memkit.cli import main
 from lightning_memkit.errors import PlanError
 from lightning_memkit.memory.allocator_trace import AllocatorTrace
+from lightning_memkit.memory.clocks import launched
 from lightning_memkit.planning.times import (
     TimesByRates,
     TimesHere,
-    launched,
     part_seconds,
     step_seconds,
 )
