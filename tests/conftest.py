@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.gpu.card import why_skipped
+
 # Its multiples fall in step with no parameter: with every third row, one of three optimizers would never run.
 GOLDEN = 0.618034
 
@@ -23,6 +25,13 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["MEMKIT_TUNING_CACHE"] = "0"  # one run's answers must not decide another's
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests that ask a card where there is none; from this one line, so that pytest counts them in one."""
+    if item.get_closest_marker("gpu") is not None and (why := why_skipped()) is not None:
+        pytest.skip(why)
 
 
 def pytest_collection_finish() -> None:
@@ -97,7 +106,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what a sample leaves out as slow; tests that fork go first, then those of torch's distributed checkpoints.
 
     Autograd works in no fork of a process that has used an accelerator, and checkpoints ask the one that is known for
-    streams, which the device "fake" has not all of.
+    streams, which the device "fake" has not all of. Those that use a card go last: no fork survives CUDA.
     """
     rows = Counter[str]()
     for item in items:
@@ -113,6 +122,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     )
 
     def place(item: pytest.Item) -> int:
+        if item.get_closest_marker("gpu") is not None:
+            return len(orders) + 1
         path = item.nodeid.partition("::")[0]
         return next(
             (index for index, names in enumerate(orders) if any(name in path for name in names)), len(orders)

@@ -14,6 +14,7 @@ import torch
 from lightning_memkit.optim.fused import gpu
 from lightning_memkit.optim.fused.operands import SGD, AdamW, Operand
 from lightning_memkit.optim.stochastic_rounding import StochasticRounding
+from tests.gpu.card import needs_cuda
 from tests.optim.fused.rules import MODES, RULES, operand, rounding
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -42,8 +43,9 @@ def test_the_kernels_compute_what_plain_torch_computes_under_the_interpreter():
 
 
 @needs_triton
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.gpu
 def test_the_kernels_compute_what_plain_torch_computes_on_the_gpu():
+    needs_cuda("the interpreter runs them on the CPU in the test before")
     assert not failures_of_cases({})
 
 
@@ -183,6 +185,29 @@ def test_without_cuda_there_is_a_reason():
     why = gpu.why_unavailable()
     assert why is not None
     assert "CUDA" in why
+
+
+@needs_triton
+def test_a_device_without_memory_says_nothing_of_the_kernel(monkeypatch):
+    """A first step that runs out of memory is retried; without the kernel it would need more of it."""
+    shortages = [1]
+
+    def launch(*given):
+        if shortages:
+            shortages.pop()
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
+
+    zeros = torch.zeros
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "zeros", lambda *size, device, **options: zeros(*size, **options))
+    monkeypatch.setattr(gpu, "step", launch)
+    gpu.why_unavailable.cache_clear()
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            gpu.why_unavailable()
+        assert gpu.why_unavailable() is None
+    finally:
+        gpu.why_unavailable.cache_clear()
 
 
 def test_the_key_of_the_noise_fits_two_signed_numbers():

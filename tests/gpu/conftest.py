@@ -1,0 +1,45 @@
+"""The device of these tests, left empty by each of them, and torch's deterministic mode."""
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.gpu.card import on_cpu
+
+
+@pytest.fixture(scope="session", autouse=True)
+def workspaces() -> Iterator[None]:
+    """What deterministic products need; of the session, since torch reads it once, at its first product."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        yield
+
+
+@pytest.fixture
+def device() -> Iterator[torch.device]:
+    """CUDA, on which nothing of other tests is left; the CPU where that is asked for."""
+    if on_cpu():
+        yield torch.device("cpu")
+        return
+    _empty()
+    yield torch.device("cuda", 0)
+    torch.cuda.set_per_process_memory_fraction(1.0, 0)  # a test that failed may have left a cap
+    _empty()
+
+
+def _empty() -> None:
+    gc.collect()
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()  # they would count with the next test's peak before its first product
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """Attention's backward and others sum by atomics otherwise: no two runs are bitwise equal."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -1,0 +1,44 @@
+"""Two cards: ranks weigh together, agree over NCCL that one of them ran out, and end as one process does."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu.card import ROOT, on_cpu
+from tests.gpu.two_cards import CASES, trained
+from tests.plugins.noise import NOISE
+
+pytestmark = [pytest.mark.gpu, *NOISE]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One launch for all cases; on the CPU two gloo ranks."""
+    if not on_cpu() and torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    path = tmp_path_factory.mktemp("ranks") / "found.pt"
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone",
+               "-m", "tests.gpu.two_cards", str(path)]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=480)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return torch.load(path)
+
+
+@pytest.fixture(scope="module")
+def alone() -> torch.Tensor:
+    """The weights of one process with the whole batches, without memkit."""
+    return trained()[0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_end_as_one_process_does(found: dict[str, Any], alone: torch.Tensor, case: str) -> None:
+    assert found[case]["spread"] == 0
+    assert float((found[case]["weights"] - alone).abs().max()) <= 1e-10
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_all_ranks_retry_where_one_ran_out(found: dict[str, Any], case: str) -> None:
+    assert found[case]["retries"] == ([1, 1] if case.endswith("runs out") else [0, 0])
