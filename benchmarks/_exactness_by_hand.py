@@ -23,8 +23,9 @@ from torch.utils._pytree import tree_map
 from benchmarks._exactness_models import Case, rows_of
 from benchmarks._exactness_runs import Trace, train
 
-# In pure bf16 one backward adds parts up in bfloat16, where memkit does so in float32.
-ADDS_IN_FLOAT32 = ("float32", "bf16-mixed", "lora")
+# In pure bf16 one backward adds parts up in bfloat16, where memkit does so in float32: such a run tells how the loss
+# is rounded, and not how gradients are.
+ADDS_IN_FLOAT32, ADDS_IN_BFLOAT16 = ("float32", "bf16-mixed", "lora"), "pure-bf16"
 _REFERENCE = "_weight_of_the_first_part"
 # Of the gradient's norm, where the loss is taken in float64 and in float32.
 _SAME, _SAME_IN_FLOAT32 = 1e-9, 1e-6
@@ -65,7 +66,9 @@ def train_by_hand(
         only: the batches, over all epochs, that are taken apart.
         relative: parts are weighed by the first of them, and gradients are brought to scale before the step.
     """
-    if dtype not in ADDS_IN_FLOAT32 or (relative and case.trainer.get("accumulate_grad_batches", 1) > 1):
+    if relative and (dtype == ADDS_IN_BFLOAT16 or case.trainer.get("accumulate_grad_batches", 1) > 1):
+        return None
+    if dtype not in (*ADDS_IN_FLOAT32, ADDS_IN_BFLOAT16):
         return None
     module = partial(_split_by_hand, case, size, only, relative)
     trace = train(replace(case, module=module), seed, dtype, *([_BroughtToScale()] if relative else []))

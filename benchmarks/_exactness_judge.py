@@ -13,8 +13,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+import torch
 from torch import Tensor
 
+from benchmarks._exactness_by_hand import ADDS_IN_BFLOAT16
 from benchmarks._exactness_models import ROWS_ACT, Case
 from benchmarks._exactness_runs import Seen, Trace
 
@@ -26,6 +28,7 @@ OUTCOMES = (WHOLE, EQUAL, WARNED, REFUSED, DIFFERENT)
 _UNTOLD = "The loss that is reported of a batch in parts is not the whole batch's"
 _NAMED = re.compile(r"(?:logs as|returns as) '([^']+)'")
 _LOSS = r"(outputs (loss|mean)|logged loss|state (newest|kept))"
+LOSS = "loss."  # among what a step returns
 EXACT = 1e-12  # of a tensor's largest value, in float64
 FLOAT32_LOSS = 2e-5  # the same, where a float64 model's loss is taken in float32
 # Times the unsplit run's own error. With weights known to be right, no run in micro-batches came to a third of this
@@ -172,7 +175,8 @@ class Noise:
         self, dtype: str, case: Case, plain: Trace, others: Sequence[Trace], by_hand: Sequence[Trace] = ()
     ) -> None:
         self.plain = plain
-        self._by_hand = by_hand
+        self._by_hand = by_hand if dtype != ADDS_IN_BFLOAT16 else ()
+        self._off_loss = _off_losses(plain, by_hand) if dtype == ADDS_IN_BFLOAT16 else 0.0
         self._exact = FLOAT32_LOSS if case.float32_loss else EXACT
         self._dtype, self._others = dtype, others
         self._off: dict[str, float] = {}
@@ -288,11 +292,18 @@ class Noise:
             and _is_finite(a[name])
             and _is_finite(b[name])
         ]
+        if self._off_loss and self._is_a_loss(name, value):
+            off.append(self._off_loss)
         return (
             exact
             + NOISE[self._dtype] * max(off, default=0.0)
             + VALUES[self._dtype] * max(_largest(value), 1e-3)
         )
+
+    def _is_a_loss(self, name: str, value: Tensor) -> bool:
+        """Whether a value is a batch's loss, or a mean of losses."""
+        losses = [seen[LOSS] for seen in self.plain.outputs if isinstance(seen.get(LOSS), Tensor)]
+        return name.startswith("loss") or any(torch.equal(value, loss) for loss in losses)
 
     def _pairs(self, kind: str) -> Iterator[tuple[Seen, Seen]]:
         """What the unsplit run showed, beside what each of the others did."""
@@ -301,6 +312,20 @@ class Noise:
                 yield self.plain.state, other.state
             else:
                 yield from zip(getattr(self.plain, kind), getattr(other, kind), strict=True)
+
+
+def _off_losses(plain: Trace, by_hand: Sequence[Trace]) -> float:
+    """How far losses are from the unsplit run's where parts are added up by hand: the most."""
+    return max(
+        (
+            _largest(ours[LOSS] - theirs[LOSS])
+            for run in by_hand
+            for ours, theirs in zip(run.outputs, plain.outputs, strict=True)
+            if isinstance(ours.get(LOSS), Tensor) and isinstance(theirs.get(LOSS), Tensor)
+            if _is_finite(ours[LOSS]) and _is_finite(theirs[LOSS])
+        ),
+        default=0.0,
+    )
 
 
 def _excess(off: float, allowed: float, where: str, at_step: int, text: str) -> Excess:

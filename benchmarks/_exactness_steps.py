@@ -134,6 +134,8 @@ from_loss(
     "rare_mask", PARTS, {**LABELLED, "keep": "rare row mask"},
     lambda m, b: (each(m, b) * b["keep"]).sum() / b["keep"].sum().clamp(min=1),
 )  # fmt: skip
+# Detectors divide by what they find, and the background's rows count as well (Lin et al. 2017).
+from_loss("by_positives", PARTS, LABELLED, lambda m, b: each(m, b).sum() / (b["y"] > 1).sum().clamp(min=1))
 from_loss(
     "token_mask", PARTS, {"x": "tokens", "targets": "token classes", "span": "token mask"},
     lambda m, b: masked(tokens_of(m, b, "targets"), b["span"]), base=Tokens,

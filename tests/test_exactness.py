@@ -271,6 +271,7 @@ FOUND_DRAWN = [
     (2, "drawn_2014", 204, "lora", 3),  # an unsplit run that diverges
     (1, "drawn_1003", 102, "bf16-mixed", 3),  # a logged loss that a rounding takes for a mean over samples
     (1, "drawn_1061", 103, "pure-bf16", 3),  # a parameter that comes back to where it began
+    (3, "drawn_3031", 303, "pure-bf16", 1),  # a loss of few rows, whose weights were rounded part by part
 ]
 
 
@@ -279,6 +280,13 @@ def test_a_mean_over_pairs_does_not_hide_in_few_bits() -> None:
     (cell,) = exactness.cells_of(case, 102, "bf16-mixed", [3])
     assert cell.verdict.outcome == REFUSED
     assert "a mean over pairs of rows" in cell.verdict.difference
+
+
+def test_a_term_that_looks_at_rows_is_not_taken_for_one_that_looks_at_none() -> None:
+    """The square of a mean over rows, small in bfloat16: its gradient is nearly that of its parts' fractions."""
+    case = next(case for case in drawn_cases(4, 70) if case.name == "drawn_4016")
+    (cell,) = exactness.cells_of(case, 403, "pure-bf16", ["auto"])
+    assert cell.verdict.outcome in (WHOLE, REFUSED), exactness.told(cell, 4)
 
 
 @pytest.mark.parametrize(("name", "seed", "dtype", "size"), FOUND)

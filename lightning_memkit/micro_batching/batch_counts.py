@@ -16,6 +16,8 @@ from lightning_memkit.micro_batching.splitting import (
 
 _LARGEST = 2**20  # elements of a tensor that is counted in every batch
 _SAME = 1e-9
+# Batches whose totals are looked up before divisors of 1 are believed: to be a number of the batch, or the constant 1.
+_CONFIRMED, _CONFIRMED_SUMS = 3, 12
 
 
 @dataclass(frozen=True)
@@ -97,16 +99,42 @@ def foretelling(batches: Sequence[Any], divisors: Sequence[float]) -> list[Foret
 class Foretelling:
     """The numbers of a batch that foretell the divisors of a loss's terms, while none has foretold wrongly.
 
+    One that did is never asked again: rows of one kind agree with many numbers by chance.
+
     Args:
         ways: for each term, the numbers that its divisor was in proportion to so far.
     """
 
     def __init__(self, ways: Sequence[list[Foretold]] = ()) -> None:
-        self.ways = ways
+        self.ways = [list(own) for own in ways]
+        self._wrong = [set[BatchCount]() for _ in ways]
+        # How often a batch's own total has been looked up, and agreed.
+        self._confirmed = [0] * len(self.ways)
         # Terms that were zero in a micro-batch of which they counted nothing: their value tells it.
         self._masked: set[int] = set()
         # Terms of which a divisor of 1 was taken for one that only keeps them from being divided by zero.
         self._emptied: set[int] = set()
+
+    def learn(self, batches: Sequence[Any], divisors: Sequence[Sequence[float] | None]) -> None:
+        """Keep the numbers that agree with a batch and its micro-batches; others only where none was known.
+
+        Args:
+            batches: the batch, and its micro-batches.
+            divisors: what each term counted in each of them; None for a term that is no mean.
+        """
+        if len(divisors) != len(self.ways):
+            self.__init__([[] for _ in divisors])
+        for index, counted in enumerate(divisors):
+            if counted is None or not counted[0]:
+                continue
+            found = foretelling(batches, counted)
+            known = {way.count: way.ratio for way in self.ways[index]}
+            agree = [
+                way for way in found if abs(known.get(way.count, way.ratio) - way.ratio) <= _SAME * way.ratio
+            ]
+            self._wrong[index].update({*counts_of(batches[0])} - {way.count for way in agree})
+            agree = [way for way in agree if way.count not in self._wrong[index]]
+            self.ways[index] = [way for way in agree if way.count in known] or agree
 
     def total(self, index: int, batch: Any) -> float | None:
         """What the divisors of a batch's micro-batches will add up to; None where this is not foretold."""
@@ -115,8 +143,17 @@ class Foretelling:
 
     def forget_wrong(self, batch: Any, counted: Sequence[float]) -> None:
         """Numbers that foretold a total wrongly are not asked again."""
-        for ways, count in zip(self.ways, counted, strict=False):
-            ways[:] = [way for way in ways if abs(way.total(batch) - count) <= _SAME * abs(count)]
+        for index, count in enumerate(counted[: len(self.ways)]):
+            self._keep(
+                index, [abs(way.total(batch) - count) <= _SAME * abs(count) for way in self.ways[index]]
+            )
+
+    def _keep(self, index: int, right: Sequence[bool]) -> None:
+        ways = self.ways[index]
+        self._wrong[index].update(
+            way.count for way, is_right in zip(ways, right, strict=True) if not is_right
+        )
+        self.ways[index] = [way for way, is_right in zip(ways, right, strict=True) if is_right]
 
     def holds_none(self, index: int, part: Any, count: float) -> bool | None:
         """Whether a micro-batch holds nothing of what foretells a term's divisor; None where that was wrong.
@@ -129,12 +166,35 @@ class Foretelling:
         numbers = [way.total(part) for way in ways]
         right = [not number or abs(number - count) <= _SAME * abs(count) for number in numbers]
         if not all(right):
-            ways[:] = [way for way, is_right in zip(ways, right, strict=True) if is_right]
+            self._keep(index, right)
             return None
         if ways and not any(numbers):
             self._emptied.add(index)
             return True
         return False
+
+    def is_silent(self, index: int, *, is_sum: bool = False) -> bool:
+        """Whether nothing tells a divisor of 1 that is a count from one that only keeps the term from being nan.
+
+        Rows of one row each are as many as they are divided by, whatever is counted: that alone tells nothing.
+
+        Args:
+            index: the term's.
+            is_sum: it was divided by 1 in all that was compared, and so seems to be a sum.
+        """
+        if is_sum:
+            return index >= len(self._confirmed) or self._confirmed[index] < _CONFIRMED_SUMS
+        if index in self._masked:
+            return False
+        known = index < len(self.ways) and self.ways[index]
+        return not known or self._confirmed[index] < _CONFIRMED
+
+    def confirm(self, index: int, batch: Any, total: float) -> None:
+        """Take in what a term counts in a batch, which was looked up."""
+        if index < len(self.ways):
+            ways = self.ways[index]
+            self._keep(index, [abs(way.total(batch) - total) <= _SAME * abs(total) for way in ways])
+            self._confirmed[index] += 1
 
     def is_misread_by(self, index: int) -> bool:
         """Note a micro-batch in which a term is nothing, as it counts nothing; whether one before was taken for such.

@@ -13,6 +13,10 @@ class UnknownTotalsError(ForeseenWronglyError):
     """The terms of this batch's loss have unlike shares: what they count in the whole batch has to be known before."""
 
 
+class LoneCountError(UnknownTotalsError):
+    """A micro-batch is divided by 1, and nothing tells whether it counts 1: totals have to be looked up before."""
+
+
 class NothingCountedError(UnknownTotalsError):
     """No micro-batch counted anything: which stands for the batch has to be known before."""
 

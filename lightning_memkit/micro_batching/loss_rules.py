@@ -74,6 +74,11 @@ class TermRule:
     fixed: tuple[int, ...] = ()
     divided: bool = False
 
+    @property
+    def seems_a_sum(self) -> bool:
+        """Whether it was divided by 1 in all that was compared: by a constant, or by counts that were never two."""
+        return self.law is Law.SUM and self.divided
+
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:

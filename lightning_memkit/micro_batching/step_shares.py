@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lightning_memkit.micro_batching.batch_counts import Foretelling
 from lightning_memkit.micro_batching.foreseen import (
+    LoneCountError,
     MistakenTotalsError,
     UnforeseenLossError,
     UnknownTotalsError,
@@ -14,6 +15,7 @@ from lightning_memkit.micro_batching.foreseen import (
 )
 from lightning_memkit.micro_batching.loss_rules import (
     VARYING_FACTOR,
+    Law,
     LossRules,
     Reading,
     UnseenValueError,
@@ -26,6 +28,7 @@ from lightning_memkit.micro_batching.term_scales import scale_terms
 from lightning_memkit.micro_batching.term_values import weighed_value
 
 _SAME = 1e-12
+_SMALLEST_COUNT = 1e-3  # an epsilon beside it is none
 
 
 def kept_from_zero(
@@ -48,6 +51,39 @@ def kept_from_zero(
     return [bool(one) for one in kept], is_wrong
 
 
+def lone_terms(
+    rules: LossRules, reading: Reading, counts: Sequence[float], told: Foretelling | None
+) -> set[int]:
+    """The terms of a micro-batch that are divided by 1 where nothing tells whether that is a count, see `LoneCounts`.
+
+    Raises:
+        UnforeseenLossError: a term that was divided by 1 in all that was compared is divided by something else.
+    """
+    if told is None:
+        return set()
+    found = set()
+    for index, (rule, quotient) in enumerate(zip(rules.rules, reading.quotients, strict=True)):
+        if rule.seems_a_sum:
+            if abs(quotient - 1) > _SMALLEST_COUNT:
+                raise UnforeseenLossError(f"a sum that was divided by 1, and is divided by {quotient:g}")
+            is_lone = told.is_silent(index, is_sum=True)
+        else:
+            is_lone = (
+                rule.law is Law.MEAN and quotient == 1.0 and counts[index] != 0 and told.is_silent(index)
+            )
+        if is_lone:
+            found.add(index)
+    return found
+
+
+def looked_at(rules: LossRules, reading: Reading, counts: Sequence[float]) -> tuple[float, ...]:
+    """What a look at several micro-batches as one tells: what terms count, and what seeming sums are divided by."""
+    return tuple(
+        quotient if rule.seems_a_sum else count
+        for rule, quotient, count in zip(rules.rules, reading.quotients, counts, strict=True)
+    )
+
+
 def main_mean(rules: LossRules, totals: Sequence[float]) -> int:
     """The mean by whose counts a term weighs that looks at no row: the first that counts something in the batch."""
     return next((index for index in rules.means if totals[index]), rules.means[0])
@@ -61,6 +97,7 @@ class StepShares:
 
     Attributes:
         was_misread: a micro-batch before was taken for one that holds nothing of what a term counts.
+        lone: for each term, 1 where a divisor of 1 may not have been a count: what it `counted` is not to be trusted.
         contributions: what the terms of each micro-batch add to the batch's loss, where values were noted.
         rests: what has no gradient in the losses of the micro-batches, where this is known.
 
@@ -69,10 +106,20 @@ class StepShares:
         totals: what each term counts in the whole batch, over all ranks and divided by their number; None where this
             is not known yet.
         is_known: the totals are the batch's own, not those of a batch that was accumulated before.
+        are_looked_up: they hold for divisors of 1, whatever these stand for.
     """
 
-    def __init__(self, rules: LossRules, totals: Sequence[float] | None, *, is_known: bool = False) -> None:
+    def __init__(
+        self,
+        rules: LossRules,
+        totals: Sequence[float] | None,
+        *,
+        is_known: bool = False,
+        are_looked_up: bool = False,
+    ) -> None:
         self.rules = rules
+        self.lone = [0.0] * len(rules.rules)
+        self._are_looked_up = are_looked_up
         self.counted = [0.0] * len(rules.rules)
         self.totals = list(totals) if totals is not None else None
         self.is_known = is_known
@@ -105,6 +152,7 @@ class StepShares:
         Raises:
             UnforeseenLossError: its loss has other terms, or other factors than the micro-batches before.
             UnknownTotalsError: totals are needed.
+            LoneCountError: they are, and have to be looked up.
             UnseenValueError: values are needed.
         """
         reading = self.rules.read(terms_of(loss))
@@ -117,6 +165,11 @@ class StepShares:
         self.was_misread = self.was_misread or is_wrong
         if any(kept) and values is None:
             raise UnseenValueError  # the loss is no mean of its micro-batches' any more
+        lone = lone_terms(self.rules, reading, counts, foretelling)
+        if lone and not self._are_looked_up:
+            raise LoneCountError
+        for index in lone:
+            self.lone[index] = 1.0
         for index, count in enumerate(counts):
             self.counted[index] += 0.0 if kept[index] else count
         shares = self._shares(counts, rows)
@@ -151,12 +204,13 @@ class StepShares:
         scale_terms(reading, [0.0] * len(reading.nodes))
         return loss * 1
 
-    def factor(self, counted: Sequence[float], *, unlike: bool) -> float:
+    def factor(self, counted: Sequence[float], *, unlike: bool, lone: Sequence[float] | None = None) -> float:
         """What gradients are multiplied with once the batch has run: 1 where its totals were right.
 
         Args:
             counted: what the terms counted, over all ranks and divided by their number.
             unlike: a rank has scaled its terms each by its own share.
+            lone: above 0 where some rank's counts are not to be trusted: these totals were looked up.
 
         Raises:
             MistakenTotalsError: the totals that terms of unlike shares were scaled by were foretold wrongly, or
@@ -164,6 +218,9 @@ class StepShares:
         """
         if self.totals is None or not self.rules.means:
             return 1.0
+        if lone is not None:
+            trusted = zip(counted, self.totals, lone, strict=True)
+            counted = [total if alone > 0 else own for own, total, alone in trusted]
         if any(counted[index] and not self.totals[index] for index in self.rules.means):
             raise MistakenTotalsError
         share = self.rules.share

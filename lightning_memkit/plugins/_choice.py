@@ -14,10 +14,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_memkit.memory.sizing import Sizing, part_sizes
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.micro_batching import SplitError, batch_size, weigher
-from lightning_memkit.micro_batching.batch_counts import Foretelling
 from lightning_memkit.micro_batching.foreseen import (
     ForeseenElsewhereError,
     ForeseenWronglyError,
+    LoneCountError,
     MistakenTotalsError,
     NothingCountedError,
     UnforeseenLossError,
@@ -45,6 +45,7 @@ _FORESEEN_WRONGLY: tuple[type[ForeseenWronglyError], ...] = (
     ForeseenElsewhereError,
     MistakenTotalsError,
     NothingCountedError,
+    LoneCountError,
     UnknownTotalsError,
     UnforeseenLossError,
     VaryingFactorError,
@@ -208,6 +209,9 @@ class PartsChoice:
         if isinstance(error, NothingCountedError):
             partition.counts_nothing = step.batch_idx
             return
+        if isinstance(error, LoneCountError):
+            partition.has_lone, partition.unlike = step.batch_idx, True
+            return
         if isinstance(error, (ForeseenElsewhereError, MistakenTotalsError)):
             return  # what foretold them is forgotten
         if isinstance(error, UnknownTotalsError):
@@ -325,7 +329,7 @@ class PartsChoice:
     def _take_over(self, step: _seam.Step) -> None:
         weighing, partition = self.weighing, self._runner.partition
         partition.weigh = weigher(weighing.weigh_by, step.batch)
-        partition.rules, partition.foretold = weighing.rules, Foretelling(weighing.foretold)
+        partition.rules, partition.foretold = weighing.rules, weighing.foretold
         partition.unlike, partition.rests = partition.unlike or weighing.unlike, weighing.rests
         self._check_window(is_unlike=partition.unlike)
         partition.held, partition.state = weighing.skipped, weighing.state

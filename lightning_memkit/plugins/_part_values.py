@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
-from lightning_memkit.micro_batching import SplitError, SplittableBatch, picked_rows, split_batch
+from lightning_memkit.micro_batching import SplittableBatch
 from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._logs import Entries, LoggedValues
-from lightning_memkit.plugins._partition import Cut, Splitter
+from lightning_memkit.plugins._partition import Cut, Splitter, rows_together
 from lightning_memkit.plugins._returned import ReturnedValues
 from lightning_memkit.plugins._trials import Values
 from lightning_memkit.plugins._value_looks import ValueLooks
@@ -120,7 +120,7 @@ class PartValues:
         tried.add((first, second))
         weights = {part: weight for part, (weight, _) in zip(given.parts_logged, given.logged, strict=True)}
         shares, sizes = [weights[first], weights[second]], [given.cut.sizes[first], given.cut.sizes[second]]
-        together = _together(step.batch, given.cut, given.split, first, second, adjacent=adjacent)
+        together = rows_together(step.batch, given.cut, given.split, first, second, adjacent=adjacent)
         runs = None if together is None else self.look(step, *together, sizes)
         told = runs is not None and self._learned(runs, shares, sizes)
         self.seconds += perf_counter() - started
@@ -141,20 +141,3 @@ def _among(tried: set[tuple[int, int]], parts: Sequence[int]) -> set[tuple[int, 
     """Pairs of a cut's parts, by their places among some of these."""
     place = {part: index for index, part in enumerate(parts)}
     return {(place[a], place[b]) for a, b in tried if a in place and b in place}
-
-
-def _together(
-    batch: Any, cut: Cut, split: Splitter | None, first: int, second: int, *, adjacent: bool
-) -> tuple[Any, list[Any]] | None:
-    """The rows of two parts of a batch as one, and as two; None where such a batch can't be made."""
-    rows = cut.rows_of(first), cut.rows_of(second)
-    if not adjacent:
-        try:
-            return picked_rows(batch, [*rows[0], *rows[1]]), [picked_rows(batch, own) for own in rows]
-        except (SplitError, TypeError, ValueError, RuntimeError):
-            return None  # structures of the user's own
-    if second != first + 1:
-        return None
-    before, after = rows[0][0], sum(cut.sizes) - rows[1][-1] - 1
-    sizes = [size for size in (before, len(rows[0]) + len(rows[1]), after) if size]
-    return split_batch(batch, sizes, split=split)[1 if before else 0], [cut.parts[first], cut.parts[second]]

@@ -4,7 +4,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_memkit.micro_batching import Weigher, batch_size, even_sizes, split_batch
+from lightning_memkit.micro_batching import (
+    SplitError,
+    Weigher,
+    batch_size,
+    even_sizes,
+    picked_rows,
+    split_batch,
+)
 from lightning_memkit.micro_batching.batch_counts import Foretelling
 from lightning_memkit.micro_batching.composed_state import ComposedState
 from lightning_memkit.micro_batching.loss_rules import LossRules
@@ -44,6 +51,7 @@ class Partition:
         rests: how what has no gradient in the losses of parts makes the batch's, with `rules`.
         surveyed: the terms' totals are read off forwards without a backward before each batch.
         counts_nothing: the index of a batch that does not count at all, which is surveyed alone.
+        has_lone: the index of a batch in which divisors of 1 may not be counts, likewise.
         row_tokens: the length of the worst batch's rows, where parts of a padded batch may be formed by tokens:
             short rows together, without padding, `micro_batch_size` times so many in a part.
         wide: the tensors that are as wide as the mask, and were shown to go without padding.
@@ -64,6 +72,7 @@ class Partition:
     rests: RestRules | None = None
     surveyed: bool = False
     counts_nothing: int | None = None
+    has_lone: int | None = None
     row_tokens: int | None = None
     wide: frozenset[str] = frozenset()
     fewest: int = 1
@@ -119,3 +128,23 @@ class Cut:
     def rows(self, indices: Sequence[int]) -> list[int] | None:
         """The batch's rows that some parts hold; None where they are in order."""
         return None if self.places is None else [row for i in indices for row in self.places[i].rows]
+
+
+def rows_together(
+    batch: Any, cut: Cut, split: Splitter | None, first: int, second: int, *, adjacent: bool
+) -> tuple[Any, list[Any]] | None:
+    """The rows of two parts of a batch as one, and as two; None where such a batch can't be made.
+
+    `adjacent`: rows can't be picked out of the batch, and only neighbours are one.
+    """
+    rows = cut.rows_of(first), cut.rows_of(second)
+    if not adjacent:
+        try:
+            return picked_rows(batch, [*rows[0], *rows[1]]), [picked_rows(batch, own) for own in rows]
+        except (SplitError, TypeError, ValueError, RuntimeError):
+            return None  # structures of the user's own
+    if second != first + 1:
+        return None
+    before, after = rows[0][0], sum(cut.sizes) - rows[1][-1] - 1
+    sizes = [size for size in (before, len(rows[0]) + len(rows[1]), after) if size]
+    return split_batch(batch, sizes, split=split)[1 if before else 0], [cut.parts[first], cut.parts[second]]

@@ -46,7 +46,7 @@ _UNTOLD_TERMS = (
 class Survey(Protocol):
     """Reads off forwards without a backward, and without a trace, what each micro-batch counts."""
 
-    def __call__(self, step: _seam.Step, parts: Sequence[Any]) -> list[float]: ...
+    def __call__(self, step: _seam.Step, cut: Cut) -> list[float]: ...
 
 
 @dataclass(kw_only=True)
@@ -220,12 +220,13 @@ class PartsRunner:
         is_told = all(told[index] is not None for index in rules.means)
         if self._exact_window and not all(told[index] for index in rules.means):
             is_told = False
-        surveys = partition.surveyed or partition.counts_nothing == step.batch_idx
+        surveys = partition.surveyed or step.batch_idx in (partition.counts_nothing, partition.has_lone)
         if self._trainer.world_size > 1 and rules.means:  # all ranks need one reference
             surveys = any_rank(self._trainer, surveys or not is_told)
         if surveys and self.survey is not None:
             self.phase = "in reading what the loss counts"
-            return StepShares(rules, self._averaged(self.survey(step, cut.parts)), is_known=True)
+            totals = self._averaged(self.survey(step, cut))
+            return StepShares(rules, totals, is_known=True, are_looked_up=True)
         if is_told:
             return StepShares(rules, self._averaged([total or 0.0 for total in told]), is_known=True)
         if step.trainer.accumulate_grad_batches > 1 and rules.means and not self._exact_window:
@@ -364,8 +365,9 @@ class PartsRunner:
         if not shares.rules.means:
             return 1.0
         counted, main = shares.counted, shares.rules.means[0]
-        told = [*counted, float(shares.was_unlike), float(shares.was_misread)]
+        told = [*counted, *shares.lone, float(shares.was_unlike), float(shares.was_misread)]
         *overall, unlike, misread = self._averaged(told)
+        overall, lone = overall[: len(counted)], overall[len(counted) :]
         if misread > 0:
             raise MistakenTotalsError
         if self._exact_window:
@@ -376,7 +378,7 @@ class PartsRunner:
                 self._finish_window(step)
             return 1.0
         try:
-            factor = shares.factor(overall, unlike=unlike > 0)
+            factor = shares.factor(overall, unlike=unlike > 0, lone=lone)
         except MistakenTotalsError:
             self.partition.foretold.forget_wrong(step.batch, counted)
             raise

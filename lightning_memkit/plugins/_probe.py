@@ -18,7 +18,7 @@ from lightning_memkit.micro_batching import (
     split_batch,
     weigher,
 )
-from lightning_memkit.micro_batching.batch_counts import Foretold
+from lightning_memkit.micro_batching.batch_counts import Foretelling
 from lightning_memkit.micro_batching.composed_state import ComposedState
 from lightning_memkit.micro_batching.foreseen import ForeseenWronglyError
 from lightning_memkit.micro_batching.loss_rules import LossRules, UnlikeDivisors
@@ -73,7 +73,7 @@ class Weighing:
         self.split = split
         self.verdict: Verdict | None = None
         self.rules: LossRules | None = None
-        self.foretold: list[list[Foretold]] = []
+        self.foretold = Foretelling()
         self.unlike = False
         self.rests: RestRules | None = None
         self.state: ComposedState | None = None
@@ -262,7 +262,7 @@ class Weighing:
         self.unproven = ""
         self.rules, self.state = outcome.rules, outcome.state
         if outcome.rules is not None:
-            self.foretold = _agreed(self.foretold, rows.foretold(outcome, outcome.rules))
+            rows.learn_counts(self.foretold, outcome, outcome.rules)
         self._open = outcome.ways
         self.weigh_by = self._open[0]
         self._learn_values(step, probed, rows, outcome)
@@ -287,13 +287,6 @@ class Weighing:
 def _counts(probed: Rows, outcome: Outcome) -> dict[str, list[float]]:
     """What a value of parts may be weighed by."""
     return ways_of_weighing(outcome.present_shares, [probed.sizes[index] for index in outcome.present])
-
-
-def _agreed(before: list[list[Foretold]], now: list[list[Foretold]]) -> list[list[Foretold]]:
-    """What foretold divisors in all probes; another count than before only where none of these is left."""
-    if len(before) != len(now):
-        return now
-    return [[way for way in ways if way in old] or ways for old, ways in zip(before, now, strict=True)]
 
 
 def _changes_verdict(step: _seam.Step, probed: Rows, outcome: Outcome) -> Verdict | None:

@@ -13,7 +13,7 @@ from lightning_memkit.decomposability import Verdict
 from lightning_memkit.joining_rules import ROUNDED
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.micro_batching import WeighBy, Weigher, normalized, weigher
-from lightning_memkit.micro_batching.batch_counts import Foretold, foretelling
+from lightning_memkit.micro_batching.batch_counts import Foretelling
 from lightning_memkit.micro_batching.comparison import (
     SCALE,
     Comparison,
@@ -230,15 +230,18 @@ class RowTrials:
             [*trials.handed_on, *(change.name for change in outcome.changes)], error, failure
         )
 
-    def foretold(self, outcome: Outcome, rules: LossRules) -> list[list[Foretold]]:
-        """The numbers of a batch that each term's divisor was in proportion to, in the batch and its parts."""
+    def learn_counts(self, foretold: Foretelling, outcome: Outcome, rules: LossRules) -> None:
+        """Let numbers of the batch be compared with what each term counted in it and in its parts."""
         present = outcome.present
         counts = [_counts(rules, outcome.whole), *(_counts(rules, outcome.parts[index]) for index in present)]
         batches = [self._rows.whole, *(self._rows.parts[index] for index in present)]
-        return [
-            foretelling(batches, [count[index] for count in counts]) if index in rules.means else []
-            for index in range(len(rules.rules))
-        ]
+        foretold.learn(
+            batches,
+            [
+                [count[index] for count in counts] if index in rules.means else None
+                for index in range(len(rules.rules))
+            ],
+        )
 
     def learn_rests(self, rests: RestRules, outcome: Outcome, noise: float) -> None:
         """Let rules of what has no gradient in the loss learn from a comparison by what the loss shows.
@@ -491,7 +494,8 @@ class RowTrials:
         while groups:
             group = groups.pop()
             alone = partial(_scaled_terms, rules, group, ones)
-            whole = self._whole(alone).gradient
+            as_one = self._whole(alone)
+            whole = as_one.gradient
             # The whole loss is scaled: what a term's own scale does not reach would be taken for noise.
             again = self._whole(lambda loss, alone=alone: alone(loss) * SCALE).gradient
             comparison = Comparison(self._spans(), whole, again / SCALE)
@@ -501,7 +505,8 @@ class RowTrials:
             miss = self._miss(comparison, gradients, [1.0] * len(gradients), alone)
             if law is Law.SUM and miss.excess > 1:
                 shared = self._miss(comparison, gradients, fractions, alone)
-                if shared.excess <= 1:
+                alike = all(_is_same_number(rules, index, as_one, runs) for index in group)
+                if shared.excess <= 1 and not any_rank(self._step.trainer, not alike):
                     miss, law = shared, Law.SHARED
                 elif len(group) > 1:
                     groups += [[index] for index in group]
@@ -635,6 +640,24 @@ def _shared_below_factors(rules: LossRules, whole: Run) -> LossRules:
 
 def _several(parts: Sequence[Run | None]) -> bool:
     return sum(part is not None and part.counts for part in parts) > 1
+
+
+def _is_same_number(rules: LossRules, index: int, whole: Run, parts: Sequence[Run]) -> bool:
+    """Whether a term that seems to look at no row has one value in the batch and its parts, where this is shown.
+
+    It is computed from the same weights by the same operators, so to the bit. The gradient of
+    `p.mean(0).square().sum()` over rows that are much alike is that of its parts but for a few per cent, which
+    bfloat16 hides.
+    """
+    tops = [rules.read(run.terms).tops[index] for run in (whole, *parts)]
+    shown = [
+        [top.number.value(run.values) for top in of_run]
+        for run, of_run in zip((whole, *parts), tops, strict=True)
+    ]
+    if any(value is None for of_run in shown for value in of_run):
+        return True
+    first, *others = [[float(value) for value in of_run if value is not None] for of_run in shown]
+    return all(other == first for other in others)
 
 
 def _counts(rules: LossRules, run: Run | None) -> tuple[float, ...]:

@@ -18,16 +18,16 @@ from torch.optim import Optimizer
 from lightning_memkit import decomposability
 from lightning_memkit.memory.measure import AllocatorMeter, PeakMeter, peak_meter
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
-from lightning_memkit.micro_batching import SplitError, batch_size, split_batch
+from lightning_memkit.micro_batching import SplitError, SplittableBatch, batch_size, split_batch
 from lightning_memkit.micro_batching.batch_counts import Foretelling
-from lightning_memkit.micro_batching.composed_state import ComposedState
 from lightning_memkit.micro_batching.composition import Left, compose
-from lightning_memkit.micro_batching.foreseen import ForeseenWronglyError
-from lightning_memkit.micro_batching.loss_rules import LossRules
+from lightning_memkit.micro_batching.foreseen import ForeseenWronglyError, UnforeseenLossError
+from lightning_memkit.micro_batching.lone_counts import LoneCounts, Look, saving_shapes_only
+from lightning_memkit.micro_batching.loss_rules import LossRules, Reading
 from lightning_memkit.micro_batching.loss_walk import terms_of
 from lightning_memkit.micro_batching.state_walk import Keys
 from lightning_memkit.micro_batching.step_changes import StepChange, label
-from lightning_memkit.micro_batching.step_shares import kept_from_zero
+from lightning_memkit.micro_batching.step_shares import kept_from_zero, lone_terms, looked_at
 from lightning_memkit.micro_batching.term_values import TermValues
 from lightning_memkit.micro_batching.without_noise import quiet
 from lightning_memkit.optim.closures import trial_step
@@ -41,7 +41,8 @@ from lightning_memkit.optim.snapshots import (
     take_snapshot,
 )
 from lightning_memkit.plugins import _seam
-from lightning_memkit.plugins._ranks import Ranks, local_optimizer
+from lightning_memkit.plugins._partition import Cut, Partition, rows_together
+from lightning_memkit.plugins._ranks import Ranks, any_rank, local_optimizer
 from lightning_memkit.plugins._tensors import tensors_of
 from lightning_memkit.rollback import Generators, Rollback
 
@@ -342,49 +343,89 @@ class Trials:
             drew, elsewhere = generators.drawn_from()
             return Values(logged=list(logged), returned=returned, drew=drew, drew_elsewhere=elsewhere)
 
-    def survey(
-        self,
-        step: _seam.Step,
-        parts: Sequence[Any],
-        rules: LossRules,
-        state: ComposedState | None,
-        foretold: Foretelling,
-    ) -> list[float]:
+    def survey(self, step: _seam.Step, cut: Cut, partition: Partition, rules: LossRules) -> list[float]:
         """What the terms of a loss count in all micro-batches together: a forward of each, without a backward.
 
-        Each begins with the same `state`, as in training.
+        Each begins with the same state, as in training. Where a micro-batch is divided by 1 and nothing tells whether
+        it counts 1, one more forward of it and another as one, in which autograd saves shapes alone.
 
         Raises:
-            UnforeseenLossError: a micro-batch's loss has other terms.
+            UnforeseenLossError: a micro-batch's loss has other terms, or such a look failed.
         """
-        counted = [0.0] * len(rules.rules)
-        with self._no_trace(step, *parts):
-            if state is not None:
-                state.begin()
-            for index in range(self.ranks.most_parts(len(parts))):
-                part = parts[min(index, len(parts) - 1)]  # where ranks meet, all run as many
-                if state is not None:
-                    state.begin_anew()
-                counts = self.ranks.part(
-                    lambda part=part: self._counted(step, part, rules, foretold),
-                    counts=False,
-                    smallest=lambda part=part: step.forward(self._transfer(_one_row(part))),
-                    kind="survey",
-                )
-                if index < len(parts):
-                    counted = [total + count for total, count in zip(counted, counts, strict=True)]
+        adjacent = partition.split is not None or isinstance(step.batch, SplittableBatch)
+        sums = frozenset(index for index, rule in enumerate(rules.rules) if rule.seems_a_sum)
+        found = LoneCounts(counts=[], lone=[], sums=sums, adjacent=adjacent)
+        with self._no_trace(step, *cut.parts):
+            if partition.state is not None:
+                partition.state.begin()
+            for counts, lone, _ in self._each_counted(step, cut.parts, partition, rules):
+                found.counts.append(counts)
+                found.lone.append(lone)
+            while any_rank(self._trainer, bool(found.looks())):
+                known = len(found.looks())
+                self._look(step, cut, partition, found)
+                if not any_rank(self._trainer, len(found.looks()) != known):
+                    break  # these can't be run
             self.ranks.forget_part()
-        return counted
+        totals = found.totals()
+        if any_rank(self._trainer, totals is None) or totals is None:
+            raise UnforeseenLossError(found.why)
+        for index in found.terms:
+            partition.foretold.confirm(index, step.batch, totals[index])
+        return totals
 
-    def _counted(self, step: _seam.Step, part: Any, rules: LossRules, foretold: Foretelling) -> list[float]:
+    def _look(self, step: _seam.Step, cut: Cut, partition: Partition, found: LoneCounts) -> None:
+        """Run micro-batches as one, as far as this can be; nothing is learned of those that can't."""
+        assert partition.rules is not None
+        looks, rows = [], []
+        for look in found.looks():
+            together = _rows_of(step.batch, cut, partition, look, adjacent=found.adjacent)
+            if together is not None:
+                looks.append(look)
+                rows.append(together)
+        try:
+            with saving_shapes_only():
+                for index, (_, _, told) in enumerate(
+                    self._each_counted(step, rows, partition, partition.rules)
+                ):
+                    found.learn(looks[index], told)
+        except Exception as error:
+            # Two micro-batches may be more than there is memory for, or than the step allows. Ranks retry together.
+            if self._trainer.world_size > 1 or isinstance(error, ForeseenWronglyError):
+                raise
+            rank_zero_debug(f"MemoryBudget can't look at two parts: {error!r}")
+
+    def _each_counted(
+        self, step: _seam.Step, parts: Sequence[Any], partition: Partition, rules: LossRules
+    ) -> Iterator[tuple[tuple[float, ...], frozenset[int], tuple[float, ...]]]:
+        """Of each of some rows, what terms count, which are divided by 1 for an unknown reason, and `looked_at`."""
+        least = [_one_row(step.batch)]  # for ranks that have nothing to run while others do
+        for index in range(self.ranks.most_parts(len(parts))):
+            part = (parts or least)[min(index, max(len(parts) - 1, 0))]
+            if partition.state is not None:
+                partition.state.begin_anew()
+            found = self.ranks.part(
+                lambda part=part: self._counted(step, part, rules, partition.foretold),
+                counts=False,
+                smallest=lambda part=part: step.forward(self._transfer(_one_row(part))),
+                kind="survey",
+            )
+            if index < len(parts):
+                yield found
+
+    def _counted(
+        self, step: _seam.Step, part: Any, rules: LossRules, foretold: Foretelling
+    ) -> tuple[tuple[float, ...], frozenset[int], tuple[float, ...]]:
         with TermValues() as noted:
             loss, _ = step.forward(self._transfer(part))
         if loss is None:
-            return [0.0] * len(rules.rules)
+            nothing = (0.0,) * len(rules.rules)
+            return nothing, frozenset(), nothing
         reading = rules.read(terms_of(loss))
         counts = rules.counts(reading, loss, noted.values)
         kept, _ = kept_from_zero(reading, counts, foretold, part)
-        return [0.0 if none else float(count) for none, count in zip(kept, counts, strict=True)]
+        own = tuple(0.0 if none else float(count) for none, count in zip(kept, counts, strict=True))
+        return own, _lone_of(rules, reading, own, foretold), looked_at(rules, reading, own)
 
     def _run_before(self, step: _seam.Step, batch: Any) -> None:
         generators = Generators()
@@ -605,6 +646,23 @@ def other_rows(whole: Any, batch: Any) -> Any:
     """As many rows of the whole batch as a trial's have, others as far as there are: its last ones."""
     total, rows = _rows(whole), _rows(batch)
     return split_batch(whole, [total - rows, rows])[1] if 0 < rows < total else batch
+
+
+def _lone_of(
+    rules: LossRules, reading: Reading, counts: Sequence[float], foretold: Foretelling
+) -> frozenset[int]:
+    """Those of `lone_terms`; a look may show what no micro-batch does."""
+    with suppress(UnforeseenLossError):
+        return frozenset(lone_terms(rules, reading, counts, foretold))
+    return frozenset()
+
+
+def _rows_of(batch: Any, cut: Cut, partition: Partition, look: Look, *, adjacent: bool) -> Any:
+    """The rows of a look; None where they can't be put together."""
+    if look is None:  # `WHOLE`
+        return batch
+    together = rows_together(batch, cut, partition.split, *sorted(look), adjacent=adjacent)
+    return None if together is None else together[0]
 
 
 def _one_row(batch: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
@@ -24,7 +24,7 @@ from lightning_memkit.plugins._choice import PartsChoice
 from lightning_memkit.plugins._evaluation import Observer, keep_budget_in_evaluation
 from lightning_memkit.plugins._history import PartsChange, noted
 from lightning_memkit.plugins._options import BudgetOptions, Enforce, check_options
-from lightning_memkit.plugins._partition import WHOLE, Partition, Splitter
+from lightning_memkit.plugins._partition import WHOLE, Cut, Partition, Splitter
 from lightning_memkit.plugins._parts import PartsRunner
 from lightning_memkit.plugins._pickling import LeavesRunBehind, nothing
 from lightning_memkit.plugins._ranks import local_optimizer, ranks_of
@@ -280,13 +280,13 @@ class MemoryBudget(LeavesRunBehind, Callback):
         if trainer.world_size > 1:
             self._undo += [ranks.close, _seam.clip_by(trainer, ranks.clip)]
 
-    def _survey(self, step: _seam.Step, parts: Sequence[Any]) -> list[float]:
+    def _survey(self, step: _seam.Step, cut: Cut) -> list[float]:
         """What the terms of a batch's loss count in all its parts."""
         partition = None if self._runner is None else self._runner.partition
         if self._trials is None or partition is None or partition.rules is None:
             raise RuntimeError("MemoryBudget surveys a batch before its loss is known.")
         with unmetered():
-            return self._trials.survey(step, parts, partition.rules, partition.state, partition.foretold)
+            return self._trials.survey(step, cut, partition, partition.rules)
 
     def _journal(self, step: _seam.Step) -> None:
         """Let the optimizer's own step survive an OOM; where it can't, no step is retried."""

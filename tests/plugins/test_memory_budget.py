@@ -385,7 +385,7 @@ def test_a_transformers_model_on_padded_batches_is_weighed_by_its_shifted_labels
     assert (
         budget._choice.weighing.rules is not None
     )  # the loss itself shows how many labels it is a mean over
-    assert budget._choice.weighing.foretold[0][0].count.start == 1
+    assert budget._choice.weighing.foretold.ways[0][0].count.start == 1
     norm = weights(whole).float().norm()
     relative = float((weights(whole).float() - weights(parts).float()).norm() / norm)
     assert relative <= (5e-3 if bf16 else 1e-5)

@@ -1,0 +1,206 @@
+"""Losses divided by a count that is kept from zero, and not zero where none is counted: detectors' normalisation."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_memkit import MemoryBudget
+from lightning_memkit.micro_batching.batch_counts import BatchCount, Foretelling
+from lightning_memkit.micro_batching.lone_counts import WHOLE, LoneCounts, saving_shapes_only
+from lightning_memkit.plugins._sizing import BudgetError
+
+ROWS, BATCHES, CLASSES = 8, 10, 5
+Loss = Callable[["Detector", Tensor, Tensor], Tensor]
+
+
+def of_rows(module: "Detector", x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(module.net(x), y, reduction="none")
+
+
+def focal(module: "Detector", x: Tensor, y: Tensor) -> Tensor:
+    """Lin et al. 2017: the background's rows count in the sum, and not in what divides it."""
+    loss = of_rows(module, x, y)
+    return ((1 - torch.exp(-loss)) ** 2 * loss).sum() / (y > 2).sum().clamp(min=1)
+
+
+def by_python(module: "Detector", x: Tensor, y: Tensor) -> Tensor:
+    return of_rows(module, x, y).sum() / max(int((y > 2).sum()), 1)
+
+
+def beside_boxes(module: "Detector", x: Tensor, y: Tensor) -> Tensor:
+    """Boxes have a loss where there is an object only."""
+    positive = y > 2
+    boxes = F.smooth_l1_loss(module.boxes(x[positive]), x[positive, :4], reduction="sum")
+    return focal(module, x, y) + boxes / positive.sum().clamp(min=1)
+
+
+def masked(module: "Detector", x: Tensor, y: Tensor) -> Tensor:
+    """What is not counted is not summed: its divisor of 1 is a count, or divides nothing."""
+    return of_rows(module, x, y)[y > 2].sum() / (y > 2).sum().clamp(min=1)
+
+
+class Detector(LightningModule):
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        self.loss = loss
+        self.net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, CLASSES))
+        self.boxes = nn.Linear(6, 4)
+        self.reported: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(self, *batch)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.reported.append(float(outputs["loss"]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def trained(loss: Loss, seed: int, size: int | None) -> tuple[Tensor, list[float], set[int]]:
+    torch.manual_seed(seed)
+    module = Detector(loss).double()
+    x = torch.randn(ROWS * BATCHES, 6, dtype=torch.float64)
+    y = torch.randint(0, CLASSES, (ROWS * BATCHES,))
+    budget = [] if size is None else [MemoryBudget("1GiB", micro_batch_size=size)]
+    trainer = Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=list(budget),
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(module, DataLoader(TensorDataset(x, y), batch_size=ROWS))
+    weights = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+    sizes = {change.micro_batch_size for one in budget for change in one.history}
+    return weights, module.reported, sizes
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("loss", [focal, by_python, beside_boxes, masked])
+def test_it_is_the_batch_s_or_refused(loss: Loss, seed: int, size: int) -> None:
+    """The sum of the micro-batches' divisors was taken for the total, unsaid."""
+    weights, reported, _ = trained(loss, seed, None)
+    try:
+        ours, told, sizes = trained(loss, seed, size)
+    except BudgetError:
+        assert loss is not masked
+        return
+    assert sizes == {size}
+    torch.testing.assert_close(ours, weights, rtol=0, atol=1e-12)
+    assert told == pytest.approx(reported, abs=1e-12)
+
+
+def lone(counts: list[float], *places: int, **options: Any) -> LoneCounts:
+    """One term, which is divided by 1 for an unknown reason in the micro-batches of these places."""
+    alone = [frozenset({0}) if place in places else frozenset[int]() for place in range(len(counts))]
+    return LoneCounts(counts=[(count,) for count in counts], lone=alone, **options)
+
+
+def test_the_total_is_looked_up_beside_a_micro_batch_that_counts_more() -> None:
+    found = lone([1, 3, 1, 2], 0, 2)
+    assert found.looks() == [(3, 0), (3, 2)]
+    found.learn((3, 0), (2.0,))  # none of the first
+    assert found.looks() == [(3, 2)]
+    found.learn((3, 2), (3.0,))
+    assert found.looks() == []
+    assert found.totals() == [6.0]
+
+
+def test_micro_batches_of_one_each_are_divided_by_two_as_one() -> None:
+    found = lone([1, 1, 1, 0], 0, 1, 2)
+    assert found.looks() == [(0, 1), (1, 2)]
+    for pair in found.looks():
+        found.learn(pair, (2.0,))
+    assert found.totals() == [3.0]
+
+
+def test_where_pairs_hold_less_the_whole_batch_tells() -> None:
+    found = lone([1, 1, 0], 0, 1)
+    found.learn((0, 1), (1.0,))
+    assert found.looks() == [WHOLE]
+    assert found.totals() is None
+    found.learn(WHOLE, (1.0,))
+    assert found.totals() == [1.0]
+
+
+def test_neighbours_alone_where_rows_can_not_be_picked() -> None:
+    assert lone([1, 4, 1], 0, 2, adjacent=True).looks() == [(1, 0), (1, 2)]
+    assert lone([1, 0, 1], 0, 2, adjacent=True).looks() == [WHOLE]
+
+
+def test_one_lone_micro_batch_among_empty_ones_is_looked_up_in_the_whole() -> None:
+    assert lone([1, 0, 0], 0).looks() == [WHOLE]
+
+
+def test_what_seems_a_sum_is_divided_by_1_in_the_whole_batch_as_well() -> None:
+    for divisor, total in ((1.0, [1.0]), (2.0, None)):
+        found = lone([1, 1, 1], 0, 1, 2, sums=frozenset({0}))
+        assert found.looks() == [WHOLE]
+        found.learn(WHOLE, (divisor,))
+        assert found.totals() == total
+    assert "divided by 1 in micro-batches, and by 2 in their batch" in found.why
+
+
+def test_a_divisor_that_no_count_explains_has_no_total() -> None:
+    found = lone([1, 3], 0)
+    found.learn((1, 0), (3.5,))
+    assert found.totals() is None
+    assert "divided by 3 and by 1 in two micro-batches, and by 3.5 in both as one" in found.why
+
+
+def test_a_graph_of_shapes_shows_its_divisor_and_holds_no_large_tensor() -> None:
+    x = torch.randn(1 << 17, requires_grad=True)
+    with saving_shapes_only():
+        loss = (x * x.detach()).exp().sum() / torch.tensor(3.0)
+    division: Any = loss.grad_fn
+    assert float(division._saved_other) == 3
+    exponential = division.next_functions[0][0].next_functions[0][0]
+    assert exponential._saved_result.device.type == "meta"
+    assert exponential._saved_result.shape == x.shape
+
+
+def part(*labels: int) -> dict[str, Tensor]:
+    return {"labels": torch.tensor(labels)}
+
+
+def test_a_number_that_was_wrong_once_is_never_asked_again() -> None:
+    """Rows of one kind agree with many numbers by chance: so a batch of positives brought "rows" back."""
+    foretelling = Foretelling([[]])
+    foretelling.learn([part(1, 0, 2, 0), part(1, 0), part(2, 0)], [[2.0, 1.0, 1.0]])
+    assert [way.count.kind for way in foretelling.ways[0]] == ["nonzero", "labels", "rows"] or [
+        way.count.kind for way in foretelling.ways[0]
+    ] == ["labels", "nonzero", "rows"]
+    foretelling.learn([part(1, 0, 0), part(1, 0), part(0)], [[1.0, 1.0, 0.0]])
+    assert [way.count for way in foretelling.ways[0]] == [BatchCount("nonzero")]
+    foretelling.forget_wrong(part(1, 1, 0), [3.0])
+    assert foretelling.ways == [[]]
+    foretelling.learn([part(1, 1), part(1), part(1)], [[2.0, 1.0, 1.0]])
+    assert BatchCount("nonzero") not in [way.count for way in foretelling.ways[0]]
+    assert foretelling.is_silent(0)
+
+
+def test_a_number_is_believed_on_divisors_of_1_once_totals_that_were_looked_up_agree() -> None:
+    foretelling = Foretelling([[]])
+    foretelling.learn([part(1, 2), part(1), part(2)], [[2.0, 1.0, 1.0]])
+    for _ in range(3):
+        assert foretelling.is_silent(0)
+        foretelling.confirm(0, part(1, 0, 2), 2.0)  # not the rows
+    assert not foretelling.is_silent(0)
+    assert [way.count for way in foretelling.ways[0]] == [BatchCount("nonzero")]
+
+
+def test_nothing_is_learned_of_a_term_that_counts_nothing() -> None:
+    foretelling = Foretelling([[]])
+    foretelling.learn([part(0, 0), part(0)], [[0.0, 0.0]])
+    foretelling.learn([part(1, 0), part(1), part(0)], [None])
+    assert foretelling.ways == [[]]
+    foretelling.learn([part(1, 0), part(1), part(0)], [[1.0, 1.0, 0.0]])
+    assert foretelling.ways[0]
