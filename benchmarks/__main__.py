@@ -59,12 +59,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="seeds data, models and the order of the pairs")
     parser.add_argument("--only", default="", help="run one named case and write no file (exactness)")
     parser.add_argument("--size", default="", help="run one micro-batch size, with --only (exactness)")
-    parser.add_argument("--gpu", action="store_true", help="run the benchmark's GPU part (`run_gpu`)")
+    parser.add_argument("--gpu", action="store_true", help="run the benchmark's rows for a GPU (`gpu_rows`)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result files")
     chosen = parser.parse_args(arguments)
 
-    entry = "run_gpu" if chosen.gpu else "run"
-    benchmarks = find_benchmarks(entry)
+    benchmarks = find_benchmarks("gpu_rows" if chosen.gpu else "run")
     if chosen.name is None:
         width = max(map(len, benchmarks), default=0)
         print("\n".join(f"{name:{width}}  {line}" for name, line in benchmarks.items()) or "no benchmarks")
@@ -72,14 +71,16 @@ def main(arguments: list[str] | None = None) -> int:
     if chosen.name not in benchmarks:
         kind = "GPU benchmark" if chosen.gpu else "benchmark"
         parser.error(f"no {kind} {chosen.name!r}; there are: {', '.join(benchmarks) or 'none'}")
+    if chosen.gpu:
+        return _run_gpu_rows(chosen)
     options = Options(quick=chosen.quick, seed=chosen.seed, only=chosen.only, size=chosen.size)
     start = time.perf_counter()
-    report: Report = getattr(importlib.import_module(f"benchmarks.{chosen.name}"), entry)(options)
+    report: Report = importlib.import_module(f"benchmarks.{chosen.name}").run(options)
     seconds = time.perf_counter() - start
     if options.only or options.size:  # a part of the figures must not pass for all
         print(f"{seconds:.0f} s; a part of the benchmark, written nowhere")
     else:
-        path = record(report, options, seconds=seconds, on_gpu=chosen.gpu, folder=chosen.results)
+        path = record(report, options, seconds=seconds, on_gpu=False, folder=chosen.results)
         print(f"{seconds:.0f} s; written to {path}")
     show(report)
     return 1 if report.failed else 0
@@ -90,6 +91,15 @@ def main_of(file: str) -> int:
     # `record` writes the arguments down: they have to be a command that can be repeated.
     sys.argv.insert(1, Path(file).stem)
     return main()
+
+
+def _run_gpu_rows(chosen: argparse.Namespace) -> int:
+    """The rows of one benchmark, as `python -m benchmarks.gpu` runs them all."""
+    from benchmarks import gpu
+
+    quick = ["--quick"] if chosen.quick else []
+    arguments = [*quick, "--seed", str(chosen.seed), "--results", str(chosen.results)]
+    return gpu.main(["--only", chosen.name, *arguments])
 
 
 def _cell(value: object) -> str:

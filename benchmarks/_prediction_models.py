@@ -90,6 +90,14 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
         "patch_size": 2,
     },
 }
+# What grows with a scale, of a configuration; images, and the widths of what convolves over them, at most fourfold.
+_WIDTHS = (
+    "vocab_size", "hidden_size", "intermediate_size", "head_dim", "ffn_dim", "word_embed_proj_dim", "n_embd",
+    "d_model", "d_ff", "d_kv", "encoder_ffn_dim", "decoder_ffn_dim", "moe_intermediate_size",
+    "max_source_positions", "max_target_positions",
+)  # fmt: skip
+_OF_IMAGES = ("image_size", "embedding_size", "hidden_sizes")
+_LARGEST_OF_IMAGES = 4
 _UNBLOCKED = ("ResNetForImageClassification", "ConvNextForImageClassification")
 
 
@@ -104,28 +112,48 @@ class Subject:
     has_blocks: bool = True
 
 
-def subjects() -> Iterator[Subject]:
-    """All of them."""
+def subjects(scale: int = 1) -> Iterator[Subject]:
+    """All of them, so many times as wide, and their batches as long."""
     for name in TRANSFORMERS:
         yield Subject(
             name=name,
-            build=partial(_from_config, name),
+            build=partial(_from_config, name, scale),
             loss=_own_loss,
-            batch=partial(_batch_of, name),
+            batch=partial(_batch_of, name, scale),
             has_blocks=name not in _UNBLOCKED,
         )
-    yield Subject(name="Lightning's Transformer", build=_demo, loss=_demo_loss, batch=_demo_batch)
-    yield Subject(name="MLP", build=_mlp, loss=_class_loss, batch=_vectors, has_blocks=False)
-    yield Subject(name="CNN", build=_cnn, loss=_class_loss, batch=_images, has_blocks=False)
-    yield Subject(name="residual CNN", build=_residual_cnn, loss=_class_loss, batch=_images)
-    yield Subject(name="packed example", build=_packed, loss=_packed_loss, batch=_packed_batch)
+    demo, mlp = partial(_demo, scale), partial(_mlp, scale)
+    yield Subject(
+        name="Lightning's Transformer", build=demo, loss=_demo_loss, batch=partial(_demo_batch, scale)
+    )
+    yield Subject(name="MLP", build=mlp, loss=_class_loss, batch=partial(_vectors, scale), has_blocks=False)
+    yield Subject(name="CNN", build=_cnn, loss=_class_loss, batch=partial(_images, scale), has_blocks=False)
+    yield Subject(name="residual CNN", build=_residual_cnn, loss=_class_loss, batch=partial(_images, scale))
+    yield Subject(
+        name="packed example",
+        build=partial(_packed, scale),
+        loss=_packed_loss,
+        batch=partial(_packed_batch, scale),
+    )
 
 
-def _from_config(name: str) -> nn.Module:
+def config_of(name: str, scale: int) -> dict[str, Any]:
+    """The configuration of a transformer, so many times as wide."""
+    few = min(scale, _LARGEST_OF_IMAGES)
+    config = dict(TRANSFORMERS[name])
+    for key, value in config.items():
+        if key in _WIDTHS:
+            config[key] = scale * value
+        elif key in _OF_IMAGES:
+            config[key] = [few * one for one in value] if isinstance(value, list) else few * value
+    return config
+
+
+def _from_config(name: str, scale: int) -> nn.Module:
     import transformers
 
     cls: Any = getattr(transformers, name)
-    config = cls.config_class(**TRANSFORMERS[name])
+    config = cls.config_class(**config_of(name, scale))
     config.use_cache = False
     return cls(config)
 
@@ -134,22 +162,26 @@ def _own_loss(model: nn.Module, batch: Any) -> Tensor:
     return model(**batch).loss
 
 
-def _batch_of(name: str, samples: int) -> dict[str, Tensor]:
+def _batch_of(name: str, scale: int, samples: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
+    # Without its own kernels Mamba is a loop over tokens, which takes the host long.
+    length = LENGTH if name.startswith("Mamba") else scale * LENGTH
     if name.endswith("ImageClassification"):
-        images, labels = _images(samples)
+        images, labels = _images(scale, samples)
         return {"pixel_values": images, "labels": labels}
-    ids = torch.randint(3, VOCABULARY, (samples, LENGTH), generator=generator)
+    ids = torch.randint(3, VOCABULARY, (samples, length), generator=generator)
     if name.startswith("Whisper"):
-        return {"input_features": torch.randn(samples, 8, 2 * LENGTH, generator=generator), "labels": ids}
+        return {"input_features": torch.randn(samples, 8, 2 * length, generator=generator), "labels": ids}
     batch = {"input_ids": ids, "labels": ids.clone()}
     return batch if name.startswith("Mamba") else {**batch, "attention_mask": torch.ones_like(ids)}
 
 
-def _demo() -> nn.Module:
+def _demo(scale: int) -> nn.Module:
     from lightning.pytorch.demos.transformer import Transformer
 
-    return Transformer(vocab_size=VOCABULARY, ninp=WIDTH, nhead=4, nhid=2 * WIDTH, nlayers=2)
+    return Transformer(
+        vocab_size=scale * VOCABULARY, ninp=scale * WIDTH, nhead=4, nhid=2 * scale * WIDTH, nlayers=2
+    )
 
 
 def _demo_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -157,14 +189,16 @@ def _demo_loss(model: nn.Module, batch: Any) -> Tensor:
     return F.nll_loss(model(inputs, target), target.view(-1))
 
 
-def _demo_batch(samples: int) -> tuple[Tensor, Tensor]:
-    ids = torch.randint(0, VOCABULARY, (samples, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+def _demo_batch(scale: int, samples: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, VOCABULARY, (samples, scale * LENGTH + 1), generator=generator)
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
-def _mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Dropout(0.1), nn.Linear(512, 512), nn.GELU(),
-                         nn.Linear(512, CLASSES))  # fmt: skip
+def _mlp(scale: int) -> nn.Module:
+    wide = 512 * scale
+    return nn.Sequential(nn.Linear(256, wide), nn.GELU(), nn.Dropout(0.1), nn.Linear(wide, wide), nn.GELU(),
+                         nn.Linear(wide, CLASSES))  # fmt: skip
 
 
 def _class_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -172,15 +206,16 @@ def _class_loss(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(inputs), labels)
 
 
-def _vectors(samples: int) -> tuple[Tensor, Tensor]:
+def _vectors(scale: int, samples: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    samples *= 8
+    samples *= 8 * scale
     return torch.randn(samples, 256, generator=generator), torch.arange(samples) % CLASSES
 
 
-def _images(samples: int) -> tuple[Tensor, Tensor]:
+def _images(scale: int, samples: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(samples, 3, IMAGE, IMAGE, generator=generator), torch.arange(samples) % CLASSES
+    side = IMAGE * min(scale, _LARGEST_OF_IMAGES)
+    return torch.randn(samples, 3, side, side, generator=generator), torch.arange(samples) % CLASSES
 
 
 def _cnn() -> nn.Module:
@@ -209,11 +244,17 @@ def _residual_cnn() -> nn.Module:
                          nn.Linear(48, CLASSES))  # fmt: skip
 
 
-def _packed() -> nn.Module:
+def _packed(scale: int) -> nn.Module:
     from examples.pretrain_causal_lm.model import CausalLM
     from lightning_memkit.attention import packed_attention
 
-    return CausalLM(vocabulary_size=VOCABULARY, width=WIDTH, layers=2, heads=4, attention=packed_attention)
+    return CausalLM(
+        vocabulary_size=scale * VOCABULARY,
+        width=scale * WIDTH,
+        layers=2,
+        heads=4,
+        attention=packed_attention,
+    )
 
 
 def _packed_loss(model: Any, batch: Any) -> Tensor:
@@ -221,12 +262,12 @@ def _packed_loss(model: Any, batch: Any) -> Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
 
 
-def _packed_batch(samples: int) -> Any:
+def _packed_batch(scale: int, samples: int) -> Any:
     from lightning_memkit.data.collate import collate
     from lightning_memkit.data.packing import pack
     from lightning_memkit.data.store import TokenStore
 
     rng = np.random.default_rng(0)
-    lengths = rng.integers(4, LENGTH, 6 * samples)
+    lengths = rng.integers(4, scale * LENGTH, 6 * samples)
     store = TokenStore.of([rng.integers(0, VOCABULARY, length) for length in lengths])
-    return collate(store, pack(store.lengths, LENGTH), range(samples))
+    return collate(store, pack(store.lengths, scale * LENGTH), range(samples))

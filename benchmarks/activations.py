@@ -17,7 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.__main__ import main_of
 from benchmarks._activation_models import CASES, HAND_MADE, Case
-from benchmarks._gpu_offload import offload_on_gpu
+from benchmarks._gpu_offload import rows_of_activations
+from benchmarks._gpu_rows import GpuRow
 from benchmarks.harness import MINIMUM_PAIRS, Options, Ratio, Report, paired_ratio, self_ratio_is_void
 from lightning_memkit import checkpoint_modules
 from lightning_memkit.memory.allocator_trace import AllocatorTrace
@@ -217,9 +218,9 @@ def compiled(
     return rows, priced
 
 
-def run_gpu(options: Options) -> Report:
-    """Activation offload and activation checkpointing of a billion parameters, by peak and time."""
-    return offload_on_gpu(options)
+def gpu_rows(options: Options) -> list[GpuRow]:
+    """Activation checkpointing and activation offload of a billion parameters on a GPU, by peak and time."""
+    return rows_of_activations(options)
 
 
 if __name__ == "__main__":

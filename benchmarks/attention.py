@@ -24,6 +24,8 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.__main__ import main_of
+from benchmarks._gpu_device import Peak
+from benchmarks._gpu_rows import GpuRow
 from benchmarks.harness import (
     LONG_STEP_SECONDS,
     MINIMUM_PAIRS,
@@ -79,11 +81,11 @@ def run(options: Options) -> Report:
         torch.set_num_threads(threads)
 
 
-def run_gpu(options: Options) -> Report:
-    """Every backend that runs on the GPU, in bfloat16; not yet verified on a GPU."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="backend='dense_mask' makes a mask")
-        return measured(options, torch.device("cuda"), torch.bfloat16)
+def gpu_rows(options: Options) -> list[GpuRow]:
+    """Every backend, and padding, in bfloat16 on a GPU."""
+    from benchmarks._gpu_attention import rows_of_attention
+
+    return rows_of_attention(options)
 
 
 def measured(options: Options, device: torch.device, dtype: torch.dtype) -> Report:
@@ -246,25 +248,12 @@ def byte_counts(inputs: tuple[Tensor, ...], attend: Attend) -> dict[str, int]:
             kept[storage._cdata] = storage.nbytes()
         return tensor
 
-    with ByteMeter() if query.device.type == "cpu" else Allocated() as meter:
+    # A compiled backend would run uncompiled under a `ByteMeter`: on a GPU the allocator is asked.
+    with Peak(query.device) as peak:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             out = attend(query, key, value)
         out.backward(weights_of(out))
-    return {"saved_bytes": sum(kept.values()), "peak_bytes": meter.peak_bytes}
-
-
-class Allocated:
-    """The peak of what CUDA's allocator hands out; a compiled backend would run uncompiled under a `ByteMeter`."""
-
-    peak_bytes = 0
-
-    def __enter__(self) -> "Allocated":
-        torch.cuda.reset_peak_memory_stats()
-        self._before = torch.cuda.memory_allocated()
-        return self
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self.peak_bytes = torch.cuda.max_memory_allocated() - self._before
+    return {"saved_bytes": sum(kept.values()), "peak_bytes": peak.allocated_bytes}
 
 
 def one_step(inputs: tuple[Tensor, ...], attend: Attend) -> Callable[[], Any]:

@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.__main__ import main_of
 from benchmarks._budget_models import Case, Model, cases
+from benchmarks._gpu_rows import GpuRow
 from benchmarks.harness import (
     Options,
     Ratio,
@@ -97,6 +98,13 @@ def run(options: Options) -> Report:
         "probe_steps: forward and backward passes of the sizing, thrown away; tuning_steps train.",
     )
     return Report("budget", figures, rows, void=self_ratio_is_void(itself), notes=notes)
+
+
+def gpu_rows(options: Options) -> list[GpuRow]:
+    """The chosen size against the exhaustive grid on a GPU, a model a row."""
+    from benchmarks._gpu_budget import rows_of_budgets
+
+    return rows_of_budgets(options)
 
 
 def _measure(case: Case, options: Options) -> tuple[dict[str, object], float]:

@@ -20,6 +20,7 @@ import torch
 
 MINIMUM_PAIRS = 100
 LONG_STEP_SECONDS = 1.0
+LEAST_PAIRS = 10  # on a device, whose clock no other process shares
 SELF_RATIO_TOLERANCE = 0.01
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # of mallopt, in malloc.h
 BOOTSTRAP_RESAMPLES = 4000
@@ -36,12 +37,14 @@ class Options:
         seed: Seeds the data, the models and the order of the pairs.
         only: The one case to run, of benchmarks that have named ones; nothing is written down then.
         size: The one micro-batch size to run, likewise.
+        device: Where the rows of a GPU part run: "cuda", or "cpu" to see at a tiny size that their code runs.
     """
 
     quick: bool = False
     seed: int = 0
     only: str = ""
     size: str = ""
+    device: str = "cuda"
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,27 @@ def paired_ratio(
             f"pairs={pairs} of steps of {longest:.3g} s: a timed claim needs {MINIMUM_PAIRS} pairs where a "
             f"step takes less than {LONG_STEP_SECONDS:g} s; raise pairs=."
         )
+    return _timed_pairs((ours, peer), setup, pairs, seed)
+
+
+def paired_ratio_within(ours: Step, peer: Step, *, seconds: float, seed: int = 0) -> Ratio:
+    """Time `ours` against `peer` in as many pairs as take `seconds`, between 10 and 100.
+
+    For steps of a device that nothing else uses: there a few pairs tell what takes a hundred on a busy CPU.
+
+    Args:
+        ours: The step that the claim is about.
+        peer: What it is compared with.
+        seconds: What the pairs take together; two more of each step warm up.
+        seed: Seeds the order and the bootstrap.
+    """
+    for _ in range(2):
+        both = _seconds(ours, None) + _seconds(peer, None)
+    pairs = min(MINIMUM_PAIRS, max(LEAST_PAIRS, int(seconds / max(both, 1e-9))))
+    return _timed_pairs((ours, peer), None, pairs, seed)
+
+
+def _timed_pairs(steps: tuple[Step, Step], setup: Step | None, pairs: int, seed: int) -> Ratio:
     rng = np.random.default_rng(seed)
     seconds = np.empty((pairs, 2))
     collector_was_on = gc.isenabled()
@@ -142,7 +166,7 @@ def paired_ratio(
     try:
         for index, ours_first in enumerate(rng.permutation(pairs) % 2 == 0):
             for column in (0, 1) if ours_first else (1, 0):
-                seconds[index, column] = _seconds((ours, peer)[column], setup)
+                seconds[index, column] = _seconds(steps[column], setup)
     finally:
         if collector_was_on:
             gc.enable()

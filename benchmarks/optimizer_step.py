@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from benchmarks.__main__ import main_of
+from benchmarks._gpu_rows import GpuRow
 from benchmarks.harness import (
     LONG_STEP_SECONDS,
     MINIMUM_PAIRS,
@@ -28,7 +29,6 @@ from benchmarks.harness import (
     self_ratio_is_void,
 )
 from lightning_memkit.optim.compensation import compensate
-from lightning_memkit.optim.fused import gpu
 from lightning_memkit.optim.journal import journal_steps
 
 LEARNING_RATE = 1e-3
@@ -50,8 +50,6 @@ FIGURES = {
     "torch Adafactor, fp32": "adafactor_torch",
     "optimi AdamW, Kahan": "optimi",
 }
-
-GPU_FIGURES = {"memkit kahan, compact": "kahan", "memkit split, compact": "split"}
 
 HOST_PARAMETERS = 201  # of a Llama with 22 layers
 HOST_SHAPE: tuple[int, ...] = (16,)
@@ -128,74 +126,11 @@ def _journaled_steps(options: Options, rows: list[dict[str, object]]) -> dict[st
     return figures
 
 
-def run_gpu(options: Options) -> Report:
-    """Bandwidth that a step reaches on the GPU, as a fraction of a device copy's; not yet verified on a GPU."""
-    device = torch.device("cuda")
-    shapes = _decoder_shapes(layers=8 if options.quick else 22)
-    count = _count(shapes)
-    copy_seconds = _gpu_copy_seconds(count, device)
-    copied_bytes_per_second = 8 * count / copy_seconds
-    figures: dict[str, float | int | bool] = {"copy_gigabytes_per_second": copied_bytes_per_second / 1e9}
-    rows: list[dict[str, object]] = []
-    base_seconds = 0.0
-    for label, dtype, moved_bytes, build in _gpu_candidates():
-        optimizer = build(_parameters(shapes, dtype, device, options.seed))
-        seconds, host_seconds = _gpu_seconds(optimizer.step), _host_seconds(optimizer.step)
-        base_seconds = base_seconds or seconds
-        fraction = moved_bytes * count / seconds / copied_bytes_per_second
-        rows.append(
-            {
-                "what": label,
-                "step_ms": round(1000 * seconds, 3),
-                "host_ms": round(1000 * host_seconds, 3),
-                "bytes_moved": moved_bytes,
-                "bandwidth_fraction": round(fraction, 4),
-            }
-            | _bytes(optimizer)
-        )
-        if label in GPU_FIGURES:
-            figures[f"gpu_bandwidth_fraction_{GPU_FIGURES[label]}"] = fraction
-            figures[f"gpu_ratio_{GPU_FIGURES[label]}"] = seconds / base_seconds
-        del optimizer
-    return Report("optimizer_step", figures, rows, notes=tuple(_gpu_notes(shapes)))
+def gpu_rows(options: Options) -> list[GpuRow]:
+    """The host's time, and the bandwidth that a step reaches on a GPU."""
+    from benchmarks._gpu_optimizer import rows_of_steps
 
-
-def _gpu_notes(shapes: list[tuple[int, ...]]) -> Iterator[str]:
-    yield (
-        f"{_count(shapes) / 1e6:.0f} million parameters in {len(shapes)} tensors; bandwidth_fraction: the bytes a "
-        "parameter that have to move, over the step's time and a device copy's bandwidth; host_ms: until the host "
-        "has launched a step"
-    )
-    why = gpu.why_unavailable()
-    if why is not None:
-        yield f"memkit's steps ran in plain torch: {why}"
-
-
-def _gpu_candidates() -> Iterator[tuple[str, torch.dtype, int, Build]]:
-    """Label, weights' dtype, bytes that have to move a parameter, and constructor; the base comes first."""
-    low = torch.bfloat16
-
-    def fused(parameters: list[Parameter]) -> Optimizer:
-        return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
-
-    def sgd(parameters: list[Parameter]) -> Optimizer:
-        optimizer = torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9)
-        compensate(optimizer, mode="kahan")
-        return optimizer
-
-    yield "torch AdamW fused, fp32", torch.float32, 28, fused
-    yield "torch AdamW fused, bf16", low, 14, fused
-    yield "memkit kahan, compact", low, 18, _memkit("kahan", "compact")
-    yield "memkit split, compact", low, 18, _memkit("split", "compact")
-    yield "memkit stochastic, compact", low, 14, _memkit("stochastic", "compact")
-    yield "memkit kahan, SGD with momentum", low, 14, sgd
-
-
-def _decoder_shapes(*, layers: int, width: int = 2048, hidden: int = 5632) -> list[tuple[int, ...]]:
-    """A decoder's parameters, large and small: 22 layers are TinyLlama's 1.1 billion (arXiv:2401.02385)."""
-    attention = [(width, width), (width // 8, width), (width // 8, width), (width, width)]
-    layer = [*attention, (hidden, width), (hidden, width), (width, hidden), (width,), (width,)]
-    return [(32000, width), *layer * layers, (width,), (32000, width)]
+    return rows_of_steps(options)
 
 
 def _candidates(notes: list[str]) -> Iterator[tuple[str, torch.dtype, Build]]:
@@ -309,36 +244,6 @@ def _bytes_per_parameter(optimizer: Any) -> float:
         if isinstance(tensor, torch.Tensor)
     }
     return round(sum(storages.values()) / count, 4)
-
-
-def _gpu_copy_seconds(count: int, device: torch.device) -> float:
-    source = torch.zeros(count, dtype=torch.float32, device=device)
-    target = torch.empty_like(source)
-    return _gpu_seconds(lambda: target.copy_(source))
-
-
-def _gpu_seconds(step: Callable[[], object], steps: int = 20) -> float:
-    for _ in range(3):
-        step()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(steps):
-        step()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) / 1000 / steps
-
-
-def _host_seconds(step: Callable[[], object], steps: int = 20) -> float:
-    """The host's share of a step: where it exceeds the device's, the device waits."""
-    seconds = []
-    for _ in range(steps):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        step()
-        seconds.append(time.perf_counter() - start)
-    torch.cuda.synchronize()
-    return sorted(seconds)[steps // 2]
 
 
 if __name__ == "__main__":

@@ -15,84 +15,27 @@ activations. Quick runs take 24 cells.
 import gc
 import logging
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Optimizer
+from lightning.pytorch import Trainer
+from torch import nn
 
-from benchmarks import _prediction_gpu
 from benchmarks.__main__ import main_of
-from benchmarks._prediction_models import Subject, subjects
+from benchmarks._gpu_rows import GpuRow
+from benchmarks._prediction_cells import OPTIMIZERS, PRECISIONS, Batches, Cell, Trained, trainer_options
+from benchmarks._prediction_gpu import rows_of_predictions
+from benchmarks._prediction_models import subjects
 from benchmarks.harness import Options, Report
-from lightning_memkit import ActivationCheckpointing, PureBF16Precision
 from lightning_memkit.memory.allocator_trace import AllocatorTrace
 from lightning_memkit.plugins.prediction import predict_memory
 from lightning_memkit.prediction.contained import contained
 
-PRECISIONS = ("float32", "bf16-mixed", "bfloat16, Kahan")
-OPTIMIZERS = ("AdamW loop", "AdamW foreach", "AdamW fused", "SGD", "AdamW8bit")
 POLICIES = ("none", "full", "selective")
 MICRO_BATCHES = (1, 4, 16)
 CELLS_A_MODEL = 8
 QUICK_CELLS = 24
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cell:
-    """What is trained, and how."""
-
-    subject: Subject
-    precision: str
-    optimizer: str
-    policy: str
-    micro_batch: int
-
-
-class Trained(LightningModule):
-    """Any model with a loss, and an optimizer by name."""
-
-    def __init__(self, cell: Cell) -> None:
-        super().__init__()
-        self.cell = cell
-        self.model = cell.subject.build()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """The subject's loss."""
-        loss = self.cell.subject.loss(self.model, batch)
-        self.log("loss", loss)
-        return loss
-
-    def configure_optimizers(self) -> Optimizer:
-        """The cell's optimizer."""
-        parameters, name = self.parameters(), self.cell.optimizer
-        if name == "AdamW8bit":
-            from bitsandbytes.optim import AdamW8bit
-
-            return AdamW8bit(parameters, lr=1e-3)
-        if name == "SGD":
-            return SGD(parameters, lr=1e-3, momentum=0.9)
-        kind = name.rpartition(" ")[2]
-        return AdamW(parameters, lr=1e-3, foreach=kind == "foreach", fused=kind == "fused")
-
-
-class Batches:
-    """Two batches, one after the other, as a loader would make them."""
-
-    def __init__(self, cell: Cell) -> None:
-        self.cell = cell
-
-    def __len__(self) -> int:
-        return 2
-
-    def __iter__(self) -> Iterator[Any]:
-        for _ in range(2):
-            yield self.cell.subject.batch(self.cell.micro_batch)
 
 
 def run(options: Options) -> Report:
@@ -135,30 +78,9 @@ def run(options: Options) -> Report:
     return Report("prediction", figures, rows)
 
 
-def run_gpu(options: Options) -> Report:
-    """Models of 1 and 8 billion parameters against what CUDA's allocator hands out and reserves."""
-    warnings.simplefilter("ignore")
-    cases = _prediction_gpu.QUICK if options.quick else _prediction_gpu.CASES
-    # All first: forks predict nothing once this process has used the GPU.
-    predictions = [_prediction_gpu.predicted(case) for case in cases]
-    rows: list[dict[str, object]] = []
-    errors: dict[str, list[float]] = {"allocated": [], "reserved": []}
-    for case, prediction in zip(cases, predictions, strict=True):
-        peaks = _prediction_gpu.measured(case)
-        said = {"allocated": prediction.allocated_bytes, "reserved": prediction.reserved_bytes}
-        for name, values in errors.items():
-            values.append(100 * (said[name] / peaks[name] - 1))
-        rows.append(
-            dict[str, object](what=f"{case.shape}, {case.precision}, {case.policy}, {case.micro_batch}")
-            | {f"predicted_{name}_bytes": count for name, count in said.items()}
-            | {f"measured_{name}_bytes": count for name, count in peaks.items()}
-            | {f"{name}_error_pct": round(values[-1], 3) for name, values in errors.items()}
-        )
-    figures: dict[str, float | int | bool] = {"cases": len(rows)}
-    for name, values in errors.items():
-        figures[f"{name}_median_error_pct"] = float(np.median(np.abs(values)))
-        figures[f"{name}_max_error_pct"] = float(np.abs(values).max())
-    return Report("prediction_gpu", figures, rows)
+def gpu_rows(options: Options) -> list[GpuRow]:
+    """What CUDA's allocator hands out and reserves, for models large and small; a row a model."""
+    return rows_of_predictions(options)
 
 
 def cells(seed: int) -> list[Cell]:
@@ -178,18 +100,6 @@ def cells(seed: int) -> list[Cell]:
                 )
             )
     return found
-
-
-def trainer_options(cell: Cell) -> dict[str, Any]:
-    """The plugins of a cell."""
-    options: dict[str, Any] = {}
-    if cell.precision == "bf16-mixed":
-        options["precision"] = "bf16-mixed"
-    elif cell.precision != "float32":
-        options["plugins"] = [PureBF16Precision()]
-    if cell.policy != "none":
-        options["callbacks"] = [ActivationCheckpointing(cell.policy)]
-    return options
 
 
 def predict(cell: Cell) -> int:

@@ -34,6 +34,8 @@ STRATEGIES = ("ddp", "zero1", "stage 2", "stage 3")
 VARIANTS = (("none", "foreach"), ("full", "loop"))
 LENGTH = 4096
 SHAPES: dict[str, dict[str, int]] = {
+    "tiny": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128,
+             "vocab_size": 512},  # to see that code runs
     "100m": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 2048,
              "vocab_size": 32_000},
     "1b": {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,

@@ -48,18 +48,32 @@ def record(report: Report, options: Options, *, seconds: float, on_gpu: bool, fo
         "figures": checked_figures(report),
         "rows": report.rows,
         "notes": list(report.notes),
-        "command": " ".join(["python", "-m", "benchmarks", *sys.argv[1:]]),
+        **provenance(" ".join(["python", "-m", "benchmarks", *sys.argv[1:]]), options, hardware),
+        "seconds": round(seconds, 1),
+    }
+    return write_whole(content, folder)
+
+
+def provenance(command: str, options: Options, hardware: dict[str, object]) -> dict[str, object]:
+    """Return what is needed to repeat a run: command, seed, threads, date, commit, hardware and versions."""
+    return {
+        "command": command,
         "seed": options.seed,
         "threads": torch.get_num_threads(),
-        "seconds": round(seconds, 1),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "commit": git_commit(),
         "hardware": hardware,
         "versions": {"python": platform.python_version(), **installed_versions()},
     }
+
+
+def write_whole(content: dict[str, Any], folder: Path) -> Path:
+    """Write a result to the file named by its benchmark and hardware, whole or not at all, and return its path."""
     text = json.dumps(content, indent=2, default=_plain) + "\n"
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{report.name}{'-quick' if options.quick else ''}-{hardware['slug']}.json"
+    path = (
+        folder / f"{content['name']}{'-quick' if content['quick'] else ''}-{content['hardware']['slug']}.json"
+    )
     with tempfile.NamedTemporaryFile("w", dir=folder, delete=False, encoding="utf-8") as temporary:
         temporary.write(text)
     # A temporary file is private to its user; results are committed, so they get a plain file's mode.

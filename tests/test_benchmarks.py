@@ -6,17 +6,17 @@ import random
 import re
 import subprocess
 import sys
-import time
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import gpu, harness, record
+from benchmarks import harness, record
 from benchmarks.harness import Options, Ratio, Report, paired_ratio, self_ratio_is_void
 
 RESULTS = sorted(record.RESULTS.glob("*.json"))
-MODULES = {**command.find_benchmarks("run"), **command.find_benchmarks("run_gpu")}
+MODULES = {**command.find_benchmarks("run"), **command.find_benchmarks("gpu_rows")}
 
 
 class FakeClock:
@@ -196,40 +196,9 @@ def test_committed_results_come_from_a_command_and_a_commit(path: Path) -> None:
 @pytest.mark.parametrize("name", command.find_benchmarks("run"))
 def test_quick_run_takes_under_five_minutes(name: str, tmp_path: Path) -> None:
     arguments = [sys.executable, "-m", "benchmarks", name, "--quick", "--results", str(tmp_path)]
-    outcome, output = gpu.run_one(arguments, seconds=300)
-    assert outcome == "ok", output
-    assert output.splitlines()[-1].startswith("RESULT {")
-
-
-def test_gpu_benchmark_that_hangs_is_stopped_with_its_children() -> None:
-    code = "import subprocess; print('begun', flush=True); subprocess.run(['sleep', '60'])"
-    start = time.monotonic()
-    outcome, output = gpu.run_one([sys.executable, "-c", code], seconds=2)
-    assert outcome == "stopped after 2 s"
-    assert "begun" in output
-    assert time.monotonic() - start < 30
-
-
-def test_gpu_benchmarks_share_the_time_and_one_failure_spares_the_rest(monkeypatch, capsys) -> None:
-    outputs = {"a": ("failed with exit code 1", "boom"), "b": ("ok", 'table\nRESULT {"x": 2, "void": false}')}
-    limits = []
-
-    def run_one(arguments: list[str], *, seconds: float) -> tuple[str, str]:
-        limits.append(seconds)
-        return outputs[arguments[3]]
-
-    monkeypatch.setattr(gpu, "run_one", run_one)
-    assert gpu.run_all(["a", "b"], [], total_seconds=100) == 1
-    assert limits == pytest.approx([50, 100], rel=0.01)
-    printed = capsys.readouterr().out
-    assert "a: failed with exit code 1" in printed
-    assert printed.splitlines()[-1] == 'RESULT {"b_x": 2, "b_void": false}'
-
-
-def test_gpu_command_without_a_device_says_so(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(gpu, "_cuda_is_available", lambda: False)
-    assert gpu.main([]) == 2
-    assert "No CUDA device is present" in capsys.readouterr().out
+    done = subprocess.run(arguments, cwd=record.ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("RESULT {")
 
 
 def test_benchmarks_leave_the_clock_to_the_harness() -> None:
@@ -244,18 +213,27 @@ def test_benchmarks_leave_the_clock_to_the_harness() -> None:
 
 
 def test_the_gpu_part_of_predictions_sets_each_beside_its_measurement(monkeypatch) -> None:
-    from benchmarks import _prediction_gpu, prediction
+    from concurrent.futures import Future
+
+    from benchmarks import _prediction_gpu
     from lightning_memkit.plugins.prediction import predict_memory
+    from lightning_memkit.prediction.result import Prediction
     from tests.plugins.test_prediction import Language, batch
 
     found = predict_memory(Language(), batch(), device="h200")
-    monkeypatch.setattr(_prediction_gpu, "predicted", lambda case: found)
-    monkeypatch.setattr(
-        _prediction_gpu,
-        "measured",
-        lambda case: {"allocated": found.peak_bytes, "reserved": 2 * found.reserved_bytes},
-    )
-    figures = prediction.run_gpu(Options(quick=False, seed=0)).figures
-    assert figures["cases"] == len(_prediction_gpu.CASES)
-    assert figures["allocated_max_error_pct"] == 0
-    assert figures["reserved_median_error_pct"] == 50
+    said: Future[Prediction] = Future()
+    said.set_result(found)
+    monkeypatch.setattr(_prediction_gpu, "foreseen", lambda options: defaultdict(lambda: said))
+    measured = {"allocated": found.allocated_bytes, "reserved": 2 * found.reserved_bytes}
+    monkeypatch.setattr(_prediction_gpu, "peaks", lambda fit, device: measured)
+    rows = _prediction_gpu.rows_of_predictions(Options(quick=False, seed=0))
+    assert len(rows) == len(_prediction_gpu.CASES) + 22
+    for row in (rows[0], rows[-1]):
+        values = row.run()
+        errors = {
+            name.partition("_error")[0]: value for name, value in values.items() if "_error_pct" in name
+        }
+        assert [value for name, value in errors.items() if name.endswith("allocated")] == [0]
+        assert [value for name, value in errors.items() if name.endswith("reserved")] == [50]
+        (missed,) = row.missed(values)
+        assert "reserved_error_pct is 50; its limit is at most 5" in missed
