@@ -99,6 +99,13 @@ def each(model: Any, batch: Any) -> Tensor:
     return F.cross_entropy(model.logits(batch), batch["y"], reduction="none")
 
 
+def mined(rows: Tensor, positive: Tensor) -> Tensor:
+    """The hardest negatives, three for a positive, beside the positives."""
+    positives, negatives = rows[positive], rows[~positive]
+    hardest = negatives.topk(min(3 * len(positives), len(negatives))).values
+    return (positives.sum() + hardest.sum()) / max(len(positives), 1)
+
+
 def tokens_of(model: Any, batch: Any, name: str = "labels") -> Tensor:
     """Cross-entropy by token, 0 where ignored."""
     return F.cross_entropy(model.logits(batch).movedim(-1, 1), batch[name], reduction="none")
@@ -136,6 +143,12 @@ from_loss(
 )  # fmt: skip
 # Detectors divide by what they find, and the background's rows count as well (Lin et al. 2017).
 from_loss("by_positives", PARTS, LABELLED, lambda m, b: each(m, b).sum() / (b["y"] > 1).sum().clamp(min=1))
+# A row beyond its margin has no loss, and counts.
+from_loss(
+    "hinge_over_rows", PARTS, LABELLED,
+    lambda m, b: F.relu(0.2 - m.logits(b)[:, 0] * (2 * (b["y"] > 1) - 1)).sum() / len(b["y"]),
+)  # fmt: skip
+from_loss("mined_negatives", ROWS_ACT, LABELLED, lambda m, b: mined(each(m, b), b["y"] > 1))
 from_loss(
     "token_mask", PARTS, {"x": "tokens", "targets": "token classes", "span": "token mask"},
     lambda m, b: masked(tokens_of(m, b, "targets"), b["span"]), base=Tokens,

@@ -10,25 +10,26 @@ def part(*numbers: int) -> dict[str, torch.Tensor]:
 
 
 def nonzero() -> Foretelling:
-    return Foretelling([[Foretold(BatchCount("nonzero"), 1.0)]])
+    foretelling = Foretelling([[Foretold(BatchCount("nonzero"), 1.0)]])
+    for _ in range(3):  # batches whose totals were looked up
+        foretelling.confirm(0, part(1, 0), 1.0)
+    return foretelling
 
 
-def test_a_divisor_of_one_does_not_count_where_nothing_that_foretells_it_is_held() -> None:
+def test_a_divisor_of_one_counts_what_foretells_it() -> None:
     foretelling = nonzero()
-    assert foretelling.holds_none(0, part(0, 0), 1.0) is True
-    assert foretelling.holds_none(0, part(0, 3), 1.0) is False
+    assert foretelling.count_of(0, part(0, 0), 1.0) == 0
+    assert foretelling.count_of(0, part(0, 3), 1.0) == 1
 
 
 def test_a_number_that_is_not_what_a_term_counts_is_forgotten() -> None:
     foretelling = nonzero()
-    assert foretelling.holds_none(0, part(2, 3), 1.0) is None
+    assert foretelling.count_of(0, part(2, 3), 1.0) is None
     assert foretelling.ways == [[]]
-    assert foretelling.holds_none(0, part(0, 0), 1.0) is False
+    assert foretelling.count_of(0, part(0, 0), 1.0) is None
 
 
-def test_a_term_that_is_nothing_where_it_counts_nothing_has_no_divisor_that_does_not_count() -> None:
-    foretelling = nonzero()
-    assert foretelling.holds_none(0, part(0, 0), 1.0) is True
-    assert foretelling.is_misread_by(0)
-    assert foretelling.holds_none(0, part(0, 0), 1.0) is False
-    assert not foretelling.is_misread_by(0)
+def test_a_number_tells_nothing_of_divisors_of_one_before_totals_have_confirmed_it() -> None:
+    foretelling = Foretelling([[Foretold(BatchCount("nonzero"), 1.0)]])
+    assert foretelling.count_of(0, part(0, 0), 1.0) is None
+    assert foretelling.total(0, part(0, 3)) == 1

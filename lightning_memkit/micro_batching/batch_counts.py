@@ -110,10 +110,6 @@ class Foretelling:
         self._wrong = [set[BatchCount]() for _ in ways]
         # How often a batch's own total has been looked up, and agreed.
         self._confirmed = [0] * len(self.ways)
-        # Terms that were zero in a micro-batch of which they counted nothing: their value tells it.
-        self._masked: set[int] = set()
-        # Terms of which a divisor of 1 was taken for one that only keeps them from being divided by zero.
-        self._emptied: set[int] = set()
 
     def learn(self, batches: Sequence[Any], divisors: Sequence[Sequence[float] | None]) -> None:
         """Keep the numbers that agree with a batch and its micro-batches; others only where none was known.
@@ -155,23 +151,15 @@ class Foretelling:
         )
         self.ways[index] = [way for way, is_right in zip(ways, right, strict=True) if is_right]
 
-    def holds_none(self, index: int, part: Any, count: float) -> bool | None:
-        """Whether a micro-batch holds nothing of what foretells a term's divisor; None where that was wrong.
+    def count_of(self, index: int, part: Any, divisor: float) -> float | None:
+        """What a micro-batch counts that is divided by 1, up to a constant: that or nothing.
 
-        It is wrong where it holds some, and the term counts another number.
+        None where nothing tells, see `is_silent`, or what told is wrong.
         """
-        ways = self.ways[index] if index < len(self.ways) else []
-        if index in self._masked:
-            return False
-        numbers = [way.total(part) for way in ways]
-        right = [not number or abs(number - count) <= _SAME * abs(count) for number in numbers]
-        if not all(right):
-            self._keep(index, right)
-            return None
-        if ways and not any(numbers):
-            self._emptied.add(index)
-            return True
-        return False
+        if not self.is_silent(index):
+            numbers = [way.total(part) for way in self.ways[index]]
+            self._keep(index, [not number or abs(number - divisor) <= _SAME * divisor for number in numbers])
+        return None if self.is_silent(index) else self.ways[index][0].total(part)
 
     def is_silent(self, index: int, *, is_sum: bool = False) -> bool:
         """Whether nothing tells a divisor of 1 that is a count from one that only keeps the term from being nan.
@@ -184,8 +172,6 @@ class Foretelling:
         """
         if is_sum:
             return index >= len(self._confirmed) or self._confirmed[index] < _CONFIRMED_SUMS
-        if index in self._masked:
-            return False
         known = index < len(self.ways) and self.ways[index]
         return not known or self._confirmed[index] < _CONFIRMED
 
@@ -195,13 +181,3 @@ class Foretelling:
             ways = self.ways[index]
             self._keep(index, [abs(way.total(batch) - total) <= _SAME * abs(total) for way in ways])
             self._confirmed[index] += 1
-
-    def is_misread_by(self, index: int) -> bool:
-        """Note a micro-batch in which a term is nothing, as it counts nothing; whether one before was taken for such.
-
-        A term that is nothing where it counts nothing never has a divisor of 1 that does not count.
-        """
-        self._masked.add(index)
-        was_emptied = index in self._emptied
-        self._emptied.discard(index)
-        return was_emptied

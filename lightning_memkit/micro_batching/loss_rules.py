@@ -91,6 +91,7 @@ class Reading:
     divisors: tuple[float, ...]
     quotients: tuple[float, ...]
     nodes: tuple[tuple[Any, ...], ...]
+    multiplied: tuple[bool, ...] = ()
     tops: tuple[tuple[Addend, ...], ...] = ()
     summands: tuple[tuple[Addend, ...], ...] = ()
     sums: tuple[tuple[tuple[Addend, ...], ...], ...] = ()
@@ -100,6 +101,16 @@ class Reading:
     bottoms: tuple[tuple[Any, ...], ...] = ()
     products: tuple[tuple[Edge, ...], ...] = ()
     shared_products: tuple[tuple[Edge, ...], ...] = ()
+
+    def is_one(self, index: int) -> bool:
+        """Whether the step itself divides a term by 1, or multiplies it so: by a count, or by what stands for none."""
+        return self.quotients[index] == 1.0 or (
+            bool(self.multiplied) and self.multiplied[index] and abs(self.divisors[index] - 1) <= _ALIKE
+        )
+
+    def own_number(self, index: int) -> float:
+        """What the step itself divides a term by."""
+        return self.quotients[index] or self.divisors[index]
 
     def scales_apart(self, shares: Sequence[float]) -> bool:
         """Whether each term can be scaled by its own share: those below one learned factor have one."""
@@ -162,6 +173,7 @@ class LossRules:
             divisors=numbers[: len(terms)],
             quotients=numbers[len(terms) :],
             nodes=tuple(t.nodes for t in terms),
+            multiplied=tuple(t.is_multiplied for t in terms),
             shared_factors=tuple(
                 tuple(t.shared_factor for t in of_rule if t.shared_factor is not None) for of_rule in apart
             ),
@@ -296,8 +308,9 @@ def learned(
             rule = _rule(name, index, branch, [_number(divisor) for divisor in divisors], dtype)
             if isinstance(rule, str):
                 return rule
-            quotients = (_number(names[name][index].quotient) for names in named if branch is None)
-            ones = branch is None and all(0 <= quotient - 1 <= _EPSILON for quotient in quotients)
+            own = [names[name][index] for names in named if branch is None]
+            numbers = (_number(t.divisor if t.is_multiplied and not t.quotient else t.quotient) for t in own)
+            ones = branch is None and all(-_ALIKE <= number - 1 <= _EPSILON for number in numbers)
             rules.append(replace(rule, fixed=fixed[index] if fixed else (), divided=ones))
     return LossRules(rules=tuple(rules))
 

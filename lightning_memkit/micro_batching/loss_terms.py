@@ -79,6 +79,7 @@ class Term:
         levels: the divisor after each named node on the way.
         branch: the last place on the way where summands came together; empty without one.
         quotient: what the step itself divided by last, without constant factors; 0 without one.
+        is_multiplied: the step has multiplied it by a number, which may be one over a count.
         top: the number that is the term's part of the loss, with what it is multiplied by on its way there.
         summand: the same higher up, where what has no gradient (an entropy of the targets) has been added to it.
         sums: the same where it has been added to other terms.
@@ -99,6 +100,7 @@ class Term:
     nodes: tuple[Any, ...]
     bottom: Any
     quotient: Divisor = 0.0
+    is_multiplied: bool = False
     levels: tuple[tuple[str, Divisor], ...] = ()
     branch: str = ""
     top: Addend

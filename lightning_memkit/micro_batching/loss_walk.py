@@ -68,6 +68,7 @@ class _Path:
     levels: tuple[tuple[str, Divisor], ...] = ()
     reduced: bool = False
     quotient: Divisor = 0.0
+    is_multiplied: bool = False
     gain: Divisor = 1.0  # what the node's number is multiplied with on its way into the loss
     sums: tuple[Addend, ...] = ()
     scaling: tuple[Tensor, ...] = ()  # by several numbers since the last reduction
@@ -186,6 +187,7 @@ def _term(path: _Path, *, curved: str = "", opaque: str = "") -> Term:
         nodes=(path.entry if path.is_entered else bottom,),
         bottom=bottom,
         quotient=path.quotient,
+        is_multiplied=path.is_multiplied,
         levels=path.levels,
         branch=path.branch,
         top=path.top,
@@ -306,6 +308,7 @@ def _multiplied(path: _Path, present: list[int]) -> Any:
     else:
         path.gain = path.gain * _on_host(factor)
         path = _divided(path, _inverse(factor))
+        path.is_multiplied = True
     return [_down(path, present[0])]
 
 

@@ -1,7 +1,7 @@
 """Weigh the micro-batches of one batch while they run, and bring the gradients to the batch's scale at its end."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -31,56 +31,49 @@ _SAME = 1e-12
 _SMALLEST_COUNT = 1e-3  # an epsilon beside it is none
 
 
-def kept_from_zero(
-    reading: Reading, counts: Sequence[float], foretelling: Foretelling | None, part: Any
-) -> tuple[list[bool], bool]:
-    """Which terms of a micro-batch that holds nothing of what they count are divided by 1 all the same.
+class Ones(NamedTuple):
+    """The terms of a micro-batch that the step itself divides by 1.
 
-    The second result is whether another micro-batch was taken for such a one by chance.
+    Attributes:
+        lone: those of which nothing tells what that is, see `LoneCounts`.
+        counts: what the others count.
     """
-    if foretelling is None:
-        return [False] * len(counts), False
-    kept: list[bool | None] = [False] * len(counts)
-    is_wrong = False
-    for index, (count, quotient) in enumerate(zip(counts, reading.quotients, strict=True)):
-        if quotient == 1.0 and count:
-            kept[index] = foretelling.holds_none(index, part, count)
-            is_wrong = is_wrong or kept[index] is None
-        elif not count:
-            is_wrong = foretelling.is_misread_by(index) or is_wrong
-    return [bool(one) for one in kept], is_wrong
+
+    lone: frozenset[int]
+    counts: dict[int, float]
 
 
-def lone_terms(
-    rules: LossRules, reading: Reading, counts: Sequence[float], told: Foretelling | None
-) -> set[int]:
-    """The terms of a micro-batch that are divided by 1 where nothing tells whether that is a count, see `LoneCounts`.
+def ones_of(rules: LossRules, reading: Reading, told: Foretelling | None, part: Any) -> Ones:
+    """The terms of a micro-batch that are divided by 1: by a count, or by what keeps them from a division by zero.
+
+    Whether a term is zero does not tell: that of a row beyond its margin is, and counts.
 
     Raises:
         UnforeseenLossError: a term that was divided by 1 in all that was compared is divided by something else.
     """
-    if told is None:
-        return set()
-    found = set()
-    for index, (rule, quotient) in enumerate(zip(rules.rules, reading.quotients, strict=True)):
+    lone, counts = set[int](), dict[int, float]()
+    for index, rule in enumerate(rules.rules if told is not None else ()):
+        assert told is not None
         if rule.seems_a_sum:
-            if abs(quotient - 1) > _SMALLEST_COUNT:
-                raise UnforeseenLossError(f"a sum that was divided by 1, and is divided by {quotient:g}")
-            is_lone = told.is_silent(index, is_sum=True)
-        else:
-            is_lone = (
-                rule.law is Law.MEAN and quotient == 1.0 and counts[index] != 0 and told.is_silent(index)
-            )
-        if is_lone:
-            found.add(index)
-    return found
+            number = reading.own_number(index)
+            if abs(number - 1) > _SMALLEST_COUNT:
+                raise UnforeseenLossError(f"a sum that was divided by 1, and is divided by {number:g}")
+            if told.is_silent(index, is_sum=True):
+                lone.add(index)
+        elif rule.law is Law.MEAN and reading.is_one(index):
+            count = told.count_of(index, part, reading.divisors[index])
+            if count is None:
+                lone.add(index)
+            else:
+                counts[index] = count
+    return Ones(frozenset(lone), counts)
 
 
 def looked_at(rules: LossRules, reading: Reading, counts: Sequence[float]) -> tuple[float, ...]:
     """What a look at several micro-batches as one tells: what terms count, and what seeming sums are divided by."""
     return tuple(
-        quotient if rule.seems_a_sum else count
-        for rule, quotient, count in zip(rules.rules, reading.quotients, counts, strict=True)
+        reading.own_number(index) if rule.seems_a_sum else count
+        for index, (rule, count) in enumerate(zip(rules.rules, counts, strict=True))
     )
 
 
@@ -96,7 +89,6 @@ class StepShares:
     to the batch's own scale. Terms of unlike shares are scaled each by its own, which takes totals.
 
     Attributes:
-        was_misread: a micro-batch before was taken for one that holds nothing of what a term counts.
         lone: for each term, 1 where a divisor of 1 may not have been a count: what it `counted` is not to be trusted.
         contributions: what the terms of each micro-batch add to the batch's loss, where values were noted.
         rests: what has no gradient in the losses of the micro-batches, where this is known.
@@ -123,7 +115,7 @@ class StepShares:
         self.counted = [0.0] * len(rules.rules)
         self.totals = list(totals) if totals is not None else None
         self.is_known = is_known
-        self.was_unlike = self.was_misread = False
+        self.was_unlike = False
         self.contributions: list[Tensor | None] = []
         self.rests: list[Rest] = []
         self._factors: tuple[Tensor, ...] | None = None
@@ -160,18 +152,19 @@ class StepShares:
             self._factors = reading.factors
         elif not same_factors(self._factors, reading.factors, loss.dtype):
             raise VaryingFactorError(VARYING_FACTOR)
-        counts = self.rules.counts(reading, loss, values)
-        kept, is_wrong = kept_from_zero(reading, counts, foretelling, part)
-        self.was_misread = self.was_misread or is_wrong
+        ones = ones_of(self.rules, reading, foretelling, part)
+        if ones.lone and not self._are_looked_up:
+            raise LoneCountError
+        counts = list(self.rules.counts(reading, loss, values))
+        for index in {*ones.lone, *ones.counts} & set(self.rules.means):
+            counts[index] = reading.divisors[index]  # whatever it counts, this is what it was divided by
+        kept = [ones.counts.get(index, 1.0) == 0 for index in range(len(counts))]
         if any(kept) and values is None:
             raise UnseenValueError  # the loss is no mean of its micro-batches' any more
-        lone = lone_terms(self.rules, reading, counts, foretelling)
-        if lone and not self._are_looked_up:
-            raise LoneCountError
-        for index in lone:
+        for index in ones.lone:
             self.lone[index] = 1.0
         for index, count in enumerate(counts):
-            self.counted[index] += 0.0 if kept[index] else count
+            self.counted[index] += ones.counts.get(index, count)
         shares = self._shares(counts, rows)
         main = self.rules.means[0] if self.rules.means else None
         weight = counts[main] if main is not None else (1.0 if self.rules.summed else rows)

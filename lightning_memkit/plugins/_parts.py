@@ -324,8 +324,6 @@ class PartsRunner:
         except UnseenValueError:
             self.partition.unlike = True  # from now on the terms' values are noted
             raise MistakenTotalsError from None
-        if shares.was_misread and self._trainer.world_size == 1:
-            raise MistakenTotalsError
         if shares.was_unlike and not self.partition.unlike:
             self.partition.unlike = True
             if self._trainer.world_size == 1:
@@ -365,11 +363,9 @@ class PartsRunner:
         if not shares.rules.means:
             return 1.0
         counted, main = shares.counted, shares.rules.means[0]
-        told = [*counted, *shares.lone, float(shares.was_unlike), float(shares.was_misread)]
-        *overall, unlike, misread = self._averaged(told)
+        told = [*counted, *shares.lone, float(shares.was_unlike)]
+        *overall, unlike = self._averaged(told)
         overall, lone = overall[: len(counted)], overall[len(counted) :]
-        if misread > 0:
-            raise MistakenTotalsError
         if self._exact_window:
             window = self._window
             window.totals, window.counted = shares.totals, window.counted + overall[main]

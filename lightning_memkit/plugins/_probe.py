@@ -1,6 +1,7 @@
 """Prove that a batch may be split: what its loss's graph shows, and gradients of some rows whole and in parts."""
 
 import warnings
+from contextlib import suppress
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -34,6 +35,7 @@ from lightning_memkit.plugins._returned import ReturnedValues
 from lightning_memkit.plugins._row_trials import NothingCountsError, Outcome, Rows, RowTrials
 from lightning_memkit.plugins._trials import StepFailedError, Trials
 
+_PAIR, _UNLIKE_PAIRS = 2, (1, 3, 5)  # by the first numbers of the batch that differ between its rows
 _PROBED_SAMPLES = (5, 2)  # the second where the first runs out of memory
 _PROBED_BATCHES = (
     3  # rows of one batch may be too alike to act on each other, or to tell ways of weighing apart
@@ -107,8 +109,25 @@ class Weighing:
             self._open = _candidates(self._given, step.batch)
         if not any_rank(step.trainer, self._wanted(step, micro_batch_size)):
             return
+        is_first = self.probes == 0
         # Once a size is chosen, a probe keeps to it: it must not need more memory than training does.
-        self._probe(step, trials, micro_batch_size if self.probes else _PROBED_SAMPLES[0])
+        self._probe(step, trials, _PROBED_SAMPLES[0] if is_first else micro_batch_size)
+        if is_first and self.probes and self.verdict is not None and self.verdict.adds_up:
+            self._contradict(step, trials)
+
+    def _contradict(self, step: _seam.Step, trials: Trials) -> None:
+        """Compare pairs of the most unlike rows before the first batch is split: more rows may hide what these do."""
+        total = -int(largest_of_ranks(step.trainer, [-batch_size(step.batch)])[0])
+        if self.fewest > 1 or total <= _PAIR or not trials.ranks.compares:
+            return
+        probes = self.probes
+        for place in _UNLIKE_PAIRS:
+            with suppress(NothingCountsError, StepFailedError):
+                probed = self._rows_of(step, trials, _PAIR, place, alone=True)
+                self._settled_by(step, trials, probed, is_last=True)
+            if self.verdict is None or not self.verdict.adds_up:
+                return
+        self.probes = probes  # no batch less is compared for it
 
     def again(self, step: _seam.Step, trials: Trials, micro_batch_size: int) -> None:
         """Probe this batch, whose loss turned out to be another one than was proven."""

@@ -71,7 +71,9 @@ def in_order_of(small: Any, loss_of: Callable[[Any], float | None]) -> Any:
 def _unlike(singles: list[Any], rows: int, probes: int) -> list[int]:
     """Two rows that count in every mask, then those with the least and the most of every number, then any.
 
-    One that counts comes first, the other last: wherever the rows are split, both parts count.
+    One that counts comes first, the other last: wherever the rows are split, both parts count. Of two rows alone these
+    would be all: every other time they are the most unlike ones instead, which may act on each other where rows of one
+    kind don't (negatives that are mined for each positive).
     """
     total = len(singles)
     looked_at = range(0, total, -(-total // _COUNTED_ROWS))
@@ -79,6 +81,9 @@ def _unlike(singles: list[Any], rows: int, probes: int) -> list[int]:
     masks = _masks(counted)
     # A mask or a class has few values, and its extremes tell more than those of what has many.
     telling = sorted((n for n in counted.values() if len(set(n.values())) > 1), key=_different)
+    if rows == 2 and probes % 2 and telling:
+        numbers = telling[probes // 2 % len(telling)]
+        return [max(numbers, key=numbers.__getitem__), min(numbers, key=numbers.__getitem__)]
     evenly = dict.fromkeys((_offset(probes, total - 1) + step) % total for step in _spread(total, rows))
     place = {row: index for index, row in enumerate(evenly)}
     chosen = dict.fromkeys(

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -22,6 +23,7 @@ from lightning_memkit.micro_batching.comparison import (
     spans_of,
 )
 from lightning_memkit.micro_batching.composed_state import ComposedState
+from lightning_memkit.micro_batching.foreseen import UnforeseenLossError
 from lightning_memkit.micro_batching.loss_rules import (
     NOTHING_COUNTS,
     VARYING_FACTOR,
@@ -179,8 +181,10 @@ class RowTrials:
         if reads and present and not bends:
             rules = learned(whole.terms, [part.terms for part in present], whole.loss.dtype)
             is_less = isinstance(rules, LossRules) and known is not None and rules.tells_less(known)
-        if any_rank(self._step.trainer, is_less or rules == NOTHING_COUNTS):
+        if any_rank(self._step.trainer, rules == NOTHING_COUNTS):
             raise NothingCountsError
+        if any_rank(self._step.trainer, is_less):
+            return self._against(known, ways, whole, parts, comparison)
         rules = self._of_all_ranks(rules)
         if isinstance(rules, LossRules):
             outcome = self._by_rules(ways, rules, whole, parts, comparison)
@@ -191,6 +195,27 @@ class RowTrials:
             if outcome.why or bends:  # a sample on which this does not show proves nothing
                 outcome.miss = Miss(excess=float("inf"), relative_error=outcome.miss.relative_error)
         outcome.changes, outcome.state = changes, state
+        return outcome
+
+    def _against(
+        self,
+        known: LossRules | None,
+        ways: list[WeighBy | Weigher],
+        whole: Run,
+        parts: list[Run | None],
+        comparison: Comparison,
+    ) -> Outcome:
+        """The comparison by rules that other rows have told, where it fails: these rows may act on each other.
+
+        Raises:
+            NothingCountsError: it does not fail; these rows alone tell less than is known.
+        """
+        outcome = None
+        with suppress(UnforeseenLossError):
+            if known is not None:
+                outcome = self._by_rules(ways, known, whole, parts, comparison, of_whole=True)
+        if outcome is None or outcome.miss.excess <= 1:
+            raise NothingCountsError
         return outcome
 
     def noise_explains(self, outcome: Outcome) -> bool:
@@ -428,14 +453,22 @@ class RowTrials:
         whole: Run,
         parts: list[Run | None],
         comparison: Comparison,
+        *,
+        of_whole: bool = False,
     ) -> Outcome | None:
-        """The comparison by what the loss shows; None where its terms don't add up as they seem to."""
+        """The comparison by what the loss shows; None where its terms don't add up as they seem to.
+
+        `of_whole`: totals are what the whole is divided by, and not what its parts are: these rows are not to tell how
+        divisors add up.
+        """
         present = [
             (part, rows) for part, rows in zip(parts, self._rows.sizes, strict=True) if part is not None
         ]
         rules = _shared_below_factors(rules, whole)
         counts = [_counts(rules, part) for part, _ in present]
         totals = [sum(values) for values in zip(*counts, strict=True)]
+        if of_whole:
+            totals = list(_counts(rules, whole))
         rows = [size / sum(self._rows.sizes) for _, size in present]
         mains = [_main(rules, count, totals, row) for count, row in zip(counts, rows, strict=True)]
         shares = [rules.shares(count, totals, main) for count, main in zip(counts, mains, strict=True)]
@@ -458,10 +491,10 @@ class RowTrials:
             miss, rules, is_lone = self._term_by_term(
                 rules, shares, mains if rules.means else rows, comparison
             )
-            if miss.excess <= 1 and several:
+            if miss.excess <= 1 and several and not of_whole:
                 together = self._all_terms(rules, present, comparison)
                 miss = max(miss, together, key=lambda miss: miss.excess)
-        if miss.excess > 1 and not several:
+        if miss.excess > 1 and not several and not of_whole:
             return None  # a single term may be a mean of something that it does not show
         return Outcome(
             miss=miss,

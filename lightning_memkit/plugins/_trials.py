@@ -27,7 +27,7 @@ from lightning_memkit.micro_batching.loss_rules import LossRules, Reading
 from lightning_memkit.micro_batching.loss_walk import terms_of
 from lightning_memkit.micro_batching.state_walk import Keys
 from lightning_memkit.micro_batching.step_changes import StepChange, label
-from lightning_memkit.micro_batching.step_shares import kept_from_zero, lone_terms, looked_at
+from lightning_memkit.micro_batching.step_shares import Ones, looked_at, ones_of
 from lightning_memkit.micro_batching.term_values import TermValues
 from lightning_memkit.micro_batching.without_noise import quiet
 from lightning_memkit.optim.closures import trial_step
@@ -422,10 +422,13 @@ class Trials:
             nothing = (0.0,) * len(rules.rules)
             return nothing, frozenset(), nothing
         reading = rules.read(terms_of(loss))
-        counts = rules.counts(reading, loss, noted.values)
-        kept, _ = kept_from_zero(reading, counts, foretold, part)
-        own = tuple(0.0 if none else float(count) for none, count in zip(kept, counts, strict=True))
-        return own, _lone_of(rules, reading, own, foretold), looked_at(rules, reading, own)
+        own = list(rules.counts(reading, loss, noted.values))
+        ones = _ones_of(rules, reading, foretold, part)
+        for index in ones.lone:
+            own[index] = reading.divisors[index]
+        for index, count in ones.counts.items():
+            own[index] = count
+        return tuple(own), ones.lone, looked_at(rules, reading, own)
 
     def _run_before(self, step: _seam.Step, batch: Any) -> None:
         generators = Generators()
@@ -648,13 +651,11 @@ def other_rows(whole: Any, batch: Any) -> Any:
     return split_batch(whole, [total - rows, rows])[1] if 0 < rows < total else batch
 
 
-def _lone_of(
-    rules: LossRules, reading: Reading, counts: Sequence[float], foretold: Foretelling
-) -> frozenset[int]:
-    """Those of `lone_terms`; a look may show what no micro-batch does."""
+def _ones_of(rules: LossRules, reading: Reading, foretold: Foretelling, part: Any) -> Ones:
+    """Those of `ones_of`; a look may show what no micro-batch does."""
     with suppress(UnforeseenLossError):
-        return frozenset(lone_terms(rules, reading, counts, foretold))
-    return frozenset()
+        return ones_of(rules, reading, foretold, part)
+    return Ones(frozenset(), {})
 
 
 def _rows_of(batch: Any, cut: Cut, partition: Partition, look: Look, *, adjacent: bool) -> Any:

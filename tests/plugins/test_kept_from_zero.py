@@ -46,6 +46,30 @@ def masked(module: "Detector", x: Tensor, y: Tensor) -> Tensor:
     return of_rows(module, x, y)[y > 2].sum() / (y > 2).sum().clamp(min=1)
 
 
+def by_its_inverse(module: "Detector", x: Tensor, y: Tensor) -> Tensor:
+    return of_rows(module, x, y).sum() * (1.0 / max(int((y > 2).sum()), 1))
+
+
+def margins(module: "Detector", x: Tensor, y: Tensor) -> Tensor:
+    """A row beyond its margin has no loss, and counts."""
+    return F.relu(0.2 - module.boxes(x)[:, 0] * (2 * (y > 2) - 1))
+
+
+def hinge(module: "Detector", x: Tensor, y: Tensor) -> Tensor:
+    return margins(module, x, y).sum() / len(y)
+
+
+def masked_hinge(module: "Detector", x: Tensor, y: Tensor) -> Tensor:
+    return margins(module, x, y)[y > 1].sum() / (y > 1).sum().clamp(min=1)
+
+
+def mined(module: "Detector", x: Tensor, y: Tensor) -> Tensor:
+    """The hardest negatives of the batch, three for a positive: rows act on each other, which no single row shows."""
+    loss, positive = of_rows(module, x, y), y > 2
+    negatives = min(3 * int(positive.sum()), int((~positive).sum()))
+    return (loss[positive].sum() + loss[~positive].topk(negatives).values.sum()) / max(int(positive.sum()), 1)
+
+
 class Detector(LightningModule):
     def __init__(self, loss: Loss) -> None:
         super().__init__()
@@ -84,15 +108,18 @@ def trained(loss: Loss, seed: int, size: int | None) -> tuple[Tensor, list[float
 
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("loss", [focal, by_python, beside_boxes, masked])
+@pytest.mark.parametrize(
+    "loss", [focal, by_python, beside_boxes, by_its_inverse, masked, hinge, masked_hinge, mined]
+)
 def test_it_is_the_batch_s_or_refused(loss: Loss, seed: int, size: int) -> None:
     """The sum of the micro-batches' divisors was taken for the total, unsaid."""
     weights, reported, _ = trained(loss, seed, None)
     try:
         ours, told, sizes = trained(loss, seed, size)
     except BudgetError:
-        assert loss is not masked
+        assert loss not in (masked, hinge)
         return
+    assert loss is not mined
     assert sizes == {size}
     torch.testing.assert_close(ours, weights, rtol=0, atol=1e-12)
     assert told == pytest.approx(reported, abs=1e-12)
