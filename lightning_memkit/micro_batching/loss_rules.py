@@ -265,6 +265,11 @@ class LossRules:
         return tuple(index for index, rule in enumerate(self.rules) if rule.law is Law.MEAN)
 
     @property
+    def seem_sums(self) -> frozenset[int]:
+        """The places of the rules that seem to be sums."""
+        return frozenset(index for index, rule in enumerate(self.rules) if rule.seems_a_sum)
+
+    @property
     def needs_totals(self) -> bool:
         """Whether sums stand beside means: what a mean weighs beside a sum is its share of a total known before.
 

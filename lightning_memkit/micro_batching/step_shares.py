@@ -98,7 +98,8 @@ class StepShares:
         totals: what each term counts in the whole batch, over all ranks and divided by their number; None where this
             is not known yet.
         is_known: the totals are the batch's own, not those of a batch that was accumulated before.
-        are_looked_up: they hold for divisors of 1, whatever these stand for.
+        looked_up: what each term counts in this batch, whatever its divisors of 1 stand for; None where that was not
+            looked up.
     """
 
     def __init__(
@@ -107,11 +108,11 @@ class StepShares:
         totals: Sequence[float] | None,
         *,
         is_known: bool = False,
-        are_looked_up: bool = False,
+        looked_up: Sequence[float] | None = None,
     ) -> None:
         self.rules = rules
         self.lone = [0.0] * len(rules.rules)
-        self._are_looked_up = are_looked_up
+        self.looked_up = looked_up
         self.counted = [0.0] * len(rules.rules)
         self.totals = list(totals) if totals is not None else None
         self.is_known = is_known
@@ -153,7 +154,7 @@ class StepShares:
         elif not same_factors(self._factors, reading.factors, loss.dtype):
             raise VaryingFactorError(VARYING_FACTOR)
         ones = ones_of(self.rules, reading, foretelling, part)
-        if ones.lone and not self._are_looked_up:
+        if ones.lone and self.looked_up is None:
             raise LoneCountError
         counts = list(self.rules.counts(reading, loss, values))
         for index in {*ones.lone, *ones.counts} & set(self.rules.means):
@@ -197,13 +198,12 @@ class StepShares:
         scale_terms(reading, [0.0] * len(reading.nodes))
         return loss * 1
 
-    def factor(self, counted: Sequence[float], *, unlike: bool, lone: Sequence[float] | None = None) -> float:
+    def factor(self, counted: Sequence[float], *, unlike: bool) -> float:
         """What gradients are multiplied with once the batch has run: 1 where its totals were right.
 
         Args:
             counted: what the terms counted, over all ranks and divided by their number.
             unlike: a rank has scaled its terms each by its own share.
-            lone: above 0 where some rank's counts are not to be trusted: these totals were looked up.
 
         Raises:
             MistakenTotalsError: the totals that terms of unlike shares were scaled by were foretold wrongly, or
@@ -211,9 +211,6 @@ class StepShares:
         """
         if self.totals is None or not self.rules.means:
             return 1.0
-        if lone is not None:
-            trusted = zip(counted, self.totals, lone, strict=True)
-            counted = [total if alone > 0 else own for own, total, alone in trusted]
         if any(counted[index] and not self.totals[index] for index in self.rules.means):
             raise MistakenTotalsError
         share = self.rules.share

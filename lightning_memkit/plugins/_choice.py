@@ -210,7 +210,11 @@ class PartsChoice:
             partition.counts_nothing = step.batch_idx
             return
         if isinstance(error, LoneCountError):
-            partition.has_lone, partition.unlike = step.batch_idx, True
+            # Where it is the last of several that are accumulated, those before run again, too.
+            accumulated = max(step.trainer.accumulate_grad_batches, self._window.loader_batches)
+            partition.has_lone = range(step.batch_idx - accumulated + 1, step.batch_idx + 1)
+            # A divisor that does not count makes the reported loss no mean of the micro-batches' losses.
+            partition.unlike = partition.unlike or self._window.loader_batches < 2
             return
         if isinstance(error, (ForeseenElsewhereError, MistakenTotalsError)):
             return  # what foretold them is forgotten

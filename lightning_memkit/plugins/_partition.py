@@ -51,7 +51,7 @@ class Partition:
         rests: how what has no gradient in the losses of parts makes the batch's, with `rules`.
         surveyed: the terms' totals are read off forwards without a backward before each batch.
         counts_nothing: the index of a batch that does not count at all, which is surveyed alone.
-        has_lone: the index of a batch in which divisors of 1 may not be counts, likewise.
+        has_lone: the indices of batches in which divisors of 1 may not be counts, likewise.
         row_tokens: the length of the worst batch's rows, where parts of a padded batch may be formed by tokens:
             short rows together, without padding, `micro_batch_size` times so many in a part.
         wide: the tensors that are as wide as the mask, and were shown to go without padding.
@@ -72,7 +72,7 @@ class Partition:
     rests: RestRules | None = None
     surveyed: bool = False
     counts_nothing: int | None = None
-    has_lone: int | None = None
+    has_lone: range = range(0)
     row_tokens: int | None = None
     wide: frozenset[str] = frozenset()
     fewest: int = 1

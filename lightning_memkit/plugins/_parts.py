@@ -214,19 +214,24 @@ class PartsRunner:
         """What weighs the parts of a batch while they run: against totals that are known, foretold, or the first's."""
         partition, rules = self.partition, self.partition.rules
         assert rules is not None
-        if self._exact_window and not step.starts_window:
-            return StepShares(rules, self._window.totals)
+        goes_on = self._exact_window and not step.starts_window
         told = [partition.foretold.total(index, step.batch) for index in range(len(rules.rules))]
         is_told = all(told[index] is not None for index in rules.means)
         if self._exact_window and not all(told[index] for index in rules.means):
             is_told = False
-        surveys = partition.surveyed or step.batch_idx in (partition.counts_nothing, partition.has_lone)
-        if self._trainer.world_size > 1 and rules.means:  # all ranks need one reference
-            surveys = any_rank(self._trainer, surveys or not is_told)
+        surveys = step.batch_idx in partition.has_lone or (
+            not goes_on and (partition.surveyed or partition.counts_nothing == step.batch_idx)
+        )
+        if self._trainer.world_size > 1 and (rules.means or rules.seem_sums):  # all ranks need one reference
+            surveys = any_rank(self._trainer, surveys or not (is_told or goes_on))
         if surveys and self.survey is not None:
             self.phase = "in reading what the loss counts"
-            totals = self._averaged(self.survey(step, cut))
-            return StepShares(rules, totals, is_known=True, are_looked_up=True)
+            own = self._averaged(self.survey(step, cut))
+            return StepShares(
+                rules, self._window.totals if goes_on else own, is_known=not goes_on, looked_up=own
+            )
+        if goes_on:
+            return StepShares(rules, self._window.totals)
         if is_told:
             return StepShares(rules, self._averaged([total or 0.0 for total in told]), is_known=True)
         if step.trainer.accumulate_grad_batches > 1 and rules.means and not self._exact_window:
@@ -366,6 +371,9 @@ class PartsRunner:
         told = [*counted, *shares.lone, float(shares.was_unlike)]
         *overall, unlike = self._averaged(told)
         overall, lone = overall[: len(counted)], overall[len(counted) :]
+        if shares.looked_up is not None:
+            looked_up = zip(overall, shares.looked_up, lone, strict=True)
+            overall = [total if alone > 0 else own for own, total, alone in looked_up]
         if self._exact_window:
             window = self._window
             window.totals, window.counted = shares.totals, window.counted + overall[main]
@@ -374,7 +382,7 @@ class PartsRunner:
                 self._finish_window(step)
             return 1.0
         try:
-            factor = shares.factor(overall, unlike=unlike > 0, lone=lone)
+            factor = shares.factor(overall, unlike=unlike > 0)
         except MistakenTotalsError:
             self.partition.foretold.forget_wrong(step.batch, counted)
             raise

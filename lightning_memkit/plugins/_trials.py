@@ -353,8 +353,7 @@ class Trials:
             UnforeseenLossError: a micro-batch's loss has other terms, or such a look failed.
         """
         adjacent = partition.split is not None or isinstance(step.batch, SplittableBatch)
-        sums = frozenset(index for index, rule in enumerate(rules.rules) if rule.seems_a_sum)
-        found = LoneCounts(counts=[], lone=[], sums=sums, adjacent=adjacent)
+        found = LoneCounts(counts=[], lone=[], sums=rules.seem_sums, adjacent=adjacent)
         with self._no_trace(step, *cut.parts):
             if partition.state is not None:
                 partition.state.begin()

@@ -88,19 +88,22 @@ class Detector(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def trained(loss: Loss, seed: int, size: int | None) -> tuple[Tensor, list[float], set[int]]:
+def trained(
+    loss: Loss, seed: int, size: int | None, rows: int = ROWS, accumulated: int = 1, **options: Any
+) -> tuple[Tensor, list[float], set[int]]:
     torch.manual_seed(seed)
     module = Detector(loss).double()
     x = torch.randn(ROWS * BATCHES, 6, dtype=torch.float64)
     y = torch.randint(0, CLASSES, (ROWS * BATCHES,))
-    budget = [] if size is None else [MemoryBudget("1GiB", micro_batch_size=size)]
+    budget = [] if size is None else [MemoryBudget("1GiB", micro_batch_size=size, **options)]
     trainer = Trainer(
         accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, callbacks=list(budget),
+        accumulate_grad_batches=accumulated,
     )  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer.fit(module, DataLoader(TensorDataset(x, y), batch_size=ROWS))
+        trainer.fit(module, DataLoader(TensorDataset(x, y), batch_size=rows))
     weights = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
     sizes = {change.micro_batch_size for one in budget for change in one.history}
     return weights, module.reported, sizes
@@ -123,6 +126,22 @@ def test_it_is_the_batch_s_or_refused(loss: Loss, seed: int, size: int) -> None:
     assert sizes == {size}
     torch.testing.assert_close(ours, weights, rtol=0, atol=1e-12)
     assert told == pytest.approx(reported, abs=1e-12)
+
+
+@pytest.mark.parametrize("loss", [hinge, masked])
+def test_batches_that_are_accumulated_have_totals_of_their_own(loss: Loss) -> None:
+    weights, _, _ = trained(loss, 0, None, accumulated=2)
+    ours, _, sizes = trained(loss, 0, 1, accumulated=2)
+    assert sizes == {1}
+    torch.testing.assert_close(ours, weights, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("loss", [hinge, masked])
+def test_batches_that_are_weighed_as_one_are_looked_up_one_by_one(loss: Loss) -> None:
+    weights, _, _ = trained(loss, 0, None, rows=2 * ROWS)
+    ours, _, sizes = trained(loss, 0, 1, effective_batch_size=2 * ROWS)
+    assert sizes == {1}
+    torch.testing.assert_close(ours, weights, rtol=0, atol=1e-12)
 
 
 def lone(counts: list[float], *places: int, **options: Any) -> LoneCounts:
