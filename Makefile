@@ -6,7 +6,6 @@ BIN := $(VENV)/bin
 PINS := $(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 FOR_DEMO := $(VENV)/.demo-$(PINS)
 FOR_TEST := $(VENV)/.test-$(PINS)
-DEMO := examples/pretrain_causal_lm
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: help demo test lint types docs unit slow clean
@@ -18,8 +17,8 @@ help:
 	@echo "make clean  remove the environment and what the tools left"
 
 demo: $(FOR_DEMO)
-	$(BIN)/memkit fit --config $(DEMO)/budget.yaml --config $(DEMO)/demo.yaml \
-	  $$($(BIN)/python -c 'import torch; print("--config $(DEMO)/demo_on_gpu.yaml" * torch.cuda.is_available())')
+	$(BIN)/memkit fit --config examples/pretrain_causal_lm/budget.yaml --config examples/pretrain_causal_lm/demo.yaml \
+	  $$($(BIN)/python -c 'import torch; print("--config examples/pretrain_causal_lm/demo_on_gpu.yaml" * torch.cuda.is_available())')
 
 test: lint types docs unit
 

@@ -32,7 +32,7 @@ INNER = (
 INNER += ("UnwritableError", "NoPictureError", "ConfigError")  # caught, or printed without their name
 # The batch runs again.
 INNER += ("UnforeseenLossError", "VaryingFactorError", "UnseenValueError")
-INNER += ("UnknownTotalsError", "MistakenTotalsError", "NothingCountedError")
+INNER += ("UnknownTotalsError", "LoneCountError", "MistakenTotalsError", "NothingCountedError")
 INNER += ("ForeseenWronglyError", "ForeseenElsewhereError")
 INNER += ("NothingCountsError", "NotCopiedError")  # other rows are taken, and another way
 
