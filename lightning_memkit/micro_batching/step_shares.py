@@ -156,7 +156,8 @@ class StepShares:
         ones = ones_of(self.rules, reading, foretelling, part)
         if ones.lone and self.looked_up is None:
             raise LoneCountError
-        counts = list(self.rules.counts(reading, loss, values))
+        own = self.rules.counts(reading, loss, values)
+        counts = list(own)
         for index in {*ones.lone, *ones.counts} & set(self.rules.means):
             counts[index] = reading.divisors[index]  # whatever it counts, this is what it was divided by
         kept = [ones.counts.get(index, 1.0) == 0 for index in range(len(counts))]
@@ -168,10 +169,11 @@ class StepShares:
             self.counted[index] += ones.counts.get(index, count)
         shares = self._shares(counts, rows)
         main = self.rules.means[0] if self.rules.means else None
-        weight = counts[main] if main is not None else (1.0 if self.rules.summed else rows)
+        # What is reported beside gradients goes by the likelier: a term that is zero counts nothing.
+        likely = [ones.counts.get(index, count) for index, count in enumerate(own)]
+        weight = likely[main] if main is not None else (1.0 if self.rules.summed else rows)
         if values is not None:
-            counted = [0.0 if none else count for none, count in zip(kept, counts, strict=True)]
-            self._contribute(weighed_value(loss, reading, shares, values), counted, rows)
+            self._contribute(weighed_value(loss, reading, shares, values), likely, rows)
         if not any(shares):
             return None, weight
         if not weight:

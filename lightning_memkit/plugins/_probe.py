@@ -36,6 +36,7 @@ from lightning_memkit.plugins._row_trials import NothingCountsError, Outcome, Ro
 from lightning_memkit.plugins._trials import StepFailedError, Trials
 
 _PAIR, _UNLIKE_PAIRS = 2, (1, 3, 5)  # by the first numbers of the batch that differ between its rows
+_ROUNDED_PAIR = 0.01  # how noise is measured on two rows of a deep net may miss by less
 _PROBED_SAMPLES = (5, 2)  # the second where the first runs out of memory
 _PROBED_BATCHES = (
     3  # rows of one batch may be too alike to act on each other, or to tell ways of weighing apart
@@ -120,14 +121,17 @@ class Weighing:
         total = -int(largest_of_ranks(step.trainer, [-batch_size(step.batch)])[0])
         if self.fewest > 1 or total <= _PAIR or not trials.ranks.compares:
             return
-        probes = self.probes
+        known = dict(vars(self))
         for place in _UNLIKE_PAIRS:
             with suppress(NothingCountsError, StepFailedError):
                 probed = self._rows_of(step, trials, _PAIR, place, alone=True)
                 self._settled_by(step, trials, probed, is_last=True)
-            if self.verdict is None or not self.verdict.adds_up:
+            verdict = self.verdict
+            if verdict is None or not (verdict.adds_up or verdict.relative_error < _ROUNDED_PAIR):
                 return
-        self.probes = probes  # no batch less is compared for it
+            vars(self).update(
+                known
+            )  # two rows tell no more than the five did; no batch less is compared for them
 
     def again(self, step: _seam.Step, trials: Trials, micro_batch_size: int) -> None:
         """Probe this batch, whose loss turned out to be another one than was proven."""
