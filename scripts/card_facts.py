@@ -52,13 +52,13 @@ def main() -> int:
     # The context first: what follows loads kernels. Then the workspaces: a product anywhere else makes the first one.
     for ask in (context, workspaces, attention, copies, launches, pinned):
         try:
-            found = list(ask(torch.device("cuda", torch.cuda.current_device())))
+            found: list[Row] = list(ask(torch.device("cuda", torch.cuda.current_device())))
         except Exception as error:  # one fact that can't be had must not cost the others
-            found = [{"what": ask.__name__, "error": f"{type(error).__name__}: {error}"}]
+            found: list[Row] = [{"what": ask.__name__, "error": f"{type(error).__name__}: {error}"}]
         rows += found
         for row in found:
             print(json.dumps(row), flush=True)
-    figures = {
+    figures: dict[str, float | int | bool] = {
         "facts": len(rows),
         "errors": sum("error" in row for row in rows),
         "other_than_assumed": sum(row.get("as_assumed") is False for row in rows),
