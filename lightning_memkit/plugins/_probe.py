@@ -59,7 +59,7 @@ class Weighing:
     Attributes:
         verdict: whether parts add up; None where this could not be found out.
         rules: how the loss's terms add up, where its graph shows it.
-        foretold: for each rule, the numbers of a batch that its divisor was in proportion to.
+        foretold: what the numbers of a batch tell of each rule's divisor, while none has told wrongly.
         unlike: the loss's terms have unlike shares.
         rests: how what has no gradient in the loss goes together, with `rules`.
         state: attributes and lists that the step changes, as far as parts compose them.
@@ -129,9 +129,8 @@ class Weighing:
             verdict = self.verdict
             if verdict is None or not (verdict.adds_up or verdict.relative_error < _ROUNDED_PAIR):
                 return
-            vars(self).update(
-                known
-            )  # two rows tell no more than the five did; no batch less is compared for them
+            # Two rows tell no more than the five did; no batch less is compared for them.
+            vars(self).update(known)
 
     def again(self, step: _seam.Step, trials: Trials, micro_batch_size: int) -> None:
         """Probe this batch, whose loss turned out to be another one than was proven."""
