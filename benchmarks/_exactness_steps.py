@@ -143,6 +143,22 @@ from_loss(
 )  # fmt: skip
 # Detectors divide by what they find, and the background's rows count as well (Lin et al. 2017).
 from_loss("by_positives", PARTS, LABELLED, lambda m, b: each(m, b).sum() / (b["y"] > 1).sum().clamp(min=1))
+from_loss(
+    "kept_from_2", PARTS, LABELLED, lambda m, b: 0.3 * each(m, b).sum() / (b["y"] > 1).sum().clamp(min=2)
+)
+# No law makes the batch's divisor of its micro-batches'.
+from_loss(
+    "over_the_root", PARTS, LABELLED,
+    lambda m, b: each(m, b).sum() / (b["y"] > 1).sum().clamp(min=1).to(torch.float32).sqrt(),
+)  # fmt: skip
+from_loss(
+    "normalized_weights", PARTS, {**LABELLED, "w": "weights"},
+    lambda m, b: (each(m, b) * b["w"] / b["w"].sum()).sum(),
+)  # fmt: skip
+from_loss(
+    "two_losses_by_row", PARTS, LABELLED,
+    lambda m, b: (each(m, b) + m.logits(b).square().mean(1)).sum() / (b["y"] > 1).sum().clamp(min=1),
+)  # fmt: skip
 # A row beyond its margin has no loss, and counts.
 from_loss(
     "hinge_over_rows", PARTS, LABELLED,

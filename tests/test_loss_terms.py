@@ -238,3 +238,23 @@ def test_a_constant_belongs_to_the_term_that_it_is_added_to() -> None:
     assert (means.summand.number.node.name(), means.summand.gain) == ("RsubBackward1", 1.0)
     assert (means.top.number.node.name(), means.top.gain) == ("MeanBackward0", -1.0)
     assert squares.summand is squares.top
+
+
+def over_root(divided: Callable[[Tensor, float], Tensor]) -> LossRules | str:
+    return rules_of(lambda x, r: divided(each(x, r), float(len(each(x, r))) ** 0.5))
+
+
+@pytest.mark.parametrize("divided", [lambda loss, n: loss.sum() / n, lambda loss, n: loss.sum() * (1 / n)])
+def test_a_number_of_the_step_s_own_that_follows_no_law_is_looked_up(
+    divided: Callable[[Tensor, float], Tensor],
+) -> None:
+    found = over_root(divided)
+    assert isinstance(found, LossRules)
+    assert [rule.law for rule in found.rules] == [Law.OWN]
+    assert found.looked_up == {0}
+
+
+def test_a_reduction_s_own_divisor_that_follows_no_law_is_not() -> None:
+    assert isinstance(rules_of(lambda x, r: (x @ x.T).square().mean() / torch.tensor(2.0)), UnlikeDivisors)
+    # Whose number it is does not show.
+    assert isinstance(over_root(lambda loss, n: loss.mean() * (len(loss) / n)), UnlikeDivisors)

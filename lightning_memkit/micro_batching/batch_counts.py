@@ -16,8 +16,9 @@ from lightning_memkit.micro_batching.splitting import (
 
 _LARGEST = 2**20  # elements of a tensor that is counted in every batch
 _SAME = 1e-9
-# Batches whose totals are looked up before divisors of 1 are believed: to be a number of the batch, or the constant 1.
-_CONFIRMED, _CONFIRMED_SUMS = 3, 12
+# Batches whose totals are looked up before divisors are believed that may be kept from less: to be a number of the
+# batch; to be what is counted, or a constant.
+_CONFIRMED, _ENOUGH_LOOKS = 3, 12
 
 
 @dataclass(frozen=True)
@@ -106,10 +107,15 @@ class Foretelling:
     """
 
     def __init__(self, ways: Sequence[list[Foretold]] = ()) -> None:
-        self.ways = [list(own) for own in ways]
+        self._begin([list(own) for own in ways])
+
+    def _begin(self, ways: list[list[Foretold]]) -> None:
+        self.ways = ways
         self._wrong = [set[BatchCount]() for _ in ways]
-        # How often a batch's own total has been looked up, and agreed.
-        self._confirmed = [0] * len(self.ways)
+        self._confirmed = [0] * len(ways)  # totals that agreed with those of `ways`, compared and looked up
+        self._looked_up = [0] * len(ways)  # of these, the ones that were looked up
+        self._sums = [_Looks() for _ in ways]  # at the divisors of seeming sums
+        self._least = [_Looks() for _ in ways]
 
     def learn(self, batches: Sequence[Any], divisors: Sequence[Sequence[float] | None]) -> None:
         """Keep the numbers that agree with a batch and its micro-batches; others only where none was known.
@@ -119,7 +125,7 @@ class Foretelling:
             divisors: what each term counted in each of them; None for a term that is no mean.
         """
         if len(divisors) != len(self.ways):
-            self.__init__([[] for _ in divisors])
+            self._begin([[] for _ in divisors])
         for index, counted in enumerate(divisors):
             if counted is None or not counted[0]:
                 continue
@@ -130,7 +136,11 @@ class Foretelling:
             ]
             self._wrong[index].update({*counts_of(batches[0])} - {way.count for way in agree})
             agree = [way for way in agree if way.count not in self._wrong[index]]
-            self.ways[index] = [way for way in agree if way.count in known] or agree
+            kept = [way for way in agree if way.count in known]
+            if not kept:
+                self._confirmed[index] = self._looked_up[index] = 0
+            self.ways[index] = kept or agree
+            self._confirmed[index] += bool(self.ways[index])
 
     def total(self, index: int, batch: Any) -> float | None:
         """What the divisors of a batch's micro-batches will add up to; None where this is not foretold."""
@@ -150,34 +160,125 @@ class Foretelling:
             way.count for way, is_right in zip(ways, right, strict=True) if not is_right
         )
         self.ways[index] = [way for way, is_right in zip(ways, right, strict=True) if is_right]
+        if not self.ways[index]:
+            self._confirmed[index] = self._looked_up[index] = 0
 
-    def count_of(self, index: int, part: Any, divisor: float) -> float | None:
-        """What a micro-batch counts that is divided by 1, up to a constant: that or nothing.
+    def is_least(self, index: int, divisor: float) -> bool:
+        """Whether a divisor of a term may be kept from a smaller one: it is the least so far, or one of the first."""
+        return index >= len(self._least) or self._least[index].take_in(divisor)
+
+    def unlike(self) -> frozenset[int]:
+        """The terms whose divisors add up here and there only."""
+        return frozenset(index for index, looks in enumerate(self._least) if looks.is_unlike)
+
+    def doubted(self) -> frozenset[int]:
+        """The terms whose divisors have hardly been looked at."""
+        return frozenset(index for index, looks in enumerate(self._least) if looks.looked < _CONFIRMED)
+
+    def count_of(self, index: int, part: Any, divisor: float, *, is_one: bool = True) -> float | None:
+        """What a micro-batch counts whose divisor may be kept from being less, up to a constant: that or nothing.
 
         None where nothing tells, see `is_silent`, or what told is wrong.
-        """
-        if not self.is_silent(index):
-            numbers = [way.total(part) for way in self.ways[index]]
-            self._keep(index, [not number or abs(number - divisor) <= _SAME * divisor for number in numbers])
-        return None if self.is_silent(index) else self.ways[index][0].total(part)
 
-    def is_silent(self, index: int, *, is_sum: bool = False) -> bool:
-        """Whether nothing tells a divisor of 1 that is a count from one that only keeps the term from being nan.
+        Args:
+            index: the term's.
+            part: the micro-batch.
+            divisor: what its term is divided by.
+            is_one: by 1, and not by the least that was seen.
+        """
+        if index < len(self.ways) and (not is_one or not self.is_silent(index)):
+            numbers = [way.total(part) for way in self.ways[index]]
+            self._keep(
+                index,
+                [
+                    (is_one and not number) or abs(number - divisor) <= _SAME * abs(divisor)
+                    for number in numbers
+                ],
+            )
+        if not is_one and index < len(self._least) and self._least[index].are_enough:
+            return divisor
+        return None if self.is_silent(index, is_one=is_one) else self.ways[index][0].total(part)
+
+    def is_silent(self, index: int, *, is_sum: bool = False, is_one: bool = True) -> bool:
+        """Whether nothing tells a divisor that is a count from one that only keeps the term from being nan.
 
         Rows of one row each are as many as they are divided by, whatever is counted: that alone tells nothing.
 
         Args:
             index: the term's.
-            is_sum: it was divided by 1 in all that was compared, and so seems to be a sum.
+            is_sum: its divisor was the same in all that was compared, and so it seems to be a sum.
+            is_one: the divisor is 1, and not the least of others.
         """
         if is_sum:
-            return index >= len(self._confirmed) or self._confirmed[index] < _CONFIRMED_SUMS
+            return index >= len(self._sums) or not self._sums[index].are_enough
         known = index < len(self.ways) and self.ways[index]
-        return not known or self._confirmed[index] < _CONFIRMED
+        confirmed = self._looked_up if is_one else self._confirmed
+        return not known or confirmed[index] < _CONFIRMED
 
-    def confirm(self, index: int, batch: Any, total: float) -> None:
-        """Take in what a term counts in a batch, which was looked up."""
-        if index < len(self.ways):
-            ways = self.ways[index]
-            self._keep(index, [abs(way.total(batch) - total) <= _SAME * abs(total) for way in ways])
+    def doubt(self, index: int) -> None:
+        """A seeming sum is divided by unlike numbers: it is looked up from now on."""
+        self._sums[index].learn(is_kept=True)
+
+    def confirm(
+        self, index: int, batch: Any, total: float, *, is_kept: bool = False, is_sum: bool = False
+    ) -> None:
+        """Take in what a term counts in a batch, which was looked up.
+
+        Args:
+            index: the term's.
+            batch: the batch.
+            total: what it counts.
+            is_kept: its micro-batches were not divided by what they count.
+            is_sum: it seems to be a sum.
+        """
+        if index >= len(self.ways):
+            return
+        if is_sum:
+            self._sums[index].learn(is_kept=is_kept)
+            return
+        self._least[index].learn(is_kept=is_kept)
+        self._keep(index, [abs(way.total(batch) - total) <= _SAME * abs(total) for way in self.ways[index]])
+        if self.ways[index]:
             self._confirmed[index] += 1
+            self._looked_up[index] += 1
+
+
+@dataclass
+class _Looks:
+    """Whether divisors that a term may be kept at were its own, wherever they were looked at.
+
+    Attributes:
+        least: the least of them.
+        looked: looks.
+        agreed: looks that showed them to be counts, or a sum's own.
+        is_kept: one showed what it was kept at.
+        is_unlike: so did one at more than the least: no divisor is known to be a count.
+    """
+
+    least: float = float("inf")
+    looked: int = 0
+    agreed: int = 0
+    is_kept: bool = False
+    is_unlike: bool = False
+
+    @property
+    def are_enough(self) -> bool:
+        """To look no more."""
+        return self.agreed >= _ENOUGH_LOOKS and not self.is_kept and not self.is_unlike
+
+    def take_in(self, divisor: float) -> bool:
+        """Whether none was less, or this tells nothing yet; one that is less begins anew."""
+        if not 0 < divisor <= self.least * (1 + _SAME):
+            return self.is_unlike or self.looked < _CONFIRMED
+        if divisor < self.least * (1 - _SAME):
+            self.is_unlike = self.is_unlike or self.is_kept
+            self.least, self.agreed, self.is_kept = divisor, 0, False
+        return True
+
+    def learn(self, *, is_kept: bool) -> None:
+        """Take in what a look showed."""
+        # The first ones are at all divisors: what is kept there may be more than the least.
+        self.is_unlike = self.is_unlike or (is_kept and self.looked < _CONFIRMED)
+        self.looked += 1
+        self.agreed += not is_kept
+        self.is_kept = self.is_kept or is_kept

@@ -163,3 +163,14 @@ def factors_below(node: Any) -> list[Any]:
             break
         (node,) = stacked
     return found
+
+
+def as_saved(tensor: Tensor) -> Tensor:
+    """What autograd has saved of a tensor that is handed back as it is: this costs nothing, see `is_packed`."""
+    return tensor
+
+
+def is_packed(saved: Any) -> bool:
+    """Whether handing a saved tensor back may bring it from the host, or run a forward again."""
+    hook = getattr(saved, "unpack_hook", None)
+    return hook is not None and hook is not as_saved

@@ -24,6 +24,7 @@ _SMALL = (
     1e-3  # a divisor below counts nothing: it was added to, or clamped, so that nothing is divided by zero
 )
 _EPSILON = 1e-4  # of the smallest divisor: what is added to each, so that none is zero
+_CONSTANT = 1e-6  # what a constant differs by in a batch and its micro-batches
 NOTHING_COUNTS = "a term that counts nothing in the whole batch"
 VARYING_FACTOR = "a factor that is made of the batch's rows"
 
@@ -33,6 +34,7 @@ class Law(Enum):
 
     MEAN = "mean"  # they add up
     SUM = "sum"  # they are the same, and the term's sum runs over the rows
+    OWN = "own"  # neither, and the step's own: a root of a count, one more than it. The whole batch's is looked up
     SHARED = "shared"  # they are the same, and so is the term: it looks at no row (weight decay in the loss)
 
 
@@ -64,6 +66,7 @@ class TermRule:
         fixed: which of its factors are not its rows' own, and so the same in every micro-batch.
         divided: the step itself divides it by a number that it has counted, which was 1 wherever it was looked at: one
             that is kept from being zero, or a constant.
+        numbered: the step divides it, or multiplies it, by a number of its own.
     """
 
     name: str
@@ -73,19 +76,23 @@ class TermRule:
     excess: float = 0.0
     fixed: tuple[int, ...] = ()
     divided: bool = False
+    numbered: bool = False
 
     @property
-    def seems_a_sum(self) -> bool:
-        """Whether it was divided by 1 in all that was compared: by a constant, or by counts that were never two."""
-        return self.law is Law.SUM and self.divided
+    def looks_up(self) -> bool:
+        """Whether its divisor in the whole batch is looked up: until it is known to be a constant, or in each batch.
+
+        One that was the same in all that was compared may also be a count that is kept from being less.
+        """
+        return self.law is Law.OWN or (self.law is Law.SUM and self.numbered)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
     """A micro-batch's divisors and quotients (see `Term`), one a rule, its nodes, and factors that may not vary.
 
-    Of each rule `tops`, `summands`, `sums`, `shared_factors`, `bottoms` and products hold what its terms have (see
-    `Term`).
+    Of each rule `multiplied` (`Term.is_multiplied`), `tops`, `summands`, `sums`, `shared_factors`, `bottoms` and
+    products hold what its terms have (see `Term`).
     """
 
     divisors: tuple[float, ...]
@@ -108,9 +115,9 @@ class Reading:
             bool(self.multiplied) and self.multiplied[index] and abs(self.divisors[index] - 1) <= _ALIKE
         )
 
-    def own_number(self, index: int) -> float:
-        """What the step itself divides a term by."""
-        return self.quotients[index] or self.divisors[index]
+    def is_divided(self, index: int) -> bool:
+        """Whether the step itself divides a term, or multiplies it by what may be one over a number of its own."""
+        return bool(self.quotients[index]) or (bool(self.multiplied) and self.multiplied[index])
 
     def scales_apart(self, shares: Sequence[float]) -> bool:
         """Whether each term can be scaled by its own share: those below one learned factor have one."""
@@ -137,7 +144,7 @@ class LossRules:
     def summed(self) -> bool:
         """Whether every micro-batch weighs 1."""
         return all(rule.law is not Law.MEAN for rule in self.rules) and any(
-            rule.law is Law.SUM for rule in self.rules
+            rule.law is not Law.SHARED for rule in self.rules
         )
 
     def read(self, seen: LossTerms) -> Reading:
@@ -195,10 +202,10 @@ class LossRules:
         )
 
     def tells_less(self, known: "LossRules") -> bool:
-        """Whether other rows have told more of a term whose divisor is 1 everywhere here: that may be any count."""
-        laws = {(rule.name, rule.index, rule.branch): rule.law for rule in known.rules}
+        """Whether other rows have told more of a term whose divisor is the same everywhere here: it may be a count."""
+        means = {(rule.name, rule.index, rule.branch) for rule in known.rules if rule.law is Law.MEAN}
         return any(
-            rule.divided and rule.law is not laws.get((rule.name, rule.index, rule.branch), rule.law)
+            rule.law is Law.SUM and rule.looks_up and (rule.name, rule.index, rule.branch) in means
             for rule in self.rules
         )
 
@@ -248,7 +255,7 @@ class LossRules:
             totals: the whole batch's.
             main: the share of a term that looks at no row.
         """
-        by_law = {Law.SUM: 1.0, Law.SHARED: main}
+        by_law = {Law.SUM: 1.0, Law.OWN: 1.0, Law.SHARED: main}
         return [
             by_law[rule.law] if rule.law in by_law else self.share(index, count, total)
             for index, (rule, count, total) in enumerate(zip(self.rules, counts, totals, strict=True))
@@ -265,9 +272,9 @@ class LossRules:
         return tuple(index for index, rule in enumerate(self.rules) if rule.law is Law.MEAN)
 
     @property
-    def seem_sums(self) -> frozenset[int]:
-        """The places of the rules that seem to be sums."""
-        return frozenset(index for index, rule in enumerate(self.rules) if rule.seems_a_sum)
+    def looked_up(self) -> frozenset[int]:
+        """The places of the rules that are no mean, and whose divisor in the whole batch is looked up."""
+        return frozenset(index for index, rule in enumerate(self.rules) if rule.looks_up)
 
     @property
     def needs_totals(self) -> bool:
@@ -276,11 +283,28 @@ class LossRules:
         Nor do a mean with an epsilon and another term weigh alike.
         """
         has_epsilon = len(self.rules) > 1 and any(rule.excess for rule in self.rules)
-        return bool(self.means) and (has_epsilon or any(rule.law is Law.SUM for rule in self.rules))
+        return bool(self.means) and (
+            has_epsilon or any(rule.law in (Law.SUM, Law.OWN) for rule in self.rules)
+        )
+
+
+def rounding_of(dtype: torch.dtype) -> float:
+    """What a divisor may be off by, relative, in a loss of this dtype."""
+    return _ROUNDING.get(dtype, 1e-5)
+
+
+def share_of(divisor: float, total: float) -> float:
+    """What a micro-batch weighs in a sum that the whole batch divides by another number: 1 where by the same."""
+    return 1.0 if abs(divisor - total) <= _CONSTANT * abs(total) else divisor / total
 
 
 def learned(
-    whole: LossTerms, parts: Sequence[LossTerms], dtype: torch.dtype = torch.float32
+    whole: LossTerms,
+    parts: Sequence[LossTerms],
+    dtype: torch.dtype = torch.float32,
+    *,
+    known: LossRules | None = None,
+    looks: bool = True,
 ) -> LossRules | str:
     """How a loss's terms add up, from one batch run whole and in micro-batches; or why this does not show.
 
@@ -288,7 +312,10 @@ def learned(
         whole: the terms of the whole batch's loss.
         parts: those of each micro-batch's.
         dtype: that the loss was computed in: what its divisors are rounded to.
+        known: what other rows have told: a divisor that was of no law stays so.
+        looks: divisors of no law can be looked up in each batch.
     """
+    own_laws = {(r.name, r.index) for r in (known.rules if known else ()) if r.law is Law.OWN}
     for seen in (whole, *parts):
         if not seen.terms:
             return seen.opaque or "a loss without terms"
@@ -310,13 +337,22 @@ def learned(
         if isinstance(fixed, str):
             return fixed
         for index, divisors in enumerate(rows):
+            own = [
+                names[name][index] if branch is None else collapsed(names[name], branch) for names in named
+            ]
             rule = _rule(name, index, branch, [_number(divisor) for divisor in divisors], dtype)
+            if (
+                looks
+                and _is_own(own, dtype)
+                and (isinstance(rule, UnlikeDivisors) or (name, index) in own_laws)
+            ):
+                rule = TermRule(name=name, index=index, branch=branch, law=Law.OWN)
             if isinstance(rule, str):
                 return rule
-            own = [names[name][index] for names in named if branch is None]
             numbers = (_number(t.divisor if t.is_multiplied and not t.quotient else t.quotient) for t in own)
-            ones = branch is None and all(-_ALIKE <= number - 1 <= _EPSILON for number in numbers)
-            rules.append(replace(rule, fixed=fixed[index] if fixed else (), divided=ones))
+            ones = all(-_ALIKE <= number - 1 <= _EPSILON for number in numbers)
+            numbered = ones or all(term.is_numbered for term in own)
+            rules.append(replace(rule, fixed=fixed[index] if fixed else (), divided=ones, numbered=numbered))
     return LossRules(rules=tuple(rules))
 
 
@@ -341,7 +377,7 @@ def same_factors(
     """Whether factors of two micro-batches are equal up to rounding."""
     if len(ours) != len(theirs) or any(a.shape != b.shape for a, b in zip(ours, theirs, strict=True)):
         return False
-    allowed = max(_ROUNDING.get(kind, 1e-5) for kind in (dtype, *(a.dtype for a in ours)))
+    allowed = max(rounding_of(kind) for kind in (dtype, *(a.dtype for a in ours)))
     return all(
         float((a.double() - b.double()).norm()) <= allowed * float(a.double().norm())
         for a, b in zip(ours, theirs, strict=True)
@@ -378,7 +414,7 @@ def _rule(
     whole, *parts = divisors
     if whole == 0:
         return NOTHING_COUNTS
-    allowed = _ROUNDING.get(dtype, 1e-5) * abs(whole)
+    allowed = rounding_of(dtype) * abs(whole)
     if all(abs(part - whole) <= allowed for part in parts):
         return TermRule(name=name, index=index, branch=branch, law=Law.SUM)
     excess = (sum(parts) - whole) / max(len(parts) - 1, 1)
@@ -397,6 +433,15 @@ def _rule(
         return TermRule(name=name, index=index, branch=branch, law=Law.MEAN)
     theirs = ", ".join(f"{part:g}" for part in parts)
     return UnlikeDivisors(f"a term divided by {whole:g}, and by {theirs} in parts of the same rows")
+
+
+def _is_own(terms: Sequence[Term], dtype: torch.dtype) -> bool:
+    """Whether it is a number of the step's own, and no reduction's, by which a term's divisors follow no law."""
+    quotients = [_number(term.quotient) for term in terms]
+    if terms and all(quotients):
+        others = [_number(term.divisor) / quotient for term, quotient in zip(terms, quotients, strict=True)]
+        return not isinstance(_rule("", 0, None, others, dtype), str)
+    return bool(terms) and all(term.is_multiplied and "/Mean" not in term.name for term in terms)
 
 
 def alike(shares: Sequence[float]) -> bool:

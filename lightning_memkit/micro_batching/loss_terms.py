@@ -114,6 +114,11 @@ class Term:
     curved: str = ""
     opaque: str = ""
 
+    @property
+    def is_numbered(self) -> bool:
+        """Whether the step itself divides it, or multiplies it, by a number."""
+        return self.is_multiplied or isinstance(self.quotient, Tensor) or self.quotient != 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class LossTerms:
@@ -139,4 +144,12 @@ def collapsed(terms: Sequence[Term], branch: str) -> Term:
     first = terms[0]
     nodes = tuple(node for term in terms for node in term.nodes)
     above = [divisor for name, divisor in first.levels if f"{branch}/".startswith(f"{name}/")]
-    return replace(first, divisor=above[-1] if above else 1.0, nodes=nodes, branch=branch)
+    divisor = above[-1] if above else 1.0
+    return replace(
+        first,
+        divisor=divisor,
+        nodes=nodes,
+        branch=branch,
+        quotient=divisor if above else 0.0,  # those of single rows are no numbers of all
+        is_multiplied=False,
+    )

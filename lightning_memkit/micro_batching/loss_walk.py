@@ -28,6 +28,7 @@ from lightning_memkit.micro_batching.graph_nodes import (
     PRODUCTS,
     factors_below,
     is_number_viewed,
+    is_packed,
     kind_of,
     numel_into,
     numel_out,
@@ -209,8 +210,8 @@ def _branched(path: _Path, present: list[int]) -> Any:
         return _term(path, opaque=path.node.name())
     if path.element is not None:
         return _branched_vector(path, present, path.element)
-    if path.reduced and len(present) > 1 and any(numel_into(path.node, index) != 1 for index in present):
-        return _term(path)  # rows are added up element by element: one sum
+    if path.reduced and len(present) > 1 and not all(_is_number(path.node, index) for index in present):
+        return _term(path)  # rows are added up element by element: one sum, also of a single row
     path.branch = path.name
     if len(present) > 1 and numel_out(path.node, path.output) == 1:
         path.sums = (*path.sums, _addend(path))
@@ -227,6 +228,12 @@ def _branched(path: _Path, present: list[int]) -> Any:
             if len(present) > 1:
                 way.summand = way.top
     return ways
+
+
+def _is_number(node: Any, index: int) -> bool:
+    """Whether an input is a number, or a view of one; a vector of one is a row."""
+    child = node.next_functions[index][0]
+    return numel_into(node, index) == 1 and (not shape_into(node, index) or is_number_viewed(child))
 
 
 def _share(path: _Path) -> None:
@@ -450,7 +457,7 @@ def _scalar(path: _Path, name: str) -> "Divisor | None":
     """The number that a node has saved; None where it is a tensor of several, which scales row by row."""
     raw = getattr(path.node, f"_raw{name}", None)
     is_large = numel_out(path.node, path.output) != 1 and path.element is None
-    if raw is not None and getattr(raw, "unpack_hook", None) is not None and is_large:
+    if raw is not None and is_packed(raw) and is_large:
         return None  # unpacking may bring a large tensor back from the host, or run a forward again
     value = getattr(path.node, name)
     if isinstance(value, Tensor):
@@ -471,7 +478,7 @@ def _note_scaling(path: _Path, name: str) -> None:
         path.factors = (*path.factors, value)
         return
     raw = getattr(path.node, f"_raw{name}", None)
-    if not path.reduced or getattr(raw, "unpack_hook", None) is not None:
+    if not path.reduced or is_packed(raw):
         return
     value = getattr(path.node, name)
     if isinstance(value, Tensor) and value.numel() <= _FACTOR_NUMEL:

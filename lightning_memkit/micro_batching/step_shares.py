@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from lightning_memkit.micro_batching.batch_counts import Foretelling
@@ -20,7 +21,9 @@ from lightning_memkit.micro_batching.loss_rules import (
     Reading,
     UnseenValueError,
     alike,
+    rounding_of,
     same_factors,
+    share_of,
 )
 from lightning_memkit.micro_batching.loss_walk import terms_of
 from lightning_memkit.micro_batching.rests import Rest
@@ -28,11 +31,10 @@ from lightning_memkit.micro_batching.term_scales import scale_terms
 from lightning_memkit.micro_batching.term_values import weighed_value
 
 _SAME = 1e-12
-_SMALLEST_COUNT = 1e-3  # an epsilon beside it is none
 
 
 class Ones(NamedTuple):
-    """The terms of a micro-batch that the step itself divides by 1.
+    """The terms of a micro-batch that the step itself divides by 1, or by the least that was seen.
 
     Attributes:
         lone: those of which nothing tells what that is, see `LoneCounts`.
@@ -44,24 +46,21 @@ class Ones(NamedTuple):
 
 
 def ones_of(rules: LossRules, reading: Reading, told: Foretelling | None, part: Any) -> Ones:
-    """The terms of a micro-batch that are divided by 1: by a count, or by what keeps them from a division by zero.
+    """The terms of a micro-batch whose divisor is a count, or keeps them from being divided by less: by zero, mostly.
 
     Whether a term is zero does not tell: that of a row beyond its margin is, and counts.
-
-    Raises:
-        UnforeseenLossError: a term that was divided by 1 in all that was compared is divided by something else.
     """
     lone, counts = set[int](), dict[int, float]()
     for index, rule in enumerate(rules.rules if told is not None else ()):
         assert told is not None
-        if rule.seems_a_sum:
-            number = reading.own_number(index)
-            if abs(number - 1) > _SMALLEST_COUNT:
-                raise UnforeseenLossError(f"a sum that was divided by 1, and is divided by {number:g}")
-            if told.is_silent(index, is_sum=True):
+        if rule.looks_up:
+            if rule.law is Law.OWN or told.is_silent(index, is_sum=True):
                 lone.add(index)
-        elif rule.law is Law.MEAN and reading.is_one(index):
-            count = told.count_of(index, part, reading.divisors[index])
+        elif rule.law is Law.MEAN and reading.is_divided(index):
+            divisor, is_one = reading.divisors[index], reading.is_one(index)
+            if not is_one and (rule.excess or not told.is_least(index, abs(divisor))):
+                continue  # what is added to every divisor keeps none
+            count = told.count_of(index, part, divisor, is_one=is_one)
             if count is None:
                 lone.add(index)
             else:
@@ -70,9 +69,16 @@ def ones_of(rules: LossRules, reading: Reading, told: Foretelling | None, part: 
 
 
 def looked_at(rules: LossRules, reading: Reading, counts: Sequence[float]) -> tuple[float, ...]:
-    """What a look at several micro-batches as one tells: what terms count, and what seeming sums are divided by."""
+    """What micro-batches as one tell: what terms count, and what those are divided by that are looked up.
+
+    Raises:
+        UnforeseenLossError: the step's own number shows in the micro-batches and not in these as one, or otherwise.
+    """
+    for index, rule in enumerate(rules.rules):
+        if reading.divisors[index] and rule.numbered != reading.is_divided(index):
+            raise UnforeseenLossError("a divisor that shows in some micro-batches only")
     return tuple(
-        reading.own_number(index) if rule.seems_a_sum else count
+        reading.divisors[index] if rule.looks_up else count
         for index, (rule, count) in enumerate(zip(rules.rules, counts, strict=True))
     )
 
@@ -98,8 +104,9 @@ class StepShares:
         totals: what each term counts in the whole batch, over all ranks and divided by their number; None where this
             is not known yet.
         is_known: the totals are the batch's own, not those of a batch that was accumulated before.
-        looked_up: what each term counts in this batch, whatever its divisors of 1 stand for; None where that was not
-            looked up.
+        looked_up: what each term counts in this batch, whatever its least divisors stand for, and what seeming sums
+            are divided by in it; None where that was not looked up.
+        by_itself: the batch's loss is its own, and no part of one over further batches or ranks.
     """
 
     def __init__(
@@ -109,10 +116,13 @@ class StepShares:
         *,
         is_known: bool = False,
         looked_up: Sequence[float] | None = None,
+        by_itself: bool = True,
     ) -> None:
         self.rules = rules
         self.lone = [0.0] * len(rules.rules)
         self.looked_up = looked_up
+        self._by_itself = by_itself
+        self._divisors: dict[int, float] = {}  # of terms that are no mean, in this batch
         self.counted = [0.0] * len(rules.rules)
         self.totals = list(totals) if totals is not None else None
         self.is_known = is_known
@@ -138,8 +148,7 @@ class StepShares:
             rows: its share of the batch's rows, for a loss that looks at none.
             over: batches that are accumulated, each a mean of its own.
             values: the numbers that its step has computed, from which `contributions` are made.
-            foretelling: what tells a divisor of 1 that is there to keep the term from being divided by zero, and does
-                not count.
+            foretelling: what tells a divisor that is a count from one that keeps the term from being divided by less.
             part: the micro-batch.
 
         Raises:
@@ -153,6 +162,7 @@ class StepShares:
             self._factors = reading.factors
         elif not same_factors(self._factors, reading.factors, loss.dtype):
             raise VaryingFactorError(VARYING_FACTOR)
+        self._compare_divisors(reading, loss.dtype, foretelling)
         ones = ones_of(self.rules, reading, foretelling, part)
         if ones.lone and self.looked_up is None:
             raise LoneCountError
@@ -168,6 +178,8 @@ class StepShares:
         for index, count in enumerate(counts):
             self.counted[index] += ones.counts.get(index, count)
         shares = self._shares(counts, rows)
+        for index in ones.lone & self.rules.looked_up:
+            shares[index] = self._share_looked_up(index, reading.divisors[index])
         main = self.rules.means[0] if self.rules.means else None
         # What is reported beside gradients goes by the likelier: a term that is zero counts nothing.
         likely = [ones.counts.get(index, count) for index, count in enumerate(own)]
@@ -185,6 +197,39 @@ class StepShares:
         self.was_unlike = True
         scale_terms(reading, [share / over for share in shares])
         return loss * 1, weight
+
+    def _compare_divisors(
+        self, reading: Reading, dtype: torch.dtype, foretelling: Foretelling | None
+    ) -> None:
+        """Terms that are no mean are divided by one number in all micro-batches of a batch."""
+        for index, rule in enumerate(self.rules.rules):
+            if rule.law is Law.MEAN or (rule.looks_up and self.looked_up is not None):
+                continue
+            divisor = reading.divisors[index]
+            first = self._divisors.setdefault(index, divisor)
+            if abs(divisor - first) <= rounding_of(dtype) * abs(first):
+                continue
+            if not rule.looks_up or foretelling is None:
+                raise UnforeseenLossError(
+                    f"a sum divided by {first:g} and by {divisor:g} in two micro-batches"
+                )
+            foretelling.doubt(index)
+            raise LoneCountError
+
+    def _share_looked_up(self, index: int, divisor: float) -> float:
+        """What a term weighs whose sums add up, and are divided by another number in the whole batch.
+
+        Raises:
+            UnforeseenLossError: further batches or ranks are part of the loss, and its divisor is not known.
+        """
+        assert self.looked_up is not None
+        total = self.looked_up[index]
+        share = share_of(divisor, total)
+        if share != 1 and not self._by_itself:
+            raise UnforeseenLossError(
+                f"a term divided by {divisor:g} in micro-batches, and by {total:g} in their batch"
+            )
+        return share
 
     def _contribute(
         self, weighed: tuple[Tensor, list[Tensor] | None] | None, counts: Sequence[float], rows: float

@@ -14,17 +14,26 @@ from lightning_memkit.micro_batching.loss_terms import Addend
 
 _ROUNDINGS = 2.0  # of the largest of some numbers: what their sum may be off by
 
+_DIFFERENTIATING = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+
 
 class TermValues(TorchFunctionMode):
-    """While it is active, numbers and small vectors with a gradient are noted by what made them (see `Number`)."""
+    """While it is active, numbers and small vectors with a gradient are noted by what made them (see `Number`).
+
+    Attributes:
+        values: these, by node and output.
+        differentiates: whether a gradient was taken (by a gradient penalty, say).
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.values: dict[tuple[Any, int], Tensor] = {}
+        self.differentiates = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the function, and note its result, or results."""
         result = func(*args, **(kwargs or {}))
+        self.differentiates = self.differentiates or func in _DIFFERENTIATING
         for one in result if isinstance(result, tuple) else (result,):
             if isinstance(one, Tensor) and one.grad_fn is not None and _is_noted(one):
                 self.values[one.grad_fn, one.output_nr] = one.detach().clone()

@@ -222,13 +222,17 @@ class PartsRunner:
         surveys = step.batch_idx in partition.has_lone or (
             not goes_on and (partition.surveyed or partition.counts_nothing == step.batch_idx)
         )
-        if self._trainer.world_size > 1 and (rules.means or rules.seem_sums):  # all ranks need one reference
+        if self._trainer.world_size > 1 and (rules.means or rules.looked_up):  # all ranks need one reference
             surveys = any_rank(self._trainer, surveys or not (is_told or goes_on))
         if surveys and self.survey is not None:
             self.phase = "in reading what the loss counts"
             own = self._averaged(self.survey(step, cut))
             return StepShares(
-                rules, self._window.totals if goes_on else own, is_known=not goes_on, looked_up=own
+                rules,
+                self._window.totals if goes_on else own,
+                is_known=not goes_on,
+                looked_up=own,
+                by_itself=self._trainer.world_size == 1 and not self._exact_window,
             )
         if goes_on:
             return StepShares(rules, self._window.totals)

@@ -32,6 +32,7 @@ from lightning_memkit.micro_batching.loss_rules import (
     LossRules,
     UnlikeDivisors,
     learned,
+    share_of,
 )
 from lightning_memkit.micro_batching.loss_terms import LossTerms
 from lightning_memkit.micro_batching.loss_walk import terms_of
@@ -179,7 +180,9 @@ class RowTrials:
         present = [part for part in parts if part is not None]
         rules, outcome, is_less = None, None, False
         if reads and present and not bends:
-            rules = learned(whole.terms, [part.terms for part in present], whole.loss.dtype)
+            looks = self._step.trainer.world_size == 1
+            terms = [part.terms for part in present]
+            rules = learned(whole.terms, terms, whole.loss.dtype, known=known, looks=looks)
             is_less = isinstance(rules, LossRules) and known is not None and rules.tells_less(known)
         if any_rank(self._step.trainer, rules == NOTHING_COUNTS):
             raise NothingCountsError
@@ -188,6 +191,9 @@ class RowTrials:
         rules = self._of_all_ranks(rules)
         if isinstance(rules, LossRules):
             outcome = self._by_rules(ways, rules, whole, parts, comparison)
+            kept = self._kept(rules, outcome, whole, parts)
+            if any_rank(self._step.trainer, bool(kept)):
+                outcome = self._by_rules(ways, _looked_up(rules, kept), whole, parts, comparison) or outcome
         if outcome is None:
             outcome = self._by_ways(ways, whole, parts, comparison)
             outcome.why = whole.terms.curved or self._why_not(rules, comparison)
@@ -217,6 +223,16 @@ class RowTrials:
         if outcome is None or outcome.miss.excess <= 1:
             raise NothingCountsError
         return outcome
+
+    def _kept(
+        self, rules: LossRules, outcome: Outcome | None, whole: Run, parts: list[Run | None]
+    ) -> list[int]:
+        """The means of a comparison that fails whose divisors don't add up: some may be kept from being less."""
+        if self._step.trainer.world_size > 1 or (outcome is not None and outcome.miss.excess <= 1):
+            return []
+        counts = [_counts(rules, part) for part in parts if part is not None]
+        totals = [sum(values) for values in zip(*counts, strict=True)]
+        return [i for i in rules.means if share_of(totals[i], _counts(rules, whole)[i]) != 1]
 
     def noise_explains(self, outcome: Outcome) -> bool:
         """Whether parts may differ by their random numbers alone, which then are to be taken away or shared."""
@@ -471,7 +487,9 @@ class RowTrials:
             totals = list(_counts(rules, whole))
         rows = [size / sum(self._rows.sizes) for _, size in present]
         mains = [_main(rules, count, totals, row) for count, row in zip(counts, rows, strict=True)]
-        shares = [rules.shares(count, totals, main) for count, main in zip(counts, mains, strict=True)]
+        shares = [
+            _shares(rules, part, whole, totals, main) for (part, _), main in zip(present, mains, strict=True)
+        ]
         unlike = any(max(of_part) - min(of_part) > 1e-12 for of_part in shares)
         unlike = any_rank(self._step.trainer, unlike)
         apart = all(
@@ -484,15 +502,15 @@ class RowTrials:
             gradients = [part.gradient for part, _ in present]
             miss = self._miss(comparison, gradients, [of_part[0] for of_part in shares])
         several = len(rules.rules) > 1
-        has_sums = any(rule.law is Law.SUM for rule in rules.rules)
+        has_sums = any(rule.law in (Law.SUM, Law.OWN) for rule in rules.rules)
         is_lone = has_sums and not _several(parts)
         is_coarse = any_rank(self._step.trainer, comparison.level > _COARSE)
         if self._meets or (several and (unlike or has_sums or is_coarse)):
             miss, rules, is_lone = self._term_by_term(
                 rules, shares, mains if rules.means else rows, comparison
             )
-            if miss.excess <= 1 and several and not of_whole:
-                together = self._all_terms(rules, present, comparison)
+            if miss.excess <= 1 and several:
+                together = self._all_terms(rules, present, whole, comparison, of_whole=of_whole)
                 miss = max(miss, together, key=lambda miss: miss.excess)
         if miss.excess > 1 and not several and not of_whole:
             return None  # a single term may be a mean of something that it does not show
@@ -545,7 +563,7 @@ class RowTrials:
                     groups += [[index] for index in group]
                     continue
             of_all.sums_up(whole)
-            lone = law is Law.SUM and any_rank(self._step.trainer, not _several(runs))
+            lone = law in (Law.SUM, Law.OWN) and any_rank(self._step.trainer, not _several(runs))
             if lone and laws[group[0]].divided:
                 law = Law.MEAN  # by a count, as it seems, of which the other parts have none
             for index in group:
@@ -555,17 +573,27 @@ class RowTrials:
         return worst, LossRules(rules=tuple(laws)), is_lone
 
     def _all_terms(
-        self, rules: LossRules, present: Sequence[tuple[Run, int]], comparison: Comparison
+        self,
+        rules: LossRules,
+        present: Sequence[tuple[Run, int]],
+        whole: Run,
+        comparison: Comparison,
+        *,
+        of_whole: bool,
     ) -> Miss:
         """The miss of parts whose terms are all scaled at once, as in training: what scales one may reach another."""
         counts = [_counts(rules, part) for part, _ in present]
         totals = [sum(values) for values in zip(*counts, strict=True)]
+        if of_whole:
+            totals = list(_counts(rules, whole))
         total = sum(rows for _, rows in present)
         mains = [
             _main(rules, count, totals, rows / total) if rules.means else rows / total
             for count, (_, rows) in zip(counts, present, strict=True)
         ]
-        scales = [rules.shares(count, totals, main) for count, main in zip(counts, mains, strict=True)]
+        scales = [
+            _shares(rules, part, whole, totals, main) for (part, _), main in zip(present, mains, strict=True)
+        ]
         runs = self._parts_of_terms(rules, range(len(rules.rules)), scales)
         return self._miss(comparison, [run.gradient for run in runs], [1.0] * len(runs))
 
@@ -646,6 +674,16 @@ def _scaled_terms(rules: LossRules, group: Sequence[int], scales: Sequence[float
     return loss * 1
 
 
+def _looked_up(rules: LossRules, kept: Sequence[int]) -> LossRules:
+    """The rules with some means as terms whose divisor is looked up in the whole batch, until rows tell more."""
+    return LossRules(
+        rules=tuple(
+            replace(rule, law=Law.SUM, numbered=True) if index in kept else rule
+            for index, rule in enumerate(rules.rules)
+        )
+    )
+
+
 def _groups(rules: LossRules) -> list[list[int]]:
     """Terms that are compared at once: sums of one name; and means, where there are many more.
 
@@ -703,6 +741,15 @@ def _rest_of(rules: LossRules, run: Run, rows: int) -> Rest | None:
     counts = _counts(rules, run)
     found = weighed_value(run.loss, reading, [1.0] * len(counts), run.values)
     return None if found is None or found[1] is None else Rest(pieces=found[1], counts=counts, rows=rows)
+
+
+def _shares(rules: LossRules, part: Run, whole: Run, totals: Sequence[float], main: float) -> list[float]:
+    """What a part weighs in each term, beside the whole that it is of."""
+    shares = rules.shares(_counts(rules, part), totals, main)
+    own, divisors = rules.read(part.terms).divisors, rules.read(whole.terms).divisors
+    for index in rules.looked_up:
+        shares[index] = share_of(own[index], divisors[index])
+    return shares
 
 
 def _main(rules: LossRules, counts: Sequence[float], totals: Sequence[float], rows: float) -> float:

@@ -112,6 +112,7 @@ class Trials:
         self.limited = False
         self.ranks = Ranks()
         self._has_watched = False
+        self._differentiates = False  # the step does within itself, and needs all that autograd saves
         self._once: set[_Named] = set()  # changes that a second step does not repeat
         self._always: dict[_Named, StepChange] = {}
         self._judged: set[_Named] = set()  # those of which it is known whether they compose
@@ -353,7 +354,10 @@ class Trials:
             UnforeseenLossError: a micro-batch's loss has other terms, or such a look failed.
         """
         adjacent = partition.split is not None or isinstance(step.batch, SplittableBatch)
-        found = LoneCounts(counts=[], lone=[], sums=rules.seem_sums, adjacent=adjacent)
+        told = partition.foretold
+        found = LoneCounts(counts=[], lone=[], sums=rules.looked_up, whole=told.unlike(), adjacent=adjacent)
+        if self._trainer.world_size == 1:
+            found.doubted = told.doubted()
         with self._no_trace(step, *cut.parts):
             if partition.state is not None:
                 partition.state.begin()
@@ -361,16 +365,17 @@ class Trials:
                 found.counts.append(counts)
                 found.lone.append(lone)
             while any_rank(self._trainer, bool(found.looks())):
-                known = len(found.looks())
+                asked = found.looks()
                 self._look(step, cut, partition, found)
-                if not any_rank(self._trainer, len(found.looks()) != known):
+                if not any_rank(self._trainer, found.looks() != asked):
                     break  # these can't be run
             self.ranks.forget_part()
         totals = found.totals()
         if any_rank(self._trainer, totals is None) or totals is None:
             raise UnforeseenLossError(found.why)
         for index in found.terms:
-            partition.foretold.confirm(index, step.batch, totals[index])
+            kept = found.is_kept(index, totals[index])
+            told.confirm(index, step.batch, totals[index], is_kept=kept, is_sum=index in found.sums)
         return totals
 
     def _look(self, step: _seam.Step, cut: Cut, partition: Partition, found: LoneCounts) -> None:
@@ -383,7 +388,7 @@ class Trials:
                 looks.append(look)
                 rows.append(together)
         try:
-            with saving_shapes_only():
+            with nullcontext() if self._differentiates else saving_shapes_only():
                 for index, (_, _, told) in enumerate(
                     self._each_counted(step, rows, partition, partition.rules)
                 ):
@@ -392,7 +397,8 @@ class Trials:
             # Two micro-batches may be more than there is memory for, or than the step allows. Ranks retry together.
             if self._trainer.world_size > 1 or isinstance(error, ForeseenWronglyError):
                 raise
-            rank_zero_debug(f"MemoryBudget can't look at two parts: {error!r}")
+            rank_zero_debug(f"MemoryBudget can't look at parts as one: {error!r}")
+            found.give_up()
 
     def _each_counted(
         self, step: _seam.Step, parts: Sequence[Any], partition: Partition, rules: LossRules
@@ -417,6 +423,7 @@ class Trials:
     ) -> tuple[tuple[float, ...], frozenset[int], tuple[float, ...]]:
         with TermValues() as noted:
             loss, _ = step.forward(self._transfer(part))
+        self._differentiates = self._differentiates or noted.differentiates
         if loss is None:
             nothing = (0.0,) * len(rules.rules)
             return nothing, frozenset(), nothing

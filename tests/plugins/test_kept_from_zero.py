@@ -63,6 +63,41 @@ def masked_hinge(module: "Detector", x: Tensor, y: Tensor) -> Tensor:
     return margins(module, x, y)[y > 1].sum() / (y > 1).sum().clamp(min=1)
 
 
+def two_by_row(module: "Detector", x: Tensor, y: Tensor) -> Tensor:
+    """Added row by row before they are summed: a single row's are no two terms."""
+    return (of_rows(module, x, y) + module.boxes(x).square().sum(1)).sum() / (y > 2).sum().clamp(min=1)
+
+
+def by_the_root(module: "Detector", x: Tensor, y: Tensor) -> Tensor:
+    return of_rows(module, x, y).sum() / (y > 2).sum().clamp(min=1).double().sqrt()
+
+
+def normalized_weights(module: "Detector", x: Tensor, y: Tensor) -> Tensor:
+    """The divisor shows where autograd saves it, below the rows' weights."""
+    weights = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5], dtype=torch.float64)[y]
+    return (of_rows(module, x, y) * weights / weights.sum()).sum()
+
+
+def kept_from(least: float, gain: float = 1.0) -> Loss:
+    """Divided by no less than another number than 1; a gain hides it."""
+
+    def loss(module: "Detector", x: Tensor, y: Tensor) -> Tensor:
+        return gain * of_rows(module, x, y).sum() / (y > 2).sum().clamp(min=least)
+
+    return loss
+
+
+def by_python_from_2(module: "Detector", x: Tensor, y: Tensor) -> Tensor:
+    return of_rows(module, x, y).sum() * (0.1 / max(int((y > 2).sum()), 2))
+
+
+def penalized(module: "Detector", x: Tensor, y: Tensor) -> Tensor:
+    """A gradient penalty: it differentiates within the step."""
+    x = x.detach().requires_grad_()
+    slope = torch.autograd.grad(module.boxes(x).square().sum(), x, create_graph=True)[0]
+    return (slope.square().sum(1) + of_rows(module, x, y)).sum() / (y > 2).sum().clamp(min=1)
+
+
 def mined(module: "Detector", x: Tensor, y: Tensor) -> Tensor:
     """The hardest negatives of the batch, three for a positive: rows act on each other, which no single row shows."""
     loss, positive = of_rows(module, x, y), y > 2
@@ -112,7 +147,21 @@ def trained(
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
-    "loss", [focal, by_python, beside_boxes, by_its_inverse, masked, hinge, masked_hinge, mined]
+    "loss",
+    [
+        focal,
+        by_python,
+        beside_boxes,
+        by_its_inverse,
+        masked,
+        hinge,
+        masked_hinge,
+        mined,
+        penalized,
+        kept_from(2),
+        kept_from(0.5, gain=0.1),
+        by_python_from_2,
+    ],
 )
 def test_it_is_the_batch_s_or_refused(loss: Loss, seed: int, size: int) -> None:
     """The sum of the micro-batches' divisors was taken for the total, unsaid."""
@@ -120,7 +169,7 @@ def test_it_is_the_batch_s_or_refused(loss: Loss, seed: int, size: int) -> None:
     try:
         ours, told, sizes = trained(loss, seed, size)
     except BudgetError:
-        assert loss not in (masked, hinge)
+        assert loss is mined
         return
     assert loss is not mined
     assert sizes == {size}
@@ -186,20 +235,22 @@ def test_one_lone_micro_batch_among_empty_ones_is_looked_up_in_the_whole() -> No
     assert lone([1, 0, 0], 0).looks() == [WHOLE]
 
 
-def test_what_seems_a_sum_is_divided_by_1_in_the_whole_batch_as_well() -> None:
-    for divisor, total in ((1.0, [1.0]), (2.0, None)):
+def test_what_seems_a_sum_is_one_where_the_whole_batch_is_divided_by_the_same() -> None:
+    for divisor in (1.0, 2.0):
         found = lone([1, 1, 1], 0, 1, 2, sums=frozenset({0}))
         assert found.looks() == [WHOLE]
         found.learn(WHOLE, (divisor,))
-        assert found.totals() == total
-    assert "divided by 1 in micro-batches, and by 2 in their batch" in found.why
+        assert found.totals() == [divisor]
+        assert found.is_kept(0, divisor) == (divisor == 2)
 
 
-def test_a_divisor_that_no_count_explains_has_no_total() -> None:
-    found = lone([1, 3], 0)
-    found.learn((1, 0), (3.5,))
-    assert found.totals() is None
-    assert "divided by 3 and by 1 in two micro-batches, and by 3.5 in both as one" in found.why
+def test_where_two_as_one_tell_neither_all_nor_nothing_the_whole_batch_tells() -> None:
+    """`clamp(min=2)` over one that counts."""
+    found = lone([2, 4, 5], 0)
+    found.learn((1, 0), (5.0,))
+    assert found.looks() == [WHOLE]
+    found.learn(WHOLE, (10.0,))
+    assert found.totals() == [10.0]
 
 
 def test_a_graph_of_shapes_shows_its_divisor_and_holds_no_large_tensor() -> None:
@@ -238,9 +289,61 @@ def test_a_number_is_believed_on_divisors_of_1_once_totals_that_were_looked_up_a
     foretelling.learn([part(1, 2), part(1), part(2)], [[2.0, 1.0, 1.0]])
     for _ in range(3):
         assert foretelling.is_silent(0)
-        foretelling.confirm(0, part(1, 0, 2), 2.0)  # not the rows
+        foretelling.confirm(0, part(1, 0, 2), 2.0, is_kept=True)  # not the rows
     assert not foretelling.is_silent(0)
     assert [way.count for way in foretelling.ways[0]] == [BatchCount("nonzero")]
+
+
+def test_totals_looked_up_while_no_number_was_left_confirm_none() -> None:
+    foretelling = Foretelling([[]])
+    for _ in range(3):
+        foretelling.confirm(0, part(1, 0), 1.0, is_kept=True)
+    foretelling.learn([part(1, 2), part(1), part(2)], [[2.0, 1.0, 1.0]])
+    assert foretelling.is_silent(0)
+    for _ in range(3):
+        foretelling.confirm(0, part(1, 2), 2.0)
+    assert not foretelling.is_silent(0)
+    foretelling.confirm(0, part(1, 2), 1.0, is_kept=True)  # all were wrong
+    assert foretelling.is_silent(0)
+
+
+def test_the_least_divisor_is_believed_once_it_was_a_count_twelve_times_and_never_kept() -> None:
+    foretelling = Foretelling([[], []])
+    for kept, is_count in ((0, True), (1, False)):
+        for _ in range(3):
+            assert kept in foretelling.doubted()
+            assert foretelling.is_least(kept, 2.0)
+            assert foretelling.is_least(kept, 3.0)  # any, until some have been looked at
+            foretelling.confirm(kept, part(1, 0, 0), 6.0)
+        assert not foretelling.is_least(kept, 3.0)
+        for _ in range(9):
+            assert foretelling.count_of(kept, part(1, 0), 2.0, is_one=False) is None
+            foretelling.confirm(kept, part(1, 0, 0), 6.0, is_kept=not is_count)
+        assert foretelling.count_of(kept, part(1, 0), 2.0, is_one=False) == (2.0 if is_count else None)
+    assert foretelling.is_least(0, 1.5)
+    assert foretelling.count_of(0, part(1, 0), 1.5, is_one=False) is None
+    assert foretelling.unlike() == frozenset()
+
+
+def test_divisors_that_are_kept_at_more_than_the_least_add_up_here_and_there_only() -> None:
+    """The largest class's share, the number of classes: they are looked up in every batch."""
+    foretelling = Foretelling([[]])
+    for _ in range(3):
+        assert foretelling.is_least(0, 4.0)
+        foretelling.confirm(0, part(1, 0, 0), 9.0)
+    foretelling.confirm(0, part(1, 0, 0), 9.0, is_kept=True)
+    assert foretelling.unlike() == frozenset()
+    assert foretelling.is_least(0, 2.0)
+    assert foretelling.unlike() == {0}
+    assert foretelling.is_least(0, 100.0)
+
+
+def test_a_doubted_divisor_is_looked_up_in_the_whole_where_that_can_be_run() -> None:
+    found = lone([2, 4, 5], 0, doubted=frozenset({0}))
+    assert found.looks() == [WHOLE]
+    found.give_up()
+    assert found.looks() == [(1, 0)]
+    assert lone([2, 4, 5], 0, whole=frozenset({0})).looks() == [WHOLE]
 
 
 def test_nothing_is_learned_of_a_term_that_counts_nothing() -> None:
