@@ -180,6 +180,8 @@ class StepShares:
         shares = self._shares(counts, rows)
         for index in ones.lone & self.rules.looked_up:
             shares[index] = self._share_looked_up(index, reading.divisors[index])
+            if shares[index] != 1 and values is None:
+                raise UnseenValueError
         main = self.rules.means[0] if self.rules.means else None
         # What is reported beside gradients goes by the likelier: a term that is zero counts nothing.
         likely = [ones.counts.get(index, count) for index, count in enumerate(own)]
@@ -207,7 +209,7 @@ class StepShares:
                 continue
             divisor = reading.divisors[index]
             first = self._divisors.setdefault(index, divisor)
-            if abs(divisor - first) <= rounding_of(dtype) * abs(first):
+            if divisor == first or abs(divisor - first) <= rounding_of(dtype) * abs(first):
                 continue
             if not rule.looks_up or foretelling is None:
                 raise UnforeseenLossError(

@@ -77,6 +77,12 @@ class Partition:
     wide: frozenset[str] = frozenset()
     fewest: int = 1
 
+    def looks_up(self, batch_idx: int) -> bool:
+        """Whether divisors in a whole batch are looked up before it runs: another attempt at it would ask for them."""
+        sums = self.rules.looked_up if self.rules is not None else ()
+        is_known = all(not self.foretold.is_silent(index, is_sum=True) for index in sums)
+        return batch_idx in self.has_lone or not is_known
+
     def cut(self, batch: Any) -> "Cut":
         """The parts of a batch."""
         if self.whole or self.held:

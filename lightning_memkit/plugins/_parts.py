@@ -219,7 +219,7 @@ class PartsRunner:
         is_told = all(told[index] is not None for index in rules.means)
         if self._exact_window and not all(told[index] for index in rules.means):
             is_told = False
-        surveys = step.batch_idx in partition.has_lone or (
+        surveys = partition.looks_up(step.batch_idx) or (
             not goes_on and (partition.surveyed or partition.counts_nothing == step.batch_idx)
         )
         if self._trainer.world_size > 1 and (rules.means or rules.looked_up):  # all ranks need one reference

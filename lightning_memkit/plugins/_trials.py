@@ -388,7 +388,8 @@ class Trials:
                 looks.append(look)
                 rows.append(together)
         try:
-            with nullcontext() if self._differentiates else saving_shapes_only():
+            saved = nullcontext() if self._differentiates else saving_shapes_only()
+            with self._limit(step) or nullcontext(), saved:
                 for index, (_, _, told) in enumerate(
                     self._each_counted(step, rows, partition, partition.rules)
                 ):

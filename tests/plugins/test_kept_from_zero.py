@@ -353,3 +353,41 @@ def test_nothing_is_learned_of_a_term_that_counts_nothing() -> None:
     assert foretelling.ways == [[]]
     foretelling.learn([part(1, 0), part(1), part(0)], [[1.0, 1.0, 0.0]])
     assert foretelling.ways[0]
+
+
+class Wide(Detector):
+    """Whose whole batch does not fit, forward alone."""
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__(loss)
+        self.net = nn.Sequential(nn.Linear(6, 4096), nn.Tanh(), nn.Linear(4096, CLASSES))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+
+def of_wide_rows(loss: Loss, *budget: MemoryBudget) -> Tensor:
+    torch.manual_seed(0)
+    module = Wide(loss).double()
+    data = TensorDataset(torch.randn(128, 6, dtype=torch.float64), torch.randint(0, CLASSES, (128,)))
+    trainer = Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=list(budget),
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(data, batch_size=64))
+    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+
+
+def by_own_weights(module: Detector, x: Tensor, y: Tensor) -> Tensor:
+    weights = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5], dtype=torch.float64)[y]
+    return (of_rows(module, x, y) * weights).sum() / weights.sum()
+
+
+def test_looking_at_a_batch_keeps_the_budget() -> None:
+    """Where the whole batch does not fit, two micro-batches as one tell of what adds up."""
+    budget = MemoryBudget("3MiB", micro_batch_size=4)
+    torch.testing.assert_close(
+        of_wide_rows(by_own_weights, budget), of_wide_rows(by_own_weights), rtol=0, atol=1e-12
+    )
+    with pytest.raises(BudgetError, match="can't be run as one"):
+        of_wide_rows(by_the_root, MemoryBudget("3MiB", micro_batch_size=4))
