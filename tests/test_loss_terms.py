@@ -10,13 +10,8 @@ from torch.nn import functional as F
 
 from lightning_memkit.micro_batching.comparison import SCALE, Comparison, spans_of
 from lightning_memkit.micro_batching.foreseen import MistakenTotalsError, VaryingFactorError
-from lightning_memkit.micro_batching.loss_rules import (
-    VARYING_FACTOR,
-    Law,
-    LossRules,
-    UnlikeDivisors,
-    learned,
-)
+from lightning_memkit.micro_batching.learned_rules import UnlikeDivisors, learned
+from lightning_memkit.micro_batching.loss_rules import VARYING_FACTOR, Law, LossRules
 from lightning_memkit.micro_batching.loss_walk import terms_of
 from lightning_memkit.micro_batching.step_shares import StepShares
 

@@ -8,7 +8,7 @@ total for a mean, 1 for a sum.
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -18,14 +18,11 @@ from torch import Tensor
 from lightning_memkit.micro_batching.foreseen import UnforeseenLossError
 from lightning_memkit.micro_batching.loss_terms import Addend, Divisor, Edge, LossTerms, Term, collapsed
 
-_ALIKE = 1e-9  # relative: shares that differ by less are the same
+ALIKE = 1e-9  # relative: shares that differ by less are the same
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-_SMALL = (
-    1e-3  # a divisor below counts nothing: it was added to, or clamped, so that nothing is divided by zero
-)
-_EPSILON = 1e-4  # of the smallest divisor: what is added to each, so that none is zero
+# A divisor below counts nothing: it was added to, or clamped, so that nothing is divided by zero.
+SMALL = 1e-3
 _CONSTANT = 1e-6  # what a constant differs by in a batch and its micro-batches
-NOTHING_COUNTS = "a term that counts nothing in the whole batch"
 VARYING_FACTOR = "a factor that is made of the batch's rows"
 
 
@@ -36,17 +33,6 @@ class Law(Enum):
     SUM = "sum"  # they are the same, and the term's sum runs over the rows
     OWN = "own"  # neither, and the step's own: a root of a count, one more than it. The whole batch's is looked up
     SHARED = "shared"  # they are the same, and so is the term: it looks at no row (weight decay in the loss)
-
-
-class UnlikeDivisors(str):
-    """Why a term follows no law: what it is divided by is neither the sum of its parts' divisors nor the same.
-
-    A mean over pairs of rows is divided by 25 for five rows, and by 4 and 9 for two and three of them.
-    """
-
-
-class CurvedLoss(str):
-    """Why a loss is no sum over its rows: what is applied to numbers that were reduced over them."""
 
 
 class UnseenValueError(Exception):
@@ -112,7 +98,7 @@ class Reading:
     def is_one(self, index: int) -> bool:
         """Whether the step itself divides a term by 1, or multiplies it so: by a count, or by what stands for none."""
         return self.quotients[index] == 1.0 or (
-            bool(self.multiplied) and self.multiplied[index] and abs(self.divisors[index] - 1) <= _ALIKE
+            bool(self.multiplied) and self.multiplied[index] and abs(self.divisors[index] - 1) <= ALIKE
         )
 
     def is_divided(self, index: int) -> bool:
@@ -155,12 +141,12 @@ class LossRules:
         """
         if not seen.terms:
             raise UnforeseenLossError(seen.opaque or "a loss without terms")
-        named = _by_name(seen.terms)
+        named = by_name(seen.terms)
         wanted = {(rule.name, rule.branch): 0 for rule in self.rules}
         for rule in self.rules:
             wanted[rule.name, rule.branch] += 1
         if {name for name, _ in wanted} != named.keys():
-            raise UnforeseenLossError(_difference({name for name, _ in wanted}, named.keys()))
+            raise UnforeseenLossError(difference_of({name for name, _ in wanted}, named.keys()))
         for (name, branch), count in wanted.items():
             if branch is None and len(named[name]) != count:
                 raise UnforeseenLossError(f"{len(named[name])} terms {name} for {count}")
@@ -169,8 +155,8 @@ class LossRules:
             for rule in self.rules
         ]
         for rule, term in zip(self.rules, terms, strict=True):
-            if rule.branch is None and _hidden(term):
-                raise UnforeseenLossError(_hidden(term))
+            if rule.branch is None and hidden_of(term):
+                raise UnforeseenLossError(hidden_of(term))
         numbers = _on_host([term.divisor for term in terms] + [term.quotient for term in terms])
         apart = [
             named[rule.name] if rule.branch is not None else [term]
@@ -230,7 +216,7 @@ class LossRules:
         for index, (rule, quotient) in enumerate(zip(self.rules, reading.quotients, strict=True)):
             if rule.law is not Law.MEAN:
                 counted[index] = 1.0
-            elif quotient == 1.0 or 0 < abs(quotient) <= _SMALL:
+            elif quotient == 1.0 or 0 < abs(quotient) <= SMALL:
                 if self._is_zero(index, reading, loss, values):
                     counted[index] = 0.0
             if rule.excess and counted[index]:
@@ -298,79 +284,6 @@ def share_of(divisor: float, total: float) -> float:
     return 1.0 if abs(divisor - total) <= _CONSTANT * abs(total) else divisor / total
 
 
-def learned(
-    whole: LossTerms,
-    parts: Sequence[LossTerms],
-    dtype: torch.dtype = torch.float32,
-    *,
-    known: LossRules | None = None,
-    looks: bool = True,
-) -> LossRules | str:
-    """How a loss's terms add up, from one batch run whole and in micro-batches; or why this does not show.
-
-    Args:
-        whole: the terms of the whole batch's loss.
-        parts: those of each micro-batch's.
-        dtype: that the loss was computed in: what its divisors are rounded to.
-        known: what other rows have told: a divisor that was of no law stays so.
-        looks: divisors of no law can be looked up in each batch.
-    """
-    own_laws = {(r.name, r.index) for r in (known.rules if known else ()) if r.law is Law.OWN}
-    for seen in (whole, *parts):
-        if not seen.terms:
-            return seen.opaque or "a loss without terms"
-    if whole.curved:
-        return CurvedLoss(whole.curved)
-    named = [_by_name(seen.terms) for seen in (whole, *parts)]
-    if any(names.keys() != named[0].keys() for names in named[1:]):
-        return next(_difference(named[0].keys(), n.keys()) for n in named[1:] if n.keys() != named[0].keys())
-    rules: list[TermRule] = []
-    for name in named[0]:
-        aligned = _aligned(name, [names[name] for names in named])
-        if isinstance(aligned, str):
-            return aligned
-        branch, rows = aligned
-        hidden = _bent_or_hidden([names[name] for names in named])
-        if hidden:
-            return hidden
-        fixed = _fixed_factors([names[name] for names in named], dtype) if branch is None else []
-        if isinstance(fixed, str):
-            return fixed
-        for index, divisors in enumerate(rows):
-            own = [
-                names[name][index] if branch is None else collapsed(names[name], branch) for names in named
-            ]
-            rule = _rule(name, index, branch, [_number(divisor) for divisor in divisors], dtype)
-            if (
-                looks
-                and _is_own(own, dtype)
-                and (isinstance(rule, UnlikeDivisors) or (name, index) in own_laws)
-            ):
-                rule = TermRule(name=name, index=index, branch=branch, law=Law.OWN)
-            if isinstance(rule, str):
-                return rule
-            numbers = (_number(t.divisor if t.is_multiplied and not t.quotient else t.quotient) for t in own)
-            ones = all(-_ALIKE <= number - 1 <= _EPSILON for number in numbers)
-            numbered = ones or all(term.is_numbered for term in own)
-            rules.append(replace(rule, fixed=fixed[index] if fixed else (), divided=ones, numbered=numbered))
-    return LossRules(rules=tuple(rules))
-
-
-def _fixed_factors(groups: list[list[Term]], dtype: torch.dtype) -> list[tuple[int, ...]] | str:
-    """Of each term, the factors of one shape in the batch and its micro-batches: no rows' own, and so to be equal."""
-    found = []
-    for terms in zip(*groups, strict=True):
-        fixed = []
-        for place, (whole, *parts) in enumerate(zip(*(term.factors for term in terms), strict=False)):
-            if any(part.shape != whole.shape for part in parts):
-                continue
-            if not all(same_factors((whole,), (part,), dtype) for part in parts):
-                return VARYING_FACTOR
-            fixed.append(place)
-        found.append(tuple(fixed))
-    return found
-
-
 def same_factors(
     ours: Sequence[Tensor], theirs: Sequence[Tensor], dtype: torch.dtype = torch.float32
 ) -> bool:
@@ -384,89 +297,32 @@ def same_factors(
     )
 
 
-def _bent_or_hidden(groups: list[list[Term]]) -> str:
-    """What stands against terms that are bent, or don't show their divisor; each row of a batch may have its own."""
-    hidden = next((term for terms in groups for term in terms if _hidden(term)), None)
-    whole, *parts = map(len, groups)
-    if hidden is None or (whole == sum(parts) and whole > max(parts)):
-        return ""
-    return CurvedLoss(hidden.curved) if hidden.curved else hidden.opaque
-
-
-def _hidden(term: Term) -> str:
+def hidden_of(term: Term) -> str:
+    """Why a term was not read further."""
     return term.curved or term.opaque
-
-
-def _aligned(name: str, groups: list[list[Term]]) -> "tuple[str | None, list[list[Divisor]]] | str":
-    """The divisors of terms of one name, the whole's first: one by one, or as one sum over rows."""
-    if len({len(group) for group in groups}) == 1:
-        return None, [[term.divisor for term in terms] for terms in zip(*groups, strict=True)]
-    branches = {term.branch for group in groups for term in group if len(group) > 1}
-    if len(branches) != 1:
-        return f"terms {name} of different number"
-    branch = branches.pop()
-    return branch, [[collapsed(group, branch).divisor for group in groups]]
-
-
-def _rule(
-    name: str, index: int, branch: str | None, divisors: list[float], dtype: torch.dtype
-) -> TermRule | str:
-    whole, *parts = divisors
-    if whole == 0:
-        return NOTHING_COUNTS
-    allowed = rounding_of(dtype) * abs(whole)
-    if all(abs(part - whole) <= allowed for part in parts):
-        return TermRule(name=name, index=index, branch=branch, law=Law.SUM)
-    excess = (sum(parts) - whole) / max(len(parts) - 1, 1)
-    if abs(excess) <= allowed:
-        exact = excess if dtype is torch.float64 and 0 < excess < _SMALL else 0.0
-        return TermRule(name=name, index=index, branch=branch, law=Law.MEAN, excess=exact)
-    least = min(parts)
-    if 0 < excess <= _EPSILON * least:
-        return TermRule(name=name, index=index, branch=branch, law=Law.MEAN, excess=excess)
-    # What is added to every divisor shows in all; a count that is clamped is a whole number where it is not.
-    is_added = excess > 0 and not whole.is_integer()
-    if is_added and excess <= least + allowed and least < _SMALL * abs(whole):
-        return TermRule(name=name, index=index, branch=branch, law=Law.MEAN, excess=excess)
-    empty = [part for part in parts if abs(part - least) <= allowed]
-    if least > 0 and abs(sum(parts) - sum(empty) - whole) <= allowed:
-        return TermRule(name=name, index=index, branch=branch, law=Law.MEAN)
-    theirs = ", ".join(f"{part:g}" for part in parts)
-    return UnlikeDivisors(f"a term divided by {whole:g}, and by {theirs} in parts of the same rows")
-
-
-def _is_own(terms: Sequence[Term], dtype: torch.dtype) -> bool:
-    """Whether it is a number of the step's own, and no reduction's, by which a term's divisors follow no law."""
-    quotients = [_number(term.quotient) for term in terms]
-    if terms and all(quotients):
-        others = [_number(term.divisor) / quotient for term, quotient in zip(terms, quotients, strict=True)]
-        return not isinstance(_rule("", 0, None, others, dtype), str)
-    return bool(terms) and all(term.is_multiplied and "/Mean" not in term.name for term in terms)
 
 
 def alike(shares: Sequence[float]) -> bool:
     """Whether a micro-batch weighs the same in all terms: then its loss is scaled, and no term by itself."""
-    return max(shares) - min(shares) <= _ALIKE * max(abs(share) for share in shares)
+    return max(shares) - min(shares) <= ALIKE * max(abs(share) for share in shares)
 
 
-def _by_name(terms: Sequence[Term]) -> dict[str, list[Term]]:
+def by_name(terms: Sequence[Term]) -> dict[str, list[Term]]:
+    """Terms of one name together."""
     named: dict[str, list[Term]] = defaultdict(list)
     for term in terms:
         named[term.name].append(term)
     return named
 
 
-def _difference(expected: Any, found: Any) -> str:
+def difference_of(expected: Any, found: Any) -> str:
+    """Which names of terms are new, and which are missing."""
     new, gone = sorted(set(found) - set(expected)), sorted(set(expected) - set(found))
     return "; ".join(
         f"{what} {', '.join(name.lstrip('/') for name in names)}"
         for what, names in (("a new term", new), ("no term", gone))
         if names
     )
-
-
-def _number(divisor: Divisor) -> float:
-    return float(divisor)
 
 
 def _on_host(numbers: Sequence[Divisor]) -> tuple[float, ...]:

@@ -22,7 +22,8 @@ from lightning_memkit.micro_batching import (
 from lightning_memkit.micro_batching.batch_counts import Foretelling
 from lightning_memkit.micro_batching.composed_state import ComposedState
 from lightning_memkit.micro_batching.foreseen import ForeseenWronglyError
-from lightning_memkit.micro_batching.loss_rules import LossRules, UnlikeDivisors
+from lightning_memkit.micro_batching.learned_rules import UnlikeDivisors
+from lightning_memkit.micro_batching.loss_rules import LossRules
 from lightning_memkit.micro_batching.rests import RestRules
 from lightning_memkit.micro_batching.without_noise import LEVELS, quiet
 from lightning_memkit.plugins import _seam, _verdicts

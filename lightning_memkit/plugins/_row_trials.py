@@ -24,16 +24,8 @@ from lightning_memkit.micro_batching.comparison import (
 )
 from lightning_memkit.micro_batching.composed_state import ComposedState
 from lightning_memkit.micro_batching.foreseen import UnforeseenLossError
-from lightning_memkit.micro_batching.loss_rules import (
-    NOTHING_COUNTS,
-    VARYING_FACTOR,
-    CurvedLoss,
-    Law,
-    LossRules,
-    UnlikeDivisors,
-    learned,
-    share_of,
-)
+from lightning_memkit.micro_batching.learned_rules import NOTHING_COUNTS, CurvedLoss, UnlikeDivisors, learned
+from lightning_memkit.micro_batching.loss_rules import VARYING_FACTOR, Law, LossRules, share_of
 from lightning_memkit.micro_batching.loss_terms import LossTerms
 from lightning_memkit.micro_batching.loss_walk import terms_of
 from lightning_memkit.micro_batching.rests import Rest, RestRules
