@@ -109,23 +109,29 @@ class Foretelling:
     def __init__(self, ways: Sequence[list[Foretold]] = ()) -> None:
         self._begin([list(own) for own in ways])
 
-    def _begin(self, ways: list[list[Foretold]]) -> None:
-        self.ways = ways
+    def _begin(self, ways: list[list[Foretold]], terms: Sequence[object] = ()) -> None:
+        self.ways, self._terms = ways, tuple(terms)
         self._wrong = [set[BatchCount]() for _ in ways]
         self._confirmed = [0] * len(ways)  # totals that agreed with those of `ways`, compared and looked up
         self._looked_up = [0] * len(ways)  # of these, the ones that were looked up
         self._sums = [_Looks() for _ in ways]  # at the divisors of seeming sums
         self._least = [_Looks() for _ in ways]
 
-    def learn(self, batches: Sequence[Any], divisors: Sequence[Sequence[float] | None]) -> None:
+    def learn(
+        self,
+        batches: Sequence[Any],
+        divisors: Sequence[Sequence[float] | None],
+        terms: Sequence[object] = (),
+    ) -> None:
         """Keep the numbers that agree with a batch and its micro-batches; others only where none was known.
 
         Args:
             batches: the batch, and its micro-batches.
             divisors: what each term counted in each of them; None for a term that is no mean.
+            terms: which terms these are. Of others than before nothing is known.
         """
-        if len(divisors) != len(self.ways):
-            self._begin([[] for _ in divisors])
+        if len(divisors) != len(self.ways) or tuple(terms) != self._terms:
+            self._begin([[] for _ in divisors], terms)
         for index, counted in enumerate(divisors):
             if counted is None or not counted[0]:
                 continue

@@ -274,6 +274,7 @@ class RowTrials:
                 [count[index] for count in counts] if index in rules.means else None
                 for index in range(len(rules.rules))
             ],
+            [(rule.name, rule.index, rule.branch) for rule in rules.rules],
         )
 
     def learn_rests(self, rests: RestRules, outcome: Outcome, noise: float) -> None:

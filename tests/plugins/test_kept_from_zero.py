@@ -346,6 +346,18 @@ def test_a_doubted_divisor_is_looked_up_in_the_whole_where_that_can_be_run() -> 
     assert lone([2, 4, 5], 0, whole=frozenset({0})).looks() == [WHOLE]
 
 
+def test_what_is_known_of_one_term_is_not_believed_of_another_in_its_place() -> None:
+    foretelling = Foretelling()
+    foretelling.learn([part(1, 0), part(1), part(0)], [None], ["/Div/Sum"])
+    for _ in range(12):
+        foretelling.confirm(0, part(1, 0), 2.0, is_sum=True)
+    assert not foretelling.is_silent(0, is_sum=True)
+    foretelling.learn([part(1, 0), part(1), part(0)], [None], ["/Div/Sum"])
+    assert not foretelling.is_silent(0, is_sum=True)
+    foretelling.learn([part(1, 0), part(1), part(0)], [None], ["/Mul/Sum"])
+    assert foretelling.is_silent(0, is_sum=True)
+
+
 def test_nothing_is_learned_of_a_term_that_counts_nothing() -> None:
     foretelling = Foretelling([[]])
     foretelling.learn([part(0, 0), part(0)], [[0.0, 0.0]])
