@@ -257,6 +257,7 @@ FOUND = [
     ("running_center", 200, "float64", 3),  # refused by another name
     ("multi_label", 200, "float64", "auto"),  # a total of nothing that was foretold
     ("logs_of_all_kinds", 201, "float32", 1),  # a logged sum of nothing in all that was compared
+    ("mask_of_any_name", 200, "float64", 3),  # 0 over 0 among the rows compared
     ("batch_in_place", 207, "bf16-mixed", 3),  # rounding part by part
 ]
 FOUND_DRAWN = [
@@ -271,6 +272,8 @@ FOUND_DRAWN = [
     (2, "drawn_2014", 204, "lora", 3),  # an unsplit run that diverges
     (1, "drawn_1003", 102, "bf16-mixed", 3),  # a logged loss that a rounding takes for a mean over samples
     (1, "drawn_1061", 103, "pure-bf16", 3),  # a parameter that comes back to where it began
+    (1, "drawn_1042", 108, "float64", 3),  # a count kept from zero by 1e-6: that is none
+    (1, "drawn_1031", 100, "float64", 1),
     (3, "drawn_3031", 303, "pure-bf16", 1),  # a loss of few rows, whose weights were rounded part by part
 ]
 

@@ -90,7 +90,8 @@ def learned(
                 return rule
             numbers = (float(t.divisor if t.is_multiplied and not t.quotient else t.quotient) for t in own)
             ones = all(-ALIKE <= number - 1 <= _EPSILON for number in numbers)
-            numbered = ones or all(term.is_numbered for term in own)
+            # A division by 0 shows no number.
+            numbered = ones or any(term.is_numbered for term in own)
             rules.append(replace(rule, fixed=fixed[index] if fixed else (), divided=ones, numbered=numbered))
     return LossRules(rules=tuple(rules))
 

@@ -19,6 +19,7 @@ from lightning_memkit.micro_batching.graph_nodes import as_saved
 WHOLE = None  # a look at the whole batch
 _MOST_SAVED = 2**16  # elements; divisors, and factors that a walk over the graph compares
 _SAME = 1e-6
+_EXACT = 1e-9  # what is off by more the whole batch tells
 
 Look = tuple[int, int] | None  # two micro-batches as one, or `WHOLE`
 
@@ -125,7 +126,7 @@ class LoneCounts:
         together = self._told[look][index]
         first, second = (self.counts[part][index] for part in look)
         for explained in (0.0, second):
-            if abs(first + second - together - explained) <= _SAME * abs(together):
+            if abs(first + second - together - explained) <= _EXACT * abs(together):
                 return explained
         return None
 

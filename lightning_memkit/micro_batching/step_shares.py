@@ -15,6 +15,7 @@ from lightning_memkit.micro_batching.foreseen import (
     VaryingFactorError,
 )
 from lightning_memkit.micro_batching.loss_rules import (
+    SMALL,
     VARYING_FACTOR,
     Law,
     LossRules,
@@ -58,8 +59,10 @@ def ones_of(rules: LossRules, reading: Reading, told: Foretelling | None, part: 
                 lone.add(index)
         elif rule.law is Law.MEAN and reading.is_divided(index):
             divisor, is_one = reading.divisors[index], reading.is_one(index)
-            if not is_one and (rule.excess or not told.is_least(index, abs(divisor))):
-                continue  # what is added to every divisor keeps none
+            # What is added to every divisor keeps none; one near zero counts nothing, see `LossRules.counts`.
+            is_own = not rule.excess and not 0 < abs(reading.quotients[index]) <= SMALL
+            if not is_one and not (is_own and told.is_least(index, abs(divisor))):
+                continue
             count = told.count_of(index, part, divisor, is_one=is_one)
             if count is None:
                 lone.add(index)
