@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -97,6 +98,14 @@ def foretelling(batches: Sequence[Any], divisors: Sequence[float]) -> list[Foret
     return found
 
 
+class Shown(Enum):
+    """What a term's total in a whole batch, once it was looked up, tells of its micro-batches' divisors."""
+
+    OWN = "own"  # they are counts; those of a sum are the batch's
+    KEPT = "kept"  # the least ones may be kept from being less; those of a sum are not the batch's
+    UNLIKE = "unlike"  # they don't add up, and that the least ones are kept does not explain it
+
+
 class Foretelling:
     """The numbers of a batch that foretell the divisors of a loss's terms, while none has foretold wrongly.
 
@@ -114,7 +123,7 @@ class Foretelling:
         self._wrong = [set[BatchCount]() for _ in ways]
         self._confirmed = [0] * len(ways)  # totals that agreed with those of `ways`, compared and looked up
         self._looked_up = [0] * len(ways)  # of these, the ones that were looked up
-        self._sums = [_Looks() for _ in ways]  # at the divisors of seeming sums
+        self._sums = [_Looks() for _ in ways]  # at seeming sums
         self._least = [_Looks() for _ in ways]
 
     def learn(
@@ -169,8 +178,8 @@ class Foretelling:
         if not self.ways[index]:
             self._confirmed[index] = self._looked_up[index] = 0
 
-    def is_least(self, index: int, divisor: float) -> bool:
-        """Whether a divisor of a term may be kept from a smaller one: it is the least so far, or one of the first."""
+    def may_be_kept(self, index: int, divisor: float) -> bool:
+        """Note a divisor of a term; whether it may be kept from being less: the least so far, or one of the first."""
         return index >= len(self._least) or self._least[index].take_in(divisor)
 
     def unlike(self) -> frozenset[int]:
@@ -178,8 +187,8 @@ class Foretelling:
         return frozenset(index for index, looks in enumerate(self._least) if looks.is_unlike)
 
     def doubted(self) -> frozenset[int]:
-        """The terms whose divisors have hardly been looked at."""
-        return frozenset(index for index, looks in enumerate(self._least) if looks.looked < _CONFIRMED)
+        """The terms of whose divisors any may be kept: they have hardly been looked at, or one of the first was."""
+        return frozenset(index for index, looks in enumerate(self._least) if looks.is_doubted)
 
     def count_of(self, index: int, part: Any, divisor: float, *, is_one: bool = True) -> float | None:
         """What a micro-batch counts whose divisor may be kept from being less, up to a constant: that or nothing.
@@ -205,44 +214,40 @@ class Foretelling:
             return divisor
         return None if self.is_silent(index, is_one=is_one) else self.ways[index][0].total(part)
 
-    def is_silent(self, index: int, *, is_sum: bool = False, is_one: bool = True) -> bool:
+    def is_silent(self, index: int, *, is_one: bool = True) -> bool:
         """Whether nothing tells a divisor that is a count from one that only keeps the term from being nan.
 
         Rows of one row each are as many as they are divided by, whatever is counted: that alone tells nothing.
 
         Args:
             index: the term's.
-            is_sum: its divisor was the same in all that was compared, and so it seems to be a sum.
             is_one: the divisor is 1, and not the least of others.
         """
-        if is_sum:
-            return index >= len(self._sums) or not self._sums[index].are_enough
         known = index < len(self.ways) and self.ways[index]
         confirmed = self._looked_up if is_one else self._confirmed
         return not known or confirmed[index] < _CONFIRMED
 
-    def doubt(self, index: int) -> None:
-        """A seeming sum is divided by unlike numbers: it is looked up from now on."""
-        self._sums[index].learn(is_kept=True)
+    def is_constant(self, index: int) -> bool:
+        """Whether a seeming sum's divisor has been its batch's often enough to look no more."""
+        return index < len(self._sums) and self._sums[index].are_enough
 
-    def confirm(
-        self, index: int, batch: Any, total: float, *, is_kept: bool = False, is_sum: bool = False
-    ) -> None:
+    def confirm_sum(self, index: int, shown: Shown) -> None:
+        """Take in whether a seeming sum's divisor was its batch's."""
+        if index < len(self._sums):
+            self._sums[index].learn(shown)
+
+    def confirm(self, index: int, batch: Any, total: float, shown: Shown = Shown.OWN) -> None:
         """Take in what a term counts in a batch, which was looked up.
 
         Args:
             index: the term's.
             batch: the batch.
             total: what it counts.
-            is_kept: its micro-batches were not divided by what they count.
-            is_sum: it seems to be a sum.
+            shown: what that tells of its micro-batches' divisors.
         """
         if index >= len(self.ways):
             return
-        if is_sum:
-            self._sums[index].learn(is_kept=is_kept)
-            return
-        self._least[index].learn(is_kept=is_kept)
+        self._least[index].learn(shown)
         self._keep(index, [abs(way.total(batch) - total) <= _SAME * abs(total) for way in self.ways[index]])
         if self.ways[index]:
             self._confirmed[index] += 1
@@ -251,40 +256,45 @@ class Foretelling:
 
 @dataclass
 class _Looks:
-    """Whether divisors that a term may be kept at were its own, wherever they were looked at.
+    """What looks have told of the divisors that a term may be kept at.
 
     Attributes:
-        least: the least of them.
+        least: the least divisor.
         looked: looks.
-        agreed: looks that showed them to be counts, or a sum's own.
-        is_kept: one showed what it was kept at.
-        is_unlike: so did one at more than the least: no divisor is known to be a count.
+        agreed: those since then that showed counts, or a sum's own divisor.
+        is_kept: one since then showed what a term was kept at.
+        was_kept_early: one of the first did, which are at all divisors.
+        is_unlike: divisors that were more than the least did not add up: none is known to be a count.
     """
 
     least: float = float("inf")
     looked: int = 0
     agreed: int = 0
     is_kept: bool = False
+    was_kept_early: bool = False
     is_unlike: bool = False
 
     @property
     def are_enough(self) -> bool:
         """To look no more."""
-        return self.agreed >= _ENOUGH_LOOKS and not self.is_kept and not self.is_unlike
+        return self.agreed >= _ENOUGH_LOOKS and not (self.is_kept or self.was_kept_early or self.is_unlike)
+
+    @property
+    def is_doubted(self) -> bool:
+        """Whether any divisor may be kept, not the least alone."""
+        return self.was_kept_early or self.looked < _CONFIRMED
 
     def take_in(self, divisor: float) -> bool:
-        """Whether none was less, or this tells nothing yet; one that is less begins anew."""
-        if not 0 < divisor <= self.least * (1 + _SAME):
-            return self.is_unlike or self.looked < _CONFIRMED
-        if divisor < self.least * (1 - _SAME):
+        """Whether a divisor may be kept; one that is less than all before begins anew."""
+        if 0 < divisor < self.least * (1 - _SAME):
             self.is_unlike = self.is_unlike or self.is_kept
             self.least, self.agreed, self.is_kept = divisor, 0, False
-        return True
+        return self.is_unlike or self.is_doubted or 0 < divisor <= self.least * (1 + _SAME)
 
-    def learn(self, *, is_kept: bool) -> None:
+    def learn(self, shown: Shown) -> None:
         """Take in what a look showed."""
-        # The first ones are at all divisors: what is kept there may be more than the least.
-        self.is_unlike = self.is_unlike or (is_kept and self.looked < _CONFIRMED)
+        self.is_unlike = self.is_unlike or shown is Shown.UNLIKE
+        self.is_kept = self.is_kept or shown is not Shown.OWN
+        self.was_kept_early = self.was_kept_early or (shown is not Shown.OWN and self.looked < _CONFIRMED)
         self.looked += 1
-        self.agreed += not is_kept
-        self.is_kept = self.is_kept or is_kept
+        self.agreed += shown is Shown.OWN

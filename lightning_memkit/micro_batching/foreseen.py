@@ -14,7 +14,7 @@ class UnknownTotalsError(ForeseenWronglyError):
 
 
 class LoneCountError(UnknownTotalsError):
-    """A micro-batch is divided by 1, and nothing tells whether it counts 1: totals have to be looked up before."""
+    """Nothing tells whether a micro-batch counts what it is divided by: totals have to be looked up before."""
 
 
 class NothingCountedError(UnknownTotalsError):

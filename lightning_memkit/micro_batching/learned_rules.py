@@ -164,4 +164,5 @@ def _is_own(terms: Sequence[Term], dtype: torch.dtype) -> bool:
     if terms and all(quotients):
         others = [float(term.divisor) / quotient for term, quotient in zip(terms, quotients, strict=True)]
         return not isinstance(_rule("", 0, None, others, dtype), str)
+    # One that is multiplied holds both in its divisor: where there is a mean, whose it is does not show.
     return bool(terms) and all(term.is_multiplied and "/Mean" not in term.name for term in terms)

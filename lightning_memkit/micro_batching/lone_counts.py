@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from lightning_memkit.micro_batching.batch_counts import Shown
 from lightning_memkit.micro_batching.graph_nodes import as_saved
+from lightning_memkit.micro_batching.loss_rules import ALIKE, share_of
 
 WHOLE = None  # a look at the whole batch
 _MOST_SAVED = 2**16  # elements; divisors, and factors that a walk over the graph compares
 _SAME = 1e-6
-_EXACT = 1e-9  # what is off by more the whole batch tells
 
 Look = tuple[int, int] | None  # two micro-batches as one, or `WHOLE`
 
@@ -31,20 +32,27 @@ class LoneCounts:
     Args:
         counts: of each micro-batch, what each term counts in it.
         lone: of each, the terms that are divided by 1, or the least so far, for a reason that is not known.
-        sums: terms that seem to be sums: they were divided by the same number in all that was compared.
-        whole: terms of which two micro-batches tell too little: their divisors add up here and there only.
-        doubted: terms of which little is known yet: the whole batch is looked at, where it can be run.
+        whole: terms of no law: the whole batch alone tells what they are divided by.
+        sums: terms that seem to be sums: they were divided by the same number in all that was compared. The whole
+            batch tells, or two micro-batches at a time where it can't be run (see `unproven`).
+        doubted: means of which little is known yet, or a divisor was kept: likewise.
+        runs_whole: the whole batch can be run.
         adjacent: only neighbours can be run as one: a batch of the user's own structure.
         why: there are no totals.
+
+    Attributes:
+        unproven: seeming sums that two micro-batches at a time have told, and not the whole batch.
     """
 
     counts: list[tuple[float, ...]]
     lone: list[frozenset[int]]
-    sums: frozenset[int] = frozenset()
     whole: frozenset[int] = frozenset()
+    sums: frozenset[int] = frozenset()
     doubted: frozenset[int] = frozenset()
+    runs_whole: bool = True
     adjacent: bool = False
     why: str = "on another rank"
+    unproven: set[int] = field(default_factory=set)
     _told: dict[Look, Sequence[float]] = field(default_factory=dict)
 
     @property
@@ -61,35 +69,46 @@ class LoneCounts:
         """What the terms counted in a look."""
         self._told[look] = counts
 
-    def give_up(self) -> None:
-        """The whole batch can't be run."""
-        self.doubted = frozenset()
-
     def totals(self) -> list[float] | None:
-        """What each term counts in the whole batch, and seeming sums are divided by there; None where looks failed."""
+        """What each term counts in the whole batch, and sums are divided by there; None where looks failed."""
         totals = [sum(own[index] for own in self.counts) for index in range(len(self.counts[0]))]
         for index in self.terms:
-            if any(look not in self._told for look in self._looks_at(index)):
+            looks = self._looks_at(index)
+            if any(look not in self._told for look in looks):
                 self.why = "a divisor that may be kept from less, in micro-batches that can't be run as one"
                 return None
-            if WHOLE in self._looks_at(index):
+            if WHOLE in looks:
                 totals[index] = self._told[WHOLE][index]
-                continue
-            for look in self._looks_at(index):
-                totals[index] -= (look and self._missing(index, look)) or 0.0
+            elif index in self.sums:
+                totals[index] = self._lone(index)[0]
+                self.unproven.add(index)
+            else:
+                totals[index] -= sum((look and self._missing(index, look)) or 0.0 for look in looks)
         return totals
 
-    def is_kept(self, index: int, total: float) -> bool:
-        """Whether a micro-batch's divisor of a term was no count, or its divisor is not the batch's."""
-        own = [counts[index] for counts in self.counts]
-        together = max(own, key=lambda divisor: abs(divisor - total)) if index in self.sums else sum(own)
-        return abs(together - total) > _SAME * abs(total)
+    def shown(self, index: int, total: float) -> Shown:
+        """What a term's total in the whole batch tells of the divisors of its micro-batches."""
+        own = self._lone(index)
+        if index in self.sums | self.whole:
+            return Shown.OWN if all(share_of(divisor, total) == 1 for divisor in own) else Shown.KEPT
+        missing = sum(counts[index] for counts in self.counts) - total
+        if abs(missing) <= _SAME * abs(total):
+            return Shown.OWN
+        least = (1 + _SAME) * min(map(abs, own))
+        kept = sum(abs(divisor) for divisor in own if abs(divisor) <= least)
+        return Shown.KEPT if 0 < missing / total <= (1 + _SAME) * kept / abs(total) else Shown.UNLIKE
+
+    def _lone(self, index: int) -> list[float]:
+        return [counts[index] for counts, lone in zip(self.counts, self.lone, strict=True) if index in lone]
 
     def _looks_at(self, index: int) -> list[Look]:
-        if index in self.sums | self.whole | self.doubted:
+        if index in self.whole or (self.runs_whole and index in self.sums | self.doubted):
             return [WHOLE]
         asked = [part for part, lone in enumerate(self.lone) if index in lone]
-        beside = {part: self._beside(index, part) for part in asked}
+        if index in self.doubted:  # what is more than the least is not kept
+            least = (1 + _SAME) * min(abs(self.counts[part][index]) for part in asked)
+            asked = [part for part in asked if abs(self.counts[part][index]) <= least]
+        beside = {part: None if index in self.sums else self._beside(index, part, asked) for part in asked}
         found = [(other, part) for part, other in beside.items() if other is not None]
         alone = [part for part, other in beside.items() if other is None]
         # Two that count as much as they are divided by are divided by that together. The last of an odd number goes
@@ -97,7 +116,7 @@ class LoneCounts:
         pairs = list(zip(alone[:-1:2], alone[1::2], strict=True))
         if len(alone) % 2:
             pairs += [(alone[-2], alone[-1])] if len(alone) > 1 else []
-        is_told = all(self._missing(index, pair) == 0 for pair in pairs if pair in self._told)
+        is_told = all(self._adds_up(index, pair) for pair in pairs if pair in self._told)
         is_told = is_told and not any(
             self._missing(index, look) is None for look in found if look in self._told
         )
@@ -106,13 +125,20 @@ class LoneCounts:
             return [WHOLE]
         return [*found, *pairs]
 
-    def _beside(self, index: int, part: int) -> int | None:
+    def _adds_up(self, index: int, pair: tuple[int, int]) -> bool:
+        """Whether two micro-batches as one are divided by what they are apart; a seeming sum by the same number."""
+        if index not in self.sums:
+            return self._missing(index, pair) == 0
+        together = self._told[pair][index]
+        return all(share_of(self.counts[part][index], together) == 1 for part in pair)
+
+    def _beside(self, index: int, part: int, asked: Sequence[int]) -> int | None:
         """The micro-batch that counts the least more of a term than is kept, so that its divisor is its count."""
         least = 2 * (1 - _SAME) * abs(self.counts[part][index])
         others = [
             other
-            for other, (own, lone) in enumerate(zip(self.counts, self.lone, strict=True))
-            if index not in lone
+            for other, own in enumerate(self.counts)
+            if other not in asked
             and abs(own[index]) >= least
             and (not self.adjacent or abs(other - part) == 1)
         ]
@@ -126,7 +152,7 @@ class LoneCounts:
         together = self._told[look][index]
         first, second = (self.counts[part][index] for part in look)
         for explained in (0.0, second):
-            if abs(first + second - together - explained) <= _EXACT * abs(together):
+            if abs(first + second - together - explained) <= ALIKE * abs(together):
                 return explained
         return None
 

@@ -22,7 +22,6 @@ ALIKE = 1e-9  # relative: shares that differ by less are the same
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 # A divisor below counts nothing: it was added to, or clamped, so that nothing is divided by zero.
 SMALL = 1e-3
-_CONSTANT = 1e-6  # what a constant differs by in a batch and its micro-batches
 VARYING_FACTOR = "a factor that is made of the batch's rows"
 
 
@@ -281,7 +280,7 @@ def rounding_of(dtype: torch.dtype) -> float:
 
 def share_of(divisor: float, total: float) -> float:
     """What a micro-batch weighs in a sum that the whole batch divides by another number: 1 where by the same."""
-    return 1.0 if abs(divisor - total) <= _CONSTANT * abs(total) else divisor / total
+    return 1.0 if abs(divisor - total) <= ALIKE * abs(total) else divisor / total
 
 
 def same_factors(

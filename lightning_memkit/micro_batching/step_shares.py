@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_memkit.micro_batching.batch_counts import Foretelling
+from lightning_memkit.micro_batching.batch_counts import Foretelling, Shown
 from lightning_memkit.micro_batching.foreseen import (
     LoneCountError,
     MistakenTotalsError,
@@ -34,7 +34,7 @@ from lightning_memkit.micro_batching.term_values import weighed_value
 _SAME = 1e-12
 
 
-class Ones(NamedTuple):
+class LeastDivisors(NamedTuple):
     """The terms of a micro-batch that the step itself divides by 1, or by the least that was seen.
 
     Attributes:
@@ -46,7 +46,7 @@ class Ones(NamedTuple):
     counts: dict[int, float]
 
 
-def ones_of(rules: LossRules, reading: Reading, told: Foretelling | None, part: Any) -> Ones:
+def least_divisors(rules: LossRules, reading: Reading, told: Foretelling | None, part: Any) -> LeastDivisors:
     """The terms of a micro-batch whose divisor is a count, or keeps them from being divided by less: by zero, mostly.
 
     Whether a term is zero does not tell: that of a row beyond its margin is, and counts.
@@ -55,20 +55,20 @@ def ones_of(rules: LossRules, reading: Reading, told: Foretelling | None, part: 
     for index, rule in enumerate(rules.rules if told is not None else ()):
         assert told is not None
         if rule.looks_up:
-            if rule.law is Law.OWN or told.is_silent(index, is_sum=True):
+            if rule.law is Law.OWN or not told.is_constant(index):
                 lone.add(index)
         elif rule.law is Law.MEAN and reading.is_divided(index):
             divisor, is_one = reading.divisors[index], reading.is_one(index)
             # What is added to every divisor keeps none; one near zero counts nothing, see `LossRules.counts`.
             is_own = not rule.excess and not 0 < abs(reading.quotients[index]) <= SMALL
-            if not is_one and not (is_own and told.is_least(index, abs(divisor))):
+            if not is_one and not (is_own and told.may_be_kept(index, abs(divisor))):
                 continue
             count = told.count_of(index, part, divisor, is_one=is_one)
             if count is None:
                 lone.add(index)
             else:
                 counts[index] = count
-    return Ones(frozenset(lone), counts)
+    return LeastDivisors(frozenset(lone), counts)
 
 
 def looked_at(rules: LossRules, reading: Reading, counts: Sequence[float]) -> tuple[float, ...]:
@@ -165,29 +165,29 @@ class StepShares:
             self._factors = reading.factors
         elif not same_factors(self._factors, reading.factors, loss.dtype):
             raise VaryingFactorError(VARYING_FACTOR)
-        self._compare_divisors(reading, loss.dtype, foretelling)
-        ones = ones_of(self.rules, reading, foretelling, part)
-        if ones.lone and self.looked_up is None:
+        least = least_divisors(self.rules, reading, foretelling, part)
+        if least.lone and self.looked_up is None:
             raise LoneCountError
+        self._compare_divisors(reading, loss.dtype, foretelling, least.lone)
         own = self.rules.counts(reading, loss, values)
         counts = list(own)
-        for index in {*ones.lone, *ones.counts} & set(self.rules.means):
+        for index in {*least.lone, *least.counts} & set(self.rules.means):
             counts[index] = reading.divisors[index]  # whatever it counts, this is what it was divided by
-        kept = [ones.counts.get(index, 1.0) == 0 for index in range(len(counts))]
+        kept = [least.counts.get(index, 1.0) == 0 for index in range(len(counts))]
         if any(kept) and values is None:
             raise UnseenValueError  # the loss is no mean of its micro-batches' any more
-        for index in ones.lone:
+        for index in least.lone:
             self.lone[index] = 1.0
         for index, count in enumerate(counts):
-            self.counted[index] += ones.counts.get(index, count)
+            self.counted[index] += least.counts.get(index, count)
         shares = self._shares(counts, rows)
-        for index in ones.lone & self.rules.looked_up:
+        for index in least.lone & self.rules.looked_up:
             shares[index] = self._share_looked_up(index, reading.divisors[index])
             if shares[index] != 1 and values is None:
                 raise UnseenValueError
         main = self.rules.means[0] if self.rules.means else None
         # What is reported beside gradients goes by the likelier: a term that is zero counts nothing.
-        likely = [ones.counts.get(index, count) for index, count in enumerate(own)]
+        likely = [least.counts.get(index, count) for index, count in enumerate(own)]
         weight = likely[main] if main is not None else (1.0 if self.rules.summed else rows)
         if values is not None:
             self._contribute(weighed_value(loss, reading, shares, values), likely, rows)
@@ -204,11 +204,16 @@ class StepShares:
         return loss * 1, weight
 
     def _compare_divisors(
-        self, reading: Reading, dtype: torch.dtype, foretelling: Foretelling | None
+        self, reading: Reading, dtype: torch.dtype, foretelling: Foretelling | None, lone: frozenset[int]
     ) -> None:
-        """Terms that are no mean are divided by one number in all micro-batches of a batch."""
+        """Terms that are no mean are divided by one number in all micro-batches, unless that was looked up.
+
+        Raises:
+            UnforeseenLossError: they are not.
+            LoneCountError: nor is one that seemed to be a sum, by a number of the step's own.
+        """
         for index, rule in enumerate(self.rules.rules):
-            if rule.law is Law.MEAN or (rule.looks_up and self.looked_up is not None):
+            if rule.law is Law.MEAN or index in lone:
                 continue
             divisor = reading.divisors[index]
             first = self._divisors.setdefault(index, divisor)
@@ -218,7 +223,7 @@ class StepShares:
                 raise UnforeseenLossError(
                     f"a sum divided by {first:g} and by {divisor:g} in two micro-batches"
                 )
-            foretelling.doubt(index)
+            foretelling.confirm_sum(index, Shown.KEPT)
             raise LoneCountError
 
     def _share_looked_up(self, index: int, divisor: float) -> float:

@@ -51,7 +51,7 @@ class Partition:
         rests: how what has no gradient in the losses of parts makes the batch's, with `rules`.
         surveyed: the terms' totals are read off forwards without a backward before each batch.
         counts_nothing: the index of a batch that does not count at all, which is surveyed alone.
-        has_lone: the indices of batches in which divisors of 1 may not be counts, likewise.
+        has_lone: the indices of batches in which divisors may not be counts, likewise.
         row_tokens: the length of the worst batch's rows, where parts of a padded batch may be formed by tokens:
             short rows together, without padding, `micro_batch_size` times so many in a part.
         wide: the tensors that are as wide as the mask, and were shown to go without padding.
@@ -80,7 +80,7 @@ class Partition:
     def looks_up(self, batch_idx: int) -> bool:
         """Whether divisors in a whole batch are looked up before it runs: another attempt at it would ask for them."""
         sums = self.rules.looked_up if self.rules is not None else ()
-        is_known = all(not self.foretold.is_silent(index, is_sum=True) for index in sums)
+        is_known = all(map(self.foretold.is_constant, sums))
         return batch_idx in self.has_lone or not is_known
 
     def cut(self, batch: Any) -> "Cut":

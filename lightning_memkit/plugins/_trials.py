@@ -22,12 +22,12 @@ from lightning_memkit.micro_batching import SplitError, SplittableBatch, batch_s
 from lightning_memkit.micro_batching.batch_counts import Foretelling
 from lightning_memkit.micro_batching.composition import Left, compose
 from lightning_memkit.micro_batching.foreseen import ForeseenWronglyError, UnforeseenLossError
-from lightning_memkit.micro_batching.lone_counts import LoneCounts, Look, saving_shapes_only
-from lightning_memkit.micro_batching.loss_rules import LossRules, Reading
+from lightning_memkit.micro_batching.lone_counts import WHOLE, LoneCounts, Look, saving_shapes_only
+from lightning_memkit.micro_batching.loss_rules import Law, LossRules
 from lightning_memkit.micro_batching.loss_walk import terms_of
 from lightning_memkit.micro_batching.state_walk import Keys
 from lightning_memkit.micro_batching.step_changes import StepChange, label
-from lightning_memkit.micro_batching.step_shares import Ones, looked_at, ones_of
+from lightning_memkit.micro_batching.step_shares import least_divisors, looked_at
 from lightning_memkit.micro_batching.term_values import TermValues
 from lightning_memkit.micro_batching.without_noise import quiet
 from lightning_memkit.optim.closures import trial_step
@@ -47,6 +47,12 @@ from lightning_memkit.plugins._tensors import tensors_of
 from lightning_memkit.rollback import Generators, Rollback
 
 _Named = tuple[str, str]  # a change's kind and name
+_TAKEN_FOR_A_SUM = (
+    "MemoryBudget takes a term of the loss for a sum over the batch: training_step divides (or multiplies) it by the "
+    "same number in each micro-batch, and in two of them as one. The whole batch, which would prove it, does not fit. "
+    "A constant is all right; of a count that is kept from being less (clamp(min=...), max(n, ...)), divide by a "
+    "number that adds up, or keep micro_batch_size at the loader's batch size."
+)
 
 
 class PassedOverError(ForeseenWronglyError):
@@ -112,6 +118,8 @@ class Trials:
         self.limited = False
         self.ranks = Ranks()
         self._has_watched = False
+        self._took_for_sums = False  # which was said
+        self._too_many_rows: float = float("inf")  # of a whole batch that can't be run
         self._differentiates = False  # the step does within itself, and needs all that autograd saves
         self._once: set[_Named] = set()  # changes that a second step does not repeat
         self._always: dict[_Named, StepChange] = {}
@@ -347,17 +355,15 @@ class Trials:
     def survey(self, step: _seam.Step, cut: Cut, partition: Partition, rules: LossRules) -> list[float]:
         """What the terms of a loss count in all micro-batches together: a forward of each, without a backward.
 
-        Each begins with the same state, as in training. Where a micro-batch is divided by 1 and nothing tells whether
-        it counts 1, one more forward of it and another as one, in which autograd saves shapes alone.
+        Each begins with the same state, as in training. Where nothing tells whether a micro-batch counts what it is
+        divided by, one more forward of it and another as one, or of the whole batch, in which autograd saves shapes
+        alone.
 
         Raises:
             UnforeseenLossError: a micro-batch's loss has other terms, or such a look failed.
         """
-        adjacent = partition.split is not None or isinstance(step.batch, SplittableBatch)
         told = partition.foretold
-        found = LoneCounts(counts=[], lone=[], sums=rules.looked_up, whole=told.unlike(), adjacent=adjacent)
-        if self._trainer.world_size == 1:
-            found.doubted = told.doubted()
+        found = self._lone_counts(step, partition, rules)
         with self._no_trace(step, *cut.parts):
             if partition.state is not None:
                 partition.state.begin()
@@ -374,9 +380,29 @@ class Trials:
         if any_rank(self._trainer, totals is None) or totals is None:
             raise UnforeseenLossError(found.why)
         for index in found.terms:
-            kept = found.is_kept(index, totals[index])
-            told.confirm(index, step.batch, totals[index], is_kept=kept, is_sum=index in found.sums)
+            shown = found.shown(index, totals[index])
+            if index in found.sums:
+                told.confirm_sum(index, shown)
+            else:
+                told.confirm(index, step.batch, totals[index], shown)
+        if found.unproven and not self._took_for_sums:
+            self._took_for_sums = True
+            warnings.warn(_TAKEN_FOR_A_SUM, stacklevel=2)
         return totals
+
+    def _lone_counts(self, step: _seam.Step, partition: Partition, rules: LossRules) -> LoneCounts:
+        """What is to be looked up, of no micro-batch yet."""
+        told, is_alone = partition.foretold, self._trainer.world_size == 1
+        of_no_law = {index for index in rules.looked_up if rules.rules[index].law is Law.OWN}
+        return LoneCounts(
+            counts=[],
+            lone=[],
+            whole=told.unlike() | of_no_law,
+            sums=rules.looked_up - of_no_law,
+            doubted=told.doubted() if is_alone else frozenset(),
+            runs_whole=not is_alone or _rows(step.batch) < self._too_many_rows,
+            adjacent=partition.split is not None or isinstance(step.batch, SplittableBatch),
+        )
 
     def _look(self, step: _seam.Step, cut: Cut, partition: Partition, found: LoneCounts) -> None:
         """Run micro-batches as one, as far as this can be; nothing is learned of those that can't."""
@@ -389,7 +415,7 @@ class Trials:
                 rows.append(together)
         try:
             saved = nullcontext() if self._differentiates else saving_shapes_only()
-            with self._limit(step) or nullcontext(), saved:
+            with self._within_budget(step) or nullcontext(), saved:
                 for index, (_, _, told) in enumerate(
                     self._each_counted(step, rows, partition, partition.rules)
                 ):
@@ -399,7 +425,9 @@ class Trials:
             if self._trainer.world_size > 1 or isinstance(error, ForeseenWronglyError):
                 raise
             rank_zero_debug(f"MemoryBudget can't look at parts as one: {error!r}")
-            found.give_up()
+            if WHOLE in looks and found.runs_whole:
+                found.runs_whole = False
+                self._too_many_rows = min(self._too_many_rows, _rows(step.batch))
 
     def _each_counted(
         self, step: _seam.Step, parts: Sequence[Any], partition: Partition, rules: LossRules
@@ -430,12 +458,12 @@ class Trials:
             return nothing, frozenset(), nothing
         reading = rules.read(terms_of(loss))
         own = list(rules.counts(reading, loss, noted.values))
-        ones = _ones_of(rules, reading, foretold, part)
-        for index in ones.lone:
+        least = least_divisors(rules, reading, foretold, part)
+        for index in least.lone:
             own[index] = reading.divisors[index]
-        for index, count in ones.counts.items():
+        for index, count in least.counts.items():
             own[index] = count
-        return tuple(own), ones.lone, looked_at(rules, reading, own)
+        return tuple(own), least.lone, looked_at(rules, reading, own)
 
     def _run_before(self, step: _seam.Step, batch: Any) -> None:
         generators = Generators()
@@ -449,8 +477,11 @@ class Trials:
 
     def _limit(self, step: _seam.Step) -> PeakMeter | None:
         """What refuses a probe that needs more than training may, where no allocator does."""
+        return self._within_budget(step) if self.limited else None
+
+    def _within_budget(self, step: _seam.Step) -> PeakMeter | None:
         device = self._trainer.strategy.root_device
-        if self._budget_bytes is None or device.type != "cpu" or not self.limited:
+        if self._budget_bytes is None or device.type != "cpu":
             return None
         held = [*self._module.parameters(), *self._module.buffers(), *tensors_of(step.batch)]
         held += states_on(device, local_optimizer(step.optimizer))
@@ -656,13 +687,6 @@ def other_rows(whole: Any, batch: Any) -> Any:
     """As many rows of the whole batch as a trial's have, others as far as there are: its last ones."""
     total, rows = _rows(whole), _rows(batch)
     return split_batch(whole, [total - rows, rows])[1] if 0 < rows < total else batch
-
-
-def _ones_of(rules: LossRules, reading: Reading, foretold: Foretelling, part: Any) -> Ones:
-    """Those of `ones_of`; a look may show what no micro-batch does."""
-    with suppress(UnforeseenLossError):
-        return ones_of(rules, reading, foretold, part)
-    return Ones(frozenset(), {})
 
 
 def _rows_of(batch: Any, cut: Cut, partition: Partition, look: Look, *, adjacent: bool) -> Any:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memkit import MemoryBudget
-from lightning_memkit.micro_batching.batch_counts import BatchCount, Foretelling
+from lightning_memkit.micro_batching.batch_counts import BatchCount, Foretelling, Shown
 from lightning_memkit.micro_batching.lone_counts import WHOLE, LoneCounts, saving_shapes_only
 from lightning_memkit.plugins._sizing import BudgetError
 
@@ -241,7 +241,7 @@ def test_what_seems_a_sum_is_one_where_the_whole_batch_is_divided_by_the_same() 
         assert found.looks() == [WHOLE]
         found.learn(WHOLE, (divisor,))
         assert found.totals() == [divisor]
-        assert found.is_kept(0, divisor) == (divisor == 2)
+        assert found.shown(0, divisor) is (Shown.OWN if divisor == 1 else Shown.KEPT)
 
 
 def test_where_two_as_one_tell_neither_all_nor_nothing_the_whole_batch_tells() -> None:
@@ -289,7 +289,7 @@ def test_a_number_is_believed_on_divisors_of_1_once_totals_that_were_looked_up_a
     foretelling.learn([part(1, 2), part(1), part(2)], [[2.0, 1.0, 1.0]])
     for _ in range(3):
         assert foretelling.is_silent(0)
-        foretelling.confirm(0, part(1, 0, 2), 2.0, is_kept=True)  # not the rows
+        foretelling.confirm(0, part(1, 0, 2), 2.0, Shown.KEPT)  # not the rows
     assert not foretelling.is_silent(0)
     assert [way.count for way in foretelling.ways[0]] == [BatchCount("nonzero")]
 
@@ -297,13 +297,13 @@ def test_a_number_is_believed_on_divisors_of_1_once_totals_that_were_looked_up_a
 def test_totals_looked_up_while_no_number_was_left_confirm_none() -> None:
     foretelling = Foretelling([[]])
     for _ in range(3):
-        foretelling.confirm(0, part(1, 0), 1.0, is_kept=True)
+        foretelling.confirm(0, part(1, 0), 1.0, Shown.KEPT)
     foretelling.learn([part(1, 2), part(1), part(2)], [[2.0, 1.0, 1.0]])
     assert foretelling.is_silent(0)
     for _ in range(3):
         foretelling.confirm(0, part(1, 2), 2.0)
     assert not foretelling.is_silent(0)
-    foretelling.confirm(0, part(1, 2), 1.0, is_kept=True)  # all were wrong
+    foretelling.confirm(0, part(1, 2), 1.0, Shown.KEPT)  # all were wrong
     assert foretelling.is_silent(0)
 
 
@@ -312,15 +312,15 @@ def test_the_least_divisor_is_believed_once_it_was_a_count_twelve_times_and_neve
     for kept, is_count in ((0, True), (1, False)):
         for _ in range(3):
             assert kept in foretelling.doubted()
-            assert foretelling.is_least(kept, 2.0)
-            assert foretelling.is_least(kept, 3.0)  # any, until some have been looked at
+            assert foretelling.may_be_kept(kept, 2.0)
+            assert foretelling.may_be_kept(kept, 3.0)  # any, until some have been looked at
             foretelling.confirm(kept, part(1, 0, 0), 6.0)
-        assert not foretelling.is_least(kept, 3.0)
+        assert not foretelling.may_be_kept(kept, 3.0)
         for _ in range(9):
             assert foretelling.count_of(kept, part(1, 0), 2.0, is_one=False) is None
-            foretelling.confirm(kept, part(1, 0, 0), 6.0, is_kept=not is_count)
+            foretelling.confirm(kept, part(1, 0, 0), 6.0, Shown.OWN if is_count else Shown.KEPT)
         assert foretelling.count_of(kept, part(1, 0), 2.0, is_one=False) == (2.0 if is_count else None)
-    assert foretelling.is_least(0, 1.5)
+    assert foretelling.may_be_kept(0, 1.5)
     assert foretelling.count_of(0, part(1, 0), 1.5, is_one=False) is None
     assert foretelling.unlike() == frozenset()
 
@@ -329,19 +329,19 @@ def test_divisors_that_are_kept_at_more_than_the_least_add_up_here_and_there_onl
     """The largest class's share, the number of classes: they are looked up in every batch."""
     foretelling = Foretelling([[]])
     for _ in range(3):
-        assert foretelling.is_least(0, 4.0)
+        assert foretelling.may_be_kept(0, 4.0)
         foretelling.confirm(0, part(1, 0, 0), 9.0)
-    foretelling.confirm(0, part(1, 0, 0), 9.0, is_kept=True)
+    foretelling.confirm(0, part(1, 0, 0), 9.0, Shown.KEPT)
     assert foretelling.unlike() == frozenset()
-    assert foretelling.is_least(0, 2.0)
+    assert foretelling.may_be_kept(0, 2.0)
     assert foretelling.unlike() == {0}
-    assert foretelling.is_least(0, 100.0)
+    assert foretelling.may_be_kept(0, 100.0)
 
 
 def test_a_doubted_divisor_is_looked_up_in_the_whole_where_that_can_be_run() -> None:
     found = lone([2, 4, 5], 0, doubted=frozenset({0}))
     assert found.looks() == [WHOLE]
-    found.give_up()
+    found.runs_whole = False
     assert found.looks() == [(1, 0)]
     assert lone([2, 4, 5], 0, whole=frozenset({0})).looks() == [WHOLE]
 
@@ -350,12 +350,12 @@ def test_what_is_known_of_one_term_is_not_believed_of_another_in_its_place() -> 
     foretelling = Foretelling()
     foretelling.learn([part(1, 0), part(1), part(0)], [None], ["/Div/Sum"])
     for _ in range(12):
-        foretelling.confirm(0, part(1, 0), 2.0, is_sum=True)
-    assert not foretelling.is_silent(0, is_sum=True)
+        foretelling.confirm_sum(0, Shown.OWN)
+    assert foretelling.is_constant(0)
     foretelling.learn([part(1, 0), part(1), part(0)], [None], ["/Div/Sum"])
-    assert not foretelling.is_silent(0, is_sum=True)
+    assert foretelling.is_constant(0)
     foretelling.learn([part(1, 0), part(1), part(0)], [None], ["/Mul/Sum"])
-    assert foretelling.is_silent(0, is_sum=True)
+    assert not foretelling.is_constant(0)
 
 
 def test_nothing_is_learned_of_a_term_that_counts_nothing() -> None:
@@ -395,11 +395,53 @@ def by_own_weights(module: Detector, x: Tensor, y: Tensor) -> Tensor:
     return (of_rows(module, x, y) * weights).sum() / weights.sum()
 
 
-def test_looking_at_a_batch_keeps_the_budget() -> None:
+def halved(module: Detector, x: Tensor, y: Tensor) -> Tensor:
+    return 0.5 * of_rows(module, x, y).sum()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("loss", [by_own_weights, masked, hinge])
+def test_looking_at_a_batch_keeps_the_budget(loss: Loss, size: int) -> None:
     """Where the whole batch does not fit, two micro-batches as one tell of what adds up."""
-    budget = MemoryBudget("3MiB", micro_batch_size=4)
-    torch.testing.assert_close(
-        of_wide_rows(by_own_weights, budget), of_wide_rows(by_own_weights), rtol=0, atol=1e-12
-    )
+    ours = of_wide_rows(loss, MemoryBudget("3MiB", micro_batch_size=size))
+    torch.testing.assert_close(ours, of_wide_rows(loss), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_divisor_of_no_law_needs_a_whole_batch_that_fits(size: int) -> None:
     with pytest.raises(BudgetError, match="can't be run as one"):
-        of_wide_rows(by_the_root, MemoryBudget("3MiB", micro_batch_size=4))
+        of_wide_rows(by_the_root, MemoryBudget("3MiB", micro_batch_size=size))
+
+
+def test_what_is_taken_for_a_sum_without_the_whole_batch_is_said() -> None:
+    with pytest.warns(UserWarning, match="takes a term of the loss for a sum"):
+        ours = of_wide_rows(halved, MemoryBudget("3MiB", micro_batch_size=4))
+    torch.testing.assert_close(ours, of_wide_rows(halved), rtol=0, atol=1e-12)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*takes a term of the loss for a sum")
+        of_wide_rows(halved, MemoryBudget("1GiB", micro_batch_size=4))
+
+
+def test_a_seeming_sum_of_two_micro_batches_that_differ_needs_the_whole() -> None:
+    found = lone([2, 2, 2, 2], 0, 1, 2, 3, sums=frozenset({0}), runs_whole=False)
+    assert found.looks() == [(0, 1), (2, 3)]
+    found.learn((0, 1), (2.0,))
+    found.learn((2, 3), (3.0,))
+    assert found.looks() == [WHOLE]
+    found = lone([2, 2, 2], 0, 1, 2, sums=frozenset({0}), runs_whole=False)
+    for pair in found.looks():
+        found.learn(pair, (2.0,))
+    assert found.totals() == [2.0]
+    assert found.unproven == {0}
+
+
+def test_what_a_total_shows_of_the_divisors() -> None:
+    """Kept ones explain what is missing, as far as they go."""
+    for counts, total, shown in (
+        ([2, 4, 5], 11.0, Shown.OWN),
+        ([2, 4, 5], 9.5, Shown.KEPT),
+        ([2, 4, 5], 8.0, Shown.UNLIKE),
+        ([2, 4, 5], 12.0, Shown.UNLIKE),
+        ([-2, -4, -5], -10.0, Shown.KEPT),
+    ):
+        assert lone([float(count) for count in counts], 0, 1, 2).shown(0, total) is shown
