@@ -11,7 +11,7 @@ import os
 import sysconfig
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 
@@ -78,6 +78,11 @@ def step(kind: tuple[int, str, int], numbers: tuple[float, ...], operands: np.nd
 def address(tensor: Tensor | None) -> int:
     """Where a tensor's values begin; 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def addresses(tensors: Iterable[Tensor]) -> list[int]:
+    """Where each tensor's values begin."""
+    return [tensor.data_ptr() for tensor in tensors]
 
 
 def why_unavailable() -> str | None:

@@ -24,14 +24,17 @@ def without_kernels(work: WorkLog) -> Iterator[None]:
     def walk(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         yield from _two_blocks(work, *tensors)
 
-    kernels, address, plain_step, plain_walk = native._kernels, native.address, native.step, blocks.blocks
+    kernels, address, addresses = native._kernels, native.address, native.addresses
+    plain_step, plain_walk = native.step, blocks.blocks
     native._kernels, native.address = (lambda: _Nothing), (lambda tensor: 0)  # pyright: ignore
+    native.addresses = lambda tensors: [0 for _ in tensors]
     native.step = step
     kahan.blocks = split.blocks = walk
     try:
         yield
     finally:
-        native._kernels, native.address, native.step = kernels, address, plain_step
+        native._kernels, native.address, native.addresses = kernels, address, addresses
+        native.step = plain_step
         kahan.blocks = split.blocks = plain_walk
 
 

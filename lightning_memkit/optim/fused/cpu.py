@@ -3,17 +3,18 @@
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
 from lightning_memkit.optim import native
-from lightning_memkit.optim.fused.operands import SGD, AdamW, Operand, Rule, first_is_stochastic
+from lightning_memkit.optim.fused.operands import SGD, AdamW, Operand, Operands, Rule, first_is_stochastic
 from lightning_memkit.optim.modes import Mode
 from lightning_memkit.optim.stochastic_rounding import StochasticRounding
 
 _FIRST_IS_STOCHASTIC, _DECOUPLED, _MAXIMIZE, _NESTEROV, _FIRST_STEP = 1, 2, 4, 8, 16
 
 
-def step(rule: Rule, mode: Mode, operands: Sequence[Operand], rounding: StochasticRounding) -> None:
+def step(
+    rule: Rule, mode: Mode, operands: Sequence[Operand] | Operands, rounding: StochasticRounding
+) -> None:
     """Step every operand in one pass over its memory, in as many threads as torch uses; see `reference.step`.
 
     Raises:
@@ -22,30 +23,19 @@ def step(rule: Rule, mode: Mode, operands: Sequence[Operand], rounding: Stochast
     number, numbers, flags = _numbers(rule)
     if first_is_stochastic(rule):
         flags |= _FIRST_IS_STOCHASTIC
-    native.step((number, mode, flags), numbers, _packed(rule, operands, rounding), rounding.tile_int16())
+    packed = _packed(rule, Operands.of(operands), rounding)
+    native.step((number, mode, flags), numbers, packed, rounding.tile_int16())
 
 
-def _packed(rule: Rule, operands: Sequence[Operand], rounding: StochasticRounding) -> np.ndarray:
+def _packed(rule: Rule, operands: Operands, rounding: StochasticRounding) -> np.ndarray:
     """The structs `Operand` of native.cpp, one a row."""
     packed = np.zeros((len(operands), 11), np.uint64)
-    address = native.address
-    packed[:, :8] = [
-        (
-            address(one.weight),
-            address(one.low),
-            address(one.gradient),
-            one.gradient.dtype == torch.float32,
-            address(one.first),
-            address(one.second),
-            one.weight.numel(),
-            one.start,
-        )
-        for one in operands
-    ]
-    indices = np.array([one.index for one in operands], np.uint64)
+    packed[:, :3], packed[:, 3] = operands.addresses[:, :3], operands.wide
+    packed[:, 4:6] = operands.addresses[:, 3:]
+    packed[:, 6], packed[:, 7] = operands.counts, operands.starts
     for place, name in enumerate(("weight", rule.first_name, rule.second_name), 8):
         if name:
-            packed[:, place] = rounding.streams(indices, name)
+            packed[:, place] = rounding.streams(operands.indices, name)
     return packed
 
 

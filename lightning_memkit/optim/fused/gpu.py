@@ -8,7 +8,7 @@ no tensor alive. Not yet verified on a GPU.
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,7 +18,15 @@ import torch
 from torch import Tensor
 
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
-from lightning_memkit.optim.fused.operands import SGD, AdamW, Lion, Operand, Rule, first_is_stochastic
+from lightning_memkit.optim.fused.operands import (
+    SGD,
+    AdamW,
+    Lion,
+    Operand,
+    Operands,
+    Rule,
+    first_is_stochastic,
+)
 from lightning_memkit.optim.modes import Mode
 from lightning_memkit.optim.stochastic_rounding import StochasticRounding
 
@@ -34,7 +42,9 @@ _MOST_TABLES = 1024  # of one optimizer; more means that they aren't reused
 _tables: "WeakKeyDictionary[StochasticRounding, dict[tuple, _Table]]" = WeakKeyDictionary()
 
 
-def step(rule: Rule, mode: Mode, operands: Sequence[Operand], rounding: StochasticRounding) -> None:
+def step(
+    rule: Rule, mode: Mode, operands: Sequence[Operand] | Operands, rounding: StochasticRounding
+) -> None:
     """Step every operand in one pass over its memory, in one launch a device and gradient dtype.
 
     The noise is a function of the seed, the step, the parameter's index and the element, but not the reference's.
@@ -52,11 +62,7 @@ def step(rule: Rule, mode: Mode, operands: Sequence[Operand], rounding: Stochast
 
     kernel = {AdamW: kernels.adamw, SGD: kernels.sgd, Lion: kernels.lion}[type(rule)]
     key = rounding.stream(0, "kernels")
-    launches: defaultdict[tuple[int, bool, bool], list[Operand]] = defaultdict(list)
-    for operand in operands:
-        if operand.weight.numel():
-            launches[_launch(operand)].append(operand)
-    for (device, wide, _), group in launches.items():
+    for device, wide, group in _launches(Operands.of(operands)):
         with torch.cuda.device(device) if device >= 0 else contextlib.nullcontext():
             table = _table(rounding, rule, mode, group)
             kernel[(table.blocks.numel(),)](
@@ -66,7 +72,7 @@ def step(rule: Rule, mode: Mode, operands: Sequence[Operand], rounding: Stochast
                 *numbers(rule),
                 MODE=mode,
                 WIDE_GRADIENT=wide,
-                **switches(rule, group[0].first is not None),
+                **switches(rule, group.firsts[0] is not None),
                 BLOCK=BLOCK,
                 num_warps=WARPS,
                 enable_fp_fusion=False,
@@ -131,42 +137,43 @@ class _Table:
 
     def __init__(self) -> None:
         self.rows = self.blocks = torch.empty(0)
-        self._addresses = np.empty((0, 5), np.int64)
-        self._counts: list[int] = []
+        self._addresses = np.empty((0, 5), np.uint64)
+        self._counts = np.empty(0, np.uint64)
 
-    def update(self, operands: Sequence[Operand]) -> bool:
-        """Write what has moved since the last step; says whether anything has."""
-        fields = [(one.weight, one.low, one.gradient, one.first, one.second) for one in operands]
-        flat = [0 if tensor is None else tensor.data_ptr() for five in fields for tensor in five]
-        addresses = np.array(flat, np.int64).reshape(-1, 5)
-        if np.array_equal(addresses, self._addresses):
+    def update(self, operands: Operands) -> bool:
+        """Write what has moved since the last step; says whether anything but gradients has."""
+        addresses, known = operands.addresses, self._addresses
+        same = addresses.shape == known.shape and np.array_equal(operands.counts, self._counts)
+        if same and np.array_equal(addresses, known):
             return False
-        device, self._addresses = operands[0].weight.device, addresses
-        counts = [operand.weight.numel() for operand in operands]
-        blocks = -(-np.array(counts, np.int64) // BLOCK)
-        if counts != self._counts:
-            self._counts = counts
+        device, self._addresses = operands.weights[0].device, addresses
+        counts = operands.counts.astype(np.int64)
+        blocks = -(-counts // BLOCK)
+        if not same:
+            self._counts = operands.counts
             of_block = np.repeat(np.arange(len(counts), dtype=np.int32), blocks)
             self.blocks = _sent(torch.from_numpy(of_block), device)
         rows = np.empty((len(counts), 9), np.int64)
-        rows[:, :5], rows[:, 5] = addresses, counts
+        rows[:, :5], rows[:, 5] = addresses.view(np.int64), counts
         rows[:, 6] = 2 * (blocks.cumsum() - blocks) + (addresses % 16 == 0).all(1)
-        rows[:, 7] = [operand.index for operand in operands]
-        rows[:, 8] = [operand.start for operand in operands]
+        rows[:, 7] = operands.indices
+        rows[:, 8] = operands.starts
         self.rows = _sent(torch.from_numpy(rows), device)
-        return True
+        kept = (0, 1, 3, 4)
+        return not (same and np.array_equal(addresses[:, kept], known[:, kept]))
 
 
-def _table(rounding: StochasticRounding, rule: Rule, mode: Mode, operands: Sequence[Operand]) -> _Table:
+def _table(rounding: StochasticRounding, rule: Rule, mode: Mode, operands: Operands) -> _Table:
     """The table of these operands: of one launch on one stream, which is what orders its writing and its use."""
     tables = _tables.setdefault(rounding, {})
-    device = operands[0].weight.device
+    device = operands.weights[0].device
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    name = (device, stream, operands[0].gradient.dtype, *(operand.index for operand in operands))
+    name = (device, stream, bool(operands.wide[0]), operands.indices.tobytes())
     if name not in tables and len(tables) >= _MOST_TABLES:
         tables.clear()
     table = tables.setdefault(name, _Table())
-    if table.update(operands):
+    lengths = [gradient.numel() for gradient in operands.gradients]
+    if table.update(operands) or lengths != operands.counts.tolist():
         for operand in operands:
             _check(rule, mode, operand)
     return table
@@ -197,11 +204,21 @@ def _check(rule: Rule, mode: Mode, operand: Operand) -> None:
             )
 
 
-def _launch(operand: Operand) -> tuple[int, bool, bool]:
-    """Operands that agree on this go into one launch."""
-    device = operand.weight.device
-    index = (device.index or 0) if device.type == "cuda" else -1
-    return index, operand.gradient.dtype == torch.float32, operand.first is not None
+def _launches(operands: Operands) -> Iterator[tuple[int, bool, Operands]]:
+    """The device's index, whether gradients are float32, and the operands of each launch; empty ones are left out."""
+    if operands.is_uniform:
+        yield _device_index(operands.weights[0]), bool(operands.wide[0]), operands
+        return
+    launches: defaultdict[tuple[int, bool, bool], list[int]] = defaultdict(list)
+    for place, (weight, first) in enumerate(zip(operands.weights, operands.firsts, strict=True)):
+        if weight.numel():
+            launches[_device_index(weight), bool(operands.wide[place]), first is not None].append(place)
+    for (device, wide, _), places in launches.items():
+        yield device, wide, operands.only(places)
+
+
+def _device_index(weight: Tensor) -> int:
+    return (weight.device.index or 0) if weight.device.type == "cuda" else -1
 
 
 def _sent(tensor: Tensor, device: torch.device) -> Tensor:

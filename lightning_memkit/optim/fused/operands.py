@@ -1,13 +1,17 @@
 """What a fused step takes: the tensors of a parameter, and the numbers of an optimizer's rule."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import torch
 from torch import Tensor
 
+from lightning_memkit.optim import native
 from lightning_memkit.optim.state_dtypes import NEAREST_UP_TO_DECAY
 
 
-@dataclass(kw_only=True, slots=True)  # not frozen, which would cost more than all else that is done for it
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Operand:
     """One parameter's tensors, all of one length and order in memory, without gaps, on one device.
 
@@ -28,6 +32,96 @@ class Operand:
     first: Tensor | None = None
     second: Tensor | None = None
     start: int = 0
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Operands:
+    """Many parameters' tensors by columns, as the kernels take them.
+
+    Args:
+        indices: `Operand.index` of each, uint64.
+        weights: `Operand.weight` of each; and so on.
+        lows: of each, or None.
+        gradients: of each.
+        firsts: of each, or None.
+        seconds: of each, or None.
+        starts: `Operand.start` of each, uint64.
+        counts: elements of each, uint64.
+        addresses: where weight, low, gradient, first and second of each begin, uint64 [operands, 5]; 0 for None.
+        wide: whether each gradient is float32.
+        is_uniform: all are on one device, not empty, and have the same tensors and dtypes: one launch takes them.
+    """
+
+    indices: np.ndarray
+    weights: list[Tensor]
+    lows: list[Tensor | None]
+    gradients: list[Tensor]
+    firsts: list[Tensor | None]
+    seconds: list[Tensor | None]
+    starts: np.ndarray
+    counts: np.ndarray
+    addresses: np.ndarray
+    wide: np.ndarray
+    is_uniform: bool = False
+
+    @classmethod
+    def of(cls, given: "Sequence[Operand] | Operands") -> "Operands":
+        """The columns of single operands."""
+        if isinstance(given, Operands):
+            return given
+        fields = [(one.weight, one.low, one.gradient, one.first, one.second) for one in given]
+        weights, lows, gradients, firsts, seconds = (list(column) for column in zip(*fields, strict=True))
+        addresses = [native.address(tensor) for five in fields for tensor in five]
+        return cls(
+            indices=np.array([one.index for one in given], np.uint64),
+            weights=weights,
+            lows=lows,
+            gradients=gradients,
+            firsts=firsts,
+            seconds=seconds,
+            starts=np.array([one.start for one in given], np.uint64),
+            counts=np.array([one.weight.numel() for one in given], np.uint64),
+            addresses=np.array(addresses, np.uint64).reshape(-1, 5),
+            wide=np.array([one.gradient.dtype == torch.float32 for one in given]),
+        )
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+    def __iter__(self) -> Iterator[Operand]:
+        columns = (self.weights, self.lows, self.gradients, self.firsts, self.seconds)
+        for place, (weight, low, gradient, first, second) in enumerate(zip(*columns, strict=True)):
+            yield Operand(
+                index=int(self.indices[place]),
+                weight=weight,
+                low=low,
+                gradient=gradient,
+                first=first,
+                second=second,
+                start=int(self.starts[place]),
+            )
+
+    def only(self, places: Sequence[int]) -> "Operands":
+        """Those at some places, in that order."""
+        chosen = list(places)
+        return Operands(
+            indices=self.indices[chosen],
+            weights=[self.weights[place] for place in chosen],
+            lows=[self.lows[place] for place in chosen],
+            gradients=[self.gradients[place] for place in chosen],
+            firsts=[self.firsts[place] for place in chosen],
+            seconds=[self.seconds[place] for place in chosen],
+            starts=self.starts[chosen],
+            counts=self.counts[chosen],
+            addresses=self.addresses[chosen],
+            wide=self.wide[chosen],
+            is_uniform=self.is_uniform,
+        )
+
+    def written(self) -> list[Tensor]:
+        """The tensors that a step writes."""
+        columns = (self.weights, self.lows, self.firsts, self.seconds)
+        return [tensor for column in columns for tensor in column if tensor is not None]
 
 
 @dataclass(frozen=True, kw_only=True)

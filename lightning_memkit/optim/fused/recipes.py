@@ -9,20 +9,21 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
-from weakref import WeakKeyDictionary, ref
+from itertools import islice
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_memkit.optim import native
-from lightning_memkit.optim.blocks import first_element, flat_views, is_sharded, local_part
-from lightning_memkit.optim.fused.operands import SGD, AdamW, Lion, Operand, Rule
+from lightning_memkit.optim.blocks import flat_views, local_part
+from lightning_memkit.optim.fused.operands import SGD, AdamW, Lion, Operands, Rule
+from lightning_memkit.optim.fused.seats import Kind, Row, Seat, State
 from lightning_memkit.optim.modes import LOW_STATES, Mode, low_state_of
 from lightning_memkit.optim.pieces import Slot
 
-State = dict[str, Any]
 Group = Mapping[str, Any]
 Numbers = tuple[float, ...]
 
@@ -30,12 +31,13 @@ _DEVICES = ("cpu", "cuda")
 _GRADIENTS = (torch.bfloat16, torch.float32)
 _COUNT = "step"
 _ONE = torch.tensor(1.0)
-_seats: "WeakKeyDictionary[Optimizer, dict[Mode, dict[int, _Seat]]]" = WeakKeyDictionary()
+_MOST_PLANS = 1024  # of one optimizer; more means that they aren't used again
+_memories: "WeakKeyDictionary[Optimizer, dict[Mode, _Memory]]" = WeakKeyDictionary()
 
 
 def take(
     optimizer: Optimizer, mode: Mode, ready: Sequence[Slot]
-) -> tuple[dict[Rule, list[Operand]], list[Slot]]:
+) -> tuple[list[tuple[Rule, Operands]], list[Slot]]:
     """Sort parameters into those that a fused step takes, by their rule, and the others.
 
     States of those taken that don't exist yet are made (compact: bfloat16), and their step counts advance.
@@ -46,140 +48,162 @@ def take(
         ready: bfloat16 parameters that have their gradients.
     """
     recipe = _RECIPES.get(f"{type(optimizer).__module__}.{type(optimizer).__qualname__}")
-    if recipe is None or getattr(optimizer, "grad_scale", None) is not None:
-        return {}, list(ready)
+    if not ready or recipe is None or getattr(optimizer, "grad_scale", None) is not None:
+        return [], list(ready)
     with torch.no_grad():  # shards of DTensors cost a node of the graph each, elsewhere
         return _Taking(optimizer, mode, recipe).take(ready)
 
 
-class _Seat:
-    """What was found to fit a fused step, so that the next one looks at identities only; keeps no tensor alive.
+class _Plan(NamedTuple):
+    """Which rows some parameters form, and where those stand that a fused step doesn't take."""
 
-    Args:
-        parameter: whose seat it is.
-        states: its states by their name, as the optimizer has them.
-    """
+    rows: list[Row]
+    others: list[int]
 
-    __slots__ = ("is_contiguous", "is_sharded", "names", "parameter", "places", "start", "states")
 
-    def __init__(self, parameter: Tensor, states: Mapping[str, Tensor]) -> None:
-        self.parameter, self.names = ref(parameter), tuple(states)
-        self.states = tuple((name, ref(value)) for name, value in states.items())
-        self.start, self.is_sharded = first_element(parameter), is_sharded(parameter)
-        local = self._local([parameter, *states.values()])
-        self.places = [native.address(tensor) for tensor in local]
-        self.is_contiguous = all(tensor.is_contiguous() for tensor in local[1:])
+class _Memory:
+    """What was found of an optimizer's parameters; keeps no tensor alive."""
 
-    def tensors(self, parameter: Tensor, state: State, names: tuple[str, ...]) -> list[Tensor] | None:
-        """What this process holds of the parameter and its states, where nothing was replaced or moved since."""
-        if self.parameter() is not parameter or self.names != names:
-            return None
-        found = [parameter]
-        for name, known in self.states:
-            value = state.get(name)
-            if value is None or value is not known():
-                return None
-            found.append(value)
-        found = self._local(found)
-        # Writing to `.data` leaves a tensor what it is, elsewhere, of another dtype or on another device.
-        return found if [native.address(tensor) for tensor in found] == self.places else None
-
-    def _local(self, tensors: list[Tensor]) -> list[Tensor]:
-        return [local_part(tensor) for tensor in tensors] if self.is_sharded else tensors
+    def __init__(self) -> None:
+        self.seats: dict[int, Seat] = {}
+        self.plans: dict[tuple[int, int], _Plan] = {}
 
 
 class _Taking:
     """One step's sorting."""
 
     def __init__(self, optimizer: Optimizer, mode: Mode, recipe: "_Recipe") -> None:
-        self._optimizer, self._mode, self._recipe = optimizer, mode, recipe
+        self._optimizer, self._recipe = optimizer, recipe
         self._low = low_state_of(mode)
-        self._seats = _seats.setdefault(optimizer, {}).setdefault(mode, {})
+        self._memory = _memories.setdefault(optimizer, {}).setdefault(mode, _Memory())
         self._numbers = [recipe.numbers(optimizer, group) for group in optimizer.param_groups]
-        # By group and what states say of the step: the rule, and the names of the states that it needs.
-        self._rules: dict[tuple[int, int], tuple[Rule, tuple[str, ...]]] = {}
-        self._counts: list[Tensor] = []
+        # What states there have to be: the rule tells by its class and by whether there is momentum.
+        self._wanted = [
+            None if numbers is None else _wanted_states(recipe.rule(numbers, group, 1), mode)
+            for numbers, group in zip(self._numbers, optimizer.param_groups, strict=True)
+        ]
+        self._first: set[Parameter] = set()  # without momentum before this step
 
-    def take(self, ready: Sequence[Slot]) -> tuple[dict[Rule, list[Operand]], list[Slot]]:
-        of_rule: defaultdict[tuple[int, int], list[Operand]] = defaultdict(list)
-        others: list[Slot] = []
-        states, groups, stage_of = self._optimizer.state, self._optimizer.param_groups, self._recipe.stage
-        for slot in ready:
-            numbers, operand = self._numbers[slot.group], None
-            if numbers is not None:
-                state: State = states.get(slot.parameter) or {}
-                key = slot.group, stage_of(state)
-                known = self._rules.get(key)
-                if known is None:
-                    rule = self._recipe.rule(numbers, groups[slot.group], key[1])
-                    known = self._rules[key] = rule, tuple(_wanted_states(rule, self._mode))
-                operand = self._operand(*known, slot, state)
-                if operand is not None:
-                    states[slot.parameter] = state
-                    of_rule[key].append(operand)
-            if operand is None:
-                others.append(slot)
-        if self._counts:
-            torch._foreach_add_(self._counts, _ONE, alpha=1.0)  # a number would be made a tensor for each
-        taken: defaultdict[Rule, list[Operand]] = defaultdict(list)
-        for key, operands in of_rule.items():
-            taken[self._rules[key][0]] += operands
-        return dict(taken), others
+    def take(self, ready: Sequence[Slot]) -> tuple[list[tuple[Rule, Operands]], list[Slot]]:
+        parameters = [slot.parameter for slot in ready]
+        plans, key = self._memory.plans, (ready[0].index, len(ready))
+        plan = plans.get(key)
+        found = None if plan is None else self._find(plan, ready, parameters)
+        for anew in (False, True):
+            if plan is None or found is None:
+                plan = self._plan(ready, anew=anew)
+                found = self._find(plan, ready, parameters)
+        assert plan is not None
+        assert found is not None  # what was just seated fits
+        if key not in plans and len(plans) >= _MOST_PLANS:
+            plans.clear()
+        plans[key] = plan
+        return self._by_rule(plan.rows, found, parameters), [ready[place] for place in plan.others]
 
-    def _operand(self, rule: Rule, names: tuple[str, ...], slot: Slot, state: State) -> Operand | None:
-        """The tensors of a parameter, its states made where they lack; None where they have another form."""
-        parameter, gradient = slot.parameter, slot.parameter.grad
-        assert gradient is not None
-        if gradient.dtype not in _GRADIENTS:
+    def _find(self, plan: _Plan, ready: Sequence[Slot], parameters: list[Parameter]) -> list[Operands] | None:
+        """The operands of each row; None where the plan doesn't hold any more."""
+        if any(self._fits(ready[place]) for place in plan.others):
             return None
-        seat = self._seats.get(slot.index)
-        tensors = None if seat is None else seat.tensors(parameter, state, names)
-        if seat is None or tensors is None:
-            seat = self._seated(rule, parameter, gradient, state)
-            tensors = None if seat is None else seat.tensors(parameter, state, names)
-            if seat is None or tensors is None:
+        states, found = self._states_of(parameters), []
+        for row in plan.rows:
+            wanted = self._wanted[row.kind.group]
+            if wanted is None or tuple(wanted) != row.kind.names:
                 return None
-            self._seats[slot.index] = seat
-        if seat.is_sharded:
-            gradient = local_part(gradient)
-        weight, *found = tensors
-        if not (seat.is_contiguous and gradient.is_contiguous() and weight.is_contiguous()):
-            views = flat_views(weight, gradient, *found)
-            if views is None:
+            operands = row.find(parameters, states)
+            if operands is None:
                 return None
-            weight, gradient, *found = views
-        if self._recipe.counts:
-            self._counts.append(_on_the_host(state))
-        low = found.pop() if self._low else None
-        first = found[0] if found else None
-        second = found[1] if len(found) > 1 else None
-        return Operand(
-            index=slot.index,
-            weight=weight,
-            low=low,
-            gradient=gradient,
-            first=first,
-            second=second,
-            start=seat.start,
-        )
+            found.append(operands)
+        return found
 
-    def _seated(self, rule: Rule, parameter: Tensor, gradient: Tensor, state: State) -> _Seat | None:
-        """A seat of a parameter, whose states are made where they lack; None where they have another form."""
-        wanted = _wanted_states(rule, self._mode)
+    def _states_of(self, parameters: list[Parameter]) -> list[State | None]:
+        states = self._optimizer.state
+        if 4 * len(parameters) < len(states):
+            return [states.get(parameter) for parameter in parameters]
+        by_identity = dict(zip(map(id, states), states.values(), strict=True))  # a tensor's hash is slow
+        return [by_identity.get(id(parameter)) for parameter in parameters]
+
+    def _plan(self, ready: Sequence[Slot], *, anew: bool) -> _Plan:
+        """Seat the parameters, or go by the seats that they have."""
+        seated: defaultdict[Kind, list[tuple[int, Seat]]] = defaultdict(list)
+        others: list[int] = []
+        for place, slot in enumerate(ready):
+            seat = None if anew else self._memory.seats.get(slot.index)
+            if seat is None or seat.parameter() is not slot.parameter or seat.kind.group != slot.group:
+                seat = self._seat(slot)
+            if seat is None:
+                others.append(place)
+                continue
+            self._memory.seats[slot.index] = seat
+            seated[seat.kind].append((place, seat))
+        rows = [Row(*map(list, zip(*pairs, strict=True))) for pairs in seated.values()]
+        return _Plan(rows, others)
+
+    def _by_rule(
+        self, rows: list[Row], found: list[Operands], parameters: list[Parameter]
+    ) -> list[tuple[Rule, Operands]]:
+        """The operands by what their states say of the step; counts of steps advance."""
+        taken: list[tuple[Rule, Operands]] = []
+        steps = iter(self._counted([parameters[place] for row in rows for place in row.places]))
+        for row, operands in zip(rows, found, strict=True):
+            numbers, group = self._numbers[row.kind.group], self._optimizer.param_groups[row.kind.group]
+            assert numbers is not None
+            if self._recipe.counts:
+                stages = list(islice(steps, len(operands)))
+            else:
+                stages = (
+                    [int(parameters[place] in self._first) for place in row.places] if self._first else [0]
+                )
+            for stage in dict.fromkeys(stages):
+                same = len(set(stages)) == 1
+                places = [] if same else [place for place, one in enumerate(stages) if one == stage]
+                rule = self._recipe.rule(numbers, group, stage)
+                taken.append((rule, operands if same else operands.only(places)))
+        return taken
+
+    def _counted(self, parameters: list[Parameter]) -> list[int]:
+        """The number of this step by the state of each; the counts advance."""
+        if not self._recipe.counts or not parameters:
+            return []
+        counts = [_on_the_host(state) for state in self._states_of(parameters) if state is not None]
+        if all(type(count) is Tensor for count in counts):
+            torch._foreach_add_(counts, _ONE, alpha=1.0)  # a number would be made a tensor for each
+            return [int(count) for count in torch.stack(counts).tolist()]
+        steps = [int(count.item()) + 1 for count in counts]  # in a prediction there is no memory to stack
+        torch._foreach_add_(counts, _ONE, alpha=1.0)
+        return steps
+
+    def _fits(self, slot: Slot) -> bool:
+        """Whether a fused step can take a parameter; states that lack are no obstacle."""
+        parameter, gradient, wanted = slot.parameter, slot.parameter.grad, self._wanted[slot.group]
+        if wanted is None or gradient is None or gradient.dtype not in _GRADIENTS:
+            return False
         if parameter.device.type not in _DEVICES or parameter.dim() == 0:  # scalars keep float32 moments
-            return None
+            return False
+        state: State = self._optimizer.state.get(parameter) or {}
         if any(name in state and name not in wanted for name in LOW_STATES):  # saved in another mode
-            return None
+            return False
         if not all(_fits(state.get(name), dtype, parameter) for name, dtype in wanted.items()):
+            return False
+        there = [state[name] for name in wanted if state.get(name) is not None]
+        return flat_views(*map(local_part, (parameter, gradient, *there))) is not None
+
+    def _seat(self, slot: Slot) -> Seat | None:
+        """A seat of a parameter, whose states are made where they lack; None where they have another form."""
+        if not self._fits(slot):
             return None
+        parameter, wanted = slot.parameter, self._wanted[slot.group]
+        assert wanted is not None
+        states = self._optimizer.state
+        state: State = states.get(parameter) or {}
+        if state.get(SGD.first_name) is None:
+            self._first.add(parameter)
         found = {
             name: torch.zeros_like(parameter, dtype=dtype) if state.get(name) is None else state[name]
             for name, dtype in wanted.items()
         }
-        if flat_views(*(local_part(tensor) for tensor in (parameter, gradient, *found.values()))) is None:
-            return None
         state.update(found)
-        return _Seat(parameter, found)
+        states[parameter] = state
+        return Seat(slot, list(found.values()), tuple(found), has_low=self._low is not None)
 
 
 def _on_the_host(state: State) -> Tensor:
@@ -229,19 +253,6 @@ def _adamw_numbers(_: Optimizer, group: Group) -> Numbers | None:
     return _numbers(group["lr"], *group["betas"], group["eps"], group["weight_decay"])
 
 
-def _next_step(state: State) -> int:
-    count = state.get(_COUNT, 0)
-    return int(count.item() if isinstance(count, Tensor) else count) + 1
-
-
-def _has_no_momentum(state: State) -> int:
-    return int(state.get(SGD.first_name) is None)
-
-
-def _is_any(state: State) -> int:
-    return 0
-
-
 def _adamw(numbers: Numbers, group: Group, step: int) -> Rule:
     learning_rate, beta1, beta2, eps, weight_decay = numbers
     return AdamW(
@@ -289,20 +300,19 @@ class _Recipe:
 
     Args:
         numbers: those of a group; None where it asks for what no kernel does.
-        stage: what a parameter's states say of the step.
-        rule: of a group's numbers and of the stage.
+        rule: of a group's numbers, its options, and the stage: the number of the step where states count steps, else
+            whether a parameter has had no momentum before.
         counts: the states count steps.
     """
 
     numbers: Callable[[Optimizer, Group], "Numbers | None"]
-    stage: Callable[[State], int]
     rule: Callable[[Numbers, Group, int], Rule]
     counts: bool = False
 
 
 _RECIPES = {
-    "torch.optim.adamw.AdamW": _Recipe(numbers=_adamw_numbers, stage=_next_step, rule=_adamw, counts=True),
-    "torch.optim.adam.Adam": _Recipe(numbers=_adamw_numbers, stage=_next_step, rule=_adamw, counts=True),
-    "torch.optim.sgd.SGD": _Recipe(numbers=_sgd_numbers, stage=_has_no_momentum, rule=_sgd),
-    "lion_pytorch.lion_pytorch.Lion": _Recipe(numbers=_lion_numbers, stage=_is_any, rule=_lion),
+    "torch.optim.adamw.AdamW": _Recipe(numbers=_adamw_numbers, rule=_adamw, counts=True),
+    "torch.optim.adam.Adam": _Recipe(numbers=_adamw_numbers, rule=_adamw, counts=True),
+    "torch.optim.sgd.SGD": _Recipe(numbers=_sgd_numbers, rule=_sgd),
+    "lion_pytorch.lion_pytorch.Lion": _Recipe(numbers=_lion_numbers, rule=_lion),
 }

@@ -7,7 +7,15 @@ import torch
 from torch import Tensor
 
 from lightning_memkit.optim.blocks import flat_views
-from lightning_memkit.optim.fused.operands import SGD, AdamW, Lion, Operand, Rule, first_is_stochastic
+from lightning_memkit.optim.fused.operands import (
+    SGD,
+    AdamW,
+    Lion,
+    Operand,
+    Operands,
+    Rule,
+    first_is_stochastic,
+)
 from lightning_memkit.optim.modes import Mode, narrow_, widen_
 from lightning_memkit.optim.stochastic_rounding import TILE, StochasticRounding
 
@@ -15,7 +23,9 @@ PIECE_ELEMENTS_CPU = TILE  # ten float32 temporaries of it stay in a core's cach
 PIECE_ELEMENTS_ACCELERATOR = 256 * TILE
 
 
-def step(rule: Rule, mode: Mode, operands: Sequence[Operand], rounding: StochasticRounding) -> None:
+def step(
+    rule: Rule, mode: Mode, operands: Sequence[Operand] | Operands, rounding: StochasticRounding
+) -> None:
     """Step every operand; float32 temporaries are bounded by a piece.
 
     Args:

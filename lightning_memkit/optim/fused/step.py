@@ -1,8 +1,7 @@
 """One front door for fused steps: a kernel where there is one for the device, plain torch otherwise."""
 
 import warnings
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -10,33 +9,27 @@ import torch
 
 from lightning_memkit.optim import native
 from lightning_memkit.optim.fused import cpu, reference
-from lightning_memkit.optim.fused.operands import Operand, Rule
+from lightning_memkit.optim.fused.operands import Operands, Rule
 from lightning_memkit.optim.modes import Mode
 from lightning_memkit.optim.stochastic_rounding import StochasticRounding
 
 
-def fused_step(taken: Mapping[Rule, Sequence[Operand]], mode: Mode, rounding: StochasticRounding) -> None:
+def fused_step(taken: Iterable[tuple[Rule, Operands]], mode: Mode, rounding: StochasticRounding) -> None:
     """Step all operands; 18 bytes a parameter move with AdamW, kahan or split, and bfloat16 gradients.
 
     Args:
-        taken: operands by the rule that they follow.
+        taken: rules, and the operands that follow each, on one device.
         mode: what keeps the bits that bfloat16 lacks.
         rounding: its noise.
     """
-    for rule, operands in taken.items():
-        by_device: defaultdict[torch.device, list[Operand]] = defaultdict(list)
-        for operand in operands:
-            by_device[operand.weight.device].append(operand)
-        for device, on_device in by_device.items():
-            step = reference.step
-            if _has_kernel(device.type):
-                step = cpu.step if device.type == "cpu" else _gpu().step
-            step(rule, mode, on_device, rounding)
-            # Kernels write behind autograd's back; a graph that saved an old value must notice.
-            written = [(one.weight, one.low, one.first, one.second) for one in on_device]
-            torch.autograd.graph.increment_version(
-                [tensor for tensors in written for tensor in tensors if tensor is not None]
-            )
+    for rule, operands in taken:
+        kind = operands.weights[0].device.type
+        step = reference.step
+        if _has_kernel(kind):
+            step = cpu.step if kind == "cpu" else _gpu().step
+        step(rule, mode, operands, rounding)
+        # Kernels write behind autograd's back; a graph that saved an old value must notice.
+        torch.autograd.graph.increment_version(operands.written())
 
 
 def _gpu() -> Any:

@@ -42,7 +42,7 @@ def stepped(optimizer: Optimizer, given: list[Parameter], steps: int, *, forgetf
             gradient = torch.randn(parameter.shape, generator=generator).bfloat16()
             parameter.grad = gradient.t().contiguous().t() if step == 1 else gradient  # of other strides
         if forgetful:
-            recipes._seats.clear()
+            recipes._memories.clear()
         optimizer.step()
 
 
@@ -140,3 +140,91 @@ def test_many_streams_at_once_are_those_of_each() -> None:
         indices = [0, 1, 2, 200, 2**31, 2**50]
         found = rounding.streams(np.array(indices, np.uint64), "exp_avg_sq").tolist()
         assert found == [rounding.stream(index, "exp_avg_sq") for index in indices]
+
+
+def without_planning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on a step may only compare what it finds with what it knows."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a step looked anew at parameters that nothing has happened to")
+
+    monkeypatch.setattr(recipes._Taking, "_plan", refuse)
+    monkeypatch.setattr(recipes._Taking, "_seat", refuse)
+
+
+@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("mode", ["kahan", "split", "stochastic", "none"])
+def test_a_step_after_which_nothing_changed_looks_at_no_parameter_by_itself(
+    monkeypatch: pytest.MonkeyPatch, build: str, mode: str
+) -> None:
+    optimizer, given = begun(BUILDS[build], mode)
+    stepped(optimizer, given, 1)
+    without_planning(monkeypatch)
+    optimizer.param_groups[0]["lr"] *= 0.5  # as schedules do
+    before = [parameter.detach().clone() for parameter in given]
+    for parameter in given:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert not any(torch.equal(one, parameter) for one, parameter in zip(before, given, strict=True))
+
+
+def test_convolutions_in_channels_last_are_known_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn((4, 3, 2, 2), generator=generator).bfloat16()
+    results = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        parameter = Parameter(weight.clone(memory_format=layout))
+        optimizer = AdamW([parameter], lr=1e-2)
+        compensate(optimizer, mode="split")
+        for step in range(4):
+            if step == 2:
+                with monkeypatch.context() as patched:
+                    without_planning(patched)
+                    parameter.grad = (weight * step).clone(memory_format=layout)
+                    optimizer.step()
+                continue
+            parameter.grad = (weight * step).clone(memory_format=layout)
+            optimizer.step()
+        results.append(optimizer)
+    for plain, turned in zip(*(one.state.values() for one in results), strict=True):
+        assert plain["exp_avg"].is_contiguous()
+        assert turned["exp_avg"].is_contiguous(memory_format=torch.channels_last)
+        assert torch.equal(
+            plain["exp_avg"], turned["exp_avg"]
+        )  # rounded to nearest, wherever an element lies
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_parameters_whose_gradients_come_and_go_step_as_by_themselves(build: str) -> None:
+    """As experts do, which tokens are routed to or not: another set in each step, of the same size or not."""
+    results = []
+    for forgetful in (False, True):
+        generator = torch.Generator().manual_seed(0)
+        given = [Parameter(torch.randn(6, generator=generator).bfloat16()) for _ in range(6)]
+        optimizer = BUILDS[build](given)
+        compensate(optimizer, mode="split")
+        for step in range(12):
+            chosen = [(step >> bit) & 1 or (step + bit) % 3 == 0 for bit in range(6)]
+            for parameter, is_chosen in zip(given, chosen, strict=True):
+                gradient = torch.randn(6, generator=generator).bfloat16()
+                parameter.grad = gradient if is_chosen else None
+            if forgetful:
+                recipes._memories.clear()
+            optimizer.step()
+        results.append([*given, *(v for s in optimizer.state.values() for v in s.values() if v is not None)])
+    for remembering, forgetting in zip(*results, strict=True):
+        assert torch.equal(remembering, forgetting)
+
+
+def test_what_a_kernel_does_not_take_is_looked_at_again_in_each_step() -> None:
+    """A scalar is stepped by the optimizer itself; a state in another form is, until it has come to fit."""
+    optimizer, given = begun(lambda params: AdamW([*params, Parameter(torch.ones(()).bfloat16())], lr=1e-2))
+    scalar = optimizer.param_groups[0]["params"][-1]
+    for _ in range(3):
+        scalar.grad = torch.ones_like(scalar)
+        optimizer.state[given[0]]["exp_avg"] = optimizer.state[given[0]]["exp_avg"].float()
+        optimizer.step()
+    assert {
+        float(state["step"]) for parameter, state in optimizer.state.items() if parameter is not scalar
+    } == {5.0}
+    assert float(optimizer.state[scalar]["step"]) == 3.0

@@ -1,0 +1,160 @@
+"""What was found to fit a fused step, so that the next one compares identities and addresses only, list by list."""
+
+from collections.abc import Sequence
+from itertools import repeat
+from operator import is_
+from typing import Any, NamedTuple
+from weakref import ref
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_memkit.optim import native
+from lightning_memkit.optim.blocks import first_element, is_sharded, local_part
+from lightning_memkit.optim.fused.operands import Operands
+from lightning_memkit.optim.pieces import Slot
+
+State = dict[str, Any]
+
+
+class Kind(NamedTuple):
+    """What parameters share that are looked at together.
+
+    Args:
+        group: the optimizer's.
+        device: theirs.
+        is_sharded: they are DTensors.
+        is_contiguous: they, their gradients and their states are; else those of a parameter have the same strides.
+        names: of their states, as the rule orders them.
+        has_low: the last of these is the low half.
+    """
+
+    group: int
+    device: torch.device
+    is_sharded: bool
+    is_contiguous: bool
+    names: tuple[str, ...]
+    has_low: bool
+
+
+class Seat:
+    """A parameter that fits; keeps no tensor alive.
+
+    Args:
+        slot: whose seat it is.
+        states: its states, in the rule's order.
+        names: theirs.
+        has_low: the last of them is the low half.
+    """
+
+    __slots__ = ("count", "index", "kind", "parameter", "places", "start", "states", "strides")
+
+    def __init__(
+        self, slot: Slot, states: Sequence[Tensor], names: tuple[str, ...], *, has_low: bool
+    ) -> None:
+        parameter = slot.parameter
+        local = [local_part(tensor) for tensor in (parameter, *states)]
+        contiguous = all(tensor.is_contiguous() for tensor in (*local, local_part(_gradient_of(parameter))))
+        self.parameter, self.states = ref(parameter), tuple(ref(state) for state in states)
+        self.index, self.start, self.count = slot.index, first_element(parameter), local[0].numel()
+        self.places, self.strides = native.addresses(local), local[0].stride()
+        self.kind = Kind(slot.group, parameter.device, is_sharded(parameter), contiguous, names, has_low)
+
+
+class Row:
+    """Parameters of one kind that are stepped together, by columns.
+
+    Args:
+        places: where they stand among all that are stepped.
+        seats: theirs.
+    """
+
+    def __init__(self, places: Sequence[int], seats: Sequence[Seat]) -> None:
+        self.kind, self.places = seats[0].kind, list(places)
+        self._parameters = [seat.parameter for seat in seats]
+        self._states = [list(column) for column in zip(*(seat.states for seat in seats), strict=True)]
+        self._begin = [list(column) for column in zip(*(seat.places for seat in seats), strict=True)]
+        self._numbers = np.array([(seat.index, seat.start, seat.count) for seat in seats], np.uint64)
+        self._strides = [seat.strides for seat in seats]
+        self._nothing = [None] * len(seats)
+        # The order is that of operands: weight, low half, gradient, first and second state.
+        self._addresses = np.zeros((len(seats), 5), np.uint64)
+        for place, column in zip(self._columns(), self._begin, strict=True):
+            self._addresses[:, place] = column
+
+    def find(self, parameters: list[Parameter], states: list[State | None]) -> Operands | None:
+        """The tensors as they are now; None where one was replaced, moved or turned since.
+
+        Args:
+            parameters: all that are stepped, and so have their gradients.
+            states: of each, as the optimizer has them.
+        """
+        places = self.places
+        if len(places) != len(parameters):
+            parameters, states = [parameters[place] for place in places], [states[place] for place in places]
+        kept: list[list[Any]] = [parameters]
+        if not all(map(is_, parameters, [known() for known in self._parameters])):
+            return None
+        if any(map(is_, states, repeat(None))):
+            return None
+        for name, known in zip(self.kind.names, self._states, strict=True):
+            column: list[Any] = [state.get(name) for state in states if state is not None]
+            if any(map(is_, column, repeat(None))) or not all(map(is_, column, [one() for one in known])):
+                return None
+            kept.append(column)
+        gradients = [parameter.grad for parameter in parameters]
+        if self.kind.is_sharded:
+            kept = [[tensor.to_local() for tensor in column] for column in kept]
+            gradients = [gradient.to_local() for gradient in gradients]  # pyright: ignore
+        # Writing to `.data` leaves a tensor what it is, elsewhere, of another dtype or on another device.
+        if [native.addresses(column) for column in kept] != self._begin:
+            return None
+        return self._operands(kept, gradients) if self._is_alike(kept[0], gradients) else None
+
+    def _is_alike(self, weights: list[Tensor], gradients: list[Any]) -> bool:
+        """Whether gradients lie as weights do."""
+        if self.kind.is_contiguous:
+            contiguous = Tensor.is_contiguous
+            return all(map(contiguous, weights)) and all(map(contiguous, gradients))
+        alike = [one.stride() for one in weights] == self._strides
+        return alike and [one.stride() for one in gradients] == self._strides
+
+    def _operands(self, kept: list[list[Tensor]], gradients: list[Any]) -> Operands | None:
+        dtypes = [gradient.dtype for gradient in gradients]
+        wide = dtypes.count(torch.float32)
+        if wide + dtypes.count(torch.bfloat16) != len(dtypes):
+            return None
+        addresses = self._addresses.copy()
+        addresses[:, 2] = native.addresses(gradients)
+        columns: list[list[Any]] = [self._nothing] * 5
+        for place, column in zip(self._columns(), kept, strict=True):
+            columns[place] = column
+        weights, lows, _, firsts, seconds = columns
+        return Operands(
+            indices=self._numbers[:, 0],
+            weights=weights,
+            lows=lows,
+            gradients=gradients,
+            firsts=firsts,
+            seconds=seconds,
+            starts=self._numbers[:, 1],
+            counts=self._numbers[:, 2],
+            addresses=addresses,
+            wide=np.array([dtype == torch.float32 for dtype in dtypes])
+            if wide
+            else np.zeros(len(dtypes), bool),
+            is_uniform=wide in (0, len(dtypes)) and bool(self._numbers[:, 2].all()),
+        )
+
+    def _columns(self) -> list[int]:
+        """Which of an operand's five tensors the weight and its states are."""
+        moments = len(self.kind.names) - self.kind.has_low
+        return [0, *range(3, 3 + moments), *repeat(1, self.kind.has_low)]
+
+
+def _gradient_of(parameter: Tensor) -> Tensor:
+    gradient = parameter.grad
+    assert gradient is not None
+    return gradient
