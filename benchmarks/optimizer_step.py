@@ -5,14 +5,21 @@ a journal. The gradients stay the same from step to step, and zero_grad is not t
 
 What a step costs its host is measured on parameters of 16 elements, of which the arithmetic takes nothing:
 `host_ms_201` for 201 of them, `host_us_per_parameter` for each of the next 201, `host_ratio_to_torch` for 201 over
-torch's fused step.
+torch's fused step; `_shards` are of DTensors, as FSDP2 has them, and `_release` of a step that goes along with its
+backward.
 """
 
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+from torch import distributed
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -29,6 +36,7 @@ from benchmarks.harness import (
     self_ratio_is_void,
 )
 from lightning_memkit.optim.compensation import compensate
+from lightning_memkit.optim.gradient_release import release_gradients
 from lightning_memkit.optim.journal import journal_steps
 
 LEARNING_RATE = 1e-3
@@ -88,20 +96,78 @@ def run(options: Options) -> Report:
 
 def _host_times(options: Options, rows: list[dict[str, object]]) -> dict[str, float | int | bool]:
     """Time steps that compute next to nothing, of many parameters and of twice as many."""
-    found = []
+    figures: dict[str, float | int | bool] = {}
+    with _one_rank() as mesh:
+        for suffix, place in (("", _in_place), ("_shards", partial(_on_mesh, mesh))):
+            found = []
+            for count in (HOST_PARAMETERS, 2 * HOST_PARAMETERS):
+                shapes, device = [HOST_SHAPE] * count, torch.device("cpu")
+                base = _fused_fp32(place(_parameters(shapes, torch.float32, device, options.seed)))
+                ours = _memkit("kahan", "compact")(
+                    place(_parameters(shapes, torch.bfloat16, device, options.seed))
+                )
+                found.append(paired_ratio(ours.step, base.step, seed=options.seed))
+                what = f"memkit kahan, compact, {count} {suffix[1:] or 'parameters'} of {HOST_SHAPE[0]}"
+                rows.append(found[-1].row(what))
+            once, twice = found
+            figures |= {
+                f"host_ms_201{suffix}": once.ours_ms,
+                f"host_us_per_parameter{suffix}": 1000 * (twice.ours_ms - once.ours_ms) / HOST_PARAMETERS,
+                f"host_ratio_to_torch{suffix}": once.median,
+                f"host_ratio_to_torch{suffix}_high": once.high,
+            }
+    extra = []
     for count in (HOST_PARAMETERS, 2 * HOST_PARAMETERS):
-        shapes, device = [HOST_SHAPE] * count, torch.device("cpu")
-        base = _fused_fp32(_parameters(shapes, torch.float32, device, options.seed))
-        ours = _memkit("kahan", "compact")(_parameters(shapes, torch.bfloat16, device, options.seed))
-        found.append(paired_ratio(ours.step, base.step, seed=options.seed))
-        rows.append(found[-1].row(f"memkit kahan, compact, {count} parameters of {HOST_SHAPE[0]}"))
-    once, twice = found
-    return {
-        "host_ms_201": once.ours_ms,
-        "host_us_per_parameter": 1000 * (twice.ours_ms - once.ours_ms) / HOST_PARAMETERS,
-        "host_ratio_to_torch": once.median,
-        "host_ratio_to_torch_high": once.high,
-    }
+        ratio = paired_ratio(
+            _backward_and_step(count, options, True), _backward_and_step(count, options, False)
+        )
+        rows.append(ratio.row(f"backward and step, released, {count} parameters of {HOST_SHAPE[0]}"))
+        extra.append(ratio.ours_ms - ratio.peer_ms)
+    figures["host_ms_201_release"] = figures["host_ms_201"] + extra[0]
+    figures["host_us_per_parameter_release"] = (
+        figures["host_us_per_parameter"] + 1000 * (extra[1] - extra[0]) / HOST_PARAMETERS
+    )
+    return figures
+
+
+@contextmanager
+def _one_rank() -> Iterator[DeviceMesh]:
+    """A process group of this process alone: shards of it are whole, and cost their host what shards cost."""
+    with tempfile.TemporaryDirectory() as folder:
+        distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        try:
+            yield init_device_mesh("cpu", (1,))
+        finally:
+            distributed.destroy_process_group()
+
+
+def _in_place(parameters: list[Parameter]) -> list[Parameter]:
+    return parameters
+
+
+def _on_mesh(mesh: DeviceMesh, parameters: list[Parameter]) -> list[Parameter]:
+    placed = []
+    for parameter in parameters:
+        placed.append(Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
+        assert parameter.grad is not None
+        placed[-1].grad = distribute_tensor(parameter.grad, mesh, [Shard(0)])
+    return placed
+
+
+def _backward_and_step(count: int, options: Options, released: bool) -> Callable[[], None]:
+    """The backward of a sum and the step, of the same optimizer with its gradients released or not."""
+    parameters = _parameters([HOST_SHAPE] * count, torch.bfloat16, torch.device("cpu"), options.seed)
+    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE)
+    compensate(optimizer)
+    if released:
+        release_gradients(optimizer)
+
+    def act() -> None:
+        optimizer.zero_grad()
+        torch.stack([parameter.sum() for parameter in parameters]).sum().backward()
+        optimizer.step()
+
+    return act
 
 
 def _journaled_steps(options: Options, rows: list[dict[str, object]]) -> dict[str, float | int | bool]:

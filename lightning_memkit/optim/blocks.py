@@ -5,7 +5,7 @@ the cache cost about as much as one pass over the whole tensor; temporaries are 
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -25,6 +25,12 @@ def local_part(tensor: Tensor) -> Tensor:
     """What this process holds of a tensor: the shard of a DTensor, the tensor itself otherwise."""
     to_local = getattr(tensor, "to_local", None)
     return tensor.detach() if to_local is None else to_local().detach()
+
+
+def shards(tensors: Sequence[Any]) -> list[Tensor]:
+    """`local_part` of each of many DTensors where autograd is off; what `to_local` would wrap is left as it is."""
+    parts = [tensor._local_tensor for tensor in tensors]
+    return parts if all(type(part) is Tensor for part in parts) else [tensor.to_local() for tensor in tensors]
 
 
 def first_element(tensor: Tensor) -> int:

@@ -87,10 +87,12 @@ class Release:
         """Take in parameters that were added or unfrozen since; every step does so when it ends."""
         if not self._active:  # a scheduler's wrapper keeps our step in use after the undo
             return
-        for slot in slots(self.optimizer):
-            if slot.parameter.requires_grad and slot.parameter not in self._hooks:
-                hook = _hook_of(ref(self))
-                self._hooks[slot.parameter] = slot.parameter.register_post_accumulate_grad_hook(hook)
+        known = set(map(id, self._hooks))
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in known and parameter.requires_grad:
+                    hook = _hook_of(ref(self))
+                    self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(hook)
 
     def undo(self) -> None:
         """Give the optimizer its step back; a step that is under way is dropped as far as it has come."""
@@ -140,28 +142,32 @@ class Release:
         measured, gradient = self._measured, parameter.grad
         if gradient is None or (self.mode == "keep" and measured is None):
             return
-        with self._lock, torch.no_grad():
+        with self._lock:
             refuse_gradient(parameter, gradient)
             if measured is not None:
-                refuse_second_gradient(parameter, measured)
-                measured[parameter] = get_total_norm([gradient])
+                refuse_second_gradient(parameter, parameter in measured)
+                with torch.no_grad():
+                    measured[parameter] = get_total_norm([gradient])
                 parameter.grad = None
                 return
-            refuse_second_gradient(parameter, self._taken)
-            self._open_step()
-            if parameter not in self._slots:  # the optimizer holds it no longer
+            identity = id(parameter)
+            refuse_second_gradient(parameter, identity in self._taken)
+            if self._open is None:
+                self._open_step()
+            if identity not in self._slots:  # the optimizer holds it no longer
                 return
-            self._taken.add(parameter)
+            self._taken.add(identity)
             self._waiting.append(parameter)
-            self._waiting_bytes += gradient.numel() * gradient.element_size()
+            self._waiting_bytes += gradient.nbytes
             if self._waiting_bytes >= self._bundle_bytes:
-                self._advance(self._waiting)
+                with torch.no_grad():
+                    self._advance(self._waiting)
 
     def _open_step(self) -> OpenStep:
         if self._open is None:
             optimizer = self.optimizer
             engine, stock_step = self._engine_and_step()
-            self._slots = {slot.parameter: slot for slot in slots(optimizer)}
+            self._slots = {id(slot.parameter): slot for slot in slots(optimizer)}
             self._open = engine.begin(optimizer, stock_step)
             self._options = options_of(optimizer)
         return self._open
@@ -188,7 +194,7 @@ class Release:
             clip_grad_value_(ready, self.clip_value)
         if self._clip is not None:
             clip_grads_with_norm_(ready, *self._clip)
-        step.advance([self._slots[parameter] for parameter in ready])
+        step.advance([self._slots[id(parameter)] for parameter in ready])
         # Kernels and optimizers that write through .data leave the version as it was; autograd is to notice where it
         # still needs the old weight.
         torch.autograd.graph.increment_version(ready)
@@ -206,11 +212,11 @@ class Release:
                 f"Options of {type(optimizer).__name__} changed between backward and step(), after parameters were "
                 f"stepped with the old ones ({changed}); change them before backward, or after step()."
             )
-        left = [parameter for parameter in self._slots if parameter.grad is not None]
-        waiting = set(self._waiting)
-        others = [parameter for parameter in left if parameter not in waiting]
+        left = [slot.parameter for slot in self._slots.values() if slot.parameter.grad is not None]
+        waiting = set(map(id, self._waiting))
+        others = [parameter for parameter in left if id(parameter) not in waiting]
         for parameter in others:
-            refuse_second_gradient(parameter, self._taken)
+            refuse_second_gradient(parameter, id(parameter) in self._taken)
         if self._clip is not None and others:
             raise RuntimeError(
                 f"{len(others)} parameters got their gradients outside of the backward that was measured, so the norm "
@@ -226,8 +232,9 @@ class Release:
 
     def _forget_step(self) -> None:
         self._open: OpenStep | None = None
-        self._slots: dict[Parameter, Slot] = {}
-        self._taken: set[Parameter] = set()  # stepped, or waiting to be
+        # By identity: the hash of a tensor is slow, and slots keep the parameters.
+        self._slots: dict[int, Slot] = {}
+        self._taken: set[int] = set()  # stepped, or waiting to be
         self._waiting: list[Parameter] = []
         self._waiting_bytes = 0
         self._norms: dict[Parameter, Tensor] = {}

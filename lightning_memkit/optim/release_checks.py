@@ -1,6 +1,5 @@
 """What can't go with released gradients, said before it goes wrong."""
 
-from collections.abc import Container
 from typing import Any
 
 from torch import Tensor
@@ -45,13 +44,13 @@ def refuse_gradient(parameter: Parameter, gradient: Tensor) -> None:
         )
 
 
-def refuse_second_gradient(parameter: Parameter, before: Container[Parameter]) -> None:
-    """Refuse a gradient of a parameter that is among those of this step already.
+def refuse_second_gradient(parameter: Parameter, had_one: bool) -> None:
+    """Refuse a gradient of a parameter that had one in this step already.
 
     Raises:
         RuntimeError: gradients accumulate.
     """
-    if parameter in before:
+    if had_one:
         raise RuntimeError(
             f"A parameter of shape {tuple(parameter.shape)} gets a second gradient in one step, after the first "
             "was used and dropped: released gradients can't accumulate. Call optimizer.step() after every "

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_memkit.optim import native
-from lightning_memkit.optim.blocks import first_element, is_sharded, local_part
+from lightning_memkit.optim.blocks import first_element, is_sharded, local_part, shards
 from lightning_memkit.optim.fused.operands import Operands
 from lightning_memkit.optim.pieces import Slot
 
@@ -106,8 +106,7 @@ class Row:
             kept.append(column)
         gradients = [parameter.grad for parameter in parameters]
         if self.kind.is_sharded:
-            kept = [[tensor.to_local() for tensor in column] for column in kept]
-            gradients = [gradient.to_local() for gradient in gradients]  # pyright: ignore
+            kept, gradients = [shards(column) for column in kept], shards(gradients)
         # Writing to `.data` leaves a tensor what it is, elsewhere, of another dtype or on another device.
         if [native.addresses(column) for column in kept] != self._begin:
             return None
