@@ -25,8 +25,8 @@ from lightning_memkit.optim.release_checks import (
     changed_options,
     options_of,
     refuse_gradient,
-    refuse_second_gradient,
     refuse_unreleasable,
+    second_gradient_error,
 )
 from lightning_memkit.optim.shadow import OpenStep, ShadowEngine
 
@@ -143,15 +143,18 @@ class Release:
         if gradient is None or (self.mode == "keep" and measured is None):
             return
         with self._lock:
-            refuse_gradient(parameter, gradient)
+            if gradient.is_sparse or gradient.requires_grad:
+                refuse_gradient(parameter, gradient)
             if measured is not None:
-                refuse_second_gradient(parameter, parameter in measured)
+                if parameter in measured:
+                    raise second_gradient_error(parameter)
                 with torch.no_grad():
                     measured[parameter] = get_total_norm([gradient])
                 parameter.grad = None
                 return
             identity = id(parameter)
-            refuse_second_gradient(parameter, identity in self._taken)
+            if identity in self._taken:
+                raise second_gradient_error(parameter)
             if self._open is None:
                 self._open_step()
             if identity not in self._slots:  # the optimizer holds it no longer
@@ -216,7 +219,8 @@ class Release:
         waiting = set(map(id, self._waiting))
         others = [parameter for parameter in left if id(parameter) not in waiting]
         for parameter in others:
-            refuse_second_gradient(parameter, id(parameter) in self._taken)
+            if id(parameter) in self._taken:
+                raise second_gradient_error(parameter)
         if self._clip is not None and others:
             raise RuntimeError(
                 f"{len(others)} parameters got their gradients outside of the backward that was measured, so the norm "

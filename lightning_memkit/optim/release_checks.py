@@ -44,19 +44,14 @@ def refuse_gradient(parameter: Parameter, gradient: Tensor) -> None:
         )
 
 
-def refuse_second_gradient(parameter: Parameter, had_one: bool) -> None:
-    """Refuse a gradient of a parameter that had one in this step already.
-
-    Raises:
-        RuntimeError: gradients accumulate.
-    """
-    if had_one:
-        raise RuntimeError(
-            f"A parameter of shape {tuple(parameter.shape)} gets a second gradient in one step, after the first "
-            "was used and dropped: released gradients can't accumulate. Call optimizer.step() after every "
-            "backward (accumulate_grad_batches=1, one part a step), or don't release gradients. After an "
-            "error within a backward, load a checkpoint: part of the weights are stepped."
-        )
+def second_gradient_error(parameter: Parameter) -> RuntimeError:
+    """The error of a parameter that gets a second gradient in one step: released gradients can't accumulate."""
+    return RuntimeError(
+        f"A parameter of shape {tuple(parameter.shape)} gets a second gradient in one step, after the first "
+        "was used and dropped: released gradients can't accumulate. Call optimizer.step() after every "
+        "backward (accumulate_grad_batches=1, one part a step), or don't release gradients. After an "
+        "error within a backward, load a checkpoint: part of the weights are stepped."
+    )
 
 
 def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -164,7 +164,10 @@ class _Taking:
         """The number of this step by the state of each; the counts advance."""
         if not self._recipe.counts or not parameters:
             return []
-        counts = [_on_the_host(state) for state in self._states_of(parameters) if state is not None]
+        states = [state for state in self._states_of(parameters) if state is not None]
+        counts: list[Any] = [state.get(_COUNT) for state in states]
+        if any(type(count) is not Tensor or not count.is_cpu for count in counts):
+            counts = [_on_the_host(state) for state in states]
         if all(type(count) is Tensor for count in counts):
             torch._foreach_add_(counts, _ONE, alpha=1.0)  # a number would be made a tensor for each
             return [int(count) for count in torch.stack(counts).tolist()]
