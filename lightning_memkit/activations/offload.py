@@ -50,7 +50,8 @@ def offload_activations(
         module: the model; its blocks are found by `find_blocks`.
         min_bytes: a tensor whose storage is smaller stays, as a size ("1MiB") or a count of bytes.
         host_bytes: the most host memory to take, as a size or a count of bytes; by default half of what is free
-            now. What goes beyond stays on the device, and a warning says so once.
+            now, and where that is met half of what is free then besides. What goes beyond stays on the device, and
+            a warning says so once.
         blocks: classes, or globs over module and class names, in place of the blocks found by themselves.
         pin_memory: page-locked host memory, which copies need to run beside the arithmetic.
         choose: `"offload"` moves every block's activations. `"auto"` times copies and the blocks' forwards in the
@@ -68,11 +69,14 @@ def offload_activations(
     if not found:
         _report_nothing(module, blocks)
     if host_bytes == "auto":
-        limit = int(_SHARE_OF_HOST * max(0, min(limit.free_bytes for limit in host_limits())))
+        pool = HostPool(_room_on_the_host(), pin_memory, _room_on_the_host)
     else:
-        limit = parse_bytes(host_bytes)
-    pool = HostPool(limit, pin_memory)
+        pool = HostPool(parse_bytes(host_bytes), pin_memory)
     return ActivationsOffload(module, found, Traffic(module, pool, parse_bytes(min_bytes)), pool, choose)
+
+
+def _room_on_the_host() -> int:
+    return int(_SHARE_OF_HOST * max(0, min(limit.free_bytes for limit in host_limits())))
 
 
 def check_options(min_bytes: int | str, host_bytes: int | str, choose: str) -> None:

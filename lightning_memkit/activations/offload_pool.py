@@ -1,6 +1,7 @@
 """Pinned host buffers that are used again and again, under a cap on their bytes."""
 
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from threading import RLock
 
 import torch
@@ -33,10 +34,16 @@ class HostPool:
     Args:
         limit_bytes: the most bytes that it may take of the host.
         pin_memory: page-locked memory, which copies need to run beside the arithmetic.
+        room_now: what more may be taken now, where the host decides: asked once a pass, and only where the limit
+            is met, for the memory of a container or a virtual machine may grow. None: the limit stays.
     """
 
-    def __init__(self, limit_bytes: int, pin_memory: bool = True) -> None:
+    def __init__(
+        self, limit_bytes: int, pin_memory: bool = True, room_now: Callable[[], int] | None = None
+    ) -> None:
         self.limit_bytes = limit_bytes
+        self._room_now = room_now
+        self._may_ask = True
         self.pin_memory = pin_memory
         self.held_bytes = 0
         self.used_bytes = 0
@@ -71,6 +78,7 @@ class HostPool:
         """A forward begins whose predecessors' backwards are done."""
         with self._lock:
             self._most_used.append(self.used_bytes)
+            self._may_ask = True
             self._drop_idle(max(self._most_used))
 
     def close(self) -> None:
@@ -80,6 +88,9 @@ class HostPool:
             self._drop_idle(0)
 
     def _made(self, size: int) -> HostBuffer | None:
+        if self.used_bytes + size > self.limit_bytes and self._room_now is not None and self._may_ask:
+            self._may_ask = False
+            self.limit_bytes = max(self.limit_bytes, self.held_bytes + self._room_now())
         if self.used_bytes + size > self.limit_bytes:
             return None
         self._drop_idle(min(max(*self._most_used, self.used_bytes + size), self.limit_bytes) - size)

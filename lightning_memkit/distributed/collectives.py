@@ -21,6 +21,12 @@ def collectives_issued(*ignored: Any) -> int | None:
         return None
     ignored = (*ignored, *own_groups())
     try:
-        return sum(group._get_sequence_number_for_group() for group in groups if group not in ignored)
+        return sum(_issued_on(group) for group in groups if group not in ignored)
     except (AttributeError, RuntimeError):  # a backend that doesn't count
         return None
+
+
+def _issued_on(group: Any) -> int:
+    """Those of every backend: a group of "cpu:gloo,cuda:nccl" has two, and its own number is that of one of them."""
+    backends = [group._get_backend(device) for device in group._device_types]
+    return sum(one._get_sequence_number_for_group() for one in {id(one): one for one in backends}.values())

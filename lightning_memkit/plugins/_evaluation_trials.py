@@ -87,7 +87,8 @@ class EvaluationTrials:
                 self._smallest(step)
         except Exception as error:  # it may count on hooks that run later, or on more rows
             rank_zero_debug(f"MemoryBudget can't try a row in {step.hook}: {error!r}")
-        return collectives_issued() != before
+        after = collectives_issued()
+        return after is None or after != before
 
     def repeat(self, step: EvaluationStep, batch: Any) -> None:
         """A forward that counts for nothing, for peers whose batches have more parts."""

@@ -32,7 +32,8 @@ class ActivationOffload(LeavesRunBehind, Callback):
     Args:
         min_bytes: A saved tensor whose storage is smaller stays, as a size ("1MiB") or a count of bytes.
         host_bytes: The most pinned host memory to take, as a size or a count of bytes; `auto` is half of what is
-            free when fitting starts. What goes beyond stays on the device, and a warning says so once.
+            free when fitting starts, and where that is met half of what is free then besides. What goes beyond
+            stays on the device, and a warning says so once.
         blocks: Names of the blocks in place of those found: globs over module names (`encoder.layers.*`) and
             class names (`Llama*Layer`).
         pin_memory: Page-locked host memory, without which copies are slow and don't run beside the arithmetic.

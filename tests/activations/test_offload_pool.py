@@ -36,6 +36,25 @@ def test_past_the_cap_there_is_none():
     assert buffers.held_bytes <= buffers.limit_bytes
 
 
+def test_a_host_that_grows_is_asked_again_once_a_pass():
+    rooms, asked = [0, 2 * 8192], []
+
+    def room_now():
+        asked.append(1)
+        return rooms.pop(0)
+
+    buffers = HostPool(2 * 8192, False, room_now)
+    taken = [buffers.take(8192) for _ in range(2)]
+    assert asked == []  # within the limit nobody is asked
+    assert buffers.take(8192) is None
+    assert buffers.take(8192) is None  # the answer of this pass stands
+    buffers.begin_pass()
+    taken += [buffers.take(8192) for _ in range(2)]
+    assert None not in taken
+    assert buffers.limit_bytes == buffers.held_bytes == 4 * 8192
+    assert len(asked) == 2
+
+
 def test_it_holds_no_more_than_was_in_use_at_once():
     buffers = pool()
     for size in (100_000, 90_000, 50_000, 100_000, 10_000):
