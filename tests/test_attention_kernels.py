@@ -1,6 +1,7 @@
 """What of the GPU's backends can be tested without one: their choice, and how they call their kernels."""
 
 import sys
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -215,7 +216,7 @@ def test_flex_is_the_loop_while_operators_are_observed(monkeypatch, options):
     """torch skips what it is to compile under a dispatch mode, and all scores were in memory."""
     calls = []
 
-    def compiled() -> Any:
+    def compiled(signature: Any) -> Any:
         calls.append("flex")
         return flex_attention
 
@@ -236,7 +237,7 @@ def test_flex_is_the_loop_while_operators_are_observed(monkeypatch, options):
 )
 def test_flex_masks_and_changes_scores_as_the_formula_does(monkeypatch, causal, options):
     """FlexAttention uncompiled, which runs forward on the CPU."""
-    monkeypatch.setattr(flex, "_attention", lambda: flex_attention)
+    monkeypatch.setattr(flex, "_attention", lambda signature: flex_attention)
     query, key, value = (x.detach() for x in inputs(key_heads=2))
     computed = flex.flex(query, key, value, documents(causal=causal, **options))
     expected = document_by_document(query, key, value, causal=causal, **options)
@@ -258,6 +259,40 @@ def test_flex_compiled_gives_the_same(causal):
         torch.testing.assert_close(
             flex.flex(query, key, value, given), in_torch.loop(query, key, value, given)
         )
+
+
+@pytest.mark.slow
+@NEEDS_COMPILER
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+def test_flex_stays_compiled_for_more_kinds_of_layers_than_torch_compiles_a_function_for():
+    """Beyond torch's limit it would run uncompiled, with all scores in memory; torch's warning of that is an error."""
+    generator = torch.Generator().manual_seed(0)
+    bounds = torch.tensor([0, 100, 256], dtype=torch.int32)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for width, options in ((16, {}), (32, {}), (16, {"softcap": 2.0})):
+            query, key, value = (torch.randn(1, 2, 256, width, generator=generator) for _ in range(3))
+            given = Documents(cu_seqlens=bounds, **options)
+            for _ in range(2):
+                computed = flex.flex(query, key, value, given)
+            torch.testing.assert_close(computed, in_torch.loop(query, key, value, given))
+
+
+def test_each_kind_of_layer_has_compiled_code_of_its_own(monkeypatch):
+    compiled: list[Any] = []
+    monkeypatch.setattr(
+        torch, "compile", lambda function, dynamic: compiled.append(function) or flex_attention
+    )
+    flex._attention.cache_clear()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # this is about what would be compiled
+            for width, options in ((16, {}), (32, {}), (16, {"softcap": 2.0}), (16, {}), (32, {})):
+                query, key, value = (torch.randn(1, 2, 8, width) for _ in range(3))
+                flex.flex(query, key, value, Documents(cu_seqlens=torch.tensor([0, 3, 8]), **options))
+    finally:
+        flex._attention.cache_clear()
+    assert len(compiled) == 3
+    assert len({id(function.__code__) for function in compiled}) == 3
 
 
 def test_flex_makes_its_mask_once_for_all_layers():

@@ -1,6 +1,7 @@
 """Compiled FlexAttention: float32 and score changes on a GPU; not yet verified on a GPU."""
 
 from functools import lru_cache
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ def flex(query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Ten
         return loop(query, key, value, documents)
     # One row of all documents: blocks of other rows are skipped like those of other documents.
     one_row = (x.transpose(0, 1).flatten(1, 2)[None] for x in (query, key, value))
-    out = _attention()(
+    out = _attention(_signature(query, key, value, documents))(
         *one_row,
         score_mod=_score_change(documents, query.device),
         block_mask=_block_mask(documents, query),
@@ -36,12 +37,33 @@ def flex(query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Ten
     return out[0].unflatten(1, (query.size(0), query.size(2))).transpose(0, 1)
 
 
-@lru_cache
-def _attention() -> Any:
-    """Compiled once: uncompiled it would make all scores."""
+def _signature(query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> tuple[Any, ...]:
+    """What is compiled anew for: all but the number of tokens."""
+    tensors = [(x.size(1), x.size(3), x.dtype, x.device, x.requires_grad) for x in (query, key, value)]
+    options = documents.softcap, documents.alibi_slopes, documents.window
+    given = [option is not None for option in options]
+    return (*tensors, *given, documents.causal, documents.scale, torch.is_grad_enabled())
+
+
+@lru_cache(maxsize=256)
+def _attention(signature: tuple[Any, ...]) -> Any:
+    """Compiled once for each signature: uncompiled it would make all scores.
+
+    torch compiles a function's code for at most eight signatures (`torch._dynamo.config.recompile_limit`), and runs
+    it uncompiled for the ninth. So each signature has code of its own.
+    """
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=True)
+    theirs: Any = flex_attention
+    own = FunctionType(
+        theirs.__code__.replace(),
+        theirs.__globals__,
+        theirs.__name__,
+        theirs.__defaults__,
+        theirs.__closure__,
+    )
+    own.__kwdefaults__ = theirs.__kwdefaults__
+    return torch.compile(own, dynamic=True)
 
 
 def _score_change(documents: Documents, device: torch.device) -> Any:
@@ -87,16 +109,32 @@ def _made(documents: Documents, query: Tensor) -> Any:
     def there(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(device, copy=True)[None, None]
 
+    def places(array: np.ndarray) -> Tensor:
+        return there(array) if device.type != "cpu" else torch.from_numpy(_as_wide_as_long(array))[None, None]
+
     return BlockMask(
         seq_lengths=(batch * tokens, batch * tokens),
         kv_num_blocks=there(tables.seen.counts),
-        kv_indices=there(tables.seen.places),
+        kv_indices=places(tables.seen.places),
         full_kv_num_blocks=there(tables.seen_whole.counts),
-        full_kv_indices=there(tables.seen_whole.places),
+        full_kv_indices=places(tables.seen_whole.places),
         q_num_blocks=there(tables.seeing.counts),
-        q_indices=there(tables.seeing.places),
+        q_indices=places(tables.seeing.places),
         full_q_num_blocks=there(tables.seeing_whole.counts),
-        full_q_indices=there(tables.seeing_whole.places),
+        full_q_indices=places(tables.seeing_whole.places),
         BLOCK_SIZE=(tables.size, tables.size),
         mask_mod=seen,
+    )
+
+
+def _as_wide_as_long(places: np.ndarray) -> np.ndarray:
+    """Rows that run on into the next ones, which takes no bytes.
+
+    torch's kernel for CPUs refuses tables narrower than long, though it reads no further than a row's count.
+    """
+    blocks, most = places.shape
+    room = np.zeros(blocks * most + max(0, blocks - most), places.dtype)
+    room[: blocks * most] = places.ravel()
+    return np.lib.stride_tricks.as_strided(
+        room, (blocks, max(blocks, most)), (most * room.itemsize, room.itemsize)
     )
