@@ -49,6 +49,7 @@ def fitted(seed: int, coupling: float = 0.0) -> MemoryBudget:
     return budget
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(5))
 def test_a_deep_net_is_split(seed: int) -> None:
     """The rounding of its backward alone, which a scaled loss shows, is a twentieth of what its forward makes."""

@@ -144,6 +144,7 @@ def trained(
     return weights, module.reported, sizes
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(

@@ -253,6 +253,7 @@ def test_a_loader_that_needs_no_workers_gives_them_up_between_epochs(times):
     assert workers.used == [2] * steps + [0] * steps
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("options", "shared", "most"), [({}, 2**40, 3), ({"max_workers": 2}, 2**40, 2), ({}, 100, 2), ({}, 60, 0)]
 )

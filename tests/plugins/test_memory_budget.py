@@ -471,6 +471,8 @@ def test_the_longest_samples_are_verified_not_the_first() -> None:
 
 # Recovery
 
+BETWEEN_POINTS = 120  # allocations; all of them are the fault sweep's
+
 
 class Faulty(MemoryBudget):
     """Fails one allocation of batch 2's step; `fail_at=None` only shrinks there: the oracle."""
@@ -506,7 +508,7 @@ def test_a_step_that_runs_out_of_memory_is_retried_bitwise() -> None:
     counted = whole[0]
     assert counted.retries == 0
     repaired = 0
-    for index in range(0, counted.meter.allocations, 40):
+    for index in range(0, counted.meter.allocations, BETWEEN_POINTS):
         callback, module, logged, rng = faulty_run(index)
         _, reference, expected, expected_rng = parts if callback.retries else whole
         repaired += not callback.retries  # the optimizer's own step goes on where it was
@@ -515,7 +517,7 @@ def test_a_step_that_runs_out_of_memory_is_retried_bitwise() -> None:
         assert logged == expected
         assert torch.equal(rng, expected_rng)
         assert module.steps == reference.steps
-    assert 0 < repaired < len(range(0, counted.meter.allocations, 40))
+    assert 0 < repaired < len(range(0, counted.meter.allocations, BETWEEN_POINTS))
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before.*")
@@ -758,7 +760,7 @@ def test_a_retry_late_in_an_accumulation_window_repeats_its_earlier_batches_bitw
     """Backward has mixed the failed part's gradients into the window's: they are made anew, each as it was."""
     counted, *_ = in_window(10**9)
     _, reference, rng = in_window(None)
-    for index in range(0, counted.meter.allocations, 40):
+    for index in range(0, counted.meter.allocations, BETWEEN_POINTS):
         budget, module, also_rng = in_window(index)
         assert budget.retries == 1
         assert torch.equal(weights(module), weights(reference)), index

@@ -95,6 +95,7 @@ def run(
     return module.seen, " ".join(str(one.message) for one in caught if "'metric'" in str(one.message))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", ["logged", "returned"])
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("name", JOINED)

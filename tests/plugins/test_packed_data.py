@@ -102,6 +102,7 @@ def test_the_epochs_of_these_tests_are_of_the_length_they_assume():
     assert len(loader.rows) % 4 != 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on a single core
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("step", [2, BATCHES - 1, BATCHES, BATCHES + 1, 2 * BATCHES])

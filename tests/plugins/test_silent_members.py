@@ -187,6 +187,7 @@ def by_group(module: Classifier, batch: dict[str, Tensor], scores: Tensor) -> Te
     return torch.stack(means).mean()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("loss", [with_lasso, with_orthogonality, with_spectral_hinge])
 def test_penalties_on_weights_that_are_no_sums_are_the_batch_s(loss: Loss, size: int) -> None:
@@ -242,6 +243,7 @@ def with_number(module: Classifier) -> None:
     module.notes = nn.Parameter(torch.tensor(0.2, dtype=torch.float64))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("loss", LEARNED)
 def test_learned_weights_of_tasks_get_the_batch_s_gradients(loss: Loss, size: int) -> None:
