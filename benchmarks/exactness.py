@@ -11,11 +11,16 @@ float64, and the time that observing the loss adds to a step, in pairs.
 
 import gc
 import os
+import sys
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib import import_module, util
+from multiprocessing import get_context
 from typing import Any
 
 from benchmarks.__main__ import main_of
@@ -62,7 +67,7 @@ class Cell:
 
 
 def run(options: Options) -> Report:
-    """About half an hour on one core; `--quick` takes a sample of steps and seeds."""
+    """About an hour on one core, which every core shares; `--quick` takes a sample of steps and seeds."""
     with one_thread(), _no_tuning_cache(), short_collections():
         cells = list(judged(options))
         figures = figures_of(cells)
@@ -88,22 +93,42 @@ def cases_of(seed: int) -> list[Case]:
 
 
 def judged(options: Options) -> Iterator[Cell]:
-    """Every cell, in order."""
+    """Every cell, in order; a process a core judges them."""
     cases = cases_of(options.seed)
-    seeds = range(len(DTYPES_OF_SEEDS))
+    places, seeds = range(len(cases)), range(len(DTYPES_OF_SEEDS))
     if options.only:
-        cases = [case for case in cases if case.name == options.only]
-        if not cases:
+        places = [place for place, case in enumerate(cases) if case.name == options.only]
+        if not places:
             raise ValueError(f"--only {options.only}: no such step; drawn steps are named by --seed.")
     elif options.quick:
-        cases, seeds = cases[:: -(-len(cases) // QUICK_STEPS)], range(QUICK_SEEDS)
+        places, seeds = places[:: -(-len(cases) // QUICK_STEPS)], range(QUICK_SEEDS)
+    wanted = [(options, place, index) for place in places for index in seeds]
+    # Forks have the steps, which can't be pickled; nothing has trained here before.
+    with ProcessPoolExecutor(min(os.cpu_count() or 1, len(wanted)), get_context("fork")) as pool:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*fork.*", DeprecationWarning)  # torch's idle threads
+            running = [pool.submit(_judge_one, one) for one in wanted]
+        for count, (future, (_, place, _)) in enumerate(zip(running, wanted, strict=True), 1):
+            yield from (Cell(cases[place], *found) for found in future.result())
+            if count % len(seeds) == 0:
+                print(f"{count} of {len(wanted)}: {cases[place].name}", file=sys.stderr, flush=True)
+
+
+def _judge_one(wanted: tuple[Options, int, int]) -> list[tuple[int, str, int | str, Verdict]]:
+    """A step in one of its seeds; its dtype is the seed's, in another order a step where only some seeds are run."""
+    options, place, index = wanted
+    turn = place // -(-len(CASES) * 2 // QUICK_STEPS) if options.quick else 0
+    case = _cases_once(options.seed)[place]
+    dtype = DTYPES_OF_SEEDS[(index + turn) % len(DTYPES_OF_SEEDS)]
+    dtype = dtype if dtype in case.dtypes else case.dtypes[index % len(case.dtypes)]
     sizes = [size for size in SIZES if options.size in ("", str(size))]
-    for place, case in enumerate(cases):
-        for index in seeds:
-            # Another order of dtypes a step, where only some seeds are run.
-            dtype = DTYPES_OF_SEEDS[(index + place * options.quick) % len(DTYPES_OF_SEEDS)]
-            dtype = dtype if dtype in case.dtypes else case.dtypes[index % len(case.dtypes)]
-            yield from cells_of(case, 100 * options.seed + index, dtype, sizes)
+    cells = cells_of(case, 100 * options.seed + index, dtype, sizes)
+    return [(cell.seed, cell.dtype, cell.size, cell.verdict) for cell in cells]
+
+
+@cache
+def _cases_once(seed: int) -> list[Case]:
+    return cases_of(seed)
 
 
 def cells_of(case: Case, seed: int, dtype: str, sizes: Any = SIZES) -> Iterator[Cell]:

@@ -278,10 +278,15 @@ def test_flex_stays_compiled_for_more_kinds_of_layers_than_torch_compiles_a_func
 
 
 def test_each_kind_of_layer_has_compiled_code_of_its_own(monkeypatch):
-    compiled: list[Any] = []
-    monkeypatch.setattr(
-        torch, "compile", lambda function, dynamic: compiled.append(function) or flex_attention
-    )
+    compiled, compiles = [], torch.compile
+
+    def compile_(function: Any, **options: Any) -> Any:
+        if options != {"dynamic": True}:  # FlexAttention's own
+            return compiles(function, **options)
+        compiled.append(function)
+        return flex_attention
+
+    monkeypatch.setattr(torch, "compile", compile_)
     flex._attention.cache_clear()
     try:
         with warnings.catch_warnings():
@@ -342,7 +347,8 @@ def test_a_mask_of_64k_tokens_takes_a_mib_at_the_most(ends, window):
         for name in ("kv", "full_kv", "q", "full_q")
         for what in ("num_blocks", "indices")
     ]
-    assert sum(tensor.nbytes for tensor in held) <= 5 * 2**17
+    # On a CPU rows run on into the next ones.
+    assert sum(tensor.untyped_storage().nbytes() for tensor in held) <= 5 * 2**17
 
 
 def test_the_longest_document_is_asked_for_once_a_batch(monkeypatch):
