@@ -246,6 +246,20 @@ class LossRules:
             for index, (rule, count, total) in enumerate(zip(self.rules, counts, totals, strict=True))
         ]
 
+    def shares_of_nothing(self, *, is_first: bool, adds_up: bool = False) -> list[float]:
+        """What a micro-batch weighs in each term where no mean counts anything in the whole batch.
+
+        Sums add up as ever. A term that looks at no row is the batch's in one micro-batch, and so is a mean of
+        nothing.
+
+        Args:
+            is_first: it is the one.
+            adds_up: means have a divisor that is kept from being zero, and are no zero themselves.
+        """
+        once = 1.0 if is_first else 0.0
+        by_law = {Law.SUM: 1.0, Law.OWN: 1.0, Law.SHARED: once, Law.MEAN: 1.0 if adds_up else once}
+        return [by_law[rule.law] for rule in self.rules]
+
     def share(self, index: int, count: float, total: float) -> float:
         """What a mean weighs in one of which it counts a part; both are divided by their epsilon, too."""
         excess = self.rules[index].excess

@@ -32,6 +32,7 @@ from lightning_memkit.micro_batching.term_scales import scale_terms
 from lightning_memkit.micro_batching.term_values import weighed_value
 
 _SAME = 1e-12
+_SAME_BETWEEN = 1e-9  # fractions that are added up
 
 
 class LeastDivisors(NamedTuple):
@@ -134,6 +135,8 @@ class StepShares:
         self.rests: list[Rest] = []
         self._factors: tuple[Tensor, ...] | None = None
         self._ran = 0
+        # What the micro-batches have had of a term that looks at no row; None where there is none.
+        self._shared = 0.0 if any(rule.law is Law.SHARED for rule in rules.rules) and rules.means else None
 
     def scaled(
         self,
@@ -180,7 +183,9 @@ class StepShares:
             self.lone[index] = 1.0
         for index, count in enumerate(counts):
             self.counted[index] += least.counts.get(index, count)
-        shares = self._shares(counts, rows)
+        shares = self._shares(
+            counts, [least.counts.get(index, count) for index, count in enumerate(counts)], rows
+        )
         for index in least.lone & self.rules.looked_up:
             shares[index] = self._share_looked_up(index, reading.divisors[index])
             if shares[index] != 1 and values is None:
@@ -266,6 +271,15 @@ class StepShares:
             MistakenTotalsError: the totals that terms of unlike shares were scaled by were foretold wrongly, or
                 nothing was foretold to count where something does.
         """
+        factor = self._factor(counted, unlike=unlike)
+        # Whatever each counted, of what looks at no row the micro-batches have one between them.
+        if self._by_itself and self._shared is not None:
+            allowed = _SAME_BETWEEN + max(self.rules.rules[index].excess for index in self.rules.means)
+            if abs(self._shared * factor - 1) > allowed:
+                raise MistakenTotalsError
+        return factor
+
+    def _factor(self, counted: Sequence[float], *, unlike: bool) -> float:
         if self.totals is None or not self.rules.means:
             return 1.0
         if any(counted[index] and not self.totals[index] for index in self.rules.means):
@@ -278,7 +292,14 @@ class StepShares:
             raise MistakenTotalsError
         return factors[0]
 
-    def _shares(self, counts: Sequence[float], rows: float) -> list[float]:
+    def _shares(self, counts: Sequence[float], real: Sequence[float], rows: float) -> list[float]:
+        """What a micro-batch weighs in each term.
+
+        Args:
+            counts: what each term is divided by.
+            real: what it counts, which a least divisor hides.
+            rows: the micro-batch's fraction of the batch's.
+        """
         means = self.rules.means
         if not means:
             return self.rules.shares(counts, counts, rows)
@@ -291,20 +312,23 @@ class StepShares:
                 return [0.0] * len(counts)
         if self.is_known and not any(self.totals[index] for index in means):
             return self._of_nothing(counts)
-        main = self._share(counts, main_mean(self.rules, self.totals))
+        if self.is_known and self.looked_up is not None:
+            main = rows  # a divisor may be more than what it counts: then counts are not the batch's between them
+        else:
+            main = self._share(real, main_mean(self.rules, self.totals))
+        if self._shared is not None:
+            self._shared += main
         if not self.is_known and not alike([self._share(counts, index) for index in means]):
             raise UnknownTotalsError
         return self.rules.shares(counts, self.totals, main)
 
     def _of_nothing(self, counts: Sequence[float]) -> list[float]:
-        """Where nothing is counted in the whole batch, its first micro-batch has the loss that the batch has.
-
-        Unless its divisor is kept from being zero, and what is divided by it isn't zero either: that adds up.
-        """
+        """Where nothing is counted in the whole batch."""
         self._ran += 1
-        if any(counts[index] for index in self.rules.means):
-            return [1.0] * len(self.rules.rules)
-        return [1.0 if self._ran == 1 else 0.0] * len(self.rules.rules)
+        if self._shared is not None and self._ran == 1:
+            self._shared += 1
+        adds_up = any(counts[index] for index in self.rules.means)
+        return self.rules.shares_of_nothing(is_first=self._ran == 1, adds_up=adds_up)
 
     def _share(self, counts: Sequence[float], index: int) -> float:
         total = self.totals[index] if self.totals is not None else 0.0

@@ -474,15 +474,7 @@ class RowTrials:
             (part, rows) for part, rows in zip(parts, self._rows.sizes, strict=True) if part is not None
         ]
         rules = _shared_below_factors(rules, whole)
-        counts = [_counts(rules, part) for part, _ in present]
-        totals = [sum(values) for values in zip(*counts, strict=True)]
-        if of_whole:
-            totals = list(_counts(rules, whole))
-        rows = [size / sum(self._rows.sizes) for _, size in present]
-        mains = [_main(rules, count, totals, row) for count, row in zip(counts, rows, strict=True)]
-        shares = [
-            _shares(rules, part, whole, totals, main) for (part, _), main in zip(present, mains, strict=True)
-        ]
+        mains, shares = _weights_of_parts(rules, present, whole, of_whole=of_whole)
         unlike = any(max(of_part) - min(of_part) > 1e-12 for of_part in shares)
         unlike = any_rank(self._step.trainer, unlike)
         apart = all(
@@ -500,7 +492,7 @@ class RowTrials:
         is_coarse = any_rank(self._step.trainer, comparison.level > _COARSE)
         if self._meets or (several and (unlike or has_sums or is_coarse)):
             miss, rules, is_lone = self._term_by_term(
-                rules, shares, mains if rules.means else rows, comparison
+                rules, shares, mains if rules.means else _fractions(present), comparison
             )
             if miss.excess <= 1 and several:
                 together = self._all_terms(rules, present, whole, comparison, of_whole=of_whole)
@@ -575,18 +567,7 @@ class RowTrials:
         of_whole: bool,
     ) -> Miss:
         """The miss of parts whose terms are all scaled at once, as in training: what scales one may reach another."""
-        counts = [_counts(rules, part) for part, _ in present]
-        totals = [sum(values) for values in zip(*counts, strict=True)]
-        if of_whole:
-            totals = list(_counts(rules, whole))
-        total = sum(rows for _, rows in present)
-        mains = [
-            _main(rules, count, totals, rows / total) if rules.means else rows / total
-            for count, (_, rows) in zip(counts, present, strict=True)
-        ]
-        scales = [
-            _shares(rules, part, whole, totals, main) for (part, _), main in zip(present, mains, strict=True)
-        ]
+        _, scales = _weights_of_parts(rules, present, whole, of_whole=of_whole, by_rows=not rules.means)
         runs = self._parts_of_terms(rules, range(len(rules.rules)), scales)
         return self._miss(comparison, [run.gradient for run in runs], [1.0] * len(runs))
 
@@ -743,6 +724,44 @@ def _shares(rules: LossRules, part: Run, whole: Run, totals: Sequence[float], ma
     for index in rules.looked_up:
         shares[index] = share_of(own[index], divisors[index])
     return shares
+
+
+def _fractions(present: Sequence[tuple[Run, int]]) -> list[float]:
+    total = sum(rows for _, rows in present)
+    return [rows / total for _, rows in present]
+
+
+def _weights_of_parts(
+    rules: LossRules,
+    present: Sequence[tuple[Run, int]],
+    whole: Run,
+    *,
+    of_whole: bool,
+    by_rows: bool = False,
+) -> tuple[list[float], list[list[float]]]:
+    """What each part weighs, and what it weighs in each term.
+
+    Args:
+        rules: how terms add up.
+        present: the parts, and their rows.
+        whole: what they are parts of.
+        of_whole: totals are what the whole is divided by, and not what its parts are.
+        by_rows: what looks at no row goes by rows, also in a loss of sums.
+    """
+    counts = [_counts(rules, part) for part, _ in present]
+    totals = [sum(values) for values in zip(*counts, strict=True)]
+    if of_whole:
+        totals = list(_counts(rules, whole))
+    if rules.means and not any(totals[index] for index in rules.means):
+        firsts = [place == 0 for place in range(len(present))]
+        return [float(first) for first in firsts], [rules.shares_of_nothing(is_first=one) for one in firsts]
+    rows = _fractions(present)
+    mains = [_main(rules, count, totals, row) for count, row in zip(counts, rows, strict=True)]
+    if by_rows or (of_whole and abs(sum(mains) - 1) > 1e-9):  # kept divisors are more than what they count
+        mains = rows
+    return mains, [
+        _shares(rules, part, whole, totals, main) for (part, _), main in zip(present, mains, strict=True)
+    ]
 
 
 def _main(rules: LossRules, counts: Sequence[float], totals: Sequence[float], rows: float) -> float:
