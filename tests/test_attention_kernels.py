@@ -269,7 +269,8 @@ def test_flex_stays_compiled_for_more_kinds_of_layers_than_torch_compiles_a_func
     generator = torch.Generator().manual_seed(0)
     bounds = torch.tensor([0, 100, 256], dtype=torch.int32)
     with torch._dynamo.config.patch(recompile_limit=1):
-        for width, options in ((16, {}), (32, {}), (16, {"softcap": 2.0})):
+        asked: tuple[tuple[int, dict[str, Any]], ...] = ((16, {}), (32, {}), (16, {"softcap": 2.0}))
+        for width, options in asked:
             query, key, value = (torch.randn(1, 2, 256, width, generator=generator) for _ in range(3))
             given = Documents(cu_seqlens=bounds, **options)
             for _ in range(2):
@@ -291,7 +292,14 @@ def test_each_kind_of_layer_has_compiled_code_of_its_own(monkeypatch):
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # this is about what would be compiled
-            for width, options in ((16, {}), (32, {}), (16, {"softcap": 2.0}), (16, {}), (32, {})):
+            asked: list[tuple[int, dict[str, Any]]] = [
+                (16, {}),
+                (32, {}),
+                (16, {"softcap": 2.0}),
+                (16, {}),
+                (32, {}),
+            ]
+            for width, options in asked:
                 query, key, value = (torch.randn(1, 2, 8, width) for _ in range(3))
                 flex.flex(query, key, value, Documents(cu_seqlens=torch.tensor([0, 3, 8]), **options))
     finally:
