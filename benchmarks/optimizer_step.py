@@ -119,7 +119,9 @@ def _host_times(options: Options, rows: list[dict[str, object]]) -> dict[str, fl
     extra = []
     for count in (HOST_PARAMETERS, 2 * HOST_PARAMETERS):
         ratio = paired_ratio(
-            _backward_and_step(count, options, True), _backward_and_step(count, options, False)
+            _backward_and_step(count, options, released=True),
+            _backward_and_step(count, options, released=False),
+            seed=options.seed,
         )
         rows.append(ratio.row(f"backward and step, released, {count} parameters of {HOST_SHAPE[0]}"))
         extra.append(ratio.ours_ms - ratio.peer_ms)
@@ -154,7 +156,7 @@ def _on_mesh(mesh: DeviceMesh, parameters: list[Parameter]) -> list[Parameter]:
     return placed
 
 
-def _backward_and_step(count: int, options: Options, released: bool) -> Callable[[], None]:
+def _backward_and_step(count: int, options: Options, *, released: bool) -> Callable[[], None]:
     """The backward of a sum and the step, of the same optimizer with its gradients released or not."""
     parameters = _parameters([HOST_SHAPE] * count, torch.bfloat16, torch.device("cpu"), options.seed)
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE)

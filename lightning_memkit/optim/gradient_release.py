@@ -143,8 +143,7 @@ class Release:
         if gradient is None or (self.mode == "keep" and measured is None):
             return
         with self._lock:
-            if gradient.is_sparse or gradient.requires_grad:
-                refuse_gradient(parameter, gradient)
+            refuse_gradient(parameter, gradient)
             if measured is not None:
                 if parameter in measured:
                     raise second_gradient_error(parameter)
@@ -155,8 +154,7 @@ class Release:
             identity = id(parameter)
             if identity in self._taken:
                 raise second_gradient_error(parameter)
-            if self._open is None:
-                self._open_step()
+            self._open_step()
             if identity not in self._slots:  # the optimizer holds it no longer
                 return
             self._taken.add(identity)

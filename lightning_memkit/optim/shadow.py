@@ -6,7 +6,7 @@ states back. The update, weight decay included, therefore happens in float32 on 
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,7 +27,7 @@ from lightning_memkit.optim.identity import Float32Forms
 from lightning_memkit.optim.methods import uses_closure_its_own_way
 from lightning_memkit.optim.modes import LOW_STATES, Mode, States, low_state_of, narrow_, widen_
 from lightning_memkit.optim.own_attributes import has_own_values, own_numbers
-from lightning_memkit.optim.pieces import Piece, Scratch, Slot, buckets_of, slots
+from lightning_memkit.optim.pieces import Piece, Scratch, Slot, buckets_of, is_compensated, slots
 from lightning_memkit.optim.state_dtypes import storage_of
 from lightning_memkit.optim.state_home import home_of
 from lightning_memkit.optim.stochastic_rounding import StochasticRounding
@@ -82,7 +82,7 @@ class ShadowEngine:
 
     def shadows(self, parameter: Tensor) -> bool:
         """Whether a parameter is stepped on a float32 shadow."""
-        return parameter.dtype == torch.bfloat16 and self.mode is not None
+        return self.mode is not None and is_compensated(parameter)
 
     def step(
         self,
@@ -177,7 +177,7 @@ class OpenStep:
         """What may get gradients, and is stepped in float32."""
         found = []
         for slot in slots(self._optimizer):
-            _refuse_sparse([slot.parameter])
+            _refuse_sparse(slot.parameter)
             trained = slot.parameter.requires_grad or slot.parameter.grad is not None
             if trained and self._engine.shadows(slot.parameter):
                 found.append(slot)
@@ -191,10 +191,14 @@ class OpenStep:
             self._advance(ready)
 
     def _advance(self, ready: Sequence[Slot]) -> None:
-        shadows = self._engine.shadows
-        shadowed = [slot for slot in ready if shadows(slot.parameter)]
-        plain = [] if len(shadowed) == len(ready) else [slot for slot in ready if not shadows(slot.parameter)]
-        _refuse_sparse(slot.parameter for slot in shadowed)
+        shadowed: list[Slot] = []
+        plain: list[Slot] = []
+        for slot in ready:
+            if not self._engine.shadows(slot.parameter):
+                plain.append(slot)
+                continue
+            _refuse_sparse(slot.parameter)
+            shadowed.append(slot)
         shadowed = self._step_fused(shadowed)
         for bucket in buckets_of(self._optimizer, shadowed, self._engine.bucket_bytes):
             if self._engine.under_identity:
@@ -411,14 +415,13 @@ def _of_no_parameter(optimizer: Optimizer) -> list[tuple[Any, Any]]:
     return [(key, value) for key, value in optimizer.state.items() if not isinstance(key, Tensor)]
 
 
-def _refuse_sparse(parameters: Iterable[Parameter]) -> None:
-    for parameter in parameters:
-        if (gradient := parameter.grad) is not None and gradient.is_sparse:
-            raise RuntimeError(
-                f"The gradient of a bfloat16 parameter of shape {tuple(parameter.shape)} is sparse: compensated "
-                "steps take dense gradients; build the module with sparse=False, or keep it in float32 "
-                "(fp32_exceptions=) and give it an optimizer for sparse gradients."
-            )
+def _refuse_sparse(parameter: Parameter) -> None:
+    if parameter.grad is not None and parameter.grad.is_sparse:
+        raise RuntimeError(
+            f"The gradient of a bfloat16 parameter of shape {tuple(parameter.shape)} is sparse: compensated "
+            "steps take dense gradients; build the module with sparse=False, or keep it in float32 "
+            "(fp32_exceptions=) and give it an optimizer for sparse gradients."
+        )
 
 
 def _reuse(previous: Any, like: Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,7 +8,7 @@ optimizer itself, on shadows.
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_memkit.optim.blocks import flat_views, local_part
 from lightning_memkit.optim.fused.operands import SGD, AdamW, Lion, Operands, Rule
-from lightning_memkit.optim.fused.seats import Kind, Row, Seat, State
+from lightning_memkit.optim.fused.seats import Seat, SeatKind, Seats, State
 from lightning_memkit.optim.modes import LOW_STATES, Mode, low_state_of
 from lightning_memkit.optim.pieces import Slot
 
@@ -31,7 +31,7 @@ _DEVICES = ("cpu", "cuda")
 _GRADIENTS = (torch.bfloat16, torch.float32)
 _COUNT = "step"
 _ONE = torch.tensor(1.0)
-_MOST_PLANS = 1024  # of one optimizer; more means that they aren't used again
+_MOST_SEATINGS = 1024  # of one optimizer; more means that they aren't used again
 _memories: "WeakKeyDictionary[Optimizer, dict[Mode, _Memory]]" = WeakKeyDictionary()
 
 
@@ -54,10 +54,10 @@ def take(
         return _Taking(optimizer, mode, recipe).take(ready)
 
 
-class _Plan(NamedTuple):
-    """Which rows some parameters form, and where those stand that a fused step doesn't take."""
+class _Seating(NamedTuple):
+    """The seats of parameters that are stepped together, by kind, and where those stand that have none."""
 
-    rows: list[Row]
+    seats: list[Seats]
     others: list[int]
 
 
@@ -66,7 +66,7 @@ class _Memory:
 
     def __init__(self) -> None:
         self.seats: dict[int, Seat] = {}
-        self.plans: dict[tuple[int, int], _Plan] = {}
+        self.seatings: dict[tuple[int, int], _Seating] = {}
 
 
 class _Taking:
@@ -85,31 +85,32 @@ class _Taking:
         self._first: set[Parameter] = set()  # without momentum before this step
 
     def take(self, ready: Sequence[Slot]) -> tuple[list[tuple[Rule, Operands]], list[Slot]]:
-        parameters = [slot.parameter for slot in ready]
-        plans, key = self._memory.plans, (ready[0].index, len(ready))
-        plan = plans.get(key)
-        found = None if plan is None else self._find(plan, ready, parameters)
-        for anew in (False, True):
-            if plan is None or found is None:
-                plan = self._plan(ready, anew=anew)
-                found = self._find(plan, ready, parameters)
-        assert plan is not None
-        assert found is not None  # what was just seated fits
-        if key not in plans and len(plans) >= _MOST_PLANS:
-            plans.clear()
-        plans[key] = plan
-        return self._by_rule(plan.rows, found, parameters), [ready[place] for place in plan.others]
+        parameters, found = [slot.parameter for slot in ready], None
+        known, key = self._memory.seatings, (ready[0].index, len(ready))
+        for seat in (known.get, partial(self._seated, ready), partial(self._seated, ready, anew=True)):
+            seating = seat(key)
+            found = None if seating is None else self._find(seating, ready, parameters)
+            if seating is not None and found is not None:
+                break
+        else:
+            raise AssertionError("what was just seated does not fit")
+        if key not in known and len(known) >= _MOST_SEATINGS:
+            known.clear()
+        known[key] = seating
+        return self._by_rule(seating.seats, found, parameters), [ready[place] for place in seating.others]
 
-    def _find(self, plan: _Plan, ready: Sequence[Slot], parameters: list[Parameter]) -> list[Operands] | None:
-        """The operands of each row; None where the plan doesn't hold any more."""
-        if any(self._fits(ready[place]) for place in plan.others):
+    def _find(
+        self, seating: _Seating, ready: Sequence[Slot], parameters: list[Parameter]
+    ) -> list[Operands] | None:
+        """The operands by kind; None where the seating doesn't hold any more."""
+        if any(self._fits(ready[place]) for place in seating.others):
             return None
         states, found = self._states_of(parameters), []
-        for row in plan.rows:
-            wanted = self._wanted[row.kind.group]
-            if wanted is None or tuple(wanted) != row.kind.names:
+        for seats in seating.seats:
+            wanted = self._wanted[seats.kind.group]
+            if wanted is None or tuple(wanted) != seats.kind.names:
                 return None
-            operands = row.find(parameters, states)
+            operands = seats.find(parameters, states)
             if operands is None:
                 return None
             found.append(operands)
@@ -122,9 +123,9 @@ class _Taking:
         by_identity = dict(zip(map(id, states), states.values(), strict=True))  # a tensor's hash is slow
         return [by_identity.get(id(parameter)) for parameter in parameters]
 
-    def _plan(self, ready: Sequence[Slot], *, anew: bool) -> _Plan:
-        """Seat the parameters, or go by the seats that they have."""
-        seated: defaultdict[Kind, list[tuple[int, Seat]]] = defaultdict(list)
+    def _seated(self, ready: Sequence[Slot], _: Any, *, anew: bool = False) -> _Seating:
+        """Seat the parameters, unless they have seats; `anew` in any case."""
+        seated: defaultdict[SeatKind, list[tuple[int, Seat]]] = defaultdict(list)
         others: list[int] = []
         for place, slot in enumerate(ready):
             seat = None if anew else self._memory.seats.get(slot.index)
@@ -135,29 +136,28 @@ class _Taking:
                 continue
             self._memory.seats[slot.index] = seat
             seated[seat.kind].append((place, seat))
-        rows = [Row(*map(list, zip(*pairs, strict=True))) for pairs in seated.values()]
-        return _Plan(rows, others)
+        seats = [Seats(*map(list, zip(*pairs, strict=True))) for pairs in seated.values()]
+        return _Seating(seats, others)
 
     def _by_rule(
-        self, rows: list[Row], found: list[Operands], parameters: list[Parameter]
+        self, seated: list[Seats], found: list[Operands], parameters: list[Parameter]
     ) -> list[tuple[Rule, Operands]]:
         """The operands by what their states say of the step; counts of steps advance."""
         taken: list[tuple[Rule, Operands]] = []
-        steps = iter(self._counted([parameters[place] for row in rows for place in row.places]))
-        for row, operands in zip(rows, found, strict=True):
-            numbers, group = self._numbers[row.kind.group], self._optimizer.param_groups[row.kind.group]
+        steps = iter(self._counted([parameters[place] for seats in seated for place in seats.places]))
+        for seats, operands in zip(seated, found, strict=True):
+            numbers, group = self._numbers[seats.kind.group], self._optimizer.param_groups[seats.kind.group]
             assert numbers is not None
             if self._recipe.counts:
                 stages = list(islice(steps, len(operands)))
             else:
-                stages = (
-                    [int(parameters[place] in self._first) for place in row.places] if self._first else [0]
-                )
-            for stage in dict.fromkeys(stages):
-                same = len(set(stages)) == 1
-                places = [] if same else [place for place, one in enumerate(stages) if one == stage]
-                rule = self._recipe.rule(numbers, group, stage)
-                taken.append((rule, operands if same else operands.only(places)))
+                stages = [int(parameters[place] in self._first) for place in seats.places]
+            different = dict.fromkeys(stages)
+            for stage in different:
+                of_stage = operands
+                if len(different) > 1:
+                    of_stage = operands.only([place for place, one in enumerate(stages) if one == stage])
+                taken.append((self._recipe.rule(numbers, group, stage), of_stage))
         return taken
 
     def _counted(self, parameters: list[Parameter]) -> list[int]:

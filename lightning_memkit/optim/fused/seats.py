@@ -19,7 +19,7 @@ from lightning_memkit.optim.pieces import Slot
 State = dict[str, Any]
 
 
-class Kind(NamedTuple):
+class SeatKind(NamedTuple):
     """What parameters share that are looked at together.
 
     Args:
@@ -60,10 +60,10 @@ class Seat:
         self.parameter, self.states = ref(parameter), tuple(ref(state) for state in states)
         self.index, self.start, self.count = slot.index, first_element(parameter), local[0].numel()
         self.places, self.strides = native.addresses(local), local[0].stride()
-        self.kind = Kind(slot.group, parameter.device, is_sharded(parameter), contiguous, names, has_low)
+        self.kind = SeatKind(slot.group, parameter.device, is_sharded(parameter), contiguous, names, has_low)
 
 
-class Row:
+class Seats:
     """Parameters of one kind that are stepped together, by columns.
 
     Args:

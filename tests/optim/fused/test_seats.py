@@ -142,13 +142,13 @@ def test_many_streams_at_once_are_those_of_each() -> None:
         assert found == [rounding.stream(index, "exp_avg_sq") for index in indices]
 
 
-def without_planning(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_seating(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on a step may only compare what it finds with what it knows."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("a step looked anew at parameters that nothing has happened to")
 
-    monkeypatch.setattr(recipes._Taking, "_plan", refuse)
+    monkeypatch.setattr(recipes._Taking, "_seated", refuse)
     monkeypatch.setattr(recipes._Taking, "_seat", refuse)
 
 
@@ -159,7 +159,7 @@ def test_a_step_after_which_nothing_changed_looks_at_no_parameter_by_itself(
 ) -> None:
     optimizer, given = begun(BUILDS[build], mode)
     stepped(optimizer, given, 1)
-    without_planning(monkeypatch)
+    without_seating(monkeypatch)
     optimizer.param_groups[0]["lr"] *= 0.5  # as schedules do
     before = [parameter.detach().clone() for parameter in given]
     for parameter in given:
@@ -179,7 +179,7 @@ def test_convolutions_in_channels_last_are_known_again(monkeypatch: pytest.Monke
         for step in range(4):
             if step == 2:
                 with monkeypatch.context() as patched:
-                    without_planning(patched)
+                    without_seating(patched)
                     parameter.grad = (weight * step).clone(memory_format=layout)
                     optimizer.step()
                 continue
