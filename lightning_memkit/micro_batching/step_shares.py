@@ -32,7 +32,7 @@ from lightning_memkit.micro_batching.term_scales import scale_terms
 from lightning_memkit.micro_batching.term_values import weighed_value
 
 _SAME = 1e-12
-_SAME_BETWEEN = 1e-9  # fractions that are added up
+ADD_UP = 1e-9  # how far from 1 the fractions of a batch may add up, by rounding
 
 
 class LeastDivisors(NamedTuple):
@@ -274,7 +274,7 @@ class StepShares:
         factor = self._factor(counted, unlike=unlike)
         # Whatever each counted, of what looks at no row the micro-batches have one between them.
         if self._by_itself and self._shared is not None:
-            allowed = _SAME_BETWEEN + max(self.rules.rules[index].excess for index in self.rules.means)
+            allowed = ADD_UP + max(self.rules.rules[index].excess for index in self.rules.means)
             if abs(self._shared * factor - 1) > allowed:
                 raise MistakenTotalsError
         return factor

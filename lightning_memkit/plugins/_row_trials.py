@@ -30,7 +30,7 @@ from lightning_memkit.micro_batching.loss_terms import LossTerms
 from lightning_memkit.micro_batching.loss_walk import terms_of
 from lightning_memkit.micro_batching.rests import Rest, RestRules
 from lightning_memkit.micro_batching.step_changes import StepChange
-from lightning_memkit.micro_batching.step_shares import main_mean
+from lightning_memkit.micro_batching.step_shares import ADD_UP, main_mean
 from lightning_memkit.micro_batching.term_scales import scale_terms
 from lightning_memkit.micro_batching.term_values import rounding_of_terms, weighed_value
 from lightning_memkit.micro_batching.without_noise import SharedDraws
@@ -757,7 +757,7 @@ def _weights_of_parts(
         return [float(first) for first in firsts], [rules.shares_of_nothing(is_first=one) for one in firsts]
     rows = _fractions(present)
     mains = [_main(rules, count, totals, row) for count, row in zip(counts, rows, strict=True)]
-    if by_rows or (of_whole and abs(sum(mains) - 1) > 1e-9):  # kept divisors are more than what they count
+    if by_rows or (of_whole and abs(sum(mains) - 1) > ADD_UP):  # kept divisors are more than what they count
         mains = rows
     return mains, [
         _shares(rules, part, whole, totals, main) for (part, _), main in zip(present, mains, strict=True)

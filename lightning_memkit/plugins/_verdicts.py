@@ -105,8 +105,10 @@ def missed(whole: Tensor, gradients: Sequence[Tensor], shares: Sequence[float], 
         return _refused("no part has a loss", "pass split=", miss.relative_error)
     verdict = decomposability.judge(whole, gradients, normalized(shares), 0.0)
     named = ", ".join(f"{name} ({error:.1%})" for name, error in miss.parameters)
-    cause = f"{verdict.cause}{f'; most in {named}' if named else ''}"
-    return _refused(cause, verdict.remedy, miss.relative_error)
+    # Gradients may add up where the loss's terms, each compared by itself, do not.
+    told = verdict.cause or "one of the loss's terms is no mean and no sum over the rows"
+    cause = f"{told}{f'; most in {named}' if named else ''}"
+    return _refused(cause, verdict.remedy or _WHOLE_AND_FIT, miss.relative_error)
 
 
 def _refused(cause: str, remedy: str, error: float = float("inf")) -> Verdict:

@@ -471,7 +471,8 @@ def test_the_longest_samples_are_verified_not_the_first() -> None:
 
 # Recovery
 
-BETWEEN_POINTS = 120  # allocations; all of them are the fault sweep's
+# Which allocations fail in turn; the fault sweep takes each.
+a_failure_every = pytest.mark.parametrize("apart", [120, pytest.param(40, marks=pytest.mark.slow)])
 
 
 class Faulty(MemoryBudget):
@@ -502,13 +503,15 @@ def faulty_run(fail_at: int | None) -> tuple[Faulty, TokenTagger, dict[str, floa
     return callback, fitted_module, logged, torch.get_rng_state()
 
 
-def test_a_step_that_runs_out_of_memory_is_retried_bitwise() -> None:
+@a_failure_every
+def test_a_step_that_runs_out_of_memory_is_retried_bitwise(apart: int) -> None:
     """Against a fault-free run that uses the retry's partition from that step on."""
     whole, parts = faulty_run(10**9), faulty_run(None)
     counted = whole[0]
     assert counted.retries == 0
     repaired = 0
-    for index in range(0, counted.meter.allocations, BETWEEN_POINTS):
+    points = range(0, counted.meter.allocations, apart)
+    for index in points:
         callback, module, logged, rng = faulty_run(index)
         _, reference, expected, expected_rng = parts if callback.retries else whole
         repaired += not callback.retries  # the optimizer's own step goes on where it was
@@ -517,7 +520,7 @@ def test_a_step_that_runs_out_of_memory_is_retried_bitwise() -> None:
         assert logged == expected
         assert torch.equal(rng, expected_rng)
         assert module.steps == reference.steps
-    assert 0 < repaired < len(range(0, counted.meter.allocations, BETWEEN_POINTS))
+    assert 0 < repaired < len(points)
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before.*")
@@ -756,11 +759,12 @@ def in_window(fail_at: int | None) -> tuple[InWindow, TokenTagger, Tensor]:
     return budget, module, torch.get_rng_state()
 
 
-def test_a_retry_late_in_an_accumulation_window_repeats_its_earlier_batches_bitwise() -> None:
+@a_failure_every
+def test_a_retry_late_in_an_accumulation_window_repeats_its_earlier_batches_bitwise(apart: int) -> None:
     """Backward has mixed the failed part's gradients into the window's: they are made anew, each as it was."""
     counted, *_ = in_window(10**9)
     _, reference, rng = in_window(None)
-    for index in range(0, counted.meter.allocations, BETWEEN_POINTS):
+    for index in range(0, counted.meter.allocations, apart):
         budget, module, also_rng = in_window(index)
         assert budget.retries == 1
         assert torch.equal(weights(module), weights(reference)), index
