@@ -87,6 +87,7 @@ def run(options: Options) -> Report:
     )
 
 
+@cache
 def cases_of(seed: int) -> list[Case]:
     """The steps written by hand, and as many drawn from the seed."""
     return [*CASES, *drawn_cases(seed, len(CASES))]
@@ -94,7 +95,7 @@ def cases_of(seed: int) -> list[Case]:
 
 def judged(options: Options) -> Iterator[Cell]:
     """Every cell, in order; a process a core judges them."""
-    cases = cases_of(options.seed)
+    cases = cases_of(options.seed)  # forks have them, too: they can't be pickled
     places, seeds = range(len(cases)), range(len(DTYPES_OF_SEEDS))
     if options.only:
         places = [place for place, case in enumerate(cases) if case.name == options.only]
@@ -102,33 +103,30 @@ def judged(options: Options) -> Iterator[Cell]:
             raise ValueError(f"--only {options.only}: no such step; drawn steps are named by --seed.")
     elif options.quick:
         places, seeds = places[:: -(-len(cases) // QUICK_STEPS)], range(QUICK_SEEDS)
-    wanted = [(options, place, index) for place in places for index in seeds]
-    # Forks have the steps, which can't be pickled; nothing has trained here before.
+    # Another order of dtypes a step, where only some seeds are run.
+    turns = range(len(places)) if options.quick else [0] * len(places)
+    wanted = [
+        (options, place, index, turn) for place, turn in zip(places, turns, strict=True) for index in seeds
+    ]
     with ProcessPoolExecutor(min(os.cpu_count() or 1, len(wanted)), get_context("fork")) as pool:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*fork.*", DeprecationWarning)  # torch's idle threads
             running = [pool.submit(_judge_one, one) for one in wanted]
-        for count, (future, (_, place, _)) in enumerate(zip(running, wanted, strict=True), 1):
+        for count, (future, (_, place, *_)) in enumerate(zip(running, wanted, strict=True), 1):
             yield from (Cell(cases[place], *found) for found in future.result())
             if count % len(seeds) == 0:
                 print(f"{count} of {len(wanted)}: {cases[place].name}", file=sys.stderr, flush=True)
 
 
-def _judge_one(wanted: tuple[Options, int, int]) -> list[tuple[int, str, int | str, Verdict]]:
-    """A step in one of its seeds; its dtype is the seed's, in another order a step where only some seeds are run."""
-    options, place, index = wanted
-    turn = place // -(-len(CASES) * 2 // QUICK_STEPS) if options.quick else 0
-    case = _cases_once(options.seed)[place]
+def _judge_one(wanted: tuple[Options, int, int, int]) -> list[tuple[int, str, int | str, Verdict]]:
+    """The cells of one step in one of its seeds, whose dtype is that of the seed some turns later."""
+    options, place, index, turn = wanted
+    case = cases_of(options.seed)[place]
     dtype = DTYPES_OF_SEEDS[(index + turn) % len(DTYPES_OF_SEEDS)]
     dtype = dtype if dtype in case.dtypes else case.dtypes[index % len(case.dtypes)]
     sizes = [size for size in SIZES if options.size in ("", str(size))]
     cells = cells_of(case, 100 * options.seed + index, dtype, sizes)
     return [(cell.seed, cell.dtype, cell.size, cell.verdict) for cell in cells]
-
-
-@cache
-def _cases_once(seed: int) -> list[Case]:
-    return cases_of(seed)
 
 
 def cells_of(case: Case, seed: int, dtype: str, sizes: Any = SIZES) -> Iterator[Cell]:

@@ -50,7 +50,8 @@ def _attention(signature: tuple[Any, ...]) -> Any:
     """Compiled once for each signature: uncompiled it would make all scores.
 
     torch compiles a function's code for at most eight signatures (`torch._dynamo.config.recompile_limit`), and runs
-    it uncompiled for the ninth. So each signature has code of its own.
+    it uncompiled for the ninth. So each signature has code of its own, as `torch.compile(isolate_recompiles=True)`
+    would give it, which torch 2.11 does not know.
     """
     from torch.nn.attention.flex_attention import flex_attention
 

@@ -11,7 +11,7 @@ from lightning_memkit.distributed.own_group import own_groups
 def collectives_issued(*ignored: Any) -> int | None:
     """How many collectives this rank has issued, on all groups but those ignored; None where it isn't counted.
 
-    The difference of two calls is what ran between them. It costs a microsecond a group. Those of a thread that
+    The difference of two calls is what ran between them. It costs some microseconds a group. Those of a thread that
     writes checkpoints don't count: they are no part of a step.
     """
     if not distributed.is_initialized():
