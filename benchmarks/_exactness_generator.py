@@ -6,7 +6,7 @@ one is a weighted combination of its micro-batches' losses.
 
 import copy
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -37,6 +37,7 @@ _CLASSES = {
     "tokens": ("token classes", "ragged classes"),
 }
 _MASKS = {"features": ("row mask", "rare row mask", "weights"), "tokens": ("token mask",)}
+_SELDOM = {"features": "seldom row mask", "tokens": "seldom token mask"}
 _FUSED = ("cross_entropy", "nll", "mse", "smooth_l1", "bce", "kl_batchmean", "multi_margin", "poisson")
 _ELEMENTS = ("cross_entropy", "mse", "l1", "bce", "focal", "hinge")
 _REDUCTIONS = (
@@ -49,10 +50,14 @@ _REDUCTIONS = (
     "indexed",
     "rows_then_mean",
 )
+# Of a mask that keeps nothing of some batches, beside terms that count without it
+_OF_SELDOM = ("masked_clamped", "masked_or_1", "masked_eps")
+_BESIDE_SELDOM = ((), (("weights", 0.1),), (("sum", 0.02),), (("weights", 0.1), ("sum", 0.02)))
 _WRAPPERS = ("sqrt", "square", "log1p", "exp")
 _TERMS = {
-    "z": ROWS, "entropy": ROWS, "activity": ROWS, "other_mask": "other", "weights": CONSTANT, "batch_std": COUPLED,
-    "mean_prediction": COUPLED, "train_only": COUPLED, "balance": COUPLED, "pairs": COUPLED, "worst": COUPLED,
+    "z": ROWS, "entropy": ROWS, "activity": ROWS, "other_mask": "other", "weights": CONSTANT,
+    "sum": SUM, "batch_std": COUPLED, "mean_prediction": COUPLED, "train_only": COUPLED, "balance": COUPLED,
+    "pairs": COUPLED, "worst": COUPLED,
 }  # fmt: skip
 # What has no gradient: a number, a mean over rows, or what is added to each element of the main term
 _GRADIENT_FREE = ("constant", "rows", "elements")
@@ -116,7 +121,7 @@ class Drawn:
     def divisor(self) -> str:
         """What the main term is divided by."""
         if not self.fused:
-            masked = self.reduction in ("masked", "masked_clamped", "indexed")
+            masked = self.reduction in ("masked", "indexed", *_OF_SELDOM)
             by_mask = "kept rows" if self.reduction == "indexed" else "mask"
             return by_mask if masked else SUM if self.reduction in ("sum", "sum_over_32") else ROWS
         if self.reduction == "sum":
@@ -168,12 +173,12 @@ def draw(rng: random.Random, seed: int) -> Drawn:
     labelled = base in ("cross_entropy", "nll")
     classes = rng.choice(_CLASSES[kind]) if labelled and fused else _CLASSES[kind][0]
     coupled = [name for name, divisor in _TERMS.items() if divisor == COUPLED]
-    harmless = [name for name, divisor in _TERMS.items() if divisor != COUPLED]
+    harmless = [name for name, divisor in _TERMS.items() if divisor not in (COUPLED, SUM)]
     terms = [(rng.choice(coupled), rng.choice((0.001, 0.01, 0.3)))] if rng.random() < 0.2 else []
     if rng.random() < 0.3:
         terms.append((rng.choice(harmless), rng.choice((0.01, 0.1, 1.0))))
     own = random.Random(f"free {seed}")  # of its own: the other choices stay what they were
-    return Drawn(
+    drawn = Drawn(
         free=own.choice(_GRADIENT_FREE) if own.random() < 0.25 else "",
         weighed=own.choice(_WEIGHED) if own.random() < 0.15 else "",
         metric=own.choice(_METRICS) if own.random() < 0.6 else "",
@@ -194,6 +199,21 @@ def draw(rng: random.Random, seed: int) -> Drawn:
             rng.choice(("mask", "keep", "valid", "loss_mask", "attention_mask")),
         ),
     )  # fmt: skip
+    return _seldom_masked(drawn) if drawn.divisor == "mask" else drawn
+
+
+def _seldom_masked(drawn: Drawn) -> Drawn:
+    """Half of the masks keep nothing of two batches in five, where the loss is kept from dividing by zero."""
+    own = random.Random(f"seldom {drawn.seed}")
+    if own.random() > 0.5:
+        return drawn
+    beside = own.choice(_BESIDE_SELDOM)
+    return replace(
+        drawn,
+        mask=_SELDOM[drawn.kind],
+        reduction=own.choice(_OF_SELDOM),
+        terms=(*beside, *(term for term in drawn.terms if term[0] != "weights")),
+    )
 
 
 def case_of(drawn: Drawn) -> Case:
@@ -400,6 +420,8 @@ def _reduced(drawn: Drawn, elements: Tensor, batch: Any) -> Tensor:
         "sum_over_rows": lambda: elements.sum() / len(elements),
         "masked": lambda: (elements * mask).sum() / mask.sum(),
         "masked_clamped": lambda: (elements * mask).sum() / mask.sum().clamp(min=1e-6),
+        "masked_or_1": lambda: (elements * mask).sum() / mask.sum().clamp(min=1),
+        "masked_eps": lambda: (elements * mask).sum() / (mask.sum() + 1e-8),
         "indexed": lambda: elements[mask > 0].mean(),
         "rows_then_mean": lambda: (
             elements.flatten(1).mean(1).mean() if elements.ndim > 1 else elements.mean()
@@ -423,6 +445,8 @@ def _term(module: Composed, name: str, x: Tensor, batch: Any) -> Tensor:
         return (x.square().sum(-1) * mask).sum() / mask.sum()
     if name == "weights":
         return torch.stack([p.square().sum().to(x.dtype) for p in module.trainable()]).sum()
+    if name == "sum":
+        return x.square().sum()
     if name == "batch_std":
         return rows.std(0, correction=0).mean()
     if name == "mean_prediction" or name == "balance":

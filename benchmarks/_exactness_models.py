@@ -187,6 +187,16 @@ def _seldom(rows: int, g: torch.Generator) -> Tensor:
     return classes if torch.rand((), generator=g) < 0.6 else torch.full_like(classes, -100)
 
 
+def _seldom_kept(*shape: int) -> Callable[[int, torch.Generator], Tensor]:
+    """Half ones; two batches in five have none."""
+
+    def column(rows: int, g: torch.Generator) -> Tensor:
+        mask = (torch.rand(rows, *shape, generator=g) < 0.5).float()
+        return mask if torch.rand((), generator=g) < 0.6 else torch.zeros_like(mask)
+
+    return column
+
+
 def _shares(rows: int, g: torch.Generator) -> Tensor:
     return torch.randn(rows, CLASSES, generator=g).softmax(1)
 
@@ -211,6 +221,8 @@ COLUMNS: dict[str, Callable[[int, torch.Generator], Tensor]] = {
     "rare row mask": _mask(0.1),
     "other row mask": _mask(0.5),
     "token mask": _mask(0.4, LENGTH),
+    "seldom row mask": _seldom_kept(),
+    "seldom token mask": _seldom_kept(LENGTH),
     "tokens": _integers(VOCABULARY, LENGTH),
     "token classes": _integers(CLASSES, LENGTH),
     "ragged classes": _ragged(-100, CLASSES),

@@ -99,6 +99,11 @@ def each(model: Any, batch: Any) -> Tensor:
     return F.cross_entropy(model.logits(batch), batch["y"], reduction="none")
 
 
+def penalty(model: LightningModule) -> Tensor:
+    """Of the weights: it looks at no row."""
+    return torch.stack([weight.square().sum() for weight in model.parameters() if weight.requires_grad]).sum()
+
+
 def mined(rows: Tensor, positive: Tensor) -> Tensor:
     """The hardest negatives, three for a positive, beside the positives."""
     positives, negatives = rows[positive], rows[~positive]
@@ -143,6 +148,10 @@ from_loss(
 )  # fmt: skip
 # Detectors divide by what they find, and the background's rows count as well (Lin et al. 2017).
 from_loss("by_positives", PARTS, LABELLED, lambda m, b: each(m, b).sum() / (b["y"] > 1).sum().clamp(min=1))
+from_loss(
+    "seldom_kept_with_penalty", PARTS, {**LABELLED, "mask": "seldom row mask"},
+    lambda m, b: (each(m, b) * b["mask"]).sum() / b["mask"].sum().clamp(min=1) + 0.1 * penalty(m),
+)  # fmt: skip
 from_loss(
     "kept_from_2", PARTS, LABELLED, lambda m, b: 0.3 * each(m, b).sum() / (b["y"] > 1).sum().clamp(min=2)
 )
@@ -252,6 +261,18 @@ class tokens_and_samples(Tokens):  # noqa: N801
         )
 
 
+from_loss(
+    "seldom_kept_beside_sum", TERMS, {**LABELLED, "mask": "seldom row mask"},
+    lambda m, b: 0.02 * (x := m.logits(b)).square().sum() + (
+        F.cross_entropy(x, b["y"], reduction="none") * b["mask"]
+    ).sum() / (b["mask"].sum() + 1e-8),
+)  # fmt: skip
+from_loss(
+    "seldom_kept_beside_sum_and_penalty", TERMS, {**LABELLED, "mask": "seldom row mask"},
+    lambda m, b: 0.02 * (x := m.logits(b)).square().sum() + 0.1 * penalty(m) + (
+        F.cross_entropy(x, b["y"], reduction="none") * b["mask"]
+    ).sum() / b["mask"].sum().clamp(min=1),
+)  # fmt: skip
 from_loss(
     "two_masks", TERMS, {**LABELLED, "a": "row mask", "b": "rare row mask"},
     lambda m, b: masked(each(m, b), b["a"]) + 0.3 * masked(m.logits(b).square().sum(1), b["b"]),

@@ -96,6 +96,43 @@ def learned(
     return LossRules(rules=tuple(rules))
 
 
+def agreed(own: LossRules | str | None, told: Sequence[LossRules | str | None]) -> LossRules | None:
+    """A rank's own rules by what those of all ranks tell; None where their losses have other terms, or other laws.
+
+    Rows of which one alone counts divide a term by 1 whole and in parts, as if it were a sum: where those of another
+    rank show that they count, it is a mean.
+
+    Args:
+        own: the rank's.
+        told: those of all ranks.
+    """
+    rules = [one for one in told if isinstance(one, LossRules)]
+    if not isinstance(own, LossRules) or len(rules) < len(told):
+        return None
+    if len({len(one.rules) for one in rules}) > 1:
+        return None
+    merged = [_of_ranks(*of_one) for of_one in zip(own.rules, *(one.rules for one in rules), strict=True)]
+    found = [rule for rule in merged if rule is not None]
+    return LossRules(rules=tuple(found)) if len(found) == len(merged) else None
+
+
+def _of_ranks(own: TermRule, *told: TermRule) -> TermRule | None:
+    """One term's rule."""
+    if any((rule.name, rule.index, rule.branch) != (own.name, own.index, own.branch) for rule in told):
+        return None
+    if len({(rule.law, rule.divided) for rule in told}) == 1:
+        return own
+    if not all(rule.law is Law.MEAN or (rule.law is Law.SUM and rule.divided) for rule in told):
+        return None
+    return replace(
+        own,
+        law=Law.MEAN,
+        divided=False,
+        excess=max(rule.excess for rule in told),
+        numbered=any(rule.numbered for rule in told),
+    )
+
+
 def _fixed_factors(groups: list[list[Term]], dtype: torch.dtype) -> list[tuple[int, ...]] | str:
     """Of each term, the factors of one shape in the batch and its micro-batches: no rows' own, and so to be equal."""
     found = []

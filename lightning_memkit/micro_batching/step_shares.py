@@ -100,6 +100,7 @@ class StepShares:
 
     Attributes:
         lone: for each term, 1 where a divisor of 1 may not have been a count: what it `counted` is not to be trusted.
+        shared: how much of a term that looks at no row the micro-batches have had; None where the loss has none.
         contributions: what the terms of each micro-batch add to the batch's loss, where values were noted.
         rests: what has no gradient in the losses of the micro-batches, where this is known.
 
@@ -135,8 +136,7 @@ class StepShares:
         self.rests: list[Rest] = []
         self._factors: tuple[Tensor, ...] | None = None
         self._ran = 0
-        # What the micro-batches have had of a term that looks at no row; None where there is none.
-        self._shared = 0.0 if any(rule.law is Law.SHARED for rule in rules.rules) and rules.means else None
+        self.shared = 0.0 if any(rule.law is Law.SHARED for rule in rules.rules) and rules.means else None
 
     def scaled(
         self,
@@ -260,12 +260,13 @@ class StepShares:
         scale_terms(reading, [0.0] * len(reading.nodes))
         return loss * 1
 
-    def factor(self, counted: Sequence[float], *, unlike: bool) -> float:
+    def factor(self, counted: Sequence[float], *, unlike: bool, shared: float) -> float:
         """What gradients are multiplied with once the batch has run: 1 where its totals were right.
 
         Args:
             counted: what the terms counted, over all ranks and divided by their number.
             unlike: a rank has scaled its terms each by its own share.
+            shared: this batch's `shared`, averaged as `counted` is.
 
         Raises:
             MistakenTotalsError: the totals that terms of unlike shares were scaled by were foretold wrongly, or
@@ -273,9 +274,9 @@ class StepShares:
         """
         factor = self._factor(counted, unlike=unlike)
         # Whatever each counted, of what looks at no row the micro-batches have one between them.
-        if self._by_itself and self._shared is not None:
+        if self.shared is not None:
             allowed = ADD_UP + max(self.rules.rules[index].excess for index in self.rules.means)
-            if abs(self._shared * factor - 1) > allowed:
+            if abs(shared * factor - 1) > allowed:
                 raise MistakenTotalsError
         return factor
 
@@ -316,8 +317,8 @@ class StepShares:
             main = rows  # a divisor may be more than what it counts: then counts are not the batch's between them
         else:
             main = self._share(real, main_mean(self.rules, self.totals))
-        if self._shared is not None:
-            self._shared += main
+        if self.shared is not None:
+            self.shared += main
         if not self.is_known and not alike([self._share(counts, index) for index in means]):
             raise UnknownTotalsError
         return self.rules.shares(counts, self.totals, main)
@@ -325,8 +326,8 @@ class StepShares:
     def _of_nothing(self, counts: Sequence[float]) -> list[float]:
         """Where nothing is counted in the whole batch."""
         self._ran += 1
-        if self._shared is not None and self._ran == 1:
-            self._shared += 1
+        if self.shared is not None and self._ran == 1:
+            self.shared += 1
         adds_up = any(counts[index] for index in self.rules.means)
         return self.rules.shares_of_nothing(is_first=self._ran == 1, adds_up=adds_up)
 

@@ -372,8 +372,8 @@ class PartsRunner:
         if not shares.rules.means:
             return 1.0
         counted, main = shares.counted, shares.rules.means[0]
-        told = [*counted, *shares.lone, float(shares.was_unlike)]
-        *overall, unlike = self._averaged(told)
+        told = [*counted, *shares.lone, float(shares.was_unlike), shares.shared or 0.0]
+        *overall, unlike, shared = self._averaged(told)
         overall, lone = overall[: len(counted)], overall[len(counted) :]
         if shares.looked_up is not None:
             looked_up = zip(overall, shares.looked_up, lone, strict=True)
@@ -386,7 +386,7 @@ class PartsRunner:
                 self._finish_window(step)
             return 1.0
         try:
-            factor = shares.factor(overall, unlike=unlike > 0)
+            factor = shares.factor(overall, unlike=unlike > 0, shared=shared)
         except MistakenTotalsError:
             self.partition.foretold.forget_wrong(step.batch, counted)
             raise

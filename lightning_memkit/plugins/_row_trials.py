@@ -24,7 +24,13 @@ from lightning_memkit.micro_batching.comparison import (
 )
 from lightning_memkit.micro_batching.composed_state import ComposedState
 from lightning_memkit.micro_batching.foreseen import UnforeseenLossError
-from lightning_memkit.micro_batching.learned_rules import NOTHING_COUNTS, CurvedLoss, UnlikeDivisors, learned
+from lightning_memkit.micro_batching.learned_rules import (
+    NOTHING_COUNTS,
+    CurvedLoss,
+    UnlikeDivisors,
+    agreed,
+    learned,
+)
 from lightning_memkit.micro_batching.loss_rules import VARYING_FACTOR, Law, LossRules, share_of
 from lightning_memkit.micro_batching.loss_terms import LossTerms
 from lightning_memkit.micro_batching.loss_walk import terms_of
@@ -387,11 +393,11 @@ class RowTrials:
         """The rules, where the loss has shown the same terms on every rank; else why it has none on one."""
         if self._step.trainer.world_size == 1:
             return rules
-        shapes: list[Any] = values_of_ranks(self._step.trainer, _shape(rules))
-        for told in shapes:
-            if told == VARYING_FACTOR or isinstance(told, CurvedLoss | UnlikeDivisors):
-                return told
-        return rules if all(shape == shapes[0] for shape in shapes) else None
+        told: list[LossRules | str | None] = values_of_ranks(self._step.trainer, rules)
+        for one in told:
+            if one == VARYING_FACTOR or isinstance(one, CurvedLoss | UnlikeDivisors):
+                return one
+        return agreed(rules, told)
 
     def _why_not(self, rules: LossRules | str | None, comparison: Comparison) -> str:
         """What the loss's graph says against a split, where the comparison of gradients may not show it."""
@@ -632,13 +638,6 @@ def _ending(failure: Exception | None) -> int:
     if not isinstance(failure, StepFailedError):
         return _FAILED
     return _PASSED_OVER if failure.skipped else _OUT_OF_MEMORY if is_out_of_memory(failure.cause) else _FAILED
-
-
-def _shape(rules: LossRules | str | None) -> object:
-    """What ranks have to read alike for each to run as many trials."""
-    if not isinstance(rules, LossRules):
-        return rules
-    return [(rule.name, rule.index, rule.law, rule.branch, rule.divided) for rule in rules.rules]
 
 
 def _scaled_terms(rules: LossRules, group: Sequence[int], scales: Sequence[float], loss: Tensor) -> Tensor:

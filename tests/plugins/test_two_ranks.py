@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
-from tests.plugins.toys import loader, trained, weights
+from tests.plugins.toys import trained, weights
 from tests.plugins.two_ranks import TAGGERS
 
-SPLIT = [loss for loss in TAGGERS if loss not in ("ragged", "contrastive", "absent")]
+SPLIT = [loss for loss in TAGGERS if loss not in ("ragged", "contrastive", "absent", "penalized")]
 
 
 def run_on_two_ranks(path: Path, size: int, strategy: str, *losses: str) -> subprocess.CompletedProcess[str]:
@@ -29,7 +30,8 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def difference(ranks: dict[str, torch.Tensor], loss: str) -> float:
-    whole, _ = trained(dtype=torch.float64, max_steps=10, data=loader(count=80), module=TAGGERS[loss])
+    data = DataLoader(TAGGERS[loss].rows(80), 8)  # pyright: ignore[reportArgumentType]
+    whole, _ = trained(dtype=torch.float64, max_steps=10, data=data, module=TAGGERS[loss])
     return float((ranks["weights"] - weights(whole)).abs().max())
 
 
@@ -41,6 +43,15 @@ def test_parts_weigh_over_all_ranks(found: dict[str, Any], loss: str) -> None:
     """
     assert float(found[loss]["spread"]) == 0
     assert difference(found[loss], loss) <= 1e-12
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_ranks_have_a_penalty_once_between_them(tmp_path: Path, size: int) -> None:
+    """It goes by what both count, of which one has more: the check of that took one rank's share for all."""
+    path = tmp_path / "found.pt"
+    done = run_on_two_ranks(path, size, "ddp", "penalized")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert difference(torch.load(path)["penalized"], "penalized") <= 1e-12
 
 
 @pytest.mark.parametrize("found", ["ddp"], indirect=True)

@@ -17,12 +17,12 @@ from tests.plugins.toys import (
     GrowingTagger,
     MaskedTagger,
     OpaqueTagger,
+    PenalizedTagger,
     RaggedTagger,
     ShardableTagger,
     SparseTagger,
     TightTagger,
     WeightedTagger,
-    tagged_rows,
     trainer,
 )
 
@@ -43,6 +43,7 @@ TAGGERS = {
     "masked": MaskedTagger,
     "growing": GrowingTagger,
     "sparse": SparseTagger,
+    "penalized": PenalizedTagger,
     "opaque": OpaqueTagger,
     "tight": TightTagger,
     "absent": AbsentTagger,
@@ -70,7 +71,7 @@ def trained_on_two_ranks(
     torch.manual_seed(0)
     kind_of_model = type("Model", (Sharded, tagger), {}) if strategy == "fsdp2" else tagger
     module = kind_of_model().double()
-    rows = tagged_rows(80)
+    rows = tagger.rows(80)
     steps = [
         sorted(rows[i : i + 8], key=lambda row: int((row["labels"] != -100).sum())) for i in range(0, 80, 8)
     ]
