@@ -22,7 +22,7 @@ WHOLE = None  # a look at the whole batch
 _MOST_SAVED = 2**16  # elements; divisors, and factors that a walk over the graph compares
 _SAME = 1e-6
 
-Look = tuple[int, int] | None  # two micro-batches as one, or `WHOLE`
+Look = tuple[int, int] | None  # two micro-batches as one, or one twice; or `WHOLE`
 
 
 @dataclass(kw_only=True)
@@ -38,6 +38,7 @@ class LoneCounts:
         doubted: means of which little is known yet, or a divisor was kept: likewise.
         runs_whole: the whole batch can be run.
         adjacent: only neighbours can be run as one: a batch of the user's own structure.
+        adds_up: the whole batch is one of several, those of other ranks, of which the counts are added up.
         why: there are no totals.
 
     Attributes:
@@ -51,6 +52,7 @@ class LoneCounts:
     doubted: frozenset[int] = frozenset()
     runs_whole: bool = True
     adjacent: bool = False
+    adds_up: bool = False
     why: str = "on another rank"
     unproven: set[int] = field(default_factory=set)
     _told: dict[Look, Sequence[float]] = field(default_factory=dict)
@@ -70,7 +72,10 @@ class LoneCounts:
         self._told[look] = counts
 
     def totals(self) -> list[float] | None:
-        """What each term counts in the whole batch, and sums are divided by there; None where looks failed."""
+        """What each term counts in the whole batch, and sums are divided by there; None where looks failed.
+
+        A count of less than half of what the divisor is kept at is taken for nothing, where batches are added up.
+        """
         totals = [sum(own[index] for own in self.counts) for index in range(len(self.counts[0]))]
         for index in self.terms:
             looks = self._looks_at(index)
@@ -78,13 +83,20 @@ class LoneCounts:
                 self.why = "a divisor that may be kept from less, in micro-batches that can't be run as one"
                 return None
             if WHOLE in looks:
-                totals[index] = self._told[WHOLE][index]
+                twice = [look for look in looks if look]
+                whole = self._told[WHOLE][index]
+                totals[index] = sum(self._twice(index, *look) for look in twice) if twice else whole
             elif index in self.sums:
                 totals[index] = self._lone(index)[0]
                 self.unproven.add(index)
             else:
                 totals[index] -= sum((look and self._missing(index, look)) or 0.0 for look in looks)
         return totals
+
+    def least(self, index: int) -> float:
+        """What the whole batch's divisor is kept at, where it counts less; else 0."""
+        whole = self._told.get(WHOLE)
+        return whole[index] if whole is not None and self._is_kept_whole(index) else 0.0
 
     def shown(self, index: int, total: float) -> Shown:
         """What a term's total in the whole batch tells of the divisors of its micro-batches."""
@@ -96,12 +108,31 @@ class LoneCounts:
             return Shown.OWN
         least = (1 + _SAME) * min(map(abs, own))
         kept = sum(abs(divisor) for divisor in own if abs(divisor) <= least)
-        return Shown.KEPT if 0 < missing / total <= (1 + _SAME) * kept / abs(total) else Shown.UNLIKE
+        explained = missing * total >= 0 and 0 < abs(missing) <= (1 + _SAME) * kept
+        return Shown.KEPT if explained else Shown.UNLIKE
 
     def _lone(self, index: int) -> list[float]:
         return [counts[index] for counts, lone in zip(self.counts, self.lone, strict=True) if index in lone]
 
     def _looks_at(self, index: int) -> list[Look]:
+        looks = self._looks_within(index)
+        if looks == [WHOLE] and self._is_kept_whole(index):
+            return [WHOLE, *((part, part) for part, lone in enumerate(self.lone) if index in lone)]
+        return looks
+
+    def _is_kept_whole(self, index: int) -> bool:
+        """Whether the whole batch, one of several, is divided by no more than its micro-batches: as a lone one is."""
+        whole, own = self._told.get(WHOLE), self._lone(index)
+        if not self.adds_up or whole is None or not own or index in self.sums | self.whole:
+            return False
+        return abs(whole[index]) <= (1 + _SAME) * min(map(abs, own))
+
+    def _twice(self, index: int, part: int, _: int) -> float:
+        """What a micro-batch counts: half of its divisor beside itself; nothing, where that is no more than alone."""
+        twice = self._told[part, part][index]
+        return twice / 2 if abs(twice) > (1 + _SAME) * abs(self.counts[part][index]) else 0.0
+
+    def _looks_within(self, index: int) -> list[Look]:
         if index in self.whole or (self.runs_whole and index in self.sums | self.doubted):
             return [WHOLE]
         asked = [part for part, lone in enumerate(self.lone) if index in lone]

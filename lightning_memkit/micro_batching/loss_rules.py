@@ -232,21 +232,24 @@ class LossRules:
             raise UnseenValueError
         return all(value is not None and float(value) == 0 for value in own)
 
-    def shares(self, counts: Sequence[float], totals: Sequence[float], main: float) -> list[float]:
+    def shares(
+        self, counts: Sequence[float], totals: Sequence[float], main: float, *, ranks: int = 1
+    ) -> list[float]:
         """What a micro-batch weighs in each term.
 
         Args:
             counts: its own.
-            totals: the whole batch's.
+            totals: the whole batch's; of ranks that have one between them divided by their number.
             main: the share of a term that looks at no row.
+            ranks: that number.
         """
         by_law = {Law.SUM: 1.0, Law.OWN: 1.0, Law.SHARED: main}
         return [
-            by_law[rule.law] if rule.law in by_law else self.share(index, count, total)
+            by_law[rule.law] if rule.law in by_law else self._share(index, count, total, ranks)
             for index, (rule, count, total) in enumerate(zip(self.rules, counts, totals, strict=True))
         ]
 
-    def shares_of_nothing(self, *, is_first: bool, adds_up: bool = False) -> list[float]:
+    def shares_of_nothing(self, *, is_first: bool, kept: float = 0.0) -> list[float]:
         """What a micro-batch weighs in each term where no mean counts anything in the whole batch.
 
         Sums add up as ever. A term that looks at no row is the batch's in one micro-batch, and so is a mean of
@@ -254,16 +257,17 @@ class LossRules:
 
         Args:
             is_first: it is the one.
-            adds_up: means have a divisor that is kept from being zero, and are no zero themselves.
+            kept: what a micro-batch's mean weighs in the batch's, where both have a divisor that is kept from being
+                zero, and are no zero themselves.
         """
         once = 1.0 if is_first else 0.0
-        by_law = {Law.SUM: 1.0, Law.OWN: 1.0, Law.SHARED: once, Law.MEAN: 1.0 if adds_up else once}
+        by_law = {Law.SUM: 1.0, Law.OWN: 1.0, Law.SHARED: once, Law.MEAN: kept or once}
         return [by_law[rule.law] for rule in self.rules]
 
-    def share(self, index: int, count: float, total: float) -> float:
+    def _share(self, index: int, count: float, total: float, ranks: int) -> float:
         """What a mean weighs in one of which it counts a part; both are divided by their epsilon, too."""
         excess = self.rules[index].excess
-        return (count + excess) / (total + excess) if count and total else 0.0
+        return (count + excess) / (total + excess / ranks) if count and total else 0.0
 
     @property
     def means(self) -> tuple[int, ...]:

@@ -112,6 +112,7 @@ class StepShares:
         looked_up: what each term counts in this batch, whatever its least divisors stand for, and what seeming sums
             are divided by in it; None where that was not looked up.
         by_itself: the batch's loss is its own, and no part of one over further batches or ranks.
+        ranks: that have one batch between them.
     """
 
     def __init__(
@@ -122,11 +123,13 @@ class StepShares:
         is_known: bool = False,
         looked_up: Sequence[float] | None = None,
         by_itself: bool = True,
+        ranks: int = 1,
     ) -> None:
         self.rules = rules
         self.lone = [0.0] * len(rules.rules)
         self.looked_up = looked_up
         self._by_itself = by_itself
+        self._ranks = ranks
         self._divisors: dict[int, float] = {}  # of terms that are no mean, in this batch
         self.counted = [0.0] * len(rules.rules)
         self.totals = list(totals) if totals is not None else None
@@ -285,8 +288,12 @@ class StepShares:
             return 1.0
         if any(counted[index] and not self.totals[index] for index in self.rules.means):
             raise MistakenTotalsError
-        share = self.rules.share
-        factors = [1 / share(i, counted[i], self.totals[i]) for i in self.rules.means if counted[i]]
+        added = [rule.excess / self._ranks for rule in self.rules.rules]
+        factors = [
+            (self.totals[index] + added[index]) / (counted[index] + added[index])
+            for index in self.rules.means
+            if counted[index]
+        ]
         if all(abs(factor - 1) <= _SAME for factor in factors):
             return 1.0
         if unlike or not alike(factors):
@@ -321,15 +328,16 @@ class StepShares:
             self.shared += main
         if not self.is_known and not alike([self._share(counts, index) for index in means]):
             raise UnknownTotalsError
-        return self.rules.shares(counts, self.totals, main)
+        return self.rules.shares(counts, self.totals, main, ranks=self._ranks)
 
     def _of_nothing(self, counts: Sequence[float]) -> list[float]:
         """Where nothing is counted in the whole batch."""
         self._ran += 1
         if self.shared is not None and self._ran == 1:
             self.shared += 1
-        adds_up = any(counts[index] for index in self.rules.means)
-        return self.rules.shares_of_nothing(is_first=self._ran == 1, adds_up=adds_up)
+        # The ranks' one batch is divided by that number once, and gradients are averaged.
+        kept = self._ranks if any(counts[index] for index in self.rules.means) else 0
+        return self.rules.shares_of_nothing(is_first=self._ran == 1, kept=kept)
 
     def _share(self, counts: Sequence[float], index: int) -> float:
         total = self.totals[index] if self.totals is not None else 0.0

@@ -44,7 +44,7 @@ _UNTOLD_TERMS = (
 
 
 class Survey(Protocol):
-    """Reads off forwards without a backward, and without a trace, what each micro-batch counts."""
+    """Reads off forwards without a backward, and without a trace, what the batch counts: as `Trials.survey`."""
 
     def __call__(self, step: _seam.Step, cut: Cut) -> list[float]: ...
 
@@ -212,7 +212,7 @@ class PartsRunner:
 
     def _shares(self, step: _seam.Step, cut: Cut) -> StepShares:
         """What weighs the parts of a batch while they run: against totals that are known, foretold, or the first's."""
-        partition, rules = self.partition, self.partition.rules
+        partition, rules, ranks = self.partition, self.partition.rules, self._trainer.world_size
         assert rules is not None
         goes_on = self._exact_window and not step.starts_window
         told = [partition.foretold.total(index, step.batch) for index in range(len(rules.rules))]
@@ -222,22 +222,24 @@ class PartsRunner:
         surveys = partition.looks_up(step.batch_idx) or (
             not goes_on and (partition.surveyed or partition.counts_nothing == step.batch_idx)
         )
-        if self._trainer.world_size > 1 and (rules.means or rules.looked_up):  # all ranks need one reference
+        if ranks > 1 and (rules.means or rules.looked_up):  # all ranks need one reference
             surveys = any_rank(self._trainer, surveys or not (is_told or goes_on))
         if surveys and self.survey is not None:
             self.phase = "in reading what the loss counts"
-            own = self._averaged(self.survey(step, cut))
+            own = self.survey(step, cut)
             return StepShares(
                 rules,
                 self._window.totals if goes_on else own,
                 is_known=not goes_on,
                 looked_up=own,
-                by_itself=self._trainer.world_size == 1 and not self._exact_window,
+                by_itself=ranks == 1 and not self._exact_window,
+                ranks=ranks,
             )
         if goes_on:
-            return StepShares(rules, self._window.totals)
+            return StepShares(rules, self._window.totals, ranks=ranks)
         if is_told:
-            return StepShares(rules, self._averaged([total or 0.0 for total in told]), is_known=True)
+            totals = self._averaged([total or 0.0 for total in told])
+            return StepShares(rules, totals, is_known=True, ranks=ranks)
         if step.trainer.accumulate_grad_batches > 1 and rules.means and not self._exact_window:
             raise UnknownTotalsError  # gradients of other batches are there: they can't be brought to scale later
         return StepShares(rules, None)

@@ -42,7 +42,7 @@ from lightning_memkit.optim.snapshots import (
 )
 from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._partition import Cut, Partition, rows_together
-from lightning_memkit.plugins._ranks import Ranks, any_rank, local_optimizer
+from lightning_memkit.plugins._ranks import Ranks, any_rank, largest_of_ranks, local_optimizer, sum_of_ranks
 from lightning_memkit.plugins._tensors import tensors_of
 from lightning_memkit.rollback import Generators, Rollback
 
@@ -355,9 +355,9 @@ class Trials:
     def survey(self, step: _seam.Step, cut: Cut, partition: Partition, rules: LossRules) -> list[float]:
         """What the terms of a loss count in all micro-batches together: a forward of each, without a backward.
 
-        Each begins with the same state, as in training. Where nothing tells whether a micro-batch counts what it is
-        divided by, one more forward of it and another as one, or of the whole batch, in which autograd saves shapes
-        alone.
+        Ranks have one batch between them: it is what all count, divided by the number of ranks. Each forward begins
+        with the same state, as in training. Where nothing tells whether a micro-batch counts what it is divided by,
+        one more forward of it and another as one, or of the whole batch, in which autograd saves shapes alone.
 
         Raises:
             UnforeseenLossError: a micro-batch's loss has other terms, or such a look failed.
@@ -388,7 +388,13 @@ class Trials:
         if found.unproven and not self._took_for_sums:
             self._took_for_sums = True
             warnings.warn(_TAKEN_FOR_A_SUM, stacklevel=2)
-        return totals
+        return self._of_all_ranks(totals, [found.least(index) for index in range(len(totals))])
+
+    def _of_all_ranks(self, totals: Sequence[float], least: Sequence[float]) -> list[float]:
+        """Totals averaged as gradients are; where they come to less, the least that the batch is divided by."""
+        trainer = self._trainer
+        summed, kept = sum_of_ranks(trainer, totals), largest_of_ranks(trainer, least)
+        return [max(pair, key=abs) / trainer.world_size for pair in zip(summed, kept, strict=True)]
 
     def _lone_counts(self, step: _seam.Step, partition: Partition, rules: LossRules) -> LoneCounts:
         """What is to be looked up, of no micro-batch yet."""
@@ -402,6 +408,7 @@ class Trials:
             doubted=told.doubted() if is_alone else frozenset(),
             runs_whole=not is_alone or _rows(step.batch) < self._too_many_rows,
             adjacent=partition.split is not None or isinstance(step.batch, SplittableBatch),
+            adds_up=not is_alone,
         )
 
     def _look(self, step: _seam.Step, cut: Cut, partition: Partition, found: LoneCounts) -> None:

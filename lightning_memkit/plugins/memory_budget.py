@@ -281,7 +281,7 @@ class MemoryBudget(LeavesRunBehind, Callback):
             self._undo += [ranks.close, _seam.clip_by(trainer, ranks.clip)]
 
     def _survey(self, step: _seam.Step, cut: Cut) -> list[float]:
-        """What the terms of a batch's loss count in all its parts."""
+        """What the terms of a batch's loss count in all its parts, and on all ranks."""
         partition = None if self._runner is None else self._runner.partition
         if self._trials is None or partition is None or partition.rules is None:
             raise RuntimeError("MemoryBudget surveys a batch before its loss is known.")

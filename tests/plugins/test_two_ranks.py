@@ -10,7 +10,8 @@ from torch.utils.data import DataLoader
 from tests.plugins.toys import trained, weights
 from tests.plugins.two_ranks import TAGGERS
 
-SPLIT = [loss for loss in TAGGERS if loss not in ("ragged", "contrastive", "absent", "penalized")]
+KEPT = ["penalized", "epsilon", "detector"]
+SPLIT = [loss for loss in TAGGERS if loss not in ("ragged", "contrastive", "absent", *KEPT)]
 
 
 def run_on_two_ranks(path: Path, size: int, strategy: str, *losses: str) -> subprocess.CompletedProcess[str]:
@@ -46,12 +47,13 @@ def test_parts_weigh_over_all_ranks(found: dict[str, Any], loss: str) -> None:
 
 
 @pytest.mark.parametrize("size", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_ranks_have_a_penalty_once_between_them(tmp_path: Path, size: int) -> None:
-    """It goes by what both count, of which one has more: the check of that took one rank's share for all."""
+def test_a_divisor_that_is_kept_from_zero_is_that_of_both_ranks_rows(tmp_path: Path, size: int) -> None:
+    """Where a rank has none of what is counted its divisor of 1 was taken for one, unsaid; penalties were refused."""
     path = tmp_path / "found.pt"
-    done = run_on_two_ranks(path, size, "ddp", "penalized")
+    done = run_on_two_ranks(path, size, "ddp", *KEPT)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert difference(torch.load(path)["penalized"], "penalized") <= 1e-12
+    found = torch.load(path)
+    assert {loss: difference(found[loss], loss) <= 1e-12 for loss in KEPT} == dict.fromkeys(KEPT, True)
 
 
 @pytest.mark.parametrize("found", ["ddp"], indirect=True)

@@ -114,14 +114,43 @@ class PenalizedTagger(ShardableTagger):
 
     @staticmethod
     def rows(count: int) -> list[dict[str, Tensor]]:
-        """Two in five are not kept."""
-        return [{**row, "kept": (row["x"][0] <= 30).double()} for row in tagged_rows(count)]
+        """Half are not kept; in some steps none of a rank's, in two none of both."""
+        return [
+            {**row, "kept": (row["x"][0] <= 25).double() * (index // 8 not in (3, 6))}
+            for index, row in enumerate(tagged_rows(count))
+        ]
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:  # pyright: ignore
-        logits, kept = self.head(self.mix(self.embedding(batch["x"]))[0]), batch["kept"]
+        logits = self.head(self.mix(self.embedding(batch["x"]))[0])
         losses = F.cross_entropy(logits.movedim(-1, 1), batch["x"], reduction="none").mean(1)
         penalty = torch.stack([weight.square().sum() for weight in self.parameters()]).sum()
-        return (losses * kept).sum() / kept.sum().clamp(min=1) + 0.01 * penalty
+        return self.reduced(losses, batch["kept"]) + 0.01 * penalty
+
+    def reduced(self, losses: Tensor, kept: Tensor) -> Tensor:
+        return (losses * kept).sum() / kept.sum().clamp(min=1)
+
+
+class EpsilonTagger(PenalizedTagger):
+    """A number is added to its divisor: to that of both ranks once."""
+
+    def reduced(self, losses: Tensor, kept: Tensor) -> Tensor:
+        return (losses * kept).sum() / (kept.sum() + 1e-5)
+
+
+class DetectorTagger(PenalizedTagger):
+    """All rows add to what is divided by the number of those that are kept, as a detector's background does."""
+
+    @staticmethod
+    def rows(count: int) -> list[dict[str, Tensor]]:
+        """All are kept in the first step: on several ranks one kept row of four would tell nothing, and is refused."""
+        rows = PenalizedTagger.rows(count)
+        return [
+            {**row, "kept": row["kept"] if index > 7 else torch.ones(()).double()}
+            for index, row in enumerate(rows)
+        ]
+
+    def reduced(self, losses: Tensor, kept: Tensor) -> Tensor:
+        return 0.1 * losses.sum() / kept.sum().clamp(min=1)
 
 
 class TightTagger(ShardableTagger):

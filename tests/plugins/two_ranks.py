@@ -14,6 +14,8 @@ from tests.plugins.ranks import leave
 from tests.plugins.toys import (
     AbsentTagger,
     ContrastiveTagger,
+    DetectorTagger,
+    EpsilonTagger,
     GrowingTagger,
     MaskedTagger,
     OpaqueTagger,
@@ -44,6 +46,8 @@ TAGGERS = {
     "growing": GrowingTagger,
     "sparse": SparseTagger,
     "penalized": PenalizedTagger,
+    "epsilon": EpsilonTagger,
+    "detector": DetectorTagger,
     "opaque": OpaqueTagger,
     "tight": TightTagger,
     "absent": AbsentTagger,
