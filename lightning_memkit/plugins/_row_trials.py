@@ -98,6 +98,7 @@ class Outcome:
         bends: gradients are changed by what is not linear in them.
         is_lone: a sum of which one part alone counts: it may be a mean that is kept from zero.
         unlike: the loss's terms have unlike shares.
+        kept: means whose parts' divisors are more than what they count: they foretell nothing.
         changes: what the step changes besides gradients.
         state: of these, what may be put together from parts.
     """
@@ -113,6 +114,7 @@ class Outcome:
     bends: bool = False
     is_lone: bool = False
     unlike: bool = False
+    kept: frozenset[int] = frozenset()
     changes: Sequence[StepChange] = ()
     state: ComposedState | None = None
 
@@ -190,8 +192,10 @@ class RowTrials:
         if isinstance(rules, LossRules):
             outcome = self._by_rules(ways, rules, whole, parts, comparison)
             kept = self._kept(rules, outcome, whole, parts)
-            if any_rank(self._step.trainer, bool(kept)):
+            if kept and self._step.trainer.world_size == 1:
                 outcome = self._by_rules(ways, _looked_up(rules, kept), whole, parts, comparison) or outcome
+            elif kept:
+                outcome = self._by_whole(rules, kept, ways, whole, parts, comparison) or outcome
         if outcome is None:
             outcome = self._by_ways(ways, whole, parts, comparison)
             outcome.why = whole.terms.curved or self._why_not(rules, comparison)
@@ -226,11 +230,32 @@ class RowTrials:
         self, rules: LossRules, outcome: Outcome | None, whole: Run, parts: list[Run | None]
     ) -> list[int]:
         """The means of a comparison that fails whose divisors don't add up: some may be kept from being less."""
-        if self._step.trainer.world_size > 1 or (outcome is not None and outcome.miss.excess <= 1):
+        if outcome is not None and outcome.miss.excess <= 1:
             return []
         counts = [_counts(rules, part) for part in parts if part is not None]
         totals = [sum(values) for values in zip(*counts, strict=True)]
-        return [i for i in rules.means if share_of(totals[i], _counts(rules, whole)[i]) != 1]
+        unlike = [share_of(total, own) != 1 for total, own in zip(totals, _counts(rules, whole), strict=True)]
+        unlike = largest_of_ranks(self._step.trainer, [float(one) for one in unlike])
+        return [index for index in rules.means if unlike[index]]
+
+    def _by_whole(
+        self,
+        rules: LossRules,
+        kept: Sequence[int],
+        ways: list[WeighBy | Weigher],
+        whole: Run,
+        parts: list[Run | None],
+        comparison: Comparison,
+    ) -> Outcome | None:
+        """The comparison by what the whole is divided by, where parts have kept divisors; None where it fails, too.
+
+        On several ranks: what each counts of these is looked up in every batch (`LoneCounts`), from the first on.
+        """
+        outcome = self._by_rules(ways, rules, whole, parts, comparison, of_whole=True)
+        if outcome is None or outcome.miss.excess > 1:
+            return None
+        outcome.kept = frozenset(kept)
+        return outcome
 
     def noise_explains(self, outcome: Outcome) -> bool:
         """Whether parts may differ by their random numbers alone, which then are to be taken away or shared."""
@@ -277,7 +302,7 @@ class RowTrials:
         foretold.learn(
             batches,
             [
-                [count[index] for count in counts] if index in rules.means else None
+                [count[index] for count in counts] if index in {*rules.means} - outcome.kept else None
                 for index in range(len(rules.rules))
             ],
             [(rule.name, rule.index, rule.branch) for rule in rules.rules],

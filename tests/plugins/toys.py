@@ -140,15 +140,6 @@ class EpsilonTagger(PenalizedTagger):
 class DetectorTagger(PenalizedTagger):
     """All rows add to what is divided by the number of those that are kept, as a detector's background does."""
 
-    @staticmethod
-    def rows(count: int) -> list[dict[str, Tensor]]:
-        """All are kept in the first step: on several ranks one kept row of four would tell nothing, and is refused."""
-        rows = PenalizedTagger.rows(count)
-        return [
-            {**row, "kept": row["kept"] if index > 7 else torch.ones(()).double()}
-            for index, row in enumerate(rows)
-        ]
-
     def reduced(self, losses: Tensor, kept: Tensor) -> Tensor:
         return 0.1 * losses.sum() / kept.sum().clamp(min=1)
 
