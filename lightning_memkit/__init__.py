@@ -22,7 +22,7 @@ _HOME = {
     "MemkitCLI": "plugins.cli",
     "MemoryBudget": "plugins.memory_budget",
     "MemoryReport": "plugins.memory_report",
-    "NoEffectWarning": "errors",
+    "NoEffectWarning": "utilities.errors",
     "OnDeviceStrategy": "plugins.strategies",
     "OptimizerOffload": "plugins.optimizer_offload",
     "PackedBatch": "data.batch",
@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from lightning_memkit.attention.adapters import use_packed_attention as use_packed_attention
     from lightning_memkit.data.batch import PackedBatch as PackedBatch
     from lightning_memkit.data.packing import pack as pack
-    from lightning_memkit.errors import NoEffectWarning as NoEffectWarning
     from lightning_memkit.loss.head import linear_cross_entropy as linear_cross_entropy
     from lightning_memkit.loss.switch import use_chunked_loss as use_chunked_loss
     from lightning_memkit.micro_batching import micro_batches as micro_batches
@@ -82,6 +81,7 @@ if TYPE_CHECKING:
     from lightning_memkit.plugins.prediction import predict_memory as predict_memory
     from lightning_memkit.plugins.strategies import OnDeviceStrategy as OnDeviceStrategy
     from lightning_memkit.plugins.zero1 import ZeRO1Strategy as ZeRO1Strategy
+    from lightning_memkit.utilities.errors import NoEffectWarning as NoEffectWarning
 
 
 def __getattr__(name: str) -> Any:

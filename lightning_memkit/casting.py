@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from lightning_memkit.errors import NoEffectWarning
 from lightning_memkit.optim.split import split
+from lightning_memkit.utilities.errors import NoEffectWarning
 
 Undo = Callable[[], None]
 

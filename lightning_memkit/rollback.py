@@ -1,12 +1,9 @@
 """Put back all that a training step changes besides gradients and the optimizer; say what it was."""
 
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -16,32 +13,7 @@ from lightning_memkit.micro_batching.composition import Left, left_behind
 from lightning_memkit.micro_batching.copy_on_write import CopyOnWrite
 from lightning_memkit.micro_batching.state_walk import OF_EVERY_MODULE, Keys, StateWalk
 from lightning_memkit.micro_batching.step_changes import StepChange, label
-
-
-class Generators:
-    """The state of every global random number generator that a step may draw from: Python, NumPy, torch's."""
-
-    def __init__(self) -> None:
-        self._python = random.getstate()
-        self._numpy = np.random.get_state()
-        self._cpu = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-
-    def drawn_from(self) -> tuple[bool, bool]:
-        """Whether something was drawn since: of torch, and of Python or NumPy."""
-        now = Generators()
-        ours = zip([self._cpu, *self._cuda], [now._cpu, *now._cuda], strict=False)
-        numpys = zip(self._numpy, now._numpy, strict=True)
-        elsewhere = self._python != now._python or not all(np.array_equal(a, b) for a, b in numpys)
-        return not all(torch.equal(a, b) for a, b in ours), elsewhere
-
-    def restore(self) -> None:
-        """Put all generators back."""
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
-        torch.set_rng_state(self._cpu)
-        if self._cuda:
-            torch.cuda.set_rng_state_all(self._cuda)
+from lightning_memkit.utilities.generators import Generators
 
 
 class Rollback(StateWalk):

@@ -13,8 +13,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from lightning_memkit.attention import choice, flex, in_torch, kernels, packed_attention
 from lightning_memkit.attention.documents import Documents
 from lightning_memkit.attention.kernels import varlen_knows_windows
-from lightning_memkit.errors import MissingPackageError
 from lightning_memkit.memory.meter import ByteMeter
+from lightning_memkit.utilities.errors import MissingPackageError
 from tests.test_attention import BOUNDS, SLOPES, document_by_document, inputs
 from tests.testing.needs import NEEDS_COMPILER
 

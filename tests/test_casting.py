@@ -6,8 +6,8 @@ import torchmetrics
 from torch import nn
 
 from lightning_memkit.casting import cast_inputs, cast_module
-from lightning_memkit.errors import NoEffectWarning
 from lightning_memkit.optim.split import join
+from lightning_memkit.utilities.errors import NoEffectWarning
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

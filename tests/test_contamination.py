@@ -11,7 +11,7 @@ from lightning_memkit.attention import packed_attention
 from lightning_memkit.attention.adapters import use_packed_attention
 from lightning_memkit.contamination import ContaminationError, probe_contamination, probed_rows
 from lightning_memkit.data.batch import PackedBatch
-from lightning_memkit.errors import NoEffectWarning
+from lightning_memkit.utilities.errors import NoEffectWarning
 from tests.test_attention_transformers import SEVEN, model_of, packed
 
 

@@ -203,7 +203,7 @@ def test_an_error_that_is_not_ours_is_different_and_ours_a_refusal() -> None:
     case = BY_NAME["cross_entropy"]
     verdict = verdict_of(case, 1, "float64", Failing(IndexError("too short")))
     assert (verdict.outcome, verdict.where) == (DIFFERENT, "crashed")
-    ours = type("OurError", (ValueError,), {"__module__": "lightning_memkit.errors"})
+    ours = type("OurError", (ValueError,), {"__module__": "lightning_memkit.utilities.errors"})
     assert verdict_of(case, 1, "float64", Failing(ours("it can't be split"))).outcome == REFUSED
     unnamed = verdict_of(BY_NAME["moving_teacher"], 1, "float64", Failing(ours("it can't be split")))
     assert (unnamed.outcome, unnamed.where) == (DIFFERENT, "refused without naming teacher")

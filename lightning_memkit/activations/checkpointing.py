@@ -27,8 +27,8 @@ from lightning_memkit.activations.policies import (
     parse_policy,
 )
 from lightning_memkit.activations.whole_blocks import Switch, run_checkpointed, without_empty_cache
-from lightning_memkit.errors import NoEffectWarning
-from lightning_memkit.replacing import replace_method
+from lightning_memkit.utilities.errors import NoEffectWarning
+from lightning_memkit.utilities.patching import replace_method
 
 _MARK = "_memkit_checkpointed"
 _BUDGET_COMPILED = (

@@ -21,8 +21,8 @@ from lightning_memkit.activations.compiled_peak import (
     peak_of_row,
 )
 from lightning_memkit.activations.randomness import RandomState
-from lightning_memkit.errors import NoEffectWarning
 from lightning_memkit.memory.units import format_bytes
+from lightning_memkit.utilities.errors import NoEffectWarning
 
 
 class CompiledForward:

@@ -17,9 +17,9 @@ from lightning_memkit.activations.offload_choice import (
 )
 from lightning_memkit.activations.offload_pool import HostPool
 from lightning_memkit.activations.offload_visits import OffloadCounts, Traffic
-from lightning_memkit.errors import NoEffectWarning
 from lightning_memkit.memory.limits import host_limits
 from lightning_memkit.memory.units import format_bytes, parse_bytes
+from lightning_memkit.utilities.errors import NoEffectWarning
 
 Choose = Literal["offload", "auto"]
 

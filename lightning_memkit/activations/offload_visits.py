@@ -21,8 +21,8 @@ from lightning_memkit.activations.offload_parameters import Weights, stored_weig
 from lightning_memkit.activations.offload_parcels import Lane, Parcel
 from lightning_memkit.activations.offload_pool import HostPool
 from lightning_memkit.activations.recorded import is_plain
-from lightning_memkit.errors import NoEffectWarning
 from lightning_memkit.memory.units import format_bytes
+from lightning_memkit.utilities.errors import NoEffectWarning
 
 _HOST_MEMORY = ("cpu", "mps", "meta")  # Apple's GPU computes in the host's memory
 _MOVABLE: tuple[type, ...] = (Tensor, nn.Parameter)  # wrappers have storages elsewhere

@@ -20,9 +20,9 @@ from lightning_memkit.activations.recorded import Operator, is_plain
 from lightning_memkit.activations.second_run import SecondRun
 from lightning_memkit.activations.tape import Tape
 from lightning_memkit.activations.whole_blocks import Switch, cache_in, run_checkpointed
-from lightning_memkit.errors import NoEffectWarning
 from lightning_memkit.memory.meter import storages_of
 from lightning_memkit.memory.units import format_bytes
+from lightning_memkit.utilities.errors import NoEffectWarning
 
 Plain = Callable[..., Any]
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from lightning_memkit.activations.buffers import Snapshot, StatefulBuffers, buffers_replaced
 from lightning_memkit.activations.randomness import RandomState
-from lightning_memkit.errors import NoEffectWarning
+from lightning_memkit.utilities.errors import NoEffectWarning
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from lightning_memkit.attention.hugging_face import is_transformers_model
 from lightning_memkit.attention.hugging_face import switch as switch_transformers
 from lightning_memkit.attention.litgpt import is_litgpt_model
 from lightning_memkit.attention.litgpt import switch as switch_litgpt
-from lightning_memkit.errors import NoEffectWarning
+from lightning_memkit.utilities.errors import NoEffectWarning
 
 
 def use_packed_attention(module: nn.Module, backend: Backend = "auto") -> Callable[[], None]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_memkit.attention.documents import Documents
 from lightning_memkit.attention.kernels import varlen_knows_windows
-from lightning_memkit.errors import MissingPackageError
+from lightning_memkit.utilities.errors import MissingPackageError
 
 _ORDER = ("flash_attn", "varlen", "flex", "loop")
 _NO_DOCUMENTS = Documents(cu_seqlens=torch.zeros(1, dtype=torch.int32))

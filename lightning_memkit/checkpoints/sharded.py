@@ -34,7 +34,7 @@ from lightning_memkit.checkpoints.folder_checksums import (
     write_checksums,
 )
 from lightning_memkit.checkpoints.pickles import read_torch_file
-from lightning_memkit.progress_bar import ProgressBar
+from lightning_memkit.utilities.progress import ProgressBar
 
 REST = "meta.pt"  # Lightning's name for what is not shared out
 _AHEAD_BYTES = 10_000_000  # copied from a device while others are written; torch's own default

@@ -13,7 +13,7 @@ from typing import Any
 from lightning_memkit.data.parts import not_in_forks
 from lightning_memkit.data.store import TokenStore, joined
 from lightning_memkit.data.token_file import FORMAT, UnwritableError, read_store, write_store
-from lightning_memkit.progress_bar import ProgressBar
+from lightning_memkit.utilities.progress import ProgressBar
 
 try:
     import fcntl

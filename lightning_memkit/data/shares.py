@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_memkit.data.records import RecordKind, RecordOptions
-from lightning_memkit.errors import NoEffectWarning
+from lightning_memkit.utilities.errors import NoEffectWarning
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset
 
 from lightning_memkit.data.corpora import text_of
 from lightning_memkit.data.store import TokenStore
-from lightning_memkit.errors import MissingPackageError
+from lightning_memkit.utilities.errors import MissingPackageError
 
 _RECORDS_A_PART = 1000
 _BYTES_A_PART = 2**20

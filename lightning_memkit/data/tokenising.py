@@ -17,7 +17,7 @@ from lightning_memkit.data.progress import with_progress
 from lightning_memkit.data.records import Encoder
 from lightning_memkit.data.sources import Part
 from lightning_memkit.data.store import TokenStore, joined
-from lightning_memkit.forks import leave_inherited, starting
+from lightning_memkit.utilities.forks import leave_inherited, starting
 
 _ALONE_SECONDS = 1.0  # starting processes takes a good part of a second
 _PARTS_AHEAD = 4  # a process

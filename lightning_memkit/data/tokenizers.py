@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 from lightning_memkit.data.chat import Conversation, Span, learned_tokens, rendered
 from lightning_memkit.data.corpora import text_of
 from lightning_memkit.data.store import TokenStore, offsets_of, token_type
-from lightning_memkit.errors import MissingPackageError
+from lightning_memkit.utilities.errors import MissingPackageError
 
 _TEXTS_AT_ONCE = 1000
 _MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\s*-?%\}")

@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data._utils import signal_handling
 
 from lightning_memkit.data.ahead import ahead
-from lightning_memkit.forks import leave_inherited, starting
 from lightning_memkit.memory.processors import wanted_processor_seconds
+from lightning_memkit.utilities.forks import leave_inherited, starting
 
 _DYING_SECONDS = 5.0
 _RAISED_IN_WORKER = "in DataLoader worker process"  # what torch writes of an error that a worker has sent

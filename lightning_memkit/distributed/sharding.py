@@ -15,7 +15,7 @@ from torch.distributed.fsdp import (
 )
 
 from lightning_memkit.activations.blocks import BlockPattern, find_blocks, refuse_single_pattern
-from lightning_memkit.errors import NoEffectWarning
+from lightning_memkit.utilities.errors import NoEffectWarning
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_memkit.errors import MissingPackageError
 from lightning_memkit.loss.chunks import HeadTerms
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
+from lightning_memkit.utilities.errors import MissingPackageError
 
 Backend = Literal["auto", "memkit", "torch", "liger", "cut_cross_entropy"]
 Kernel = Callable[[Tensor, Tensor, Tensor | None, Tensor, str], Tensor]

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lightning_memkit.errors import NoEffectWarning
 from lightning_memkit.loss.backends import Backend
 from lightning_memkit.loss.lazy_logits import lazy_linear
 from lightning_memkit.memory.units import format_bytes
-from lightning_memkit.replacing import replace_method
+from lightning_memkit.utilities.errors import NoEffectWarning
+from lightning_memkit.utilities.patching import replace_method
 
 _MARK = "_memkit_chunked_loss"
 _REMEDY = "call linear_cross_entropy(hidden, weight, labels) in training_step instead"

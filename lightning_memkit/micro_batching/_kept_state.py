@@ -10,11 +10,11 @@ from typing import Any, Protocol
 import numpy as np
 from torch import nn
 
-from lightning_memkit import generators
 from lightning_memkit.micro_batching._alike import alike
 from lightning_memkit.micro_batching._kept_tensor import Place
 from lightning_memkit.micro_batching.own_objects import slots_of
 from lightning_memkit.micro_batching.step_changes import ChangeKind, StepChange
+from lightning_memkit.utilities import generators
 
 CONTAINERS = (list, dict, set, deque)
 BYTES = (bytearray, array)

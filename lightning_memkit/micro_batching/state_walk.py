@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from lightning_memkit.generators import GENERATORS
 from lightning_memkit.micro_batching import _kept_state as kept
 from lightning_memkit.micro_batching import own_objects as own
 from lightning_memkit.micro_batching._kept_state import Kept
 from lightning_memkit.micro_batching._kept_tensor import KeptTensor, Place
 from lightning_memkit.micro_batching.step_changes import ChangeKind, label
+from lightning_memkit.utilities.generators import GENERATORS
 
 Keys = frozenset[tuple[str, str]]
 

@@ -24,7 +24,7 @@ from lightning_memkit.optim.modes import Mode, States
 from lightning_memkit.optim.pieces import is_compensated, slots
 from lightning_memkit.optim.state_dtypes import storage_of
 from lightning_memkit.optim.tiny_copies import tiny_copy
-from lightning_memkit.rollback import Generators
+from lightning_memkit.utilities.generators import Generators
 
 _STEPS = 4
 _EVALUATIONS_A_STEP = 100  # more are taken for "until it fits": no step with a fixed number has that many

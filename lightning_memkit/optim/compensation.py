@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_memkit.errors import NoEffectWarning
 from lightning_memkit.optim.bytes_per_parameter import BytesPerParameter, bytes_per_parameter
 from lightning_memkit.optim.checkpoints import install_checkpoint_hooks
 from lightning_memkit.optim.closures import with_closure
@@ -37,6 +36,7 @@ from lightning_memkit.optim.shadow import LOW_STATES, Mode, ShadowEngine, States
 from lightning_memkit.optim.snapshots import OptimizerSnapshot, restore_snapshot, take_snapshot
 from lightning_memkit.optim.split import LOW_HALF
 from lightning_memkit.optim.stochastic_rounding import StochasticRounding
+from lightning_memkit.utilities.errors import NoEffectWarning
 
 _MARK = "_memkit_compensation"
 

@@ -15,9 +15,9 @@ from lightning_memkit.checkpoints import files, streamed
 from lightning_memkit.checkpoints.atomic import new_file
 from lightning_memkit.checkpoints.documents import encode
 from lightning_memkit.checkpoints.sharded import gather, is_sharded, load_rest
-from lightning_memkit.errors import NoEffectWarning
 from lightning_memkit.optim.consolidate import NAMES_KEY, consolidate_checkpoint
-from lightning_memkit.progress_bar import ProgressBar
+from lightning_memkit.utilities.errors import NoEffectWarning
+from lightning_memkit.utilities.progress import ProgressBar
 
 _SAFETENSORS = ".safetensors"  # the ending of a target that shall hold weights alone
 _OF_TRAINING = ("optimizer_states", "lr_schedulers", "callbacks", "loops")

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_memkit.errors import NoEffectWarning
 from lightning_memkit.optim.at_risk import at_risk
 from lightning_memkit.optim.compensation import compensation_of
 from lightning_memkit.optim.pieces import Slot, slots
 from lightning_memkit.optim.state_dtypes import KEEP_FLOAT32
+from lightning_memkit.utilities.errors import NoEffectWarning
 
 BLOCK_VALUES = 256  # that share a scale in bitsandbytes' states
 PAGING_DEVICES = ("cuda", "xpu")

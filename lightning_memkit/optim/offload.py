@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_memkit.errors import NoEffectWarning
 from lightning_memkit.memory.pinned import return_pinned
 from lightning_memkit.optim.closures import with_closure
 from lightning_memkit.optim.compensation import compensation_of
@@ -33,6 +32,7 @@ from lightning_memkit.optim.methods import (
 from lightning_memkit.optim.pieces import slots
 from lightning_memkit.optim.shadow import ShadowEngine
 from lightning_memkit.optim.state_home import HOME, StateHome, has_own_memory, is_at_home, mapped, tensors_of
+from lightning_memkit.utilities.errors import NoEffectWarning
 
 BUCKET_BYTES = 64 << 20
 _MARK = "_memkit_offload"

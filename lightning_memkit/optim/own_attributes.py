@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_memkit.generators import GENERATORS, set_state, state_of
+from lightning_memkit.utilities.generators import GENERATORS, set_state, state_of
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 CONTAINERS = (dict, list, set, deque)

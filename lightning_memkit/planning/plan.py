@@ -7,11 +7,11 @@ from typing import Any
 
 import lightning_memkit
 from lightning_memkit.distributed.sharding import Sharding
-from lightning_memkit.errors import PlanError
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.planning.budget import Budget
 from lightning_memkit.planning.choices import Part
 from lightning_memkit.planning.problem import Row
+from lightning_memkit.utilities.errors import PlanError
 
 _MIB = 1 << 20
 _NAMED_TOGETHER = 4  # configurations of one precision with one reason

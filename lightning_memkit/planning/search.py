@@ -10,7 +10,7 @@ from lightning_memkit.planning.choices import Choice, Family, is_lighter, refusa
 from lightning_memkit.planning.problem import Problem, Row, UnavailableError
 from lightning_memkit.planning.sizes import best_size, confirmed
 from lightning_memkit.prediction.result import Prediction
-from lightning_memkit.progress_bar import ProgressBar
+from lightning_memkit.utilities.progress import ProgressBar
 
 # What keeps the least is known within such a group.
 _APART = ("precision", "ranks", "offload", "gradients", "states")

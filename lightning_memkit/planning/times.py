@@ -14,11 +14,11 @@ from torch import Tensor
 
 from lightning_memkit.activations.planned import run_recorded
 from lightning_memkit.activations.tape import RECORDING_SECONDS, RUNNING_AGAIN_SECONDS
-from lightning_memkit.errors import PredictionError
 from lightning_memkit.memory.clocks import DeviceClocks, Took, launched
 from lightning_memkit.prediction.contained import contained
 from lightning_memkit.prediction.devices import Device
 from lightning_memkit.prediction.work import MADE_AGAIN, RECORDED, Operator, TensorShape, Work
+from lightning_memkit.utilities.errors import PredictionError
 
 # Of the data sheet's peaks, what large matrix products and copies reach.
 _OF_PEAK_FLOPS, _OF_PEAK_BYTES = 0.6, 0.8

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_memkit.plugins.activation_checkpointing import ActivationCheckpointing
 from lightning_memkit.plugins.precision import PureBF16Precision
 from lightning_memkit.prediction.contained import NO_AUTOGRAD_IN_FORKS, contained
-from lightning_memkit.replacing import take_off_replacements
+from lightning_memkit.utilities.patching import take_off_replacements
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from jsonargparse import Namespace
 
-from lightning_memkit.errors import MissingPackageError
+from lightning_memkit.utilities.errors import MissingPackageError
 
 # Names that bitsandbytes alone has; AdamW by itself stays torch's.
 _SHORT = re.compile(

@@ -11,7 +11,6 @@ from torch import Tensor
 
 import lightning_memkit
 from lightning_memkit.activations.checkpointing import checkpoint_modules
-from lightning_memkit.errors import NoEffectWarning
 from lightning_memkit.loss.switch import use_chunked_loss
 from lightning_memkit.micro_batching import split_batch
 from lightning_memkit.planning.choices import Family, Part
@@ -23,6 +22,7 @@ from lightning_memkit.plugins.gradient_release import GradientRelease
 from lightning_memkit.plugins.memory_budget import MemoryBudget
 from lightning_memkit.plugins.prediction import predict_memory
 from lightning_memkit.prediction.result import Prediction
+from lightning_memkit.utilities.errors import NoEffectWarning
 
 
 class Parts:

@@ -19,11 +19,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_debug, rank_zero_war
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_memkit.kept import SWITCH, keep, kept_file, recall
 from lightning_memkit.memory.measure import capacity
 from lightning_memkit.micro_batching import batch_size
 from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._worst_batch import worst_batch
+from lightning_memkit.utilities.cached_answers import SWITCH, keep, kept_file, recall
 
 _FORMAT = 1
 _PACKAGES = ("torch", "lightning", "lightning_memkit", "transformers")

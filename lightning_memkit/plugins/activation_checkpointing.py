@@ -10,9 +10,9 @@ from lightning_memkit.activations.blocks import refuse_single_pattern
 from lightning_memkit.activations.checkpointing import Checkpointed, checkpoint_modules
 from lightning_memkit.activations.planned import BudgetPlan
 from lightning_memkit.activations.policies import parse_policy
-from lightning_memkit.errors import NoEffectWarning
 from lightning_memkit.memory.measure import budget_bytes
 from lightning_memkit.plugins._pickling import LeavesRunBehind, nothing
+from lightning_memkit.utilities.errors import NoEffectWarning
 
 
 class ActivationCheckpointing(LeavesRunBehind, Callback):

@@ -17,8 +17,8 @@ from lightning_memkit.activations.offload import (
     offload_activations,
 )
 from lightning_memkit.activations.offload_visits import in_host_memory
-from lightning_memkit.errors import NoEffectWarning
 from lightning_memkit.plugins._pickling import LeavesRunBehind, nothing
+from lightning_memkit.utilities.errors import NoEffectWarning
 
 
 class ActivationOffload(LeavesRunBehind, Callback):

@@ -16,7 +16,7 @@ from lightning_memkit.initialization import build_empty
 from lightning_memkit.materialization import give_memory, materialize
 from lightning_memkit.plugins.fsdp2 import FSDP2Strategy
 from lightning_memkit.plugins.strategies import parameter_dtype
-from lightning_memkit.replacing import replace_method
+from lightning_memkit.utilities.patching import replace_method
 from lightning_memkit.weights import load_weights
 
 

@@ -19,12 +19,12 @@ from lightning_memkit.data.loader_tuning import (
     start_costs,
 )
 from lightning_memkit.data.resumable_loader import ResumableLoader, with_other_ranks
-from lightning_memkit.errors import NoEffectWarning
 from lightning_memkit.memory.processors import usable_processors
 from lightning_memkit.plugins import _seam_loader
 from lightning_memkit.plugins._pickling import LeavesRunBehind
 from lightning_memkit.plugins._ranks import any_rank, largest_of_ranks, values_of_ranks
 from lightning_memkit.plugins._training_loaders import TrainingLoaders
+from lightning_memkit.utilities.errors import NoEffectWarning
 
 _FIRST_LOOK, _NEXT_LOOK = 12, 4  # after so many batches, then after so many times as many
 _WARM_UP = 2  # batches that compile, allocate, fill queues

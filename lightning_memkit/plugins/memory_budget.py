@@ -33,7 +33,7 @@ from lightning_memkit.plugins._sizing import AccumulationWindow, set_gradient_pa
 from lightning_memkit.plugins._tensors import tensors_of
 from lightning_memkit.plugins._trials import Trials
 from lightning_memkit.plugins._value_looks import ValueLooks
-from lightning_memkit.rollback import Generators
+from lightning_memkit.utilities.generators import Generators
 
 _COPIED = 0.01  # of the budget, for copies beside an optimizer's step that may be left half-done
 

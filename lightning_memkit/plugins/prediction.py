@@ -25,7 +25,6 @@ from lightning.pytorch.callbacks import (
 from torch.optim import Optimizer
 
 from lightning_memkit.data.sampling_order import GlobalNumbers
-from lightning_memkit.errors import PredictionError
 from lightning_memkit.memory.meter import unmetered
 from lightning_memkit.plugins._predicted_ranks import many_ranks
 from lightning_memkit.plugins._prediction_errors import check_batch, explained
@@ -41,6 +40,7 @@ from lightning_memkit.prediction.pretrained import without_reading_weights
 from lightning_memkit.prediction.ranks import RankSimulation
 from lightning_memkit.prediction.result import Prediction
 from lightning_memkit.prediction.simulation import Simulation
+from lightning_memkit.utilities.errors import PredictionError
 
 _STEPS = 2  # the first makes the optimizer's states, the second has them from its beginning
 _WATCHERS = (

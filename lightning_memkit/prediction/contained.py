@@ -17,8 +17,8 @@ from typing import Any, BinaryIO, NoReturn, TypeVar
 
 import torch
 
-from lightning_memkit.errors import PredictionError
-from lightning_memkit.forks import hide_accelerators, leave_inherited, starting
+from lightning_memkit.utilities.errors import PredictionError
+from lightning_memkit.utilities.forks import hide_accelerators, leave_inherited, starting
 
 T = TypeVar("T")
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from lightning_memkit.errors import PredictionError
 from lightning_memkit.memory.meter import tensors_in, unmetered
 from lightning_memkit.memory.origins import describe, place
 from lightning_memkit.prediction.shapes import SHAPES
+from lightning_memkit.utilities.errors import PredictionError
 
 # The largest tensors whose values are followed: integers and booleans steer control flow, numbers hardly ever do.
 _MOST_BYTES, _MOST_BYTES_OF_NUMBERS = 1 << 24, 1 << 16

@@ -25,13 +25,13 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._pytree import tree_map_only
 from typing_extensions import Self
 
-from lightning_memkit.errors import PredictionError
 from lightning_memkit.memory.meter import tensors_in, unmetered
 from lightning_memkit.prediction.devices import Device
 from lightning_memkit.prediction.host_shards import host_shards
 from lightning_memkit.prediction.replaced import replaced
 from lightning_memkit.prediction.result import Prediction
 from lightning_memkit.prediction.simulation import Simulation
+from lightning_memkit.utilities.errors import PredictionError
 
 _c10d = torch.ops.c10d
 # Which argument gloo (`ProcessGroupGloo.cpp`) makes a flat copy of while a collective runs; NCCL makes none.

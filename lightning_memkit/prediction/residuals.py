@@ -8,7 +8,7 @@ from statistics import median
 import torch
 
 import lightning_memkit
-from lightning_memkit.kept import keep, kept_file, recall
+from lightning_memkit.utilities.cached_answers import keep, kept_file, recall
 
 _KEPT = 16  # of the latest runs: drivers and models change
 _CREDIBLE = (0.5, 2.0)  # outside, something else was measured than was predicted

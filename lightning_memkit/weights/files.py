@@ -16,7 +16,7 @@ from lightning_memkit.checkpoints.checksums import Checksums
 from lightning_memkit.checkpoints.errors import CheckpointError
 from lightning_memkit.checkpoints.streamed import FORMAT, WITHOUT_CHECKSUMS
 from lightning_memkit.checkpoints.tables import read_table
-from lightning_memkit.errors import WeightsError
+from lightning_memkit.utilities.errors import WeightsError
 from lightning_memkit.weights.source import Box, Entry, Source, copy_in_pieces
 
 _DTYPES = {

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from lightning_memkit.checkpoints.contents import read_contents
 from lightning_memkit.checkpoints.errors import CheckpointError
 from lightning_memkit.checkpoints.folder_checksums import check_items
-from lightning_memkit.errors import WeightsError
+from lightning_memkit.utilities.errors import WeightsError
 from lightning_memkit.weights.source import Box, Entry
 
 _IN_LIGHTNING = "state_dict."

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memkit.distributed.shards import local_box, local_part
-from lightning_memkit.errors import WeightsError
 from lightning_memkit.initialization import settle
 from lightning_memkit.materialization import give_memory
-from lightning_memkit.progress_bar import ProgressBar
+from lightning_memkit.utilities.errors import WeightsError
+from lightning_memkit.utilities.progress import ProgressBar
 from lightning_memkit.weights.files import IndexedFiles, open_file
 from lightning_memkit.weights.source import Entry, Source, pieces, whole
 

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from lightning_memkit.data.shares import DocumentOptions, deal_documents
-from lightning_memkit.errors import NoEffectWarning
+from lightning_memkit.utilities.errors import NoEffectWarning
 
 
 def test_every_document_falls_to_one_share_of_about_the_size_asked_for():

@@ -11,7 +11,7 @@ from lightning_memkit.data.corpus import Corpus, shares_of
 from lightning_memkit.data.shares import DocumentOptions
 from lightning_memkit.data.store import TokenStore
 from lightning_memkit.data.tokenizers import ByteTokenizer
-from lightning_memkit.errors import MissingPackageError
+from lightning_memkit.utilities.errors import MissingPackageError
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ import pytest
 
 from lightning_memkit.data.corpora import text_store
 from lightning_memkit.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
-from lightning_memkit.errors import MissingPackageError
+from lightning_memkit.utilities.errors import MissingPackageError
 
 TEXTS = ["", "plain", "größer\n日本", "x"]
 

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_memkit.errors import NoEffectWarning
 from lightning_memkit.loss.lazy_logits import LazyLogits
 from lightning_memkit.loss.switch import use_chunked_loss
 from lightning_memkit.memory.meter import ByteMeter
+from lightning_memkit.utilities.errors import NoEffectWarning
 
 CLASSES = 50
 

@@ -8,10 +8,10 @@ import warnings
 import pytest
 import torch
 
-from lightning_memkit.errors import NoEffectWarning
 from lightning_memkit.loss.lazy_logits import LazyLogits
 from lightning_memkit.loss.switch import use_chunked_loss
 from lightning_memkit.memory.meter import ByteMeter
+from lightning_memkit.utilities.errors import NoEffectWarning
 
 transformers = pytest.importorskip("transformers")
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from lightning_memkit.errors import NoEffectWarning
 from lightning_memkit.optim.compensation import compensate, compensation_of
+from lightning_memkit.utilities.errors import NoEffectWarning
 from tests.optim.helpers import bf16_twins, set_gradients
 
 

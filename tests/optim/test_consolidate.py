@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from lightning_memkit.casting import cast_module
-from lightning_memkit.errors import NoEffectWarning
 from lightning_memkit.optim.compensation import compensate
 from lightning_memkit.optim.consolidate import (
     NAMES_KEY,
@@ -18,6 +17,7 @@ from lightning_memkit.optim.consolidate import (
     set_float32_weight,
 )
 from lightning_memkit.optim.consolidated_files import consolidate_file
+from lightning_memkit.utilities.errors import NoEffectWarning
 
 BF16, FP32 = torch.bfloat16, torch.float32
 TIED = ("embed.weight", "head.weight")

@@ -13,10 +13,10 @@ from lightning_memkit.checkpoints.errors import CheckpointError
 from lightning_memkit.checkpoints.files import save
 from lightning_memkit.checkpoints.sharded import save_sharded
 from lightning_memkit.cli import main
-from lightning_memkit.errors import NoEffectWarning
 from lightning_memkit.optim.compensation import compensate
 from lightning_memkit.optim.consolidate import NAMES_KEY, consolidate_checkpoint, parameter_names
 from lightning_memkit.optim.consolidated_files import consolidate_file, read_checkpoint
+from lightning_memkit.utilities.errors import NoEffectWarning
 from tests.checkpoints.test_files import assert_same
 
 

@@ -17,7 +17,6 @@ from bitsandbytes.optim import GlobalOptimManager
 from torch import nn
 from torch.nn import Parameter
 
-from lightning_memkit.errors import NoEffectWarning
 from lightning_memkit.optim import eight_bit
 from lightning_memkit.optim.bytes_per_parameter import bytes_per_parameter
 from lightning_memkit.optim.compensation import compensate
@@ -36,6 +35,7 @@ from lightning_memkit.optim.snapshots import (
 )
 from lightning_memkit.optim.step_copies import StepCopies, WholeStepCopies
 from lightning_memkit.testing import fake_device
+from lightning_memkit.utilities.errors import NoEffectWarning
 from tests.optim.helpers import all_tensors, assert_same_bits, set_gradients
 from tests.testing.needs import NEEDS_COMPILER
 

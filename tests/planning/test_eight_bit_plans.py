@@ -11,8 +11,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_memkit import ActivationCheckpointing, Budget, PureBF16Precision, plan
 from lightning_memkit.cli import main
-from lightning_memkit.errors import PlanError
 from lightning_memkit.planning.eight_bit import eight_bit_of, with_8_bit_states
+from lightning_memkit.utilities.errors import PlanError
 from tests.plugins.test_planning import config
 from tests.plugins.test_prediction import Language, batch
 

@@ -19,8 +19,8 @@ from lightning_memkit import (
 )
 from lightning_memkit.plugins import _forecast, _given_run
 from lightning_memkit.prediction.contained import NO_AUTOGRAD_IN_FORKS
-from lightning_memkit.replacing import replace_method, take_off_replacements
 from lightning_memkit.testing.fake_device import compiler
+from lightning_memkit.utilities.patching import replace_method, take_off_replacements
 from tests.plugins.test_prediction import Language, Loader, batch
 from tests.plugins.toys import trained, weights
 

@@ -12,9 +12,9 @@ from lightning.pytorch import Trainer
 from safetensors.torch import save_file
 
 from lightning_memkit import MemkitCLI, OnDeviceStrategy, predict_memory
-from lightning_memkit.errors import WeightsError
 from lightning_memkit.optim.split import split
 from lightning_memkit.plugins.initial_weights import InitialWeights
+from lightning_memkit.utilities.errors import WeightsError
 from tests.plugins.noise import NOISE
 from tests.plugins.several_ranks import LENGTH, Language, Loader
 from tests.plugins.two_ranks_initial_weights import Early, Late, fit

@@ -13,12 +13,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_memkit.errors import NoEffectWarning
 from lightning_memkit.optim.state_home import tensors_of
 from lightning_memkit.plugins.gradient_release import GradientRelease
 from lightning_memkit.plugins.optimizer_offload import OptimizerOffload
 from lightning_memkit.plugins.precision import PureBF16Precision
 from lightning_memkit.testing import fake_device
+from lightning_memkit.utilities.errors import NoEffectWarning
 from tests.plugins.fake_accelerator import on_fake_device
 from tests.plugins.noise import NOISE
 from tests.testing.needs import NEEDS_COMPILER

@@ -17,8 +17,8 @@ from lightning_memkit.contamination import ContaminationError
 from lightning_memkit.data.batch import PackedBatch
 from lightning_memkit.data.loader import PackedLoader
 from lightning_memkit.data.shares import DocumentOptions
-from lightning_memkit.errors import MissingPackageError
 from lightning_memkit.plugins.packed_data import BatchOptions, PackedDataModule
+from lightning_memkit.utilities.errors import MissingPackageError
 
 SHARES = DocumentOptions(validation=0.2)
 

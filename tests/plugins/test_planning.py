@@ -25,7 +25,6 @@ from lightning_memkit import (
     plan,
 )
 from lightning_memkit.cli import main
-from lightning_memkit.errors import PlanError
 from lightning_memkit.memory.allocator_trace import AllocatorTrace
 from lightning_memkit.memory.clocks import launched
 from lightning_memkit.planning.times import (
@@ -38,6 +37,7 @@ from lightning_memkit.plugins.prediction import predict_memory
 from lightning_memkit.prediction.contained import contained
 from lightning_memkit.prediction.devices import DEVICES
 from lightning_memkit.prediction.work import MADE_AGAIN, RECORDED, Operator, Work
+from lightning_memkit.utilities.errors import PlanError
 from tests.plugins.test_prediction import Language, Loader, batch
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")

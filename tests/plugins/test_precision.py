@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_memkit.errors import NoEffectWarning
 from lightning_memkit.plugins.precision import PureBF16Precision
+from lightning_memkit.utilities.errors import NoEffectWarning
 from tests.optim.helpers import copy_gradients
 
 pytestmark = [

@@ -16,11 +16,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_memkit import ActivationCheckpointing, MemoryBudget, PureBF16Precision, predict_memory
-from lightning_memkit.errors import PredictionError
 from lightning_memkit.memory.allocator_trace import AllocatorTrace
 from lightning_memkit.prediction.contained import contained
 from lightning_memkit.prediction.lines import PeakLines
 from lightning_memkit.testing.fake_device import compiler
+from lightning_memkit.utilities.errors import PredictionError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
 
@@ -392,7 +392,7 @@ import sys
 sys.path.insert(0, sys.argv[1])
 import torch
 from lightning_memkit import predict_memory, PureBF16Precision
-from lightning_memkit.errors import PredictionError
+from lightning_memkit.utilities.errors import PredictionError
 from lightning_memkit.testing.fake_device import fake_device
 from tests.plugins.test_prediction import Language, batch
 

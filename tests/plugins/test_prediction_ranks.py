@@ -15,9 +15,9 @@ from benchmarks._measured_prediction_ranks import TRAINING, Measured, measured, 
 from benchmarks._prediction_ranks import Case, Trained, batch, build, predict
 from lightning_memkit import FSDP2Strategy, predict_memory
 from lightning_memkit.distributed.sharding import Sharding
-from lightning_memkit.errors import PredictionError
 from lightning_memkit.prediction.caching_allocator import CachingAllocator
 from lightning_memkit.prediction.contained import contained
+from lightning_memkit.utilities.errors import PredictionError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning", "ignore:.*:FutureWarning")
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from lightning_memkit.errors import PredictionError
 from lightning_memkit.prediction.simulation import Simulation
+from lightning_memkit.utilities.errors import PredictionError
 
 IDS = torch.tensor([[3, 1, 4, 1], [5, 9, 2, 6]])
 MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])

@@ -17,8 +17,8 @@ from torch import nn
 from lightning_memkit.checkpoints.checksums import CHUNK_BYTES
 from lightning_memkit.checkpoints.files import save
 from lightning_memkit.checkpoints.sharded import save_sharded
-from lightning_memkit.errors import WeightsError
 from lightning_memkit.initialization import build_empty, build_on
+from lightning_memkit.utilities.errors import WeightsError
 from lightning_memkit.weights import load_weights
 from lightning_memkit.weights.files import open_file
 from lightning_memkit.weights.source import PIECE_BYTES

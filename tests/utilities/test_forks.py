@@ -12,8 +12,8 @@ from lightning_memkit.data import tokenising
 from lightning_memkit.data.sources import Part
 from lightning_memkit.data.store import TokenStore
 from lightning_memkit.data.worker_batches import WorkerBatches, WorkerOptions
-from lightning_memkit.forks import starting
 from lightning_memkit.prediction.contained import contained
+from lightning_memkit.utilities.forks import starting
 from tests.data.test_sources import read
 
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_memkit import progress_bar
-from lightning_memkit.progress_bar import ProgressBar
+from lightning_memkit.utilities import progress
+from lightning_memkit.utilities.progress import ProgressBar
 
 
 class Terminal(io.StringIO):
@@ -24,14 +24,14 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(progress_bar, "time", clock)
+    monkeypatch.setattr(progress, "time", clock)
     return clock
 
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     terminal = Terminal()
-    monkeypatch.setattr(progress_bar, "sys", SimpleNamespace(stderr=terminal))
+    monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=terminal))
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
     return terminal
@@ -72,7 +72,7 @@ def test_bytes_are_shown_in_their_larger_units(clock: Clock, terminal: Terminal)
 
 def test_a_log_file_holds_nothing_of_it(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     log = io.StringIO()
-    monkeypatch.setattr(progress_bar, "sys", SimpleNamespace(stderr=log))
+    monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=log))
     go(clock, 3, 3, 3)
     assert log.getvalue() == ""
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_memkit.activations.checkpointing import checkpoint_modules
 from lightning_memkit.loss.switch import use_chunked_loss
-from lightning_memkit.replacing import replace_method
+from lightning_memkit.utilities.patching import replace_method
 from tests.activations.models import transformers_model
 
 

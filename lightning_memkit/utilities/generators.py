@@ -1,0 +1,54 @@
+"""Generators of random numbers, of Python, NumPy and torch, global or a user's: where each stands, and back there."""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+
+
+def state_of(generator: Any) -> Any:
+    """Where one of `GENERATORS` stands."""
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.get_state()
+
+
+def set_state(generator: Any, state: Any) -> None:
+    """Let a generator go on from where `state_of` has found it."""
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
+
+
+class Generators:
+    """The state of every global random number generator that a step may draw from: Python, NumPy, torch's."""
+
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        self._numpy = np.random.get_state()
+        self._cpu = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+    def drawn_from(self) -> tuple[bool, bool]:
+        """Whether something was drawn since: of torch, and of Python or NumPy."""
+        now = Generators()
+        ours = zip([self._cpu, *self._cuda], [now._cpu, *now._cuda], strict=False)
+        numpys = zip(self._numpy, now._numpy, strict=True)
+        elsewhere = self._python != now._python or not all(np.array_equal(a, b) for a, b in numpys)
+        return not all(torch.equal(a, b) for a, b in ours), elsewhere
+
+    def restore(self) -> None:
+        """Put all generators back."""
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        torch.set_rng_state(self._cpu)
+        if self._cuda:
+            torch.cuda.set_rng_state_all(self._cuda)
