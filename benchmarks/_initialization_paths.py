@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.harness import Ratio, one_thread, paired_ratio
 from lightning_memkit import InitialWeights, OnDeviceStrategy, PureBF16Precision
-from lightning_memkit.initialization import build_empty, build_on
-from lightning_memkit.weights import load_weights
+from lightning_memkit.initialization import load_weights
+from lightning_memkit.initialization.building import build_empty, build_on
 
 SIZES = {
     "full": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 8, "vocab_size": 32000},

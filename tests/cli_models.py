@@ -5,7 +5,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils.data import DataLoader
 
-from tests.test_initialization import Float32Bytes
+from tests.initialization.test_building import Float32Bytes
 
 BUILT: list[LightningModule] = []
 

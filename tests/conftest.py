@@ -118,7 +118,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             rows[test] += 1
     orders = (
         ("prediction", "planning", "forecast", "foreseen", "report_failed", "zero_redundancy"),
-        ("tests/weights", "tests/checkpoints", "distributed/test_weights"),
+        ("initialization/test_loading", "tests/checkpoints", "distributed/test_weights"),
     )
 
     def place(item: pytest.Item) -> int:

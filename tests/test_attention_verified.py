@@ -11,7 +11,7 @@ from torch import nn
 from lightning_memkit.attention.adapters import use_packed_attention
 from lightning_memkit.attention.packed_mask import Forward, PackedMask
 from lightning_memkit.attention.twin import twin_of
-from lightning_memkit.initialization import build_empty, build_on
+from lightning_memkit.initialization.building import build_empty, build_on
 from tests.test_attention_transformers import (
     BOUNDS,
     GROUPED,

@@ -211,7 +211,7 @@ def compensate(
         dtypes = sorted({str(slot.parameter.dtype) for slot in slots(optimizer)})
         warnings.warn(
             f"{type(optimizer).__name__} has no bfloat16 parameter (it has {', '.join(dtypes) or 'none'}), so "
-            "there is nothing to compensate; cast the module first, with lightning_memkit.casting.cast_module.",
+            "there is nothing to compensate; cast the module first, with lightning_memkit.initialization.cast_module.",
             NoEffectWarning,
             stacklevel=2,
         )

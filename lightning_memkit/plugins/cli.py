@@ -27,7 +27,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_memkit.initialization import build_empty, build_on
+from lightning_memkit.initialization.building import build_empty, build_on
 from lightning_memkit.plugins._config_checkpoint import readable_by_torch
 from lightning_memkit.plugins._eight_bit import adapt_bitsandbytes_in
 from lightning_memkit.plugins._optimizer_names import classes_named_in

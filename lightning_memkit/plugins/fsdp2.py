@@ -23,8 +23,8 @@ from lightning_memkit.checkpoints.sharded import is_sharded
 from lightning_memkit.distributed.own_group import own_group
 from lightning_memkit.distributed.sharding import Sharding, shard_blocks
 from lightning_memkit.distributed.timeouts import give_timeout
-from lightning_memkit.initialization import build_empty, build_on
-from lightning_memkit.materialization import materialize
+from lightning_memkit.initialization.building import build_empty, build_on
+from lightning_memkit.initialization.materialization import materialize
 from lightning_memkit.plugins import _seam, _sharded_checkpoints
 from lightning_memkit.plugins._checkpoint_places import folder_of_ranks, place_of, remove_place
 from lightning_memkit.plugins._eight_bit import adapt_bitsandbytes_in

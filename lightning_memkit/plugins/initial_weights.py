@@ -12,12 +12,12 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
-from lightning_memkit.initialization import build_empty
-from lightning_memkit.materialization import give_memory, materialize
+from lightning_memkit.initialization import load_weights
+from lightning_memkit.initialization.building import build_empty
+from lightning_memkit.initialization.materialization import give_memory, materialize
 from lightning_memkit.plugins.fsdp2 import FSDP2Strategy
 from lightning_memkit.plugins.strategies import parameter_dtype
 from lightning_memkit.utilities.patching import replace_method
-from lightning_memkit.weights import load_weights
 
 
 class InitialWeights(Callback):

@@ -12,7 +12,7 @@ import yaml
 from jsonargparse import Namespace
 from lightning.pytorch import LightningModule
 
-from lightning_memkit.initialization import build_on
+from lightning_memkit.initialization.building import build_on
 from lightning_memkit.micro_batching import batch_size, split_batch
 from lightning_memkit.planning.budget import Budget, Goal
 from lightning_memkit.planning.explained import beside_prediction, bytes_a_parameter

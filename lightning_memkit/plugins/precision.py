@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_memkit.casting import cast_inputs, cast_module
 from lightning_memkit.distributed.shards import sharded_like
-from lightning_memkit.initialization import build_on
+from lightning_memkit.initialization.building import build_on
+from lightning_memkit.initialization.casting import cast_inputs, cast_module
 from lightning_memkit.optim.compensation import (
     Compensation,
     compensate,

@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_memkit.initialization import build_on
+from lightning_memkit.initialization.building import build_on
 from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._eight_bit import adapt_bitsandbytes_in
 from lightning_memkit.plugins.random_state import RandomState

@@ -8,8 +8,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from lightning_memkit.initialization import build_empty
-from lightning_memkit.materialization import materialize
+from lightning_memkit.initialization.building import build_empty
+from lightning_memkit.initialization.materialization import materialize
 from tests.activations.models import transformers_model
 from tests.distributed.launch import two_ranks
 from tests.distributed.two_ranks_weights import Tied

@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lightning_memkit.distributed.sharding import Sharding, shard_blocks
-from lightning_memkit.initialization import build_empty, build_on
-from lightning_memkit.materialization import materialize
-from lightning_memkit.weights import load_weights
+from lightning_memkit.initialization import load_weights
+from lightning_memkit.initialization.building import build_empty, build_on
+from lightning_memkit.initialization.materialization import materialize
 from tests.activations.models import transformers_model
 from tests.distributed.two_ranks_sharding import Net
 from tests.plugins.ranks import leave

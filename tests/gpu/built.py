@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from lightning_memkit import OnDeviceStrategy
-from lightning_memkit.initialization import build_on
+from lightning_memkit.initialization.building import build_on
 from tests.gpu.card import sized
 from tests.plugins.toys import trainer
 

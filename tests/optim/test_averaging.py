@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
-from lightning_memkit.casting import cast_module
+from lightning_memkit.initialization.casting import cast_module
 from lightning_memkit.optim.averaging import Loan, load_average, update_average, widen_average
 from lightning_memkit.optim.compensation import compensate
 from lightning_memkit.optim.consolidate import float32_state_dict

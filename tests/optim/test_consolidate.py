@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memkit.casting import cast_module
+from lightning_memkit.initialization.casting import cast_module
 from lightning_memkit.optim.compensation import compensate
 from lightning_memkit.optim.consolidate import (
     NAMES_KEY,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter, functional
 from torch.optim import Optimizer
 
-from lightning_memkit.casting import cast_inputs, cast_module
+from lightning_memkit.initialization.casting import cast_inputs, cast_module
 from lightning_memkit.optim.compensation import compensate
 from lightning_memkit.optim.eight_bit import adapt_bitsandbytes
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lightning_memkit.casting import cast_module
+from lightning_memkit.initialization.casting import cast_module
 from lightning_memkit.optim.compensation import compensate
 from lightning_memkit.optim.snapshots import (
     forget_new_states,

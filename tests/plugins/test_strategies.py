@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 from lightning_memkit import OnDeviceStrategy, PureBF16Precision
 from lightning_memkit.plugins.random_state import KEY, RandomState
 from lightning_memkit.plugins.strategies import parameter_dtype
+from tests.initialization.test_building import Float32Bytes
 from tests.plugins.noise import NOISE
-from tests.test_initialization import Float32Bytes
 
 pytestmark = NOISE
 

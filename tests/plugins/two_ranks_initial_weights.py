@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_memkit import FSDP2Strategy, MemkitCLI, PureBF16Precision
 from lightning_memkit.distributed.shards import local_box, local_part
-from lightning_memkit.initialization import build_empty
+from lightning_memkit.initialization.building import build_empty
 from lightning_memkit.optim.split import LOW_HALF
 from lightning_memkit.plugins.initial_weights import InitialWeights
 from tests.plugins.ranks import leave

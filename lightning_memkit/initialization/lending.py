@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_memkit.pages import drop_pages
+from lightning_memkit.initialization.pages import drop_pages
 
 _ALIASES = frozenset({"data", "T", "mT", "H", "mH"})  # properties that give an alias of the values
 _METADATA = frozenset(

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memkit.initialization import build_on
-from lightning_memkit.pages import drop_pages, move_values
+from lightning_memkit.initialization.building import build_on
+from lightning_memkit.initialization.pages import drop_pages, move_values
 
 BF16 = torch.bfloat16
 ON_LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pages are dropped on Linux alone")

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from lightning_memkit.lending import Lending, is_shared
-from lightning_memkit.pages import move_values
+from lightning_memkit.initialization.lending import Lending, is_shared
+from lightning_memkit.initialization.pages import move_values
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 _HIGH_PRECISION = (torch.float32, torch.float64)

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from lightning_memkit.checkpoints.contents import read_contents
 from lightning_memkit.checkpoints.errors import CheckpointError
 from lightning_memkit.checkpoints.folder_checksums import check_items
+from lightning_memkit.initialization.weight_source import Box, Entry
 from lightning_memkit.utilities.errors import WeightsError
-from lightning_memkit.weights.source import Box, Entry
 
 _IN_LIGHTNING = "state_dict."
 

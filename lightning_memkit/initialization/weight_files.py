@@ -16,8 +16,8 @@ from lightning_memkit.checkpoints.checksums import Checksums
 from lightning_memkit.checkpoints.errors import CheckpointError
 from lightning_memkit.checkpoints.streamed import FORMAT, WITHOUT_CHECKSUMS
 from lightning_memkit.checkpoints.tables import read_table
+from lightning_memkit.initialization.weight_source import Box, Entry, Source, copy_in_pieces
 from lightning_memkit.utilities.errors import WeightsError
-from lightning_memkit.weights.source import Box, Entry, Source, copy_in_pieces
 
 _DTYPES = {
     "F64": torch.float64,

@@ -5,7 +5,7 @@ import torch
 import torchmetrics
 from torch import nn
 
-from lightning_memkit.casting import cast_inputs, cast_module
+from lightning_memkit.initialization.casting import cast_inputs, cast_module
 from lightning_memkit.optim.split import join
 from lightning_memkit.utilities.errors import NoEffectWarning
 

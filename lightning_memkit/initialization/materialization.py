@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_memkit.distributed.fsdp2 import parameter_groups, sharded_states
 from lightning_memkit.distributed.shards import local_box, local_part
-from lightning_memkit.initialization import known_by_nobody
-from lightning_memkit.lending import Lending
+from lightning_memkit.initialization.building import known_by_nobody
+from lightning_memkit.initialization.lending import Lending
 
 _INITIALISERS = ("reset_parameters", "_reset_parameters")
 

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from lightning_memkit.initialization import build_empty, build_on
-from lightning_memkit.materialization import give_memory, materialize
+from lightning_memkit.initialization.building import build_empty, build_on
+from lightning_memkit.initialization.materialization import give_memory, materialize
 from tests.activations import test_transformers as classes
-from tests.test_initialization import HAND_BUILT, Float32Bytes
+from tests.initialization.test_building import HAND_BUILT, Float32Bytes
 
 BF16 = torch.bfloat16
 NAMES = classes.NAMES

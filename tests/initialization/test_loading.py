@@ -17,11 +17,11 @@ from torch import nn
 from lightning_memkit.checkpoints.checksums import CHUNK_BYTES
 from lightning_memkit.checkpoints.files import save
 from lightning_memkit.checkpoints.sharded import save_sharded
-from lightning_memkit.initialization import build_empty, build_on
+from lightning_memkit.initialization import load_weights
+from lightning_memkit.initialization.building import build_empty, build_on
+from lightning_memkit.initialization.weight_files import open_file
+from lightning_memkit.initialization.weight_source import PIECE_BYTES
 from lightning_memkit.utilities.errors import WeightsError
-from lightning_memkit.weights import load_weights
-from lightning_memkit.weights.files import open_file
-from lightning_memkit.weights.source import PIECE_BYTES
 from tests.spoiled import spoiled
 
 
@@ -164,7 +164,7 @@ def test_a_context_of_initialisers_does_not_write_over_what_was_loaded(tmp_path)
 
 
 def test_large_tensors_are_copied_in_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr("lightning_memkit.weights.source.PIECE_BYTES", 64)
+    monkeypatch.setattr("lightning_memkit.initialization.weight_source.PIECE_BYTES", 64)
     assert PIECE_BYTES > 64
     for make in (safetensors_file, torch_file):
         with build_on("cpu", torch.bfloat16):
@@ -228,7 +228,7 @@ def both_names(other: torch.Tensor) -> dict[str, torch.Tensor]:
 )
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_names_of_one_tensor_with_other_values_are_refused(write, ending, tmp_path, monkeypatch):
-    monkeypatch.setattr("lightning_memkit.weights.source.PIECE_BYTES", 64)
+    monkeypatch.setattr("lightning_memkit.initialization.weight_source.PIECE_BYTES", 64)
     table = weights()["table.weight"]
     table[3, 3] = float("nan")
     write({**both_names(table.clone()), "table.weight": table}, tmp_path / f"same{ending}")

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memkit.distributed.shards import local_box, local_part
-from lightning_memkit.initialization import settle
-from lightning_memkit.materialization import give_memory
+from lightning_memkit.initialization.building import settle
+from lightning_memkit.initialization.materialization import give_memory
+from lightning_memkit.initialization.weight_files import IndexedFiles, open_file
+from lightning_memkit.initialization.weight_source import Entry, Source, pieces, whole
 from lightning_memkit.utilities.errors import WeightsError
 from lightning_memkit.utilities.progress import ProgressBar
-from lightning_memkit.weights.files import IndexedFiles, open_file
-from lightning_memkit.weights.source import Entry, Source, pieces, whole
 
 Renames = Mapping[str, str | None]
 
@@ -126,7 +126,9 @@ def open_source(path: Path) -> Source:
         if (path / name).is_file():
             return IndexedFiles(path / name)
     if (path / ".metadata").is_file():
-        from lightning_memkit.weights.folder import DistributedFolder  # it loads torch.distributed.checkpoint
+        from lightning_memkit.initialization.weight_folder import (
+            DistributedFolder,  # it loads torch.distributed.checkpoint
+        )
 
         return DistributedFolder(path)
     files = sorted(path.glob("*.safetensors")) or sorted(path.glob("pytorch_model.bin"))

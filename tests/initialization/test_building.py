@@ -13,8 +13,8 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_memkit.casting import cast_module
-from lightning_memkit.initialization import build_on
+from lightning_memkit.initialization.building import build_on
+from lightning_memkit.initialization.casting import cast_module
 from tests.activations.models import VOCABULARY, Stack
 
 BF16 = torch.bfloat16
