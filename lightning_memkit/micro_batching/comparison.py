@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_memkit.decomposability import sampled_places
+from lightning_memkit.micro_batching.decomposability import sampled_places
 
 SCALE = 0.75  # of the loss that shows the noise: exact in every dtype, and it changes the rounding of every product
 _NOISES = 8.0  # times the noise that was measured: what a split may add

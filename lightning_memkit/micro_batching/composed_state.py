@@ -1,7 +1,7 @@
 """Counters, noted losses and lists that a step changes: each micro-batch begins where the step did.
 
 What the whole batch would have left is put together from what the micro-batches leave, by the rules that a comparison
-has shown to hold (`lightning_memkit.joining`): the same count, the mean of losses, the rows of all.
+has shown to hold (`lightning_memkit.micro_batching.joining`): the same count, the mean of losses, the rows of all.
 """
 
 from collections import deque
@@ -12,9 +12,9 @@ import numpy as np
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_memkit.joining import Joining
-from lightning_memkit.joining_rules import JoinError
 from lightning_memkit.micro_batching._alike import alike
+from lightning_memkit.micro_batching.joining import Joining
+from lightning_memkit.micro_batching.joining_rules import JoinError
 
 Counts = Mapping[str, Sequence[float]]
 

@@ -11,9 +11,9 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_memkit.joining import JoinError
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.micro_batching import batch_size
+from lightning_memkit.micro_batching.joining import JoinError
 from lightning_memkit.plugins import _evaluation_state as state
 from lightning_memkit.plugins import _seam_evaluation as seam
 from lightning_memkit.plugins._evaluation_comparison import Comparisons

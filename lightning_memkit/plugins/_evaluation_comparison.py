@@ -10,8 +10,6 @@ import numpy as np
 import torch
 from lightning.pytorch import Trainer
 
-from lightning_memkit.decomposability import TOLERANCE
-from lightning_memkit.joining import Counted, JoinError, Joining
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.micro_batching import (
     SplittableBatch,
@@ -21,6 +19,8 @@ from lightning_memkit.micro_batching import (
     split_batch,
     weigher,
 )
+from lightning_memkit.micro_batching.decomposability import TOLERANCE
+from lightning_memkit.micro_batching.joining import Counted, JoinError, Joining
 from lightning_memkit.plugins import _evaluation_state as state
 from lightning_memkit.plugins._evaluation_trials import EvaluationTrials
 from lightning_memkit.plugins._logs import counted

@@ -8,10 +8,10 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_debug, rank_zero_info
 
-from lightning_memkit.joining import JoinError, Joining
 from lightning_memkit.memory.sizing import NothingFitsError, largest_fitting
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.micro_batching import SplitError, batch_size
+from lightning_memkit.micro_batching.joining import JoinError, Joining
 from lightning_memkit.plugins import _evaluation_state as state
 from lightning_memkit.plugins._evaluation_comparison import Comparisons
 from lightning_memkit.plugins._evaluation_trials import EvaluationTrials, Peak

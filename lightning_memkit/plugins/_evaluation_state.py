@@ -9,8 +9,8 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_memkit.joining import Change
-from lightning_memkit.rollback import Rollback
+from lightning_memkit.micro_batching.joining import Change
+from lightning_memkit.micro_batching.rollback import Rollback
 
 Key = tuple[Any, ...]  # the module's path, the attribute's name, then keys or indices below it
 

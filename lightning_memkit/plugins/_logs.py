@@ -8,8 +8,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from lightning_memkit.joining import Joining, unlike_pair
-from lightning_memkit.joining_rules import (
+from lightning_memkit.micro_batching.joining import Joining, unlike_pair
+from lightning_memkit.micro_batching.joining_rules import (
     ROUNDED,
     Counted,
     JoinError,

@@ -16,7 +16,7 @@ from lightning_memkit.micro_batching.batch_counts import Foretelling
 from lightning_memkit.micro_batching.composed_state import ComposedState
 from lightning_memkit.micro_batching.loss_rules import LossRules
 from lightning_memkit.micro_batching.rests import RestRules
-from lightning_memkit.token_parts import (
+from lightning_memkit.micro_batching.token_parts import (
     TokenPart,
     extent_of,
     parts_by_tokens,

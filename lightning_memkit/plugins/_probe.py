@@ -6,14 +6,12 @@ from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_memkit import decomposability
-from lightning_memkit.decomposability import Verdict
-from lightning_memkit.joining_rules import ROUNDED, ways_of_weighing
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.micro_batching import (
     WeighBy,
     Weigher,
     batch_size,
+    decomposability,
     find_labels,
     normalized,
     split_batch,
@@ -21,7 +19,9 @@ from lightning_memkit.micro_batching import (
 )
 from lightning_memkit.micro_batching.batch_counts import Foretelling
 from lightning_memkit.micro_batching.composed_state import ComposedState
+from lightning_memkit.micro_batching.decomposability import Verdict
 from lightning_memkit.micro_batching.foreseen import ForeseenWronglyError
+from lightning_memkit.micro_batching.joining_rules import ROUNDED, ways_of_weighing
 from lightning_memkit.micro_batching.learned_rules import UnlikeDivisors
 from lightning_memkit.micro_batching.loss_rules import LossRules
 from lightning_memkit.micro_batching.rests import RestRules

@@ -13,12 +13,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.micro_batching import batch_size
 from lightning_memkit.micro_batching.foreseen import ForeseenWronglyError
+from lightning_memkit.micro_batching.rollback import Rollback
 from lightning_memkit.micro_batching.step_changes import label
 from lightning_memkit.optim.journaled_step import StepOutOfMemoryError
 from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._parts import PartsRunner
 from lightning_memkit.plugins._trials import beside
-from lightning_memkit.rollback import Rollback
 
 _CALM_STEPS = 32  # without an OOM, before larger parts are tried again; twice as many after each failure
 _MOST_REPEATS = 3  # of a batch that was foreseen wrongly: its totals, its terms, or both

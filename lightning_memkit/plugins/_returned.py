@@ -4,8 +4,9 @@ import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from lightning_memkit.joining import Joining, unlike_pair
-from lightning_memkit.joining_rules import (
+from lightning_memkit.micro_batching import joined
+from lightning_memkit.micro_batching.joining import Joining, unlike_pair
+from lightning_memkit.micro_batching.joining_rules import (
     ROUNDED,
     Counts,
     JoinError,
@@ -13,7 +14,6 @@ from lightning_memkit.joining_rules import (
     same_everywhere,
     ways_of_weighing,
 )
-from lightning_memkit.micro_batching import joined
 
 Returned = Mapping[str, Any]
 

@@ -10,8 +10,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_memkit.decomposability import Verdict
-from lightning_memkit.joining_rules import ROUNDED
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.micro_batching import WeighBy, Weigher, normalized, weigher
 from lightning_memkit.micro_batching.batch_counts import Foretelling
@@ -23,7 +21,9 @@ from lightning_memkit.micro_batching.comparison import (
     spans_of,
 )
 from lightning_memkit.micro_batching.composed_state import ComposedState
+from lightning_memkit.micro_batching.decomposability import Verdict
 from lightning_memkit.micro_batching.foreseen import UnforeseenLossError
+from lightning_memkit.micro_batching.joining_rules import ROUNDED
 from lightning_memkit.micro_batching.learned_rules import (
     NOTHING_COUNTS,
     CurvedLoss,

@@ -11,6 +11,7 @@ from lightning_memkit.micro_batching.comparison import SCALE, Comparison, Miss, 
 from lightning_memkit.micro_batching.foreseen import UnforeseenLossError
 from lightning_memkit.micro_batching.loss_rules import LossRules
 from lightning_memkit.micro_batching.loss_walk import terms_of
+from lightning_memkit.micro_batching.token_parts import TokenPart, extent_of, take_part, wide_tensors
 from lightning_memkit.micro_batching.without_noise import LEVELS, quiet
 from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._partition import Partition
@@ -18,7 +19,6 @@ from lightning_memkit.plugins._ranks import any_rank, largest_of_ranks
 from lightning_memkit.plugins._tensors import tensors_of
 from lightning_memkit.plugins._trials import StepFailedError, Trials
 from lightning_memkit.plugins._worst_batch import worst_batch
-from lightning_memkit.token_parts import TokenPart, extent_of, take_part, wide_tensors
 
 _MISSED = Miss(excess=float("inf"), relative_error=float("inf"))
 

@@ -15,16 +15,22 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_debug
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_memkit import decomposability
 from lightning_memkit.memory.measure import AllocatorMeter, PeakMeter, peak_meter
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
-from lightning_memkit.micro_batching import SplitError, SplittableBatch, batch_size, split_batch
+from lightning_memkit.micro_batching import (
+    SplitError,
+    SplittableBatch,
+    batch_size,
+    decomposability,
+    split_batch,
+)
 from lightning_memkit.micro_batching.batch_counts import Foretelling
 from lightning_memkit.micro_batching.composition import Left, compose
 from lightning_memkit.micro_batching.foreseen import ForeseenWronglyError, UnforeseenLossError
 from lightning_memkit.micro_batching.lone_counts import WHOLE, LoneCounts, Look, saving_shapes_only
 from lightning_memkit.micro_batching.loss_rules import Law, LossRules
 from lightning_memkit.micro_batching.loss_walk import terms_of
+from lightning_memkit.micro_batching.rollback import Rollback
 from lightning_memkit.micro_batching.state_walk import Keys
 from lightning_memkit.micro_batching.step_changes import StepChange, label
 from lightning_memkit.micro_batching.step_shares import least_divisors, looked_at
@@ -44,7 +50,6 @@ from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._partition import Cut, Partition, rows_together
 from lightning_memkit.plugins._ranks import Ranks, any_rank, largest_of_ranks, local_optimizer, sum_of_ranks
 from lightning_memkit.plugins._tensors import tensors_of
-from lightning_memkit.rollback import Rollback
 from lightning_memkit.utilities.generators import Generators
 
 _Named = tuple[str, str]  # a change's kind and name

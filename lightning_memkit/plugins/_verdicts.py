@@ -5,10 +5,9 @@ from collections.abc import Iterable, Sequence
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from lightning_memkit import decomposability
-from lightning_memkit.decomposability import Verdict
-from lightning_memkit.micro_batching import normalized
+from lightning_memkit.micro_batching import decomposability, normalized
 from lightning_memkit.micro_batching.comparison import Miss
+from lightning_memkit.micro_batching.decomposability import Verdict
 from lightning_memkit.micro_batching.step_changes import StepChange
 from lightning_memkit.plugins._checks import hooks_run_by_part
 

@@ -7,7 +7,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
-from lightning_memkit.contamination import PROBED_ROWS, probe_contamination, probed_rows
+from lightning_memkit.attention.contamination import PROBED_ROWS, probe_contamination, probed_rows
 from lightning_memkit.data.batch import PackedBatch
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.plugins import _seam
@@ -49,7 +49,7 @@ class ContaminationProbe(Callback):
             self._batches_left = 0
             warnings.warn(
                 f"ContaminationProbe has no effect: {reason}. Call "
-                "lightning_memkit.contamination.probe_contamination by yourself.",
+                "lightning_memkit.attention.contamination.probe_contamination by yourself.",
                 NoEffectWarning,
                 stacklevel=2,
             )

@@ -8,7 +8,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 
 from examples.pretrain_causal_lm.model import CausalLM
-from lightning_memkit.contamination import ContaminationError
+from lightning_memkit.attention.contamination import ContaminationError
 from lightning_memkit.plugins.contamination import ContaminationProbe
 from tests.plugins.ranks import leave
 from tests.plugins.test_contamination import Batches, leaking, model

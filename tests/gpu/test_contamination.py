@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_memkit import packed_attention
-from lightning_memkit.contamination import ContaminationError, probe_contamination
+from lightning_memkit.attention.contamination import ContaminationError, probe_contamination
 from lightning_memkit.data.batch import PackedBatch
 from tests.gpu.card import on_cpu
 from tests.plugins.test_contamination import batch_of

@@ -15,13 +15,13 @@ from torch.utils.data import DataLoader
 from examples.pretrain_causal_lm.model import CausalLM
 from lightning_memkit import MemoryBudget, NoEffectWarning, packed_attention
 from lightning_memkit.attention.adapters import use_packed_attention
-from lightning_memkit.contamination import ContaminationError
+from lightning_memkit.attention.contamination import ContaminationError
 from lightning_memkit.data.batch import PackedBatch
 from lightning_memkit.plugins.contamination import ContaminationProbe
+from tests.attention.test_transformers import model_of
 from tests.distributed.launch import two_ranks
 from tests.plugins.noise import NOISE
 from tests.plugins.toys import trainer, weights
-from tests.test_attention_transformers import model_of
 
 pytestmark = NOISE
 

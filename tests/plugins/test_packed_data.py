@@ -13,7 +13,7 @@ import pytest
 import torch
 from jsonargparse import ArgumentError, ArgumentParser
 
-from lightning_memkit.contamination import ContaminationError
+from lightning_memkit.attention.contamination import ContaminationError
 from lightning_memkit.data.batch import PackedBatch
 from lightning_memkit.data.loader import PackedLoader
 from lightning_memkit.data.shares import DocumentOptions

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_memkit import MemoryBudget, PureBF16Precision, kept
+from lightning_memkit import MemoryBudget, PureBF16Precision
 from lightning_memkit.plugins import _tuned_sizes, _tuning
 from lightning_memkit.plugins._trials import Trials
+from lightning_memkit.utilities import cached_answers
 from tests.plugins.toys import trained, weights
 
 FASTEST_AT_8 = {32: 1.5, 16: 1.2, 8: 1.0, 4: 1.3, 2: 2.0, 1: 3.0}
@@ -30,7 +31,7 @@ class Clock:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(kept, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(cached_answers, "cache_folder", lambda: tmp_path)
     monkeypatch.setenv("MEMKIT_TUNING_CACHE", "1")
     return tmp_path / "tuned_sizes"
 

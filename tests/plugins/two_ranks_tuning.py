@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightning_memkit import MemoryBudget, kept
+from lightning_memkit import MemoryBudget
 from lightning_memkit.plugins import _tuning
+from lightning_memkit.utilities import cached_answers
 from tests.plugins.ranks import leave
 from tests.plugins.test_tuning import Classifier, Clock, data
 from tests.plugins.toys import trainer, weights
@@ -23,7 +24,7 @@ def main(folder: Path) -> None:
     clock, rank = Clock(), int(os.environ["RANK"])
     _tuning.perf_counter = clock
     # Ranks on several hosts have caches of their own: rank 0's is the one that counts.
-    kept.cache_folder = lambda: folder / f"cache {rank}"
+    cached_answers.cache_folder = lambda: folder / f"cache {rank}"
 
     class Clocked(Classifier):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:

@@ -12,7 +12,7 @@ from lightning_memkit.attention.adapters import use_packed_attention
 from lightning_memkit.attention.packed_mask import Forward, PackedMask
 from lightning_memkit.attention.twin import twin_of
 from lightning_memkit.initialization.building import build_empty, build_on
-from tests.test_attention_transformers import (
+from tests.attention.test_transformers import (
     BOUNDS,
     GROUPED,
     ONE_TENSOR,

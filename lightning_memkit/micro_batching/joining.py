@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_memkit.joining_rules import (
+from lightning_memkit.micro_batching.joining_rules import (
     KEPT,
     ROUNDING,
     Change,

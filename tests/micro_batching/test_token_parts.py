@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_memkit.token_parts import Extent, extent_of, parts_by_tokens, take_part, wide_tensors, widened
+from lightning_memkit.micro_batching.token_parts import (
+    Extent,
+    extent_of,
+    parts_by_tokens,
+    take_part,
+    wide_tensors,
+    widened,
+)
 
 
 def padded(lengths: list[int], columns: int, left: bool = False) -> dict[str, Tensor]:

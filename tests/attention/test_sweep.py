@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_memkit.attention.adapters import use_packed_attention
-from tests.test_attention_transformers import BOUNDS, PADDING, packed
+from tests.attention.test_transformers import BOUNDS, PADDING, packed
 
 transformers: Any = pytest.importorskip("transformers")
 

@@ -1,4 +1,4 @@
-"""Rules by which one value of a whole batch comes from its parts' values, for `lightning_memkit.joining`."""
+"""Rules by which one value of a whole batch comes from its parts' values, for `joining`."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -9,10 +9,10 @@ from torch.nn import functional as F
 
 from lightning_memkit.attention import packed_attention
 from lightning_memkit.attention.adapters import use_packed_attention
-from lightning_memkit.contamination import ContaminationError, probe_contamination, probed_rows
+from lightning_memkit.attention.contamination import ContaminationError, probe_contamination, probed_rows
 from lightning_memkit.data.batch import PackedBatch
 from lightning_memkit.utilities.errors import NoEffectWarning
-from tests.test_attention_transformers import SEVEN, model_of, packed
+from tests.attention.test_transformers import SEVEN, model_of, packed
 
 
 @pytest.mark.parametrize("name", SEVEN)

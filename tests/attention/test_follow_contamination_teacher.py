@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_memkit.contamination import probe_contamination
+from lightning_memkit.attention.contamination import probe_contamination
 from lightning_memkit.data.batch import PackedBatch
-from tests.test_attention_transformers import packed
-from tests.test_contamination import Model
+from tests.attention.test_contamination import Model
+from tests.attention.test_transformers import packed
 
 
 class Taught(Model):

@@ -15,7 +15,7 @@ from lightning_memkit.attention.documents import Documents
 from lightning_memkit.attention.kernels import varlen_knows_windows
 from lightning_memkit.memory.meter import ByteMeter
 from lightning_memkit.utilities.errors import MissingPackageError
-from tests.test_attention import BOUNDS, SLOPES, document_by_document, inputs
+from tests.attention.test_door import BOUNDS, SLOPES, document_by_document, inputs
 from tests.testing.needs import NEEDS_COMPILER
 
 ALL = {"flash_attn", "torch.nn.attention.varlen", "triton"}

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_memkit.attention.adapters import use_packed_attention
-from lightning_memkit.contamination import ContaminationError, probe_contamination
-from tests.test_attention_transformers import BOUNDS, PADDING, packed
+from lightning_memkit.attention.contamination import ContaminationError, probe_contamination
+from tests.attention.test_transformers import BOUNDS, PADDING, packed
 
 WINDOW = 4
 
