@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_memkit.activations.operators import Kind
 from lightning_memkit.activations.randomness import RandomState
+from lightning_memkit.memory import recomputation
 from lightning_memkit.memory.meter import tensors_in
 
 _T = TypeVar("_T")
@@ -157,7 +158,12 @@ class Operator:
     def run(self) -> None:
         """Run it again on its inputs, which are in memory, and store what it makes."""
         storages = {value: storage for value in self.inputs if (storage := value.find()) is not None}
-        for value, storage in zip(self.outputs, self.outputs_of(storages), strict=True):
+        recomputation.begin()
+        try:
+            made = self.outputs_of(storages)
+        finally:
+            recomputation.end()
+        for value, storage in zip(self.outputs, made, strict=True):
             if value is not None:
                 value.storage = storage
 

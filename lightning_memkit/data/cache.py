@@ -3,8 +3,6 @@
 import contextlib
 import hashlib
 import json
-import os
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -13,25 +11,13 @@ from typing import Any
 from lightning_memkit.data.parts import not_in_forks
 from lightning_memkit.data.store import TokenStore, joined
 from lightning_memkit.data.token_file import FORMAT, UnwritableError, read_store, write_store
+from lightning_memkit.utilities.cached_answers import cache_folder
 from lightning_memkit.utilities.progress import ProgressBar
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl: Any = None
-
-
-def cache_folder() -> Path:
-    """Where caches live: ``lightning_memkit`` in ``$XDG_CACHE_HOME``, else in the platform's own place."""
-    if named := os.environ.get("XDG_CACHE_HOME"):
-        base = Path(named)
-    elif sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    elif sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local"))
-    else:
-        base = Path.home() / ".cache"
-    return base / "lightning_memkit"
 
 
 def cache_key(**depends_on: Any) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from lightning_memkit.activations.recorded import Operator
+from lightning_memkit.memory import recomputation
 from lightning_memkit.memory.anatomy import CATEGORIES, Anatomy, anatomy_at
 from lightning_memkit.memory.flops import FlopCount
 from lightning_memkit.memory.kinds import SavedBytes, by_kind, by_module
@@ -55,13 +55,11 @@ class StepMeter(TemporariesMeter):
         self._owners = Owners(module)
         self._failure: tuple[int, str, str] | None = None  # tick, operator, module
         self._is_new_attempt = False
-        self._makes_again = 0  # operators that a tape is running again
         self._entered_with = ExitStack()
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             stack.enter_context(self._owners)
-            stack.callback(self._watch_tapes())
             super().__enter__()
             self._entered_with = stack.pop_all()
         return self
@@ -138,21 +136,9 @@ class StepMeter(TemporariesMeter):
         """Whether activation checkpointing computes what the forward had: autograd's own formulas need no graph."""
         if self.phase != "backward":
             return False
-        return self._makes_again > 0 or (torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled())
-
-    def _watch_tapes(self) -> Any:
-        """Know the operators that a tape runs again, which autograd does not see; returns the undo."""
-        meter, plain = self, Operator.run
-
-        def run(self: Operator) -> None:
-            meter._makes_again += 1
-            try:
-                plain(self)
-            finally:
-                meter._makes_again -= 1
-
-        Operator.run = run
-        return lambda: setattr(Operator, "run", plain)
+        return recomputation.is_running() or (
+            torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
+        )
 
 
 def _metered(

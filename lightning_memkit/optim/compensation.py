@@ -19,7 +19,9 @@ from lightning_memkit.optim.closures import with_closure
 from lightning_memkit.optim.comparisons import refuse_comparisons
 from lightning_memkit.optim.consolidate import float32_weight
 from lightning_memkit.optim.eager import own_values_by_parameter, restore_filled_states, widen_own_buffers
+from lightning_memkit.optim.eight_bit import adapt_bitsandbytes, is_bitsandbytes
 from lightning_memkit.optim.methods import (
+    COMPENSATION,
     give_step_back,
     has_own_step,
     is_known_by_parameter,
@@ -37,8 +39,6 @@ from lightning_memkit.optim.snapshots import OptimizerSnapshot, restore_snapshot
 from lightning_memkit.optim.split import LOW_HALF
 from lightning_memkit.optim.stochastic_rounding import StochasticRounding
 from lightning_memkit.utilities.errors import NoEffectWarning
-
-_MARK = "_memkit_compensation"
 
 
 def check_options(mode: str, states: str) -> None:
@@ -96,7 +96,7 @@ class Compensation:
         self.undo_widening()
         if self.optimizer.__dict__.get("step") is self._own_step:
             give_step_back(self.optimizer, self._previous_step)
-        self.optimizer.__dict__.pop(_MARK, None)
+        self.optimizer.__dict__.pop(COMPENSATION, None)
         self.optimizer.__dict__.pop("__reduce_ex__", None)
         for slot in slots(self.optimizer):
             state = self.optimizer.state.get(slot.parameter)
@@ -226,7 +226,7 @@ def compensate(
         restore_filled_states(optimizer)
         if not known:
             _warn_of_own_values(optimizer)
-    optimizer.__dict__[_MARK] = compensation
+    optimizer.__dict__[COMPENSATION] = compensation
     if mode in ("kahan", "split"):
         for slot in slots(optimizer):
             low = (low_halves or {}).get(slot.parameter)
@@ -261,15 +261,13 @@ def _compensated_again(kind: type[Optimizer], state: Any, options: tuple[Any, ..
 
 def _mend_loading(optimizer: Optimizer) -> None:
     """The `load_state_dict` of bitsandbytes would cast low halves."""
-    from lightning_memkit.optim import eight_bit  # which imports this module
-
-    if eight_bit.is_bitsandbytes(optimizer):
-        eight_bit.adapt_bitsandbytes(optimizer)
+    if is_bitsandbytes(optimizer):
+        adapt_bitsandbytes(optimizer)
 
 
 def compensation_of(optimizer: Optimizer) -> Compensation | None:
     """The handle of a compensated optimizer, or of the one within ZeRO-1's; None for any other."""
-    return local_optimizer(optimizer).__dict__.get(_MARK)
+    return local_optimizer(optimizer).__dict__.get(COMPENSATION)
 
 
 def refuse_unsupported(optimizer: Optimizer) -> None:

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_memkit.optim.at_risk import at_risk
-from lightning_memkit.optim.compensation import compensation_of
+from lightning_memkit.optim.methods import is_compensated_optimizer
 from lightning_memkit.optim.pieces import Slot, slots
 from lightning_memkit.optim.state_dtypes import KEEP_FLOAT32
 from lightning_memkit.utilities.errors import NoEffectWarning
@@ -125,7 +125,7 @@ class BitsandbytesAdapter:
         # bitsandbytes' own calls no hooks, and casts low halves to the weights' dtype; torch's casts 8-bit states,
         # unless the hooks of a compensation hide them.
         optimizer = self._target()
-        if compensation_of(optimizer) is not None:
+        if is_compensated_optimizer(optimizer):
             states = {key: _unwrapped(state) for key, state in state_dict["state"].items()}
             Optimizer.load_state_dict(optimizer, {**state_dict, "state": states})
         else:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lightning_memkit.optim.closures import demands_closure, evaluates_in_its_own_way, note_way
 
 # Optimizers of these step each parameter by itself, but for those that `combines_over_the_model` knows.
+COMPENSATION = "_memkit_compensation"  # the attribute with a compensated optimizer's handle
 _BY_PARAMETER = (
     "torch.optim.",
     "bitsandbytes.optim.",
@@ -51,6 +52,11 @@ class WeakMethod:
 def local_optimizer(optimizer: Optimizer) -> Optimizer:
     """The optimizer that steps this rank's share of the weights: the one within ZeRO-1's, else the given one."""
     return cast(Any, optimizer).optim if _is_zero_redundancy(optimizer) else optimizer
+
+
+def is_compensated_optimizer(optimizer: Optimizer) -> bool:
+    """Whether `compensate` has replaced the step of an optimizer, or of the one within ZeRO-1's."""
+    return COMPENSATION in local_optimizer(optimizer).__dict__
 
 
 def _is_zero_redundancy(optimizer: Optimizer) -> bool:

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_memkit.data.cache import cache_folder
+from lightning_memkit.utilities.cached_answers import cache_folder
 
 _SOURCE = Path(__file__).with_name("fake_device.cpp")
 _COMPILERS = ("c++", "g++", "clang++")

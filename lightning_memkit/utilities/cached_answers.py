@@ -2,13 +2,25 @@
 
 import json
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from lightning_memkit.data.cache import cache_folder
-
 SWITCH = "MEMKIT_TUNING_CACHE"
+
+
+def cache_folder() -> Path:
+    """Where caches live: ``lightning_memkit`` in ``$XDG_CACHE_HOME``, else in the platform's own place."""
+    if named := os.environ.get("XDG_CACHE_HOME"):
+        base = Path(named)
+    elif sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    elif sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local"))
+    else:
+        base = Path.home() / ".cache"
+    return base / "lightning_memkit"
 
 
 def kept_file(kind: str, name: str) -> Path:

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from lightning_memkit.data import parts, token_file
-from lightning_memkit.data.cache import cache_folder, cache_key, cached
+from lightning_memkit.data.cache import cache_key, cached
 from lightning_memkit.data.store import TokenStore
+from lightning_memkit.utilities.cached_answers import cache_folder
 
 STORE = TokenStore.of([[1, 2, 3], [], [4] * 500])
 

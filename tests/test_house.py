@@ -1,0 +1,76 @@
+"""The package's rooms: their order, and that no import goes upward or round, within functions or not."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.house import ORDER, House
+from tests.test_package import HAS_SOURCES, PACKAGE
+
+pytestmark = pytest.mark.skipif(not HAS_SOURCES, reason="the installed wheel has no benchmarks")
+# Circles that are to be opened: one within plugins/, one within data/.
+STILL_ROUND = ("lightning_memkit.plugins.", "lightning_memkit.data.")
+
+
+@pytest.fixture(scope="module")
+def house() -> House:
+    return House(PACKAGE)
+
+
+def test_every_room_has_its_place_in_the_order(house: House) -> None:
+    assert {*house.rooms, *house.loose, "cli"} == {*ORDER}
+
+
+def test_no_import_goes_upward(house: House) -> None:
+    assert house.upward == []
+
+
+def test_no_circle_goes_through_two_rooms(house: House) -> None:
+    assert all(
+        any(all(one.startswith(room) for one in circle) for room in STILL_ROUND) for circle in house.circles
+    )
+
+
+def package(folder: Path, **files: str) -> House:
+    root = folder / "planted"
+    for name, text in files.items():
+        path = root / f"{name.replace('__', '/')}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        (path.parent / "__init__.py").touch()
+        path.write_text(text)
+    return House(root)
+
+
+def test_an_import_upward_within_a_function_is_seen(tmp_path: Path) -> None:
+    house = package(
+        tmp_path,
+        memory__low="def f():\n    from planted.optim.high import x\n    return x\n",
+        optim__high="x = 1\n",
+    )
+    assert house.upward == [("planted.memory.low", "planted.optim.high")]
+    assert house.deferred == house.upward
+
+
+def test_a_circle_that_a_deferred_import_closes_is_seen(tmp_path: Path) -> None:
+    house = package(
+        tmp_path,
+        optim__one="from planted.optim import two\n",
+        optim__two="def f():\n    from planted.optim.one import two\n",
+    )
+    assert house.circles == [["planted.optim.one", "planted.optim.two"]]
+
+
+def test_what_stands_under_type_checking_is_no_import(tmp_path: Path) -> None:
+    text = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from planted.optim.high import x\n"
+    house = package(tmp_path, memory__low=text, optim__high="x = 1\n")
+    assert house.upward == []
+
+
+def test_names_and_signatures_are_counted(tmp_path: Path) -> None:
+    house = package(
+        tmp_path,
+        optim__one="class Part: ...\ndef f(a, b, c, d, e, f, g): ...\n",
+        memory__two="class _Part: ...\nclass Other: ...\ndef f(self, a, b, c, d, e, f): ...\n",
+    )
+    assert house.names_twice == {"Part": ["planted.memory.two", "planted.optim.one"]}
+    assert house.long_signatures == [("planted.optim.one.f", 7)]
