@@ -76,8 +76,8 @@ class TermRule:
 class Reading:
     """A micro-batch's divisors and quotients (see `Term`), one a rule, its nodes, and factors that may not vary.
 
-    Of each rule `multiplied` (`Term.is_multiplied`), `tops`, `summands`, `sums`, `shared_factors`, `bottoms` and
-    products hold what its terms have (see `Term`).
+    Of each rule `multiplied` (`Term.is_multiplied`), `tops`, `summands`, `sums`, `shared_factors`, `bottoms`,
+    products and `offset` hold what its terms have (see `Term`).
     """
 
     divisors: tuple[float, ...]
@@ -93,6 +93,7 @@ class Reading:
     bottoms: tuple[tuple[Any, ...], ...] = ()
     products: tuple[tuple[Edge, ...], ...] = ()
     shared_products: tuple[tuple[Edge, ...], ...] = ()
+    offset: tuple[bool, ...] = ()
 
     def is_one(self, index: int) -> bool:
         """Whether the step itself divides a term by 1, or multiplies it so: by a count, or by what stands for none."""
@@ -178,6 +179,7 @@ class LossRules:
             tops=tuple(tuple(t.top for t in of_rule) for of_rule in apart),
             summands=tuple(tuple(t.summand for t in of_rule) for of_rule in apart),
             sums=tuple(tuple(t.sums for t in of_rule) for of_rule in apart),
+            offset=tuple(any(t.is_offset for t in of_rule) for of_rule in apart),
             factors=tuple(
                 term.factors[i]
                 for rule, term in zip(self.rules, terms, strict=True)

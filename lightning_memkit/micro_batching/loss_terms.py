@@ -90,6 +90,7 @@ class Term:
         products: edges of the nodes that multiply this term alone with what is made of parameters. Where it counts
             nothing and is nan, their gradients are made zero: 0 times nan is nan.
         shared_products: the same of nodes that multiply it together with others.
+        is_offset: below a learned factor, whose gradient sees it, something without a gradient is added to it.
         passed: nodes that its gradient passes after the one where it can be scaled.
         curved: the function that bends what was reduced, where the term was not read further; see `LossTerms.curved`.
         opaque: the node that does not show what it divides by, likewise.
@@ -110,6 +111,7 @@ class Term:
     shared_factor: Any = None
     products: tuple[Edge, ...] = ()
     shared_products: tuple[Edge, ...] = ()
+    is_offset: bool = False
     passed: tuple[Any, ...] = ()
     curved: str = ""
     opaque: str = ""

@@ -60,6 +60,7 @@ class _Path:
     shared_factor: Any = None  # where that parameter meets other terms as well
     products: tuple[Edge, ...] = ()
     shared_products: tuple[Edge, ...] = ()  # above where it left other terms
+    is_offset: bool = False
     passed: tuple[Any, ...] = ()  # nodes below that entry
     edge: Edge | None = None  # where it left the other terms
     is_divided: bool = False  # since then
@@ -198,6 +199,7 @@ def _term(path: _Path, *, curved: str = "", opaque: str = "") -> Term:
         shared_factor=path.shared_factor,
         products=path.products,
         shared_products=path.shared_products,
+        is_offset=path.is_offset,
         passed=(*path.passed, path.node) if path.is_entered else (),
         curved=curved,
         opaque=opaque,
@@ -222,12 +224,18 @@ def _branched(path: _Path, present: list[int]) -> Any:
             way.last = way.node  # what they came together in is not one term's alone
             way.edge, way.is_divided = Edge(path.node, index), False
         way.gain = way.gain * _sign(path.node, index)
+        way.is_offset = way.is_offset or (len(present) == 1 and _is_learned(path))
         # Else something is added to the rows of one sum, which may be a single row.
         if numel_into(path.node, index) == 1 and not (path.reduced and len(present) == 1):
             way.top = _addend(way)
             if len(present) > 1:
                 way.summand = way.top
     return ways
+
+
+def _is_learned(path: _Path) -> bool:
+    """Whether a learned factor scales what it stands at."""
+    return bool(path.is_entered or path.shared_factor or path.products or path.shared_products)
 
 
 def _is_number(node: Any, index: int) -> bool:
@@ -270,6 +278,7 @@ def _branched_vector(path: _Path, present: list[int], element: int) -> list[_Pat
             _share(way)
             way.last, way.edge, way.is_divided = way.node, edge, False
         way.gain = way.gain * _sign(node, index)
+        way.is_offset = way.is_offset or (not is_stack and len(present) == 1 and _is_learned(path))
         way.place = edge
         if is_stack:
             way.element = way.place = None

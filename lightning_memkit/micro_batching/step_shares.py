@@ -1,6 +1,6 @@
 """Weigh the micro-batches of one batch while they run, and bring the gradients to the batch's scale at its end."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,9 +29,13 @@ from lightning_memkit.micro_batching.loss_rules import (
 from lightning_memkit.micro_batching.loss_walk import terms_of
 from lightning_memkit.micro_batching.rests import Rest
 from lightning_memkit.micro_batching.term_scales import scale_terms
-from lightning_memkit.micro_batching.term_values import weighed_value
+from lightning_memkit.micro_batching.term_values import rounding_of_terms, weighed_value
 
 _SAME = 1e-12
+_CONSTANT = (
+    "a constant beside a mean whose divisor is kept from less, below one learned factor: its gradient sees the "
+    "constant in every micro-batch"
+)
 ADD_UP = 1e-9  # how far from 1 the fractions of a batch may add up, by rounding
 
 
@@ -92,6 +96,33 @@ def main_mean(rules: LossRules, totals: Sequence[float]) -> int:
     return next((index for index in rules.means if totals[index]), rules.means[0])
 
 
+class Had(NamedTuple):
+    """What the micro-batches of a batch have had (see `StepShares`).
+
+    Args:
+        counted: by term, what they counted.
+        lone: where that is not to be trusted.
+        fractions: of each mean.
+        beside: means that a constant stands beside, below a learned factor.
+        shared: of what looks at no row.
+        unlike: their terms were scaled each by its own share.
+    """
+
+    counted: list[float]
+    lone: list[float]
+    fractions: list[float]
+    beside: list[float]
+    shared: float
+    unlike: float
+
+    def averaged(self, average: Callable[[Sequence[float]], list[float]]) -> "Had":
+        """That of all ranks, divided by their number, by one reduction."""
+        size = len(self.counted)
+        flat = average([*self.counted, *self.lone, *self.fractions, *self.beside, self.shared, self.unlike])
+        columns = [flat[place * size : (place + 1) * size] for place in range(4)]
+        return Had(*columns, shared=flat[-2], unlike=flat[-1])
+
+
 class StepShares:
     """What each micro-batch of a batch weighs, read off its loss.
 
@@ -100,6 +131,8 @@ class StepShares:
 
     Attributes:
         lone: for each term, 1 where a divisor of 1 may not have been a count: what it `counted` is not to be trusted.
+        fractions: how much of each mean the micro-batches have had; more than one where their divisors are kept.
+        beside: for each mean, 1 where a learned factor scales it together with a number that has no gradient.
         shared: how much of a term that looks at no row the micro-batches have had; None where the loss has none.
         contributions: what the terms of each micro-batch add to the batch's loss, where values were noted.
         rests: what has no gradient in the losses of the micro-batches, where this is known.
@@ -132,6 +165,7 @@ class StepShares:
         self._ranks = ranks
         self._divisors: dict[int, float] = {}  # of terms that are no mean, in this batch
         self.counted = [0.0] * len(rules.rules)
+        self.fractions, self.beside = [0.0] * len(rules.rules), [0.0] * len(rules.rules)
         self.totals = list(totals) if totals is not None else None
         self.is_known = is_known
         self.was_unlike = False
@@ -197,8 +231,13 @@ class StepShares:
         # What is reported beside gradients goes by the likelier: a term that is zero counts nothing.
         likely = [least.counts.get(index, count) for index, count in enumerate(own)]
         weight = likely[main] if main is not None else (1.0 if self.rules.summed else rows)
+        for index in self.rules.means:
+            self.fractions[index] += shares[index]
         if values is not None:
-            self._contribute(weighed_value(loss, reading, shares, values), likely, rows)
+            weighed = weighed_value(loss, reading, shares, values)
+            if any(reading.offset):
+                self._note_beside(reading, weighed, rounding_of_terms(reading, values, loss.detach()))
+            self._contribute(weighed, likely, rows)
         if not any(shares):
             return None, weight
         if not weight:
@@ -249,6 +288,17 @@ class StepShares:
             )
         return share
 
+    def _note_beside(
+        self, reading: Reading, weighed: tuple[Tensor, list[Tensor] | None] | None, rounding: float
+    ) -> None:
+        """Note the means that a learned factor scales with a constant, or with what may be one."""
+        for index in self.rules.means:
+            if self.beside[index] or not reading.offset[index]:
+                continue
+            pieces = weighed[1] if weighed is not None else None
+            if pieces is None or not abs(float(pieces[index].detach())) <= rounding:
+                self.beside[index] = 1.0
+
     def _contribute(
         self, weighed: tuple[Tensor, list[Tensor] | None] | None, counts: Sequence[float], rows: float
     ) -> None:
@@ -263,25 +313,49 @@ class StepShares:
         scale_terms(reading, [0.0] * len(reading.nodes))
         return loss * 1
 
-    def factor(self, counted: Sequence[float], *, unlike: bool, shared: float) -> float:
+    def had(self) -> "Had":
+        """What the micro-batches of this rank have had."""
+        return Had(
+            counted=self.counted,
+            lone=self.lone,
+            fractions=self.fractions,
+            beside=self.beside,
+            shared=self.shared or 0.0,
+            unlike=float(self.was_unlike),
+        )
+
+    def counted_of(self, overall: "Had") -> list[float]:
+        """What the terms counted in all ranks' micro-batches; where that was not to be trusted, what was looked up."""
+        if self.looked_up is None:
+            return overall.counted
+        looked_up = zip(overall.counted, self.looked_up, overall.lone, strict=True)
+        return [total if lone > 0 else own for own, total, lone in looked_up]
+
+    def factor(self, overall: "Had") -> float:
         """What gradients are multiplied with once the batch has run: 1 where its totals were right.
 
         Args:
-            counted: what the terms counted, over all ranks and divided by their number.
-            unlike: a rank has scaled its terms each by its own share.
-            shared: this batch's `shared`, averaged as `counted` is.
+            overall: `had`, of all ranks and divided by their number.
 
         Raises:
             MistakenTotalsError: the totals that terms of unlike shares were scaled by were foretold wrongly, or
-                nothing was foretold to count where something does.
+                nothing was foretold to count where something does; or the micro-batches have had more than one of
+                what the batch has one.
         """
-        factor = self._factor(counted, unlike=unlike)
+        factor = self._factor(self.counted_of(overall), unlike=overall.unlike > 0)
         # Whatever each counted, of what looks at no row the micro-batches have one between them.
-        if self.shared is not None:
-            allowed = ADD_UP + max(self.rules.rules[index].excess for index in self.rules.means)
-            if abs(shared * factor - 1) > allowed:
-                raise MistakenTotalsError
+        if self.shared is not None and not self._is_one(overall.shared * factor):
+            raise MistakenTotalsError
+        for index in self.rules.means:
+            if overall.beside[index] > 0 and not self._is_one(overall.fractions[index] * factor):
+                raise MistakenTotalsError(_CONSTANT)
         return factor
+
+    def _is_one(self, fractions: float) -> bool:
+        """Whether fractions add up."""
+        return abs(fractions - 1) <= ADD_UP + max(
+            self.rules.rules[index].excess for index in self.rules.means
+        )
 
     def _factor(self, counted: Sequence[float], *, unlike: bool) -> float:
         if self.totals is None or not self.rules.means:

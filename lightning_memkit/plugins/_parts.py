@@ -374,21 +374,17 @@ class PartsRunner:
         if not shares.rules.means:
             return 1.0
         counted, main = shares.counted, shares.rules.means[0]
-        told = [*counted, *shares.lone, float(shares.was_unlike), shares.shared or 0.0]
-        *overall, unlike, shared = self._averaged(told)
-        overall, lone = overall[: len(counted)], overall[len(counted) :]
-        if shares.looked_up is not None:
-            looked_up = zip(overall, shares.looked_up, lone, strict=True)
-            overall = [total if alone > 0 else own for own, total, alone in looked_up]
+        overall = shares.had().averaged(self._averaged)
         if self._exact_window:
             window = self._window
-            window.totals, window.counted = shares.totals, window.counted + overall[main]
+            window.totals = shares.totals
+            window.counted += shares.counted_of(overall)[main]
             if step.ends_window and window.totals is not None:
                 window.reference = window.totals[main]
                 self._finish_window(step)
             return 1.0
         try:
-            factor = shares.factor(overall, unlike=unlike > 0, shared=shared)
+            factor = shares.factor(overall)
         except MistakenTotalsError:
             self.partition.foretold.forget_wrong(step.batch, counted)
             raise

@@ -167,3 +167,39 @@ def test_a_loss_that_was_drawn_trains_as_whole_or_is_refused(seed: int, recwarn:
     torch.testing.assert_close(weights(split), weights(plain), rtol=1e-9, atol=1e-11)
     if not any("not the whole batch's to the digit" in str(one.message) for one in recwarn):
         assert split.reported == pytest.approx(plain.reported, rel=1e-6)
+
+
+CLAMPED = ("clamped",)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(
+    "tree",
+    [
+        ("uncertainty", 3, ("less", 1, ("times", 0, CLAMPED)), ("sum",)),
+        ("learned", 0, ("and a constant", 1, CLAMPED)),
+    ],
+    ids=str,
+)
+@pytest.mark.sampled(2)
+def test_a_constant_beside_a_kept_mean_below_a_learned_factor_is_refused(tree: Tree, size: int) -> None:
+    """Micro-batches divided by more than they count weigh more than one between them: the factor learned from that."""
+    with pytest.raises(BudgetError, match="a constant beside a mean whose divisor is kept"):
+        run(tree, MemoryBudget("1GiB", micro_batch_size=size))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(
+    "tree",
+    [
+        ("learned", 1, CLAMPED),
+        ("and a constant", 0, ("learned", 1, CLAMPED)),
+        ("uncertainty", 0, CLAMPED, ("sum",)),
+        ("uncertainty", 0, ("less", 1, ("masked",)), ("sum",)),
+    ],
+    ids=str,
+)
+@pytest.mark.sampled(4)
+def test_it_is_split_where_the_factor_sees_no_constant_or_the_mean_is_not_kept(tree: Tree, size: int) -> None:
+    split = run(tree, MemoryBudget("1GiB", micro_batch_size=size))
+    torch.testing.assert_close(weights(split), weights(run(tree)), rtol=1e-9, atol=1e-11)
