@@ -16,7 +16,7 @@ from benchmarks._gpu_training import Fitted, Repeated, last_seconds, timed_fit
 from benchmarks._prediction_gpu import GpuCase
 from benchmarks.prediction_ranks import Llama
 from lightning_memkit import ActivationCheckpointing, MemoryBudget, OptimizerOffload, PureBF16Precision
-from lightning_memkit.initialization.building import build_on
+from lightning_memkit.initialization import build_on
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 
 WAYS = {

@@ -18,8 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.harness import Ratio, one_thread, paired_ratio
 from lightning_memkit import InitialWeights, OnDeviceStrategy, PureBF16Precision
-from lightning_memkit.initialization import load_weights
-from lightning_memkit.initialization.building import build_empty, build_on
+from lightning_memkit.initialization import build_empty, build_on, load_weights
 
 SIZES = {
     "full": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 8, "vocab_size": 32000},

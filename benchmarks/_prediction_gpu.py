@@ -26,7 +26,7 @@ from benchmarks._prediction_models import subjects
 from benchmarks.harness import Options
 from benchmarks.prediction_ranks import SHAPES, Llama
 from lightning_memkit import ActivationCheckpointing, Budget, PureBF16Precision, predict_memory
-from lightning_memkit.initialization.building import build_on
+from lightning_memkit.initialization import build_on
 from lightning_memkit.memory.allocator_trace import AllocatorTrace
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.prediction.devices import Device

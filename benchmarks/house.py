@@ -21,8 +21,9 @@ ORDER = (
     "distributed", "optim", "testing", "data", "loss", "activations", "checkpoints", "memory", "utilities",
 )  # fmt: skip
 AT_THE_TOP = {"__init__", "cli"}
-COUNTED = (".py", ".cpp", ".js", ".css", ".html", ".json", ".typed")
+COUNTED = (".py", ".cpp", ".js", ".css", ".html", ".json")
 LONG_FILE, LONG_SIGNATURE = 300, 6
+PUBLIC = {*lightning_memkit.__all__, *(f"{name}.__init__" for name in lightning_memkit.__all__)}
 
 
 def run(options: Options) -> Report:
@@ -64,7 +65,7 @@ class House:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, name = folder, folder.name
+        self.folder, self._name = folder, folder.name
         self.files = {
             ".".join(path.relative_to(folder.parent).with_suffix("").parts).removesuffix(".__init__"): path
             for path in sorted(folder.rglob("*.py"))
@@ -74,7 +75,6 @@ class House:
         }
         self.rooms = sorted({path.parent.name for path in folder.glob("*/__init__.py")})
         self.loose = sorted({path.stem for path in folder.glob("*.py")} - AT_THE_TOP)
-        self._name = name
 
     def room_of(self, module: str) -> str:
         """The room that a module lies in, or its own name at the top."""
@@ -182,20 +182,14 @@ class House:
 
     @cached_property
     def long_signatures(self) -> list[tuple[str, int]]:
-        """Functions of more than six parameters; a class's public options and Triton's kernels are none."""
+        """Functions of more than six parameters, but public ones, whose options are fixed, and Triton's kernels."""
         found = []
         for module, tree in self.trees.items():
-            for node in ast.walk(tree):
-                if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or _is_kernel(node):
-                    continue
+            for name, node in _functions(tree):
                 arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
                 count = sum(argument.arg not in ("self", "cls") for argument in arguments)
-                if (
-                    count > LONG_SIGNATURE
-                    and node.name != "__init__"
-                    and node.name not in lightning_memkit.__all__
-                ):
-                    found.append((f"{module}.{node.name}", count))
+                if count > LONG_SIGNATURE and name not in PUBLIC and not _is_kernel(node):
+                    found.append((f"{module}.{name}", count))
         return sorted(found, key=lambda one: (-one[1], one[0]))
 
 
@@ -213,6 +207,17 @@ def _imported(tree: ast.Module) -> Iterator[tuple[str, bool]]:
         else:
             inside = deferred or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
             stack += [(child, inside) for child in ast.iter_child_nodes(node)]
+
+
+def _functions(
+    tree: ast.AST, within: str = ""
+) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """Functions and methods by their name, at any depth."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield within + node.name, node
+        name = getattr(node, "name", "") if isinstance(node, ast.ClassDef | ast.FunctionDef) else ""
+        yield from _functions(node, f"{within}{name}." if name else within)
 
 
 def _is_kernel(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:

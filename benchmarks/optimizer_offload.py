@@ -21,7 +21,7 @@ from benchmarks._gpu_training import Fitted, Repeated, timed_fit
 from benchmarks.harness import Options
 from lightning_memkit import OptimizerOffload, PureBF16Precision
 from lightning_memkit.activations.offload_choice import measure_copy_rates
-from lightning_memkit.initialization.building import build_on
+from lightning_memkit.initialization import build_on
 
 STEPS = 10
 STATE_BYTES = {"float32": 8, "kahan": 6}  # a parameter

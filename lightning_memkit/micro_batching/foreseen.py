@@ -29,5 +29,9 @@ class UnforeseenLossError(ForeseenWronglyError):
     """A micro-batch's loss has other terms than those that were proven to add up."""
 
 
+class KeptConstantError(UnforeseenLossError):
+    """A learned factor scales a constant with a mean of which micro-batches weigh more than one between them."""
+
+
 class VaryingFactorError(UnforeseenLossError):
     """What scales a reduction is another one in every micro-batch: rows act on each other by it."""

@@ -85,7 +85,7 @@ class LoneCounts:
             if WHOLE in looks:
                 twice = [look for look in looks if look]
                 whole = self._told[WHOLE][index]
-                totals[index] = sum(self._twice(index, *look) for look in twice) if twice else whole
+                totals[index] = sum(self._twice(index, part) for part, _ in twice) if twice else whole
             elif index in self.sums:
                 totals[index] = self._lone(index)[0]
                 self.unproven.add(index)
@@ -127,7 +127,7 @@ class LoneCounts:
             return False
         return abs(whole[index]) <= (1 + _SAME) * min(map(abs, own))
 
-    def _twice(self, index: int, part: int, _: int) -> float:
+    def _twice(self, index: int, part: int) -> float:
         """What a micro-batch counts: half of its divisor beside itself; nothing, where that is no more than alone."""
         twice = self._told[part, part][index]
         return twice / 2 if abs(twice) > (1 + _SAME) * abs(self.counts[part][index]) else 0.0

@@ -278,7 +278,8 @@ def _branched_vector(path: _Path, present: list[int], element: int) -> list[_Pat
             _share(way)
             way.last, way.edge, way.is_divided = way.node, edge, False
         way.gain = way.gain * _sign(node, index)
-        way.is_offset = way.is_offset or (not is_stack and len(present) == 1 and _is_learned(path))
+        has_constant = len(present) < len(node.next_functions) if is_stack else len(present) == 1
+        way.is_offset = way.is_offset or (has_constant and _is_learned(path))
         way.place = edge
         if is_stack:
             way.element = way.place = None

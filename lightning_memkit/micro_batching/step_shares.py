@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_memkit.micro_batching.batch_counts import Foretelling, Shown
 from lightning_memkit.micro_batching.foreseen import (
+    KeptConstantError,
     LoneCountError,
     MistakenTotalsError,
     UnforeseenLossError,
@@ -32,10 +33,6 @@ from lightning_memkit.micro_batching.term_scales import scale_terms
 from lightning_memkit.micro_batching.term_values import rounding_of_terms, weighed_value
 
 _SAME = 1e-12
-_CONSTANT = (
-    "a constant beside a mean whose divisor is kept from less, below one learned factor: its gradient sees the "
-    "constant in every micro-batch"
-)
 ADD_UP = 1e-9  # how far from 1 the fractions of a batch may add up, by rounding
 
 
@@ -96,8 +93,8 @@ def main_mean(rules: LossRules, totals: Sequence[float]) -> int:
     return next((index for index in rules.means if totals[index]), rules.means[0])
 
 
-class Had(NamedTuple):
-    """What the micro-batches of a batch have had (see `StepShares`).
+class BatchSums(NamedTuple):
+    """What the micro-batches of a batch add up to (see `StepShares`).
 
     Args:
         counted: by term, what they counted.
@@ -115,12 +112,12 @@ class Had(NamedTuple):
     shared: float
     unlike: float
 
-    def averaged(self, average: Callable[[Sequence[float]], list[float]]) -> "Had":
+    def averaged(self, average: Callable[[Sequence[float]], list[float]]) -> "BatchSums":
         """That of all ranks, divided by their number, by one reduction."""
         size = len(self.counted)
         flat = average([*self.counted, *self.lone, *self.fractions, *self.beside, self.shared, self.unlike])
         columns = [flat[place * size : (place + 1) * size] for place in range(4)]
-        return Had(*columns, shared=flat[-2], unlike=flat[-1])
+        return BatchSums(*columns, shared=flat[-2], unlike=flat[-1])
 
 
 class StepShares:
@@ -233,10 +230,10 @@ class StepShares:
         weight = likely[main] if main is not None else (1.0 if self.rules.summed else rows)
         for index in self.rules.means:
             self.fractions[index] += shares[index]
+        weighed = None if values is None else weighed_value(loss, reading, shares, values)
+        if any(reading.offset):
+            self._note_beside(reading, weighed, rounding_of_terms(reading, values or {}, loss.detach()))
         if values is not None:
-            weighed = weighed_value(loss, reading, shares, values)
-            if any(reading.offset):
-                self._note_beside(reading, weighed, rounding_of_terms(reading, values, loss.detach()))
             self._contribute(weighed, likely, rows)
         if not any(shares):
             return None, weight
@@ -296,7 +293,9 @@ class StepShares:
             if self.beside[index] or not reading.offset[index]:
                 continue
             pieces = weighed[1] if weighed is not None else None
-            if pieces is None or not abs(float(pieces[index].detach())) <= rounding:
+            # What is added to it, or stands beside all terms: a constant in a stack of losses.
+            told = None if pieces is None else [float(pieces[place].detach()) for place in (index, -1)]
+            if told is None or not max(map(abs, told)) <= rounding:
                 self.beside[index] = 1.0
 
     def _contribute(
@@ -313,9 +312,9 @@ class StepShares:
         scale_terms(reading, [0.0] * len(reading.nodes))
         return loss * 1
 
-    def had(self) -> "Had":
-        """What the micro-batches of this rank have had."""
-        return Had(
+    def sums(self) -> "BatchSums":
+        """What the micro-batches of this rank add up to."""
+        return BatchSums(
             counted=self.counted,
             lone=self.lone,
             fractions=self.fractions,
@@ -324,32 +323,46 @@ class StepShares:
             unlike=float(self.was_unlike),
         )
 
-    def counted_of(self, overall: "Had") -> list[float]:
+    def counted_of(self, overall: "BatchSums") -> list[float]:
         """What the terms counted in all ranks' micro-batches; where that was not to be trusted, what was looked up."""
         if self.looked_up is None:
             return overall.counted
         looked_up = zip(overall.counted, self.looked_up, overall.lone, strict=True)
         return [total if lone > 0 else own for own, total, lone in looked_up]
 
-    def factor(self, overall: "Had") -> float:
+    def factor(self, overall: "BatchSums") -> float:
         """What gradients are multiplied with once the batch has run: 1 where its totals were right.
 
         Args:
-            overall: `had`, of all ranks and divided by their number.
+            overall: `sums`, of all ranks and divided by their number.
 
         Raises:
             MistakenTotalsError: the totals that terms of unlike shares were scaled by were foretold wrongly, or
                 nothing was foretold to count where something does; or the micro-batches have had more than one of
                 what the batch has one.
+            KeptConstantError: see `refuse_constants`.
         """
         factor = self._factor(self.counted_of(overall), unlike=overall.unlike > 0)
         # Whatever each counted, of what looks at no row the micro-batches have one between them.
         if self.shared is not None and not self._is_one(overall.shared * factor):
             raise MistakenTotalsError
-        for index in self.rules.means:
-            if overall.beside[index] > 0 and not self._is_one(overall.fractions[index] * factor):
-                raise MistakenTotalsError(_CONSTANT)
+        self.refuse_constants(overall.fractions, overall.beside, factor)
         return factor
+
+    def refuse_constants(self, fractions: Sequence[float], beside: Sequence[float], factor: float) -> None:
+        """Check that a learned factor has seen a constant once, which it scales together with a mean.
+
+        Args:
+            fractions: how much of each mean the micro-batches have had, before gradients are multiplied.
+            beside: above 0 for a mean with such a constant.
+            factor: what gradients are multiplied with.
+
+        Raises:
+            KeptConstantError: it has not, since the mean's divisor is kept from less.
+        """
+        for index in self.rules.means:
+            if beside[index] > 0 and not self._is_one(fractions[index] * factor):
+                raise KeptConstantError
 
     def _is_one(self, fractions: float) -> bool:
         """Whether fractions add up."""

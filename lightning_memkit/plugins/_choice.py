@@ -17,6 +17,7 @@ from lightning_memkit.micro_batching import SplitError, batch_size, weigher
 from lightning_memkit.micro_batching.foreseen import (
     ForeseenElsewhereError,
     ForeseenWronglyError,
+    KeptConstantError,
     LoneCountError,
     MistakenTotalsError,
     NothingCountedError,
@@ -49,6 +50,7 @@ _FORESEEN_WRONGLY: tuple[type[ForeseenWronglyError], ...] = (
     UnknownTotalsError,
     UnforeseenLossError,
     VaryingFactorError,
+    KeptConstantError,
 )
 
 
@@ -222,7 +224,10 @@ class PartsChoice:
             self._check_window(is_unlike=True)
             partition.surveyed = partition.unlike = True
             return
-        if isinstance(error, VaryingFactorError):
+        if isinstance(error, KeptConstantError):
+            weighing.refuse(_verdicts.constant_beside_a_kept_mean())
+            self._take_over(step)
+        elif isinstance(error, VaryingFactorError):
             weighing.refuse(_verdicts.scaled_by(VARYING_FACTOR))
             self._take_over(step)
         elif any_rank(step.trainer, batch_size(step.batch) > 1 and not partition.whole):

@@ -23,7 +23,7 @@ from lightning_memkit.micro_batching.foreseen import (
     UnknownTotalsError,
 )
 from lightning_memkit.micro_batching.loss_rules import UnseenValueError
-from lightning_memkit.micro_batching.step_shares import StepShares
+from lightning_memkit.micro_batching.step_shares import BatchSums, StepShares
 from lightning_memkit.micro_batching.term_values import TermValues
 from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._part_values import Given, PartValues
@@ -56,6 +56,10 @@ class _Window:
     reference: float = 0.0
     counted: float = 0.0
     totals: list[float] | None = None  # of the terms that a graph shows: the first batch's
+    fractions: list[float] = field(
+        default_factory=list
+    )  # of each mean, and whether a constant stands beside it,
+    beside: list[float] = field(default_factory=list)  # see `StepShares`
 
 
 @dataclass(kw_only=True)
@@ -373,15 +377,10 @@ class PartsRunner:
         """
         if not shares.rules.means:
             return 1.0
-        counted, main = shares.counted, shares.rules.means[0]
-        overall = shares.had().averaged(self._averaged)
+        counted = shares.counted
+        overall = shares.sums().averaged(self._averaged)
         if self._exact_window:
-            window = self._window
-            window.totals = shares.totals
-            window.counted += shares.counted_of(overall)[main]
-            if step.ends_window and window.totals is not None:
-                window.reference = window.totals[main]
-                self._finish_window(step)
+            self._finish_batch_of_window(step, shares, overall)
             return 1.0
         try:
             factor = shares.factor(overall)
@@ -395,6 +394,18 @@ class PartsRunner:
             raise MistakenTotalsError
         self._scale(step, factor)
         return factor
+
+    def _finish_batch_of_window(self, step: _seam.Step, shares: StepShares, overall: BatchSums) -> None:
+        window, main = self._window, shares.rules.means[0]
+        window.totals = shares.totals
+        window.counted += shares.counted_of(overall)[main]
+        window.fractions = _sums(window.fractions, overall.fractions)
+        window.beside = _sums(window.beside, overall.beside)
+        if step.ends_window and window.totals is not None:
+            window.reference = window.totals[main]
+            factor = window.reference / window.counted if window.counted else 1.0
+            shares.refuse_constants(window.fractions, window.beside, factor)
+            self._finish_window(step)
 
     def _finish_window(self, step: _seam.Step) -> None:
         """Bring the window's gradients from the first batch's scale to the whole window's."""
@@ -437,6 +448,10 @@ class PartsRunner:
         if self.partition.state is not None and len(attempt.logged) > 1:
             self.partition.state.take(loss)
         return loss, extra
+
+
+def _sums(before: list[float], own: list[float]) -> list[float]:
+    return [a + b for a, b in zip(before or [0.0] * len(own), own, strict=True)]
 
 
 def _put_together(attempt: _Attempt) -> Tensor | None:

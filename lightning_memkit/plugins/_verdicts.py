@@ -40,6 +40,15 @@ def never_as_foreseen(shown: str) -> Verdict:
     )
 
 
+def constant_beside_a_kept_mean() -> Verdict:
+    """A learned factor's gradient would be another one: what it scales adds up to more than once in micro-batches."""
+    return _refused(
+        "a learned factor of the loss scales a constant together with a mean whose divisor is kept from less "
+        "(`.clamp(min=1)`): its gradient would see the constant once in every micro-batch",
+        f"{_WHOLE_AND_FIT}, or add the constant outside of what the factor scales",
+    )
+
+
 def changes_in_parts(changes: Sequence[StepChange]) -> Verdict:
     """The step changes more than gradients, and parts would not change it as the whole does."""
     names = ", ".join(str(change) for change in changes[:5]) or "what another rank's message names"

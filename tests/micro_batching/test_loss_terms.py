@@ -159,7 +159,7 @@ def test_a_total_of_nothing_that_was_foretold_wrongly_is_no_scale() -> None:
         loss = F.cross_entropy(LOGITS[rows].clone().requires_grad_(), LABELS[rows])
         shares.scaled(loss, 0.5, 1)
     with pytest.raises(MistakenTotalsError):
-        shares.factor(shares.had())
+        shares.factor(shares.sums())
 
 
 class ShowsItsDivisor(torch.autograd.Function):
