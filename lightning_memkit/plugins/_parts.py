@@ -56,10 +56,14 @@ class _Window:
     reference: float = 0.0
     counted: float = 0.0
     totals: list[float] | None = None  # of the terms that a graph shows: the first batch's
-    fractions: list[float] = field(
-        default_factory=list
-    )  # of each mean, and whether a constant stands beside it,
-    beside: list[float] = field(default_factory=list)  # see `StepShares`
+    # Of each mean, and whether a constant stands beside it (see `StepShares`).
+    fractions: list[float] = field(default_factory=list)
+    beside: list[float] = field(default_factory=list)
+
+    @property
+    def factor(self) -> float:
+        """What gradients at the first batch's scale are multiplied with, once all batches have run."""
+        return self.reference / self.counted if self.counted else 1.0
 
 
 @dataclass(kw_only=True)
@@ -396,6 +400,7 @@ class PartsRunner:
         return factor
 
     def _finish_batch_of_window(self, step: _seam.Step, shares: StepShares, overall: BatchSums) -> None:
+        """Add up what batches that are weighed as one have had; after the last one mend their scale."""
         window, main = self._window, shares.rules.means[0]
         window.totals = shares.totals
         window.counted += shares.counted_of(overall)[main]
@@ -403,13 +408,12 @@ class PartsRunner:
         window.beside = _sums(window.beside, overall.beside)
         if step.ends_window and window.totals is not None:
             window.reference = window.totals[main]
-            factor = window.reference / window.counted if window.counted else 1.0
-            shares.refuse_constants(window.fractions, window.beside, factor)
+            shares.refuse_constants(window.fractions, window.beside, window.factor)
             self._finish_window(step)
 
     def _finish_window(self, step: _seam.Step) -> None:
         """Bring the window's gradients from the first batch's scale to the whole window's."""
-        self._scale(step, self._window.reference / self._window.counted if self._window.counted else 1.0)
+        self._scale(step, self._window.factor)
 
     def _scale(self, step: _seam.Step, factor: float) -> None:
         gradients = [parameter.grad for parameter in _parameters(step) if parameter.grad is not None]

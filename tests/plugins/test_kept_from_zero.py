@@ -446,3 +446,18 @@ def test_what_a_total_shows_of_the_divisors() -> None:
         ([-2, -4, -5], -10.0, Shown.KEPT),
     ):
         assert lone([float(count) for count in counts], 0, 1, 2).shown(0, total) is shown
+
+
+@pytest.mark.parametrize(("twice", "total"), [((1.0, 1.0), 0.0), ((1.0, 2.0), 1.0)])
+def test_a_batch_of_one_of_several_ranks_that_counts_one_or_nothing_is_looked_at_twice(
+    twice: tuple[float, float], total: float
+) -> None:
+    """Its own divisor is kept as those of its micro-batches are: each beside itself is divided by 2 or by 1."""
+    found = lone([1, 1], 0, 1, adds_up=True)
+    found.learn((0, 1), (1.0,))
+    assert found.looks() == [None]
+    found.learn(None, (1.0,))
+    assert found.looks() == [(0, 0), (1, 1)]
+    for part, divisor in enumerate(twice):
+        found.learn((part, part), (divisor,))
+    assert (found.looks(), found.totals(), found.least(0)) == ([], [total], 1.0)
