@@ -127,17 +127,15 @@ class ArmedBudget(MemoryBudget):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """With what other runs have shown of the loss."""
         super().setup(trainer, pl_module, stage)
-        choice: Any = self._choice
-        if self.proofs is not None:
-            self.proofs.given_to(choice.weighing)
+        if self.proofs is not None and self._engine is not None:
+            self.proofs.given_to(self._engine.choice.weighing)
 
     def prepare(self, step: Any) -> None:
         """Trials, then the faults."""
         super().prepare(step)
         now = step.trainer.global_step
-        runner: Any = self._runner
-        if now in self.given:
-            runner.partition.micro_batch_size = self.given[now]
+        if now in self.given and self._engine is not None:
+            self._engine.runner.partition.micro_batch_size = self.given[now]
         if self.faults is not None and now == self.armed_step:
             self.faults.arm()
 

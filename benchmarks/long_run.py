@@ -78,7 +78,7 @@ class Recording(MemoryBudget):
             result = super().drive(step, optimize)
         self._counted = faults.allocations
         self.injected += faults.fault is not None
-        partition: Any = self._runner and self._runner.partition
+        partition: Any = self._engine and self._engine.runner.partition
         self.partitions.append((self.history[-1][1], partition.row_tokens))
         return result
 
@@ -98,7 +98,7 @@ class Replaying(MemoryBudget):
     def prepare(self, step: Any) -> None:
         """As always, then the partition of this step."""
         super().prepare(step)
-        partition: Any = self._runner and self._runner.partition
+        partition: Any = self._engine and self._engine.runner.partition
         partition.micro_batch_size, partition.row_tokens = self._given[step.trainer.global_step]
 
 

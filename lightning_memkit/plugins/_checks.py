@@ -54,20 +54,6 @@ def hooks_run_by_part(trainer: Trainer, module: LightningModule) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def warn_of_hooks(trainer: Trainer, module: LightningModule) -> None:
-    """Name the hooks that run once a micro-batch, where a batch is split."""
-    names = hooks_run_by_part(trainer, module)
-    if names:
-        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-        warnings.warn(
-            f"{shown}: runs in every micro-batch, on the gradients of that one, or of those so far. What changes or "
-            "reads gradients belongs into on_before_optimizer_step, which runs once; or keep the batch whole "
-            "(micro_batch_size = the loader's batch size). A callback that wants to see each micro-batch says so by "
-            "an attribute, sees_micro_batches = True.",
-            stacklevel=3,
-        )
-
-
 def _is_known(hook: Any) -> bool:
     """Whether Lightning, torch or we have written a hook."""
     while isinstance(hook, partial):

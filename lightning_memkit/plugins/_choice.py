@@ -1,15 +1,13 @@
 """Decide how a run's batches are split: what parts weigh, how large they are, and whether they may be taken at all."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from math import isfinite
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_memkit.memory.sizing import Sizing, part_sizes
 from lightning_memkit.memory.units import format_bytes
@@ -26,20 +24,25 @@ from lightning_memkit.micro_batching.foreseen import (
     VaryingFactorError,
 )
 from lightning_memkit.micro_batching.loss_rules import VARYING_FACTOR
-from lightning_memkit.plugins import _seam, _verdicts
-from lightning_memkit.plugins._forecast import Foreseen, foreseen
+from lightning_memkit.micro_batching.run import Run, Step
+from lightning_memkit.plugins import _verdicts
 from lightning_memkit.plugins._options import BudgetOptions
 from lightning_memkit.plugins._partition import WHOLE
 from lightning_memkit.plugins._parts import PartsRunner
 from lightning_memkit.plugins._probe import Weighing
 from lightning_memkit.plugins._ranks import any_rank, largest_of_ranks
 from lightning_memkit.plugins._shortfall import ran_dry
-from lightning_memkit.plugins._sizing import AccumulationWindow, BudgetError, choose_size, verify_whole
+from lightning_memkit.plugins._sizing import (
+    AccumulationWindow,
+    BudgetError,
+    Foreseen,
+    choose_size,
+    verify_whole,
+)
 from lightning_memkit.plugins._token_parts import form_by_tokens
 from lightning_memkit.plugins._trials import Trials
 from lightning_memkit.plugins._tuned_sizes import TunedSize, TunedSizes, question_of
 from lightning_memkit.plugins._tuning import SizeTuning, clock_may_choose
-from lightning_memkit.plugins._worst_batch import scanned_once
 
 # From what takes the least of all ranks to what takes the most.
 _FORESEEN_WRONGLY: tuple[type[ForeseenWronglyError], ...] = (
@@ -63,6 +66,7 @@ class PartsChoice:
         trials: run the steps that leave no trace.
         window: how many loader batches make a step.
         resumed: the state of the run that is resumed: its size is repeated.
+        foresee: predicts the peaks of sizes, None where that can't be or does not pay.
 
     Attributes:
         sizing: the size that was verified before step 1, None before.
@@ -76,6 +80,7 @@ class PartsChoice:
         trials: Trials,
         window: AccumulationWindow,
         resumed: Mapping[str, Any],
+        foresee: Callable[[Step, Sequence[int]], Foreseen | None],
     ) -> None:
         self.sizing: Sizing | None = None
         self.tuning: SizeTuning | None = None
@@ -85,6 +90,7 @@ class PartsChoice:
         self._trials = trials
         self._window = window
         self._resumed = resumed
+        self._predict = foresee
         self.foreseen: Foreseen | None = None
         self._tuned_sizes: TunedSizes | None = None
         self._remembered: TunedSize | None = None
@@ -118,25 +124,25 @@ class PartsChoice:
         fastest = self.tuning.fastest if self.tuning is not None else None
         return None if fastest is None or fastest.held_by_memory else fastest.settled
 
-    def timed(self, step: _seam.Step) -> AbstractContextManager[None]:
+    def timed(self, step: Step) -> AbstractContextManager[None]:
         """Encloses a batch's step, whose time may decide."""
         return nullcontext() if self.tuning is None else self.tuning.timed(step)
 
-    def before_first(self, step: _seam.Step) -> Sizing:
+    def before_first(self, step: Step) -> Sizing:
         """Probe, measure, choose.
 
         Raises:
             BudgetError: the budget can't hold what has to be held, or the loss can't be split.
         """
-        with scanned_once():
+        with step.run.scanned_once():
             self.sizing = sizing = self._first(step)
-        rank_zero_info(
+        step.run.info(
             f"MemoryBudget: {sizing}; budget {format_bytes(self._options.budget_bytes)}, weighed by "
             f"{_described(self.weighing)}."
         )
         return sizing
 
-    def _first(self, step: _seam.Step) -> Sizing:
+    def _first(self, step: Step) -> Sizing:
         options, partition = self._options, self._runner.partition
         try:
             total = batch_size(step.batch)
@@ -147,7 +153,7 @@ class PartsChoice:
             sizing = verify_whole(step, self._trials, **self._known, why=str(error))
             partition.whole, self._runner.unsplittable = True, str(error)
             return sizing
-        self._window.open(step.trainer, total)
+        self._window.open(step.run, total)
         # The probe's backward may end what forks can do.
         self.foreseen = foreseen = self._foresee(step, total)
         self._settle(step)
@@ -160,16 +166,16 @@ class PartsChoice:
         self.tuning = self._tuning_of(step, sizing)
         return sizing
 
-    def _sized(self, step: _seam.Step, foreseen: Foreseen | None) -> Sizing:
+    def _sized(self, step: Step, foreseen: Foreseen | None) -> Sizing:
         """Measure and set the size: of parts, or of whole batches where the loss can't be split."""
         partition, total = self._runner.partition, batch_size(step.batch)
         sizing = self._size(step, foreseen)
-        self._sized_for = int(largest_of_ranks(step.trainer, [total])[0])
+        self._sized_for = int(largest_of_ranks(step.run, [total])[0])
         partition.micro_batch_size = sizing.micro_batch_size
         self._check(splits=sizing.micro_batch_size < total)
         return sizing
 
-    def before_later(self, step: _seam.Step) -> None:
+    def before_later(self, step: Step) -> None:
         """Probe where this batch is the first to differ; measure where it is the largest so far, and none was split.
 
         Raises:
@@ -181,16 +187,14 @@ class PartsChoice:
         known = self._mismatch
         self._settle(step)
         total = batch_size(step.batch)
-        grown = (
-            any_rank(step.trainer, total > self._sized_for) and partition.micro_batch_size >= self._sized_for
-        )
+        grown = any_rank(step.run, total > self._sized_for) and partition.micro_batch_size >= self._sized_for
         found = self._mismatch and not known and self._runs_whole
         if (grown and (self._options.micro_batch_size == "auto" or self._runs_whole)) or found:
             self.sizing = self._sized(step, None)
         else:
             self._check(splits=partition.micro_batch_size < total and not partition.held)
 
-    def reconsider(self, step: _seam.Step, error: ForeseenWronglyError, *, last: bool) -> None:
+    def reconsider(self, step: Step, error: ForeseenWronglyError, *, last: bool) -> None:
         """After a batch whose loss was another one than foreseen, and before it runs again.
 
         Args:
@@ -202,7 +206,7 @@ class PartsChoice:
             BudgetError: its loss can't be split, and as a whole it does not fit.
         """
         partition, weighing = self._runner.partition, self.weighing
-        error = _worst_of_ranks(step.trainer, error)
+        error = _worst_of_ranks(step.run, error)
         if last:
             weighing.refuse(_verdicts.never_as_foreseen(str(error)))
             self._take_over(step)
@@ -213,7 +217,7 @@ class PartsChoice:
             return
         if isinstance(error, LoneCountError):
             # Where it is the last of several that are accumulated, those before run again, too.
-            accumulated = max(step.trainer.accumulate_grad_batches, self._window.loader_batches)
+            accumulated = max(step.run.batches_a_step, self._window.loader_batches)
             partition.has_lone = range(step.batch_idx - accumulated + 1, step.batch_idx + 1)
             # A divisor that does not count makes the reported loss no mean of the micro-batches' losses.
             partition.unlike = partition.unlike or self._window.loader_batches < 2
@@ -230,13 +234,13 @@ class PartsChoice:
         elif isinstance(error, VaryingFactorError):
             weighing.refuse(_verdicts.scaled_by(VARYING_FACTOR))
             self._take_over(step)
-        elif any_rank(step.trainer, batch_size(step.batch) > 1 and not partition.whole):
+        elif any_rank(step.run, batch_size(step.batch) > 1 and not partition.whole):
             weighing.again(step, self._trials, min(partition.micro_batch_size, batch_size(step.batch)))
             self._take_over(step)
         if self._mismatch:
             self.sizing = self._sized(step, None)
 
-    def dry(self, step: _seam.Step, failure: str) -> Exception:
+    def dry(self, step: Step, failure: str) -> Exception:
         """The error where no smaller part can help."""
         runner, trials = self._runner, self.sizing.trials if self.sizing is not None else ()
         if runner.unsplittable:
@@ -262,16 +266,16 @@ class PartsChoice:
         unproven = bool(self.weighing.unproven)
         return self._splits_by_itself and (self._options.micro_batch_size == "auto" or unproven)
 
-    def _foresee(self, step: _seam.Step, total: int) -> Foreseen | None:
+    def _foresee(self, step: Step, total: int) -> Foreseen | None:
         """What is predicted, where the size is open and no earlier run has found it."""
         self._tuned_sizes = self._cache_of(step)
         self._remembered = self._tuned_sizes.recall() if self._tuned_sizes is not None else None
         is_resumed = self._resumed.get("micro_batch_size") is not None
         if self._options.micro_batch_size != "auto" or is_resumed or self._remembered is not None:
             return None
-        return foreseen(step, self._options, part_sizes(total))
+        return self._predict(step, part_sizes(total))
 
-    def _size(self, step: _seam.Step, foreseen: Foreseen | None) -> Sizing:
+    def _size(self, step: Step, foreseen: Foreseen | None) -> Sizing:
         """What the user says holds; else a resumed run's size, if it still fits; else the largest that fits."""
         if self._mismatch and self._runs_whole:
             try:
@@ -289,7 +293,7 @@ class PartsChoice:
             step, self._trials, **self._known, given=given, remembered=remembered, foreseen=foreseen
         )
 
-    def _resumed_size(self, step: _seam.Step) -> Sizing | None:
+    def _resumed_size(self, step: Step) -> Sizing | None:
         """The size of the run that is resumed; those that it was still timing, where it had not settled on one."""
         ran_out = min(self._resumed.get("larger", ()), default=float("inf"))
         still_open = tuple(int(size) for size in self._resumed.get("open_sizes", ()) if size < ran_out)
@@ -312,22 +316,22 @@ class PartsChoice:
         row_tokens = self._resumed.get("row_tokens")
         return None if row_tokens is None else (int(row_tokens), frozenset(self._resumed.get("wide", ())))
 
-    def _cache_of(self, step: _seam.Step) -> TunedSizes | None:
+    def _cache_of(self, step: Step) -> TunedSizes | None:
         """Where an earlier run may have left the fastest size, if it is to be chosen at all."""
         options = self._options
-        if options.micro_batch_size != "auto" or not clock_may_choose(step.trainer):
+        if options.micro_batch_size != "auto" or not clock_may_choose(step.run):
             return None
         question = question_of(step, budget=options.budget, usable_bytes=options.usable_bytes)
-        return TunedSizes(step.trainer, question)
+        return TunedSizes(step.run, question)
 
-    def _tuning_of(self, step: _seam.Step, sizing: Sizing) -> SizeTuning | None:
+    def _tuning_of(self, step: Step, sizing: Sizing) -> SizeTuning | None:
         """What finds the fastest size, where the size is open and the loss known to add up from parts."""
-        if self._mismatch or not clock_may_choose(step.trainer):
+        if self._mismatch or not clock_may_choose(step.run):
             return None
         weighing = self.weighing
         return SizeTuning(step, self._runner, sizing, proven=lambda: weighing.proven, kept=self._tuned_sizes)
 
-    def _settle(self, step: _seam.Step) -> None:
+    def _settle(self, step: Step) -> None:
         """Let the probe decide how this batch's parts are weighed, where that is still open."""
         partition = self._runner.partition
         size = partition.micro_batch_size if self.tuning is None else self.tuning.probed_size
@@ -335,7 +339,7 @@ class PartsChoice:
         self.weighing.settle(step, self._trials, size)
         self._take_over(step)
 
-    def _take_over(self, step: _seam.Step) -> None:
+    def _take_over(self, step: Step) -> None:
         weighing, partition = self.weighing, self._runner.partition
         partition.weigh = weigher(weighing.weigh_by, step.batch)
         partition.rules, partition.foretold = weighing.rules, weighing.foretold
@@ -415,8 +419,8 @@ def _described(weighing: Weighing) -> str:
     return "the batch's own count" if weigh_by == "auto" else weigh_by
 
 
-def _worst_of_ranks(trainer: Trainer, error: ForeseenWronglyError) -> ForeseenWronglyError:
+def _worst_of_ranks(run: Run, error: ForeseenWronglyError) -> ForeseenWronglyError:
     """What all ranks act on: they have to take the same way."""
     own = _FORESEEN_WRONGLY.index(type(error))
-    worst = int(largest_of_ranks(trainer, [own])[0])
+    worst = int(largest_of_ranks(run, [own])[0])
     return error if own == worst else _FORESEEN_WRONGLY[worst]("on another rank")

@@ -13,6 +13,7 @@ from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._rank_alone import Ranks
 from lightning_memkit.plugins._ranks import Unretried
 from lightning_memkit.plugins._ranks_together import Announced, Sharded
+from lightning_memkit.plugins._seam_run import LightningRun
 
 
 class EvaluationRanks:
@@ -44,14 +45,18 @@ class EvaluationRanks:
         return self._made
 
     def _announced(self) -> Ranks:
-        return Announced() if self._recover else Unretried(self._trainer, "recover=False", meets=True)
+        return (
+            Announced()
+            if self._recover
+            else Unretried(LightningRun(self._trainer), "recover=False", meets=True)
+        )
 
     def _sharded(self) -> Ranks:
         model = self._trainer.strategy.model
         if not self._recover or model is None:
-            return Unretried(self._trainer, "recover=False")
+            return Unretried(LightningRun(self._trainer), "recover=False")
         reason = why_no_catch_up(model) if sharded_states(model) else "it is not sharded by FSDP2"
-        return Unretried(self._trainer, reason) if reason else Sharded(model)
+        return Unretried(LightningRun(self._trainer), reason) if reason else Sharded(model)
 
     @contextmanager
     def batch(self, *, counts: bool) -> Iterator[None]:

@@ -1,9 +1,11 @@
 """What `MemoryBudget` predicts before it measures: the peaks of all sizes, and what would fit where none does."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
@@ -12,38 +14,23 @@ from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.planning.budget import Budget
 from lightning_memkit.planning.problem import Row
 from lightning_memkit.planning.sizes import reach
-from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._given_run import GivenRun, is_automatic, predict_apart
 from lightning_memkit.plugins._options import BudgetOptions
+from lightning_memkit.plugins._sizing import Foreseen
 from lightning_memkit.plugins._tensors import tensors_of
 from lightning_memkit.plugins._worst_batch import worst_batch
+from lightning_memkit.prediction.residuals import keep_residual, residual_of
 
 PAYS_FROM_PARAMETERS = 100_000_000  # trials of less take less than a prediction
 _SIZES, _LEAST_ROWS = (2, 4), 8  # the lines' ends; with fewer rows there is little to choose from
 _MOST_SECONDS = 180.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Foreseen:
-    """What was predicted of a run that is about to start.
-
-    Attributes:
-        peaks: predicted bytes by micro-batch; none where what is saved is chosen to fill the budget.
-        remedy: what would fit, in words, where no micro-batch does.
-        device: whose residual is to be kept.
-    """
-
-    peaks: Mapping[int, int] = field(default_factory=dict)
-    remedy: str = ""
-    device: str = "cpu"
-
-
-def foreseen(step: _seam.Step, options: BudgetOptions, sizes: Sequence[int]) -> Foreseen | None:
+def foreseen(trainer: Trainer, options: BudgetOptions, batch: Any, sizes: Sequence[int]) -> Foreseen | None:
     """The predicted peaks of sizes, from two predictions; None where measuring them is cheaper, or must do.
 
     Called before the first step, when the model is where it will be trained and nothing has run on the device yet.
     """
-    trainer = step.trainer
     root = trainer.strategy.root_device
     parameters = sum(parameter.numel() for parameter in trainer.lightning_module.parameters())
     if trainer.world_size > 1 or parameters < PAYS_FROM_PARAMETERS or max(sizes) < _LEAST_ROWS:
@@ -53,15 +40,18 @@ def foreseen(step: _seam.Step, options: BudgetOptions, sizes: Sequence[int]) -> 
     budget = Budget(options.budget_bytes, "cpu" if root.type == "cpu" else "auto", "speed", options.headroom)
     rank_zero_info("MemoryBudget predicts the peaks of its sizes, before it measures one.")
     # Read here: a loader's workers answer their own process alone.
-    parts = {size: worst_batch(trainer, step.batch, size) for size in (*_SIZES, max(sizes))}
+    parts = {size: worst_batch(trainer, batch, size) for size in (*_SIZES, max(sizes))}
     try:
         has_automatic = any(map(is_automatic, vars(trainer)["callbacks"]))
-        found = predict_apart(
+        found, device = predict_apart(
             trainer,
-            lambda given: _predicted(given, step.batch, parts, sizes, budget),
+            lambda given: _predicted(given, batch, parts, sizes, budget),
             timeout_s=_MOST_SECONDS,
         )
-        return replace(found, peaks={}) if has_automatic else found
+        peaks = {} if has_automatic else found.peaks
+        return replace(
+            found, peaks=peaks, residual=residual_of(device), measured=partial(keep_residual, device)
+        )
     except Exception as error:  # whatever a step, or its prediction, may raise
         said = str(error).strip().splitlines()
         rank_zero_info(f"MemoryBudget measures sizes without a prediction: {said[0] if said else error!r}")
@@ -70,7 +60,8 @@ def foreseen(step: _seam.Step, options: BudgetOptions, sizes: Sequence[int]) -> 
 
 def _predicted(
     given: GivenRun, batch: Any, parts: Mapping[int, Any], sizes: Sequence[int], budget: Budget
-) -> Foreseen:
+) -> tuple[Foreseen, str]:
+    """What is predicted, and the name of the device whose residual corrects it."""
     from lightning_memkit.plugins.prediction import predict_memory  # it knows MemoryBudget by name
 
     device = budget.target()
@@ -84,11 +75,8 @@ def _predicted(
     rest = 0 if device is not None else _beside_parts(batch, parts[_SIZES[0]])
     peaks = {size: int(peak_of(size)) + rest for size in sizes}
     fits = min(peaks.values()) <= budget.usable_bytes()
-    return Foreseen(
-        peaks=peaks,
-        remedy="" if fits else _remedy(given, parts[max(sizes)], budget),
-        device="cpu" if device is None else device.name,
-    )
+    remedy = "" if fits else _remedy(given, parts[max(sizes)], budget)
+    return Foreseen(peaks=peaks, remedy=remedy), "cpu" if device is None else device.name
 
 
 def _alone(part: Any) -> Any:

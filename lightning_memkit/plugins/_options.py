@@ -21,6 +21,7 @@ class BudgetOptions:
     recover: bool = True
     weigh_by: WeighBy | Weigher = "auto"
     enforce: Enforce = "verified"
+    effective_batch_size: int | None = None
 
     @property
     def usable_bytes(self) -> int:

@@ -6,7 +6,7 @@ from time import perf_counter
 from typing import Any
 
 from lightning_memkit.micro_batching import SplittableBatch
-from lightning_memkit.plugins import _seam
+from lightning_memkit.micro_batching.run import Step
 from lightning_memkit.plugins._logs import Entries, LoggedValues
 from lightning_memkit.plugins._partition import Cut, Splitter, rows_together
 from lightning_memkit.plugins._returned import ReturnedValues
@@ -69,7 +69,7 @@ class PartValues:
         self._failed = 0  # looks that told nothing
 
     def of_batch(
-        self, step: _seam.Step, given: Given, shares: Sequence[float], known: Container[tuple[str, str]]
+        self, step: Step, given: Given, shares: Sequence[float], known: Container[tuple[str, str]]
     ) -> tuple[Entries, dict[str, Any]]:
         """What the batch logs, and what it returns beside its loss.
 
@@ -101,7 +101,7 @@ class PartValues:
         """Whether rules hold of which too few comparisons have told."""
         return self.look is not None and bool(self.logs.unsure or self.returned.unsure)
 
-    def _looked(self, step: _seam.Step, given: Given, tried: set[tuple[int, int]]) -> bool:
+    def _looked(self, step: Step, given: Given, tried: set[tuple[int, int]]) -> bool:
         """Whether two parts that were not `tried`, run as one, have told more of how values go together."""
         adjacent = given.split is not None or isinstance(step.batch, SplittableBatch)
         places = given.parts_logged

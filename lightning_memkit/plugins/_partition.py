@@ -60,7 +60,7 @@ class Partition:
     """
 
     micro_batch_size: int
-    weigh: Weigher
+    weigh: Weigher = batch_size
     summed: bool = False
     split: Splitter | None = None
     whole: bool = False

@@ -1,13 +1,12 @@
 """Run one training batch in parts: weigh, move, step, accumulate, log once."""
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_memkit.micro_batching import (
@@ -23,9 +22,9 @@ from lightning_memkit.micro_batching.foreseen import (
     UnknownTotalsError,
 )
 from lightning_memkit.micro_batching.loss_rules import UnseenValueError
+from lightning_memkit.micro_batching.run import Run, Step
 from lightning_memkit.micro_batching.step_shares import BatchSums, StepShares
 from lightning_memkit.micro_batching.term_values import TermValues
-from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._part_values import Given, PartValues
 from lightning_memkit.plugins._partition import Cut, Partition
 from lightning_memkit.plugins._ranks import Ranks, any_rank, sum_of_ranks
@@ -46,7 +45,7 @@ _UNTOLD_TERMS = (
 class Survey(Protocol):
     """Reads off forwards without a backward, and without a trace, what the batch counts: as `Trials.survey`."""
 
-    def __call__(self, step: _seam.Step, cut: Cut) -> list[float]: ...
+    def __call__(self, step: Step, cut: Cut) -> list[float]: ...
 
 
 @dataclass(kw_only=True)
@@ -86,7 +85,7 @@ class _Batch:
         shares: weighs each by its own loss.
     """
 
-    step: _seam.Step
+    step: Step
     cut: Cut
     weights: list[float]
     shares: StepShares | None
@@ -96,16 +95,14 @@ class PartsRunner:
     """Runs a `Step` in parts with the full batch's result.
 
     Args:
-        trainer: the trainer whose step it is.
-        transfer: moves a part to the device, with the user's transfer hooks.
+        run: the loop whose step it is.
         partition: how to split; its `micro_batch_size` shrinks after an OOM.
         exact_window: weigh the batches of an accumulation window by what they hold (`effective_batch_size`).
     """
 
     def __init__(
         self,
-        trainer: Trainer,
-        transfer: Callable[[Any], Any],
+        run: Run,
         partition: Partition,
         *,
         exact_window: bool,
@@ -117,17 +114,16 @@ class PartsRunner:
         self.ranks = Ranks()
         self.survey: Survey | None = None
         self._warned = set[str]()
-        self._trainer = trainer
-        self._transfer = transfer
+        self._run = run
         self._has_exact_windows = exact_window
         self._window = _Window()
 
     @property
     def _exact_window(self) -> bool:
         """Whether several batches are weighed as one; a window of one batch is that batch."""
-        return self._has_exact_windows and self._trainer.accumulate_grad_batches > 1
+        return self._has_exact_windows and self._run.batches_a_step > 1
 
-    def run(self, step: _seam.Step) -> tuple[Tensor | None, dict[str, Any]]:
+    def run(self, step: Step) -> tuple[Tensor | None, dict[str, Any]]:
         """Forward, zero_grad and backward of the step's batch, in parts; gradients are the full batch's.
 
         Raises:
@@ -139,16 +135,16 @@ class PartsRunner:
         self.phase = "after backward, in hooks, clipping or the optimizer's step"
         return self._result(step, attempt)
 
-    def run_again(self, step: _seam.Step) -> None:
+    def run_again(self, step: Step) -> None:
         """Only for the gradients: nothing is logged or counted a second time."""
-        undo = [step.keep_counters(), _seam.keep_results(self._trainer)]
+        undo = [step.keep_counters(), self._run.keep_results()]
         try:
             self._attempt(step, _Attempt())
         finally:
             for put_back in undo:
                 put_back()
 
-    def _attempt(self, step: _seam.Step, attempt: _Attempt) -> None:
+    def _attempt(self, step: Step, attempt: _Attempt) -> None:
         if self._exact_window and step.starts_window:
             self._window = _Window()
         self.phase = "in splitting and weighing the batch"
@@ -156,7 +152,7 @@ class PartsRunner:
         attempt.cut, attempt.split = cut, self.partition.split
         # A batch that runs whole weighs what it weighs, unless it is one of several.
         observed = self._is_observed and (
-            len(cut.parts) > 1 or self._exact_window or self._trainer.world_size > 1
+            len(cut.parts) > 1 or self._exact_window or self._run.world_size > 1
         )
         shares = self._shares(step, cut) if observed else None
         batch = _Batch(step=step, cut=cut, weights=weights, shares=shares)
@@ -207,7 +203,7 @@ class PartsRunner:
             return [sum(counts)]
 
         # Gradients are averaged over ranks; shares are of what all ranks hold together.
-        total = self.ranks.totals(count)[0] / self._trainer.world_size
+        total = self.ranks.totals(count)[0] / self._run.world_size
         if partition.summed or self._is_observed:
             return cuts[0], counts
         if self._exact_window:
@@ -218,9 +214,9 @@ class PartsRunner:
             total = self._window.reference
         return cuts[0], normalized(counts, total=total)
 
-    def _shares(self, step: _seam.Step, cut: Cut) -> StepShares:
+    def _shares(self, step: Step, cut: Cut) -> StepShares:
         """What weighs the parts of a batch while they run: against totals that are known, foretold, or the first's."""
-        partition, rules, ranks = self.partition, self.partition.rules, self._trainer.world_size
+        partition, rules, ranks = self.partition, self.partition.rules, self._run.world_size
         assert rules is not None
         goes_on = self._exact_window and not step.starts_window
         told = [partition.foretold.total(index, step.batch) for index in range(len(rules.rules))]
@@ -231,7 +227,7 @@ class PartsRunner:
             not goes_on and (partition.surveyed or partition.counts_nothing == step.batch_idx)
         )
         if ranks > 1 and (rules.means or rules.looked_up):  # all ranks need one reference
-            surveys = any_rank(self._trainer, surveys or not (is_told or goes_on))
+            surveys = any_rank(self._run, surveys or not (is_told or goes_on))
         if surveys and self.survey is not None:
             self.phase = "in reading what the loss counts"
             own = self.survey(step, cut)
@@ -248,13 +244,13 @@ class PartsRunner:
         if is_told:
             totals = self._averaged([total or 0.0 for total in told])
             return StepShares(rules, totals, is_known=True, ranks=ranks)
-        if step.trainer.accumulate_grad_batches > 1 and rules.means and not self._exact_window:
+        if step.run.batches_a_step > 1 and rules.means and not self._exact_window:
             raise UnknownTotalsError  # gradients of other batches are there: they can't be brought to scale later
         return StepShares(rules, None)
 
     def _averaged(self, totals: Sequence[float]) -> list[float]:
         """Totals over all ranks, divided by their number, as gradients are."""
-        return [total / self._trainer.world_size for total in sum_of_ranks(self._trainer, totals)]
+        return [total / self._run.world_size for total in sum_of_ranks(self._run, totals)]
 
     def _kept(self, batch: _Batch) -> list[int | None]:
         """Which parts run: all, and as many as any rank has where ranks meet in every part; None repeats the first."""
@@ -306,13 +302,13 @@ class PartsRunner:
         """Transfer, forward and backward of one part: its detached loss, what it returned and logged, its weight."""
         self.phase = f"in forward {which}"
         step = batch.step
-        part = self._transfer(batch.cut.parts[index])
+        part = self._run.transfer(batch.cut.parts[index])
         watched = batch.shares is not None and (
             self.partition.unlike
             or (self.partition.rests is not None and self.partition.rests.seen)
-            or (self._trainer.world_size > 1 and bool(batch.shares.rules.means))
+            or (self._run.world_size > 1 and bool(batch.shares.rules.means))
         )
-        with _seam.logging_held(self._trainer) as logged:
+        with self._run.logging_held() as logged:
             with TermValues() if watched else nullcontext() as noted:
                 loss, extra = step.forward(part)
             if first:
@@ -335,7 +331,7 @@ class PartsRunner:
         shares = batch.shares
         assert shares is not None
         rows = batch.cut.sizes[index] / max(sum(batch.cut.sizes), 1)
-        over = 1 if self._exact_window else self._trainer.accumulate_grad_batches
+        over = 1 if self._exact_window else self._run.batches_a_step
         try:
             scaled, weight = shares.scaled(
                 loss, rows, over, values, self.partition.foretold, batch.cut.parts[index]
@@ -345,27 +341,27 @@ class PartsRunner:
             raise MistakenTotalsError from None
         if shares.was_unlike and not self.partition.unlike:
             self.partition.unlike = True
-            if self._trainer.world_size == 1:
+            if self._run.world_size == 1:
                 raise MistakenTotalsError
         if scaled is None and self.ranks.uncounted != "skip":
             scaled = shares.nothing(loss)
         return scaled, weight
 
-    def _run_smallest(self, step: _seam.Step) -> None:
+    def _run_smallest(self, step: Step) -> None:
         """Forward and backward of one row, which count for nothing."""
         rows = 1 if self.partition.whole else batch_size(step.batch)
         part = step.batch
         if rows > 1:
             part = split_batch(step.batch, [1, rows - 1], split=self.partition.split)[0]
-        with _seam.logging_held(self._trainer):
-            loss, _ = step.forward(self._transfer(part))
+        with self._run.logging_held():
+            loss, _ = step.forward(self._run.transfer(part))
             if loss is not None:
                 step.quiet_backward(loss * 0)
 
-    def _scaled(self, step: _seam.Step, loss: Tensor, weight: float) -> Tensor | None:
+    def _scaled(self, step: Step, loss: Tensor, weight: float) -> Tensor | None:
         """What backward starts from; of a part that does not count what other ranks need of it."""
         if weight > 0:
-            return loss * (weight if self._exact_window else weight / self._trainer.accumulate_grad_batches)
+            return loss * (weight if self._exact_window else weight / self._run.batches_a_step)
         if self.ranks.uncounted == "backward":
             return loss * 0
         if self.ranks.uncounted == "skip":
@@ -373,7 +369,7 @@ class PartsRunner:
         # Its loss may be nan (a mean over nothing).
         return torch.stack([p.sum() * 0 for p in _parameters(step) if p.requires_grad]).sum()
 
-    def _finish_batch(self, step: _seam.Step, shares: StepShares) -> float:
+    def _finish_batch(self, step: Step, shares: StepShares) -> float:
         """Check what parts counted against the totals that they were weighed by; mend the scale, and return by what.
 
         Raises:
@@ -394,12 +390,12 @@ class PartsRunner:
         if factor == 1.0:
             return factor
         self.partition.foretold.forget_wrong(step.batch, counted)
-        if self._trainer.accumulate_grad_batches > 1:
+        if self._run.batches_a_step > 1:
             raise MistakenTotalsError
         self._scale(step, factor)
         return factor
 
-    def _finish_batch_of_window(self, step: _seam.Step, shares: StepShares, overall: BatchSums) -> None:
+    def _finish_batch_of_window(self, step: Step, shares: StepShares, overall: BatchSums) -> None:
         """Add up what batches that are weighed as one have had; after the last one mend their scale."""
         window, main = self._window, shares.rules.means[0]
         window.totals = shares.totals
@@ -411,16 +407,16 @@ class PartsRunner:
             shares.refuse_constants(window.fractions, window.beside, window.factor)
             self._finish_window(step)
 
-    def _finish_window(self, step: _seam.Step) -> None:
+    def _finish_window(self, step: Step) -> None:
         """Bring the window's gradients from the first batch's scale to the whole window's."""
         self._scale(step, self._window.factor)
 
-    def _scale(self, step: _seam.Step, factor: float) -> None:
+    def _scale(self, step: Step, factor: float) -> None:
         gradients = [parameter.grad for parameter in _parameters(step) if parameter.grad is not None]
         if factor != 1.0 and gradients:
             torch._foreach_mul_(gradients, factor)
 
-    def _result(self, step: _seam.Step, attempt: _Attempt) -> tuple[Tensor | None, dict[str, Any]]:
+    def _result(self, step: Step, attempt: _Attempt) -> tuple[Tensor | None, dict[str, Any]]:
         whole = _put_together(attempt)
         total = sum(attempt.weights)
         summed = self.partition.summed or (self.partition.rules is not None and self.partition.rules.summed)
@@ -439,7 +435,7 @@ class PartsRunner:
         for entry in entries:
             if loss is not None and (entry["fx"], entry["name"]) in known:
                 entry = {**entry, "value": loss.to(entry["value"]).reshape_as(entry["value"])}
-            _seam.log_now(self._trainer, entry)
+            self._run.log_now(entry)
         if loss is None:
             return None, {}
         if whole is not None:  # a loss that is returned under another name, too
@@ -484,6 +480,6 @@ def _same_number(loss: Tensor, value: Any) -> bool:
     return bool(value == loss) or bool(value.isnan() & loss.isnan())
 
 
-def _parameters(step: _seam.Step) -> Iterator[torch.nn.Parameter]:
+def _parameters(step: Step) -> Iterator[torch.nn.Parameter]:
     for group in step.optimizer.param_groups:
         yield from group["params"]

@@ -3,33 +3,22 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from lightning.pytorch import Callback, Trainer
-
-from lightning_memkit.activations.planned import BudgetPlan
 from lightning_memkit.memory.sizing import TOLERANCE, Sizing, Trial
+from lightning_memkit.micro_batching.run import Run
 from lightning_memkit.plugins._ranks import any_rank
-from lightning_memkit.plugins.activation_checkpointing import ActivationCheckpointing
 
 _BESIDE = 0.01  # of the budget: operators are whole
-
-
-def policy_of(trainer: Trainer) -> "AutomaticPolicy":
-    """The policy that may be corrected; one without effect where there is none."""
-    callbacks: list[Callback] = vars(trainer)["callbacks"]
-    plans = (one.chosen_for_step for one in callbacks if isinstance(one, ActivationCheckpointing))
-    return AutomaticPolicy(trainer, next((plan for plan in plans if plan is not None), None))
 
 
 class AutomaticPolicy:
     """Makes more again where the measured peak is over the budget, and less where it leaves more than 5 % unused.
 
     Args:
-        trainer: whose ranks measure together.
-        plan: what chooses; None where nothing is left to be chosen.
+        run: whose ranks measure together, and whose plan chooses, if there is one.
     """
 
-    def __init__(self, trainer: Trainer, plan: BudgetPlan | None) -> None:
-        self._trainer, self._plan = trainer, plan
+    def __init__(self, run: Run) -> None:
+        self._run, self._plan = run, run.recomputation
 
     def tightened(self, peak_bytes: int | None, usable_bytes: int) -> bool:
         """Whether more is made again now, because what was chosen takes too much."""
@@ -44,7 +33,7 @@ class AutomaticPolicy:
         if plan is None or spare <= TOLERANCE * usable_bytes:
             return sizing
         if not any_rank(
-            self._trainer, plan.makes_again
+            self._run, plan.makes_again
         ):  # ranks choose by their own clocks, and measure together
             return sizing
         spare -= int(_BESIDE * usable_bytes)

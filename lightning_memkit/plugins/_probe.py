@@ -4,8 +4,6 @@ import warnings
 from contextlib import suppress
 from typing import Any
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
-
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.micro_batching import (
     WeighBy,
@@ -25,8 +23,9 @@ from lightning_memkit.micro_batching.joining_rules import ROUNDED, ways_of_weigh
 from lightning_memkit.micro_batching.learned_rules import UnlikeDivisors
 from lightning_memkit.micro_batching.loss_rules import LossRules
 from lightning_memkit.micro_batching.rests import RestRules
+from lightning_memkit.micro_batching.run import Step
 from lightning_memkit.micro_batching.without_noise import LEVELS, quiet
-from lightning_memkit.plugins import _seam, _verdicts
+from lightning_memkit.plugins import _verdicts
 from lightning_memkit.plugins._logs import LoggedValues
 from lightning_memkit.plugins._novelty import Novelties
 from lightning_memkit.plugins._partition import Splitter
@@ -103,13 +102,13 @@ class Weighing:
         holds = self.verdict is not None and self.verdict.adds_up and self._is_mixed
         return enough and holds and not self.skipped
 
-    def settle(self, step: _seam.Step, trials: Trials, micro_batch_size: int) -> None:
+    def settle(self, step: Step, trials: Trials, micro_batch_size: int) -> None:
         """Probe where the batch needs it; afterwards `weigh_by` and `rules` hold for this batch."""
         self.skipped = False
         self._batches += 1
         if self.probes == 0 and not self.unproven:
             self._open = _candidates(self._given, step.batch)
-        if not any_rank(step.trainer, self._wanted(step, micro_batch_size)):
+        if not any_rank(step.run, self._wanted(step, micro_batch_size)):
             return
         is_first = self.probes == 0
         # Once a size is chosen, a probe keeps to it: it must not need more memory than training does.
@@ -117,9 +116,9 @@ class Weighing:
         if is_first and self.probes and self.verdict is not None and self.verdict.adds_up:
             self._contradict(step, trials)
 
-    def _contradict(self, step: _seam.Step, trials: Trials) -> None:
+    def _contradict(self, step: Step, trials: Trials) -> None:
         """Compare pairs of the most unlike rows before the first batch is split: more rows may hide what these do."""
-        total = -int(largest_of_ranks(step.trainer, [-batch_size(step.batch)])[0])
+        total = -int(largest_of_ranks(step.run, [-batch_size(step.batch)])[0])
         if self.fewest > 1 or total <= _PAIR or not trials.ranks.compares:
             return
         known = dict(vars(self))
@@ -133,7 +132,7 @@ class Weighing:
             # Two rows tell no more than the five did; no batch less is compared for them.
             vars(self).update(known)
 
-    def again(self, step: _seam.Step, trials: Trials, micro_batch_size: int) -> None:
+    def again(self, step: Step, trials: Trials, micro_batch_size: int) -> None:
         """Probe this batch, whose loss turned out to be another one than was proven."""
         self._open = _candidates(self._given, step.batch)
         self._probe(step, trials, micro_batch_size)
@@ -142,7 +141,7 @@ class Weighing:
         """Batches are not split any more."""
         self.rules, self.verdict = None, verdict
 
-    def _wanted(self, step: _seam.Step, micro_batch_size: int) -> bool:
+    def _wanted(self, step: Step, micro_batch_size: int) -> bool:
         new = self._novelties.are_in(step.batch, values=self.rules is None)
         if self.probes == 0:
             return not self.unproven or new
@@ -168,14 +167,14 @@ class Weighing:
         shares = [normalized([float(weigher(way, batch)(part)) for part in parts]) for way in self._open]
         return any(abs(a - b) > 1e-12 for other in shares[1:] for a, b in zip(shares[0], other, strict=True))
 
-    def _probe(self, step: _seam.Step, trials: Trials, most: int) -> None:
+    def _probe(self, step: Step, trials: Trials, most: int) -> None:
         """Compare as many rows as run in the memory there is."""
         self.weigh_by = self._open[0]
         if not trials.ranks.compares:
             self._trusted(f"ranks reduce gradients in every backward and {trials.ranks.reason}")
             return
         # Ranks compare as many rows, each of its own batch.
-        total = -int(largest_of_ranks(step.trainer, [-batch_size(step.batch)])[0])
+        total = -int(largest_of_ranks(step.run, [-batch_size(step.batch)])[0])
         numbers = self._numbers_of_rows(most, total)
         for rows in numbers:
             # Without a probe nothing is known: on the host the smallest may take what it needs.
@@ -197,7 +196,7 @@ class Weighing:
                 if self.verdict is not None and self.verdict.adds_up and rows // 2 < self._smallest:
                     self.fewest = rows // 2 + 1  # it may not run on so few, which is no matter of the loss
                     return
-                if step.trainer.world_size > 1:
+                if step.run.world_size > 1:
                     raise error.cause from None
                 self.probes += 1
                 self.refuse(_verdicts.fails_on_parts(error.cause))
@@ -221,7 +220,7 @@ class Weighing:
                 stacklevel=2,
             )
 
-    def _compare(self, step: _seam.Step, trials: Trials, rows: int, places: int, *, alone: bool) -> None:
+    def _compare(self, step: Step, trials: Trials, rows: int, places: int, *, alone: bool) -> None:
         """Compare some rows whole and in parts; others, where too few of them count to tell.
 
         Raises:
@@ -237,31 +236,31 @@ class Weighing:
                 if is_last:
                     raise
 
-    def _rows_of(self, step: _seam.Step, trials: Trials, rows: int, place: int, *, alone: bool) -> Rows:
+    def _rows_of(self, step: Step, trials: Trials, rows: int, place: int, *, alone: bool) -> Rows:
         small = probed_rows(step.batch, rows, self.split, place)
         sizes = [1, rows - 1] if alone else [rows // 2, rows - rows // 2]
-        if self.probes == 0 and self.split is None and step.trainer.world_size == 1:
+        if self.probes == 0 and self.split is None and step.run.world_size == 1:
             small = in_order_of(small, lambda row: trials.loss_of(step, row))
         if len(self._open) > 1:
             small = told_apart(small, sizes[0], step.batch)
         return Rows(whole=small, parts=split_batch(small, sizes, split=self.split), sizes=sizes)
 
-    def _settled_by(self, step: _seam.Step, trials: Trials, probed: Rows, *, is_last: bool) -> bool:
+    def _settled_by(self, step: Step, trials: Trials, probed: Rows, *, is_last: bool) -> bool:
         """Whether these rows have told; the last ones do in any case.
 
         In train mode first; with less noise where another seed shows that noise alone may be the difference.
         """
         for level in LEVELS:
-            with quiet(step.trainer.lightning_module, level) as draws:
+            with quiet(step.run.module, level) as draws:
                 rows = RowTrials(step, trials, probed, draws)
                 outcome = rows.compare(self._open, reads=self._given == "auto", known=self.rules)
                 self.unlike = self.unlike or outcome.unlike
                 # Ranks see other samples, and must come to one answer.
-                if largest_of_ranks(step.trainer, [outcome.miss.excess])[0] <= 1:
-                    is_mixed = not any_rank(step.trainer, not outcome.is_mixed)
+                if largest_of_ranks(step.run, [outcome.miss.excess])[0] <= 1:
+                    is_mixed = not any_rank(step.run, not outcome.is_mixed)
                     if not is_mixed and not is_last:
                         return False
-                    if not is_mixed and (self._is_mixed or any_rank(step.trainer, outcome.is_lone)):
+                    if not is_mixed and (self._is_mixed or any_rank(step.run, outcome.is_lone)):
                         raise NothingCountsError  # more is known than these rows tell
                     self._is_mixed = is_mixed
                     self._holds(step, probed, rows, outcome)
@@ -273,7 +272,7 @@ class Weighing:
         self.unproven = "the loss draws random numbers of its own"
         return True
 
-    def _holds(self, step: _seam.Step, probed: Rows, rows: RowTrials, outcome: Outcome) -> None:
+    def _holds(self, step: Step, probed: Rows, rows: RowTrials, outcome: Outcome) -> None:
         """Keep how the parts add up, unless one hands something on to the next."""
         self.probes += 1
         self._smallest = min(self._smallest or probed.sizes[0], *probed.sizes)
@@ -290,11 +289,11 @@ class Weighing:
         self.weigh_by = self._open[0]
         self._learn_values(step, probed, rows, outcome)
 
-    def _learn_values(self, step: _seam.Step, probed: Rows, rows: RowTrials, outcome: Outcome) -> None:
+    def _learn_values(self, step: Step, probed: Rows, rows: RowTrials, outcome: Outcome) -> None:
         """How what is logged and returned comes from what parts log and return."""
         parts = [part for part in outcome.parts if part is not None]
-        exact = str(step.trainer.precision_plugin.precision) in ("32-true", "64-true")
-        allowed = decomposability.tolerance(step.trainer.lightning_module.parameters(), reduced=not exact)
+        exact = step.run.precision in ("32-true", "64-true")
+        allowed = decomposability.tolerance(step.run.module.parameters(), reduced=not exact)
         allowed = min(allowed, ROUNDED) if exact else allowed
         shares, sizes = outcome.present_shares, [probed.sizes[index] for index in outcome.present]
         if outcome.rules is not None:
@@ -312,7 +311,7 @@ def _counts(probed: Rows, outcome: Outcome) -> dict[str, list[float]]:
     return ways_of_weighing(outcome.present_shares, [probed.sizes[index] for index in outcome.present])
 
 
-def _changes_verdict(step: _seam.Step, probed: Rows, outcome: Outcome) -> Verdict | None:
+def _changes_verdict(step: Step, probed: Rows, outcome: Outcome) -> Verdict | None:
     """None where parts change nothing but gradients, or what they change composes; else what to say of it."""
     state, kept = outcome.state, list(outcome.changes)
     if state is not None:
@@ -330,11 +329,11 @@ def _changes_verdict(step: _seam.Step, probed: Rows, outcome: Outcome) -> Verdic
         kept = [change for change in kept if change.name not in settled]
         if noted:
             names = ", ".join(sorted(noted))
-            rank_zero_info(f"MemoryBudget: training_step adds to {names} once for each part of a batch.")
-    return _verdicts.changes_in_parts(kept) if any_rank(step.trainer, bool(kept)) else None
+            step.run.info(f"MemoryBudget: training_step adds to {names} once for each part of a batch.")
+    return _verdicts.changes_in_parts(kept) if any_rank(step.run, bool(kept)) else None
 
 
-def _mismatch(step: _seam.Step, outcome: Outcome) -> Verdict:
+def _mismatch(step: Step, outcome: Outcome) -> Verdict:
     """Why the parts don't add up."""
     error = outcome.miss.relative_error
     if isinstance(outcome.why, UnlikeDivisors):
@@ -342,7 +341,7 @@ def _mismatch(step: _seam.Step, outcome: Outcome) -> Verdict:
     if outcome.why:
         return _verdicts.curved(outcome.why, error)
     if outcome.bends:
-        return _verdicts.bent(step.trainer, error)
+        return _verdicts.bent(step.run, error)
     gradients = [part.gradient for part in outcome.parts if part is not None]
     return _verdicts.missed(outcome.whole.gradient, gradients, outcome.present_shares, outcome.miss)
 

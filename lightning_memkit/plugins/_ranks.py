@@ -19,19 +19,18 @@ step again, in parts that are smaller by the same rule. Who calls what, in a ste
    `optimizer_steps` nothing can be retried: raise.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from lightning.pytorch import Trainer
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_memkit.distributed.catch_up import why_no_catch_up
 from lightning_memkit.distributed.ddp import why_no_late_reduction
 from lightning_memkit.distributed.fsdp2 import sharded_states
 from lightning_memkit.distributed.timeouts import waiting_for_ranks
+from lightning_memkit.micro_batching.run import Run
 from lightning_memkit.optim.methods import local_optimizer
-from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._rank_alone import Ranks
 from lightning_memkit.plugins._ranks_together import DataParallel, Sharded
 
@@ -48,89 +47,80 @@ __all__ = [
 ]
 
 
-def largest_of_ranks(trainer: Trainer, values: Sequence[float]) -> list[float]:
+def largest_of_ranks(run: Run, values: Sequence[float]) -> list[float]:
     """Each value's maximum over all ranks, exact for integers below 2**53."""
-    if trainer.world_size == 1:
+    if run.world_size == 1:
         return list(values)
-    largest = torch.tensor(values, dtype=torch.float64, device=trainer.strategy.root_device)
+    largest = torch.tensor(values, dtype=torch.float64, device=run.device)
     with waiting_for_ranks("the ranks compared numbers"):
         torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
         return largest.tolist()  # where a device's collective is waited for
 
 
-def sum_of_ranks(trainer: Trainer, values: Sequence[float]) -> list[float]:
+def sum_of_ranks(run: Run, values: Sequence[float]) -> list[float]:
     """Each value's sum over all ranks."""
-    if trainer.world_size == 1:
+    if run.world_size == 1:
         return list(values)
-    summed = torch.tensor(values, dtype=torch.float64, device=trainer.strategy.root_device)
+    summed = torch.tensor(values, dtype=torch.float64, device=run.device)
     torch.distributed.all_reduce(summed)
     return summed.tolist()
 
 
-def values_of_ranks(trainer: Trainer, value: T) -> list[T]:
+def values_of_ranks(run: Run, value: T) -> list[T]:
     """Each rank's value, which is pickled on its way."""
-    if trainer.world_size == 1:
+    if run.world_size == 1:
         return [value]
-    values: list[Any] = [None] * trainer.world_size
+    values: list[Any] = [None] * run.world_size
     with waiting_for_ranks("the ranks told each other where they stand"):
         torch.distributed.all_gather_object(values, value)
     return values
 
 
-def any_rank(trainer: Trainer, truth: bool) -> bool:
+def any_rank(run: Run, truth: bool) -> bool:
     """Whether it holds on at least one rank."""
-    return largest_of_ranks(trainer, [float(truth)])[0] > 0
+    return largest_of_ranks(run, [float(truth)])[0] > 0
 
 
-def averages_after_backward(trainer: Trainer, model: DistributedDataParallel) -> bool:
-    """Whether a callback (`MemoryBudget`) is going to average DDP's gradients itself, whatever their dtype."""
-    callbacks: Iterable[object] = vars(trainer)["callbacks"]
-    wanted = any(getattr(callback, "averages_after_backward", False) for callback in callbacks)
-    return (
-        trainer.world_size > 1 and wanted and not why_no_late_reduction(model)
-    )  # DDP itself serves a rank alone
-
-
-def ranks_of(trainer: Trainer, *, recover: bool = True) -> Ranks:
-    """What ranks do together under the trainer's strategy; all ranks call it at the same point.
+def ranks_of(run: Run, *, recover: bool = True) -> Ranks:
+    """What ranks do together under the loop's strategy; all ranks call it at the same point.
 
     Args:
-        trainer: its strategy has wrapped the model.
+        run: whose ranks have wrapped the module.
         recover: whether steps are to be retried. Otherwise the strategy's own reduction is left as it is.
     """
-    model = trainer.strategy.model
-    if trainer.world_size == 1:
+    model = run.wrapped
+    if run.world_size == 1:
         return Ranks()
     if not recover or model is None:
-        return Unretried(trainer, "recover=False")
+        return Unretried(run, "recover=False")
     if isinstance(model, DistributedDataParallel):
         reason = why_no_late_reduction(model)
-        return Unretried(trainer, reason) if reason else DataParallel(model)
+        return Unretried(run, reason) if reason else DataParallel(model)
     if not sharded_states(model):
-        return Unretried(trainer, f"{type(trainer.strategy).__name__} is neither DDP nor FSDP2")
+        return Unretried(run, f"{run.ranks_by} is neither DDP nor FSDP2")
     reason = why_no_catch_up(model)
-    return Unretried(trainer, reason) if reason else Sharded(model)
+    return Unretried(run, reason) if reason else Sharded(model)
 
 
 class Unretried(Ranks):
     """Ranks that can't or needn't agree: the strategy reduces gradients by itself.
 
     Args:
-        trainer: the trainer.
+        run: whose ranks they are.
         reason: why steps are not retried.
         meets: ranks meet in every part; None: where the strategy shards.
     """
 
-    def __init__(self, trainer: Trainer, reason: str, *, meets: bool | None = None) -> None:
+    def __init__(self, run: Run, reason: str, *, meets: bool | None = None) -> None:
         self.reason = reason
-        self._trainer = trainer
-        self.meets = _seam.communicates_in_every_part(trainer) if meets is None else meets
+        self._run = run
+        self.meets = run.meets_in_every_part if meets is None else meets
         self.exchanges = self.meets
         self.compares = not self.meets
         self.uncounted = "backward" if self.meets else "zeros"
 
     def totals(self, run: Callable[[], Sequence[float]]) -> list[float]:
-        device = self._trainer.strategy.root_device
+        device = self._run.device
         numbers = torch.tensor(list(run()), dtype=torch.float64, device=device)
         with waiting_for_ranks("the ranks counted what a batch holds"):
             torch.distributed.all_reduce(numbers)
@@ -140,11 +130,11 @@ class Unretried(Ranks):
         return self.largest(parts) if self.meets else parts
 
     def largest(self, size: int) -> int:
-        return int(largest_of_ranks(self._trainer, [size])[0])
+        return int(largest_of_ranks(self._run, [size])[0])
 
     def largest_of(self, values: Sequence[float]) -> list[float]:
-        return largest_of_ranks(self._trainer, values) if self.meets else list(values)
+        return largest_of_ranks(self._run, values) if self.meets else list(values)
 
     def part(self, run: Callable[[], T], *, last: bool = False, **options: Any) -> T:
-        with _seam.no_gradient_sync(self._trainer, block=not last):
+        with self._run.gradient_sync(wanted=last):
             return run()

@@ -2,23 +2,20 @@
 
 import gc
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.micro_batching import batch_size
 from lightning_memkit.micro_batching.foreseen import ForeseenWronglyError
 from lightning_memkit.micro_batching.rollback import Rollback
+from lightning_memkit.micro_batching.run import Run, Step
 from lightning_memkit.micro_batching.step_changes import label
 from lightning_memkit.optim.journaled_step import StepOutOfMemoryError
-from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._parts import PartsRunner
-from lightning_memkit.plugins._trials import beside
 
 _CALM_STEPS = 32  # without an OOM, before larger parts are tried again; twice as many after each failure
 _MOST_REPEATS = 3  # of a batch that was foreseen wrongly: its totals, its terms, or both
@@ -27,13 +24,13 @@ _MOST_REPEATS = 3  # of a batch that was foreseen wrongly: its totals, its terms
 class Resized(Protocol):
     """What is told of another size of the parts."""
 
-    def __call__(self, step: _seam.Step, *, retry: bool) -> None: ...
+    def __call__(self, step: Step, *, retry: bool) -> None: ...
 
 
 class Reconsidered(Protocol):
     """What is told of a batch that was foreseen wrongly."""
 
-    def __call__(self, step: _seam.Step, error: ForeseenWronglyError, *, last: bool) -> None: ...
+    def __call__(self, step: Step, error: ForeseenWronglyError, *, last: bool) -> None: ...
 
 
 class SafePoint:
@@ -43,14 +40,14 @@ class SafePoint:
     step costs its bytes once more. One that a step changes for the first time as it runs out of memory is named.
     """
 
-    def __init__(self, step: _seam.Step, changing: frozenset[tuple[str, str]] | None) -> None:
+    def __init__(self, step: Step, changing: frozenset[tuple[str, str]] | None) -> None:
         self._undo = [
             step.keep_counters(),
-            _seam.keep_results(step.trainer),
-            _seam.keep_scaler(step.trainer),
+            step.run.keep_results(),
+            step.run.keep_scaler(),
         ]
-        kept = {**beside(step), **_step_hooks(step)}
-        self._rollback = Rollback(step.trainer.lightning_module, changing, batches=[step.batch], beside=kept)
+        kept = {**step.run.changed_beside(), **_step_hooks(step)}
+        self._rollback = Rollback(step.run.module, changing, batches=[step.batch], beside=kept)
 
     def optimizer_steps(self) -> frozenset[tuple[str, str]]:
         """Weights change by the optimizer from here on; returns the tensors that the step itself has changed."""
@@ -67,7 +64,7 @@ class SafePoint:
 class _Past:
     """A batch of the accumulation window that has run: how to run it again."""
 
-    step: _seam.Step
+    step: Step
     point: SafePoint
     micro_batch_size: int
     row_tokens: int | None
@@ -95,7 +92,7 @@ class Recovery:
         runner: PartsRunner,
         *,
         resized: Resized,
-        dry: Callable[[_seam.Step, str], Exception],
+        dry: Callable[[Step, str], Exception],
         reconsider: Reconsidered,
     ) -> None:
         self.retries = True
@@ -116,7 +113,7 @@ class Recovery:
         """What decides when larger parts are tried again."""
         return {"larger": list(self._larger), "calm": self._calm, "patience": self._patience}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on as the run that wrote it would have."""
         self._larger = [int(size) for size in state.get("larger", ())]
         self._calm = int(state.get("calm", 0))
@@ -133,7 +130,7 @@ class Recovery:
         if self._point is not None and self.changing is not None:
             self.changing |= self._point.optimizer_steps()
 
-    def drive(self, step: _seam.Step, optimize: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def drive(self, step: Step, optimize: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Take the step, as often as it takes.
 
         Args:
@@ -164,9 +161,9 @@ class Recovery:
             except ForeseenWronglyError as error:
                 foreseen_wrongly, failure = error, ""
             except (RuntimeError, MemoryError) as error:
-                if not self._retriable(step.trainer, error):
+                if not self._retriable(step.run, error):
                     raise
-                _tell(step.trainer, error)
+                step.run.out_of_memory(error)
                 foreseen_wrongly, failure = None, f"{type(error).__name__}: {error}"
             # Outside of `except`: the traceback holds the failed step's tensors alive.
             retries += 1
@@ -196,18 +193,18 @@ class Recovery:
             finally:
                 partition.micro_batch_size, partition.row_tokens = now
 
-    def _retriable(self, trainer: Trainer, error: BaseException) -> bool:
+    def _retriable(self, run: Run, error: BaseException) -> bool:
         if not self.retries or not is_out_of_memory(error) or self._runner.ranks.reason:
             return False
         if not self._stepping:
             return True
         # Other ranks have stepped.
-        alone = trainer.world_size == 1
+        alone = run.world_size == 1
         return alone and isinstance(error, StepOutOfMemoryError) and not error.half_stepped
 
-    def _put_back(self, step: _seam.Step, point: SafePoint | None) -> None:
+    def _put_back(self, step: Step, point: SafePoint | None) -> None:
         """Restore the state before the step, without gradients."""
-        for parameter in step.trainer.lightning_module.parameters():
+        for parameter in step.run.module.parameters():
             parameter.grad = None
         lost = point.restore() if point is not None else frozenset()
         if lost:
@@ -220,21 +217,21 @@ class Recovery:
                 stacklevel=2,
             )
 
-    def _begin_again(self, step: _seam.Step, failure: str, point: SafePoint | None) -> None:
+    def _begin_again(self, step: Step, failure: str, point: SafePoint | None) -> None:
         """Restore the state before the step, and halve the parts."""
         self._put_back(step, point)
         gc.collect()
         if torch.accelerator.is_available():
             _empty_caches()
         failed = self._shrink(step, failure)
-        rank_zero_info(
+        step.run.info(
             f"MemoryBudget: out of memory at batch {step.batch_idx} {self._runner.phase} "
             f"with a micro-batch of {failed}; "
             f"the state before the step is restored, and the batch runs again in parts of "
             f"{self._runner.partition.micro_batch_size} ({failure})"
         )
 
-    def _shrink(self, step: _seam.Step, failure: str) -> int:
+    def _shrink(self, step: Step, failure: str) -> int:
         partition = self._runner.partition
         failed = 1 if partition.whole else min(partition.micro_batch_size, batch_size(step.batch))
         failed = self._runner.ranks.largest(failed)
@@ -256,7 +253,7 @@ class Recovery:
         self._resized(step, retry=True)
         return failed
 
-    def _grow(self, step: _seam.Step) -> None:
+    def _grow(self, step: Step) -> None:
         """After calm steps, try the size that last ran out of memory once more."""
         if not self._larger or self._calm < self._patience:
             return
@@ -265,7 +262,7 @@ class Recovery:
         partition = self._runner.partition
         if size > partition.micro_batch_size:
             self._grown = True
-            rank_zero_info(
+            step.run.info(
                 f"MemoryBudget: {self._patience} steps without an OOM; parts of {size} are tried again."
             )
             partition.micro_batch_size = size
@@ -274,18 +271,10 @@ class Recovery:
             self._larger.pop()
 
 
-def _step_hooks(step: _seam.Step) -> dict[str, Any]:
+def _step_hooks(step: Step) -> dict[str, Any]:
     """The hooks that an optimizer's step begins with, which a retry calls again; those after it are past retries."""
     hooks: Any = getattr(step.optimizer, "_optimizer_step_pre_hooks", {})  # torch's; others may have none
     return {"step_pre_hooks": list(hooks.values())} if hooks else {}
-
-
-def _tell(trainer: Trainer, error: BaseException) -> None:
-    """Let callbacks look at what lives, which the error's traceback holds."""
-    for callback in vars(trainer)["callbacks"]:
-        seen = getattr(callback, "on_out_of_memory", None)
-        if seen is not None:
-            seen(trainer, error)
 
 
 def _empty_caches() -> None:

@@ -35,12 +35,13 @@ from lightning_memkit.micro_batching.loss_rules import VARYING_FACTOR, Law, Loss
 from lightning_memkit.micro_batching.loss_terms import LossTerms
 from lightning_memkit.micro_batching.loss_walk import terms_of
 from lightning_memkit.micro_batching.rests import Rest, RestRules
+from lightning_memkit.micro_batching.run import Step
 from lightning_memkit.micro_batching.step_changes import StepChange
 from lightning_memkit.micro_batching.step_shares import ADD_UP, main_mean
 from lightning_memkit.micro_batching.term_scales import scale_terms
 from lightning_memkit.micro_batching.term_values import rounding_of_terms, weighed_value
 from lightning_memkit.micro_batching.without_noise import SharedDraws
-from lightning_memkit.plugins import _seam, _verdicts
+from lightning_memkit.plugins import _verdicts
 from lightning_memkit.plugins._ranks import any_rank, largest_of_ranks, values_of_ranks
 from lightning_memkit.plugins._trials import StepFailedError, Trials
 
@@ -58,7 +59,7 @@ class NothingCountsError(Exception):
 
 
 @dataclass(kw_only=True)
-class Run:
+class TrialStep:
     """One trial step: its gradient, and what its loss, its logs and its results were."""
 
     gradient: Tensor
@@ -106,8 +107,8 @@ class Outcome:
     miss: Miss
     ways: list[WeighBy | Weigher]
     rules: LossRules | None
-    whole: Run
-    parts: list[Run | None]
+    whole: TrialStep
+    parts: list[TrialStep | None]
     shares: list[float]
     comparison: Comparison
     why: str = ""
@@ -144,9 +145,9 @@ class RowTrials:
         draws: hands the whole's random numbers out to its parts; None where the step draws none that matter.
     """
 
-    def __init__(self, step: _seam.Step, trials: Trials, rows: Rows, draws: SharedDraws | None) -> None:
+    def __init__(self, step: Step, trials: Trials, rows: Rows, draws: SharedDraws | None) -> None:
         self._step, self._trials, self._rows, self._draws = step, trials, rows, draws
-        self._is_exact = str(step.trainer.precision_plugin.precision) in ("32-true", "64-true")
+        self._is_exact = step.run.precision in ("32-true", "64-true")
         # Where ranks meet in every part, a gradient is that of all ranks' parts, each scaled before its backward.
         self._meets = trials.ranks.meets
 
@@ -168,7 +169,7 @@ class RowTrials:
         if self._draws is not None:
             self._draws.record()
         whole = self._run(self._rows.whole)
-        if any_rank(self._step.trainer, not whole.counts):
+        if any_rank(self._step.run, not whole.counts):
             raise NothingCountsError
         changes = [c for c in self._trials.changes if not c.composes and c.kind not in _CHANGED_IN_PARTS]
         state = self._capture(changes, whole.loss.dtype)
@@ -180,19 +181,19 @@ class RowTrials:
         present = [part for part in parts if part is not None]
         rules, outcome, is_less = None, None, False
         if reads and present and not bends:
-            looks = self._step.trainer.world_size == 1
+            looks = self._step.run.world_size == 1
             terms = [part.terms for part in present]
             rules = learned(whole.terms, terms, whole.loss.dtype, known=known, looks=looks)
             is_less = isinstance(rules, LossRules) and known is not None and rules.tells_less(known)
-        if any_rank(self._step.trainer, rules == NOTHING_COUNTS):
+        if any_rank(self._step.run, rules == NOTHING_COUNTS):
             raise NothingCountsError
-        if any_rank(self._step.trainer, is_less):
+        if any_rank(self._step.run, is_less):
             return self._against(known, ways, whole, parts, comparison)
         rules = self._of_all_ranks(rules)
         if isinstance(rules, LossRules):
             outcome = self._by_rules(ways, rules, whole, parts, comparison)
             kept = self._kept(rules, outcome, whole, parts)
-            if kept and self._step.trainer.world_size == 1:
+            if kept and self._step.run.world_size == 1:
                 outcome = self._by_rules(ways, _looked_up(rules, kept), whole, parts, comparison) or outcome
             elif kept:
                 outcome = self._by_whole(rules, kept, ways, whole, parts, comparison) or outcome
@@ -209,8 +210,8 @@ class RowTrials:
         self,
         known: LossRules | None,
         ways: list[WeighBy | Weigher],
-        whole: Run,
-        parts: list[Run | None],
+        whole: TrialStep,
+        parts: list[TrialStep | None],
         comparison: Comparison,
     ) -> Outcome:
         """The comparison by rules that other rows have told, where it fails: these rows may act on each other.
@@ -227,7 +228,7 @@ class RowTrials:
         return outcome
 
     def _kept(
-        self, rules: LossRules, outcome: Outcome | None, whole: Run, parts: list[Run | None]
+        self, rules: LossRules, outcome: Outcome | None, whole: TrialStep, parts: list[TrialStep | None]
     ) -> list[int]:
         """The means of a comparison that fails whose divisors don't add up: some may be kept from being less."""
         if outcome is not None and outcome.miss.excess <= 1:
@@ -235,7 +236,7 @@ class RowTrials:
         counts = [_counts(rules, part) for part in parts if part is not None]
         totals = [sum(values) for values in zip(*counts, strict=True)]
         unlike = [share_of(total, own) != 1 for total, own in zip(totals, _counts(rules, whole), strict=True)]
-        unlike = largest_of_ranks(self._step.trainer, [float(one) for one in unlike])
+        unlike = largest_of_ranks(self._step.run, [float(one) for one in unlike])
         return [index for index in rules.means if unlike[index]]
 
     def _by_whole(
@@ -243,8 +244,8 @@ class RowTrials:
         rules: LossRules,
         kept: Sequence[int],
         ways: list[WeighBy | Weigher],
-        whole: Run,
-        parts: list[Run | None],
+        whole: TrialStep,
+        parts: list[TrialStep | None],
         comparison: Comparison,
     ) -> Outcome | None:
         """The comparison by what the whole is divided by, where parts have kept divisors; None where it fails, too.
@@ -262,7 +263,7 @@ class RowTrials:
         self._hand_out(None)
         other = self._together(partial(self._trials.gradient_of, self._step, self._rows.whole, seed=1))
         incomplete = self._draws is not None and not self._draws.complete
-        return any_rank(self._step.trainer, incomplete or outcome.comparison.differs(other))
+        return any_rank(self._step.run, incomplete or outcome.comparison.differs(other))
 
     def dependence(self, outcome: Outcome) -> Verdict | None:
         """None where the second part's gradient is the same after the first as alone, else what to say of it."""
@@ -272,7 +273,7 @@ class RowTrials:
         counts = (
             second is not None and outcome.parts[0] is not None and bool(second.gradient.isfinite().all())
         )
-        if any_rank(self._step.trainer, not counts) or second is None:
+        if any_rank(self._step.run, not counts) or second is None:
             return None
         trials, parts = self._trials, self._rows.parts
         failure, error = "", 0.0
@@ -287,7 +288,7 @@ class RowTrials:
             if failed.skipped or is_out_of_memory(failed.cause):
                 raise
             error, failure = float("inf"), f" ({type(failed.cause).__name__}: {failed.cause})"
-        error = largest_of_ranks(self._step.trainer, [error])[0]
+        error = largest_of_ranks(self._step.run, [error])[0]
         if error == 0:
             return None
         return _verdicts.handed_on(
@@ -347,7 +348,7 @@ class RowTrials:
             NothingCountsError: another rank's module passes over its rows.
             StepFailedError: the step failed here or on another rank.
         """
-        if self._meets or self._step.trainer.world_size == 1:
+        if self._meets or self._step.run.world_size == 1:
             return run()
         failure, results = None, []
         try:
@@ -355,7 +356,7 @@ class RowTrials:
         except Exception as error:
             failure = error
         try:
-            worst = int(largest_of_ranks(self._step.trainer, [_ending(failure)])[0])
+            worst = int(largest_of_ranks(self._step.run, [_ending(failure)])[0])
             if failure is not None and _ending(failure) == worst:
                 raise failure
         finally:
@@ -369,10 +370,10 @@ class RowTrials:
             raise StepFailedError(RuntimeError("The step raised on another rank in a trial."), skipped=False)
         return results[0]
 
-    def _run(self, batch: Any, change: Callable[[Tensor], Tensor] | None = None) -> Run:
+    def _run(self, batch: Any, change: Callable[[Tensor], Tensor] | None = None) -> TrialStep:
         return self._together(partial(self._run_here, batch, change))
 
-    def _run_here(self, batch: Any, change: Callable[[Tensor], Tensor] | None) -> Run:
+    def _run_here(self, batch: Any, change: Callable[[Tensor], Tensor] | None) -> TrialStep:
         seen: list[tuple[Tensor, LossTerms]] = []
 
         def look(loss: Tensor) -> Tensor:
@@ -382,7 +383,7 @@ class RowTrials:
         trials = self._trials
         gradient = trials.gradient_of(self._step, batch, look=look)
         loss, terms = seen[0]
-        return Run(
+        return TrialStep(
             gradient=gradient,
             terms=terms,
             loss=loss,
@@ -392,15 +393,15 @@ class RowTrials:
             left=trials.captured or {},
         )
 
-    def _whole(self, change: Callable[[Tensor], Tensor] | None = None) -> Run:
+    def _whole(self, change: Callable[[Tensor], Tensor] | None = None) -> TrialStep:
         """The whole's run once more, with the same random numbers."""
         self._hand_out(None)
         return self._run(self._rows.whole, change)
 
-    def _part(self, index: int, change: Callable[[Tensor], Tensor] | None = None) -> Run | None:
+    def _part(self, index: int, change: Callable[[Tensor], Tensor] | None = None) -> TrialStep | None:
         """A part's run; None where the module passes over it, though it has a loss of the whole."""
 
-        def run() -> Run | None:
+        def run() -> TrialStep | None:
             try:
                 return self._run_here(self._rows.parts[index], change)
             except StepFailedError as error:
@@ -412,13 +413,13 @@ class RowTrials:
         return self._together(run)
 
     def _spans(self) -> Any:
-        return spans_of(self._step.trainer.lightning_module)
+        return spans_of(self._step.run.module)
 
     def _of_all_ranks(self, rules: LossRules | str | None) -> LossRules | str | None:
         """The rules, where the loss has shown the same terms on every rank; else why it has none on one."""
-        if self._step.trainer.world_size == 1:
+        if self._step.run.world_size == 1:
             return rules
-        told: list[LossRules | str | None] = values_of_ranks(self._step.trainer, rules)
+        told: list[LossRules | str | None] = values_of_ranks(self._step.run, rules)
         for one in told:
             if one == VARYING_FACTOR or isinstance(one, CurvedLoss | UnlikeDivisors):
                 return one
@@ -429,7 +430,7 @@ class RowTrials:
         if isinstance(rules, CurvedLoss) or (isinstance(rules, str) and rules == VARYING_FACTOR):
             return rules
         # In few bits a small term is no more than the rounding of the large ones.
-        if isinstance(rules, UnlikeDivisors) and any_rank(self._step.trainer, comparison.level > _COARSE):
+        if isinstance(rules, UnlikeDivisors) and any_rank(self._step.run, comparison.level > _COARSE):
             return rules
         return ""
 
@@ -453,13 +454,13 @@ class RowTrials:
         """
         miss = self._largest(comparison.miss(gradients, weights))
         if miss.excess > 1 and self._is_exact and not comparison.knows_rounding:
-            with last_bits_turned(self._step.trainer.lightning_module):
+            with last_bits_turned(self._step.run.module):
                 comparison.allow(self._whole(change).gradient)
             miss = self._largest(comparison.miss(gradients, weights))
         return miss
 
     def _largest(self, miss: Miss) -> Miss:
-        return replace(miss, excess=largest_of_ranks(self._step.trainer, [miss.excess])[0])
+        return replace(miss, excess=largest_of_ranks(self._step.run, [miss.excess])[0])
 
     def _capture(self, changes: Sequence[StepChange], dtype: torch.dtype) -> ComposedState | None:
         """Let the further runs tell what they leave in the attributes and lists that the step changes."""
@@ -467,7 +468,7 @@ class RowTrials:
         if not names:
             return None
         rounding = max(ROUNDED if self._is_exact else 2e-2, 10 * torch.finfo(dtype).eps)
-        state = ComposedState(self._step.trainer.lightning_module, names, rounding)
+        state = ComposedState(self._step.run.module, names, rounding)
         state.begin()
         self._trials.capture = state.left
         return state
@@ -478,20 +479,20 @@ class RowTrials:
         Half of a loss has half of its gradients to the bit. Where it has not, another run tells what kernels do in
         another order each time.
         """
-        trainer = self._step.trainer
-        if str(trainer.precision_plugin.precision).startswith("16"):
+        run = self._step.run
+        if run.precision.startswith("16"):
             return False  # small gradients are rounded to fewer bits
         halved = self._whole(lambda loss: loss * 0.5).gradient * 2
-        if not any_rank(trainer, comparison.bends(halved)):
+        if not any_rank(run, comparison.bends(halved)):
             return False
-        return any_rank(trainer, comparison.bends(halved, self._whole().gradient))
+        return any_rank(run, comparison.bends(halved, self._whole().gradient))
 
     def _by_rules(
         self,
         ways: list[WeighBy | Weigher],
         rules: LossRules,
-        whole: Run,
-        parts: list[Run | None],
+        whole: TrialStep,
+        parts: list[TrialStep | None],
         comparison: Comparison,
         *,
         of_whole: bool = False,
@@ -507,11 +508,11 @@ class RowTrials:
         rules = _shared_below_factors(rules, whole)
         mains, shares = _weights_of_parts(rules, present, whole, of_whole=of_whole)
         unlike = any(max(of_part) - min(of_part) > 1e-12 for of_part in shares)
-        unlike = any_rank(self._step.trainer, unlike)
+        unlike = any_rank(self._step.run, unlike)
         apart = all(
             rules.read(part.terms).scales_apart(own) for (part, _), own in zip(present, shares, strict=True)
         )
-        if any_rank(self._step.trainer, not apart):
+        if any_rank(self._step.run, not apart):
             return None
         miss = Miss(excess=0.0, relative_error=0.0)
         if not unlike and not self._meets:
@@ -520,7 +521,7 @@ class RowTrials:
         several = len(rules.rules) > 1
         has_sums = any(rule.law in (Law.SUM, Law.OWN) for rule in rules.rules)
         is_lone = has_sums and not _several(parts)
-        is_coarse = any_rank(self._step.trainer, comparison.level > _COARSE)
+        is_coarse = any_rank(self._step.run, comparison.level > _COARSE)
         if self._meets or (several and (unlike or has_sums or is_coarse)):
             miss, rules, is_lone = self._term_by_term(
                 rules, shares, mains if rules.means else _fractions(present), comparison
@@ -573,13 +574,13 @@ class RowTrials:
             if law is Law.SUM and miss.excess > 1:
                 shared = self._miss(comparison, gradients, fractions, alone)
                 alike = all(_is_same_number(rules, index, as_one, runs) for index in group)
-                if shared.excess <= 1 and not any_rank(self._step.trainer, not alike):
+                if shared.excess <= 1 and not any_rank(self._step.run, not alike):
                     miss, law = shared, Law.SHARED
                 elif len(group) > 1:
                     groups += [[index] for index in group]
                     continue
             of_all.sums_up(whole)
-            lone = law in (Law.SUM, Law.OWN) and any_rank(self._step.trainer, not _several(runs))
+            lone = law in (Law.SUM, Law.OWN) and any_rank(self._step.run, not _several(runs))
             if lone and laws[group[0]].divided:
                 law = Law.MEAN  # by a count, as it seems, of which the other parts have none
             for index in group:
@@ -591,8 +592,8 @@ class RowTrials:
     def _all_terms(
         self,
         rules: LossRules,
-        present: Sequence[tuple[Run, int]],
-        whole: Run,
+        present: Sequence[tuple[TrialStep, int]],
+        whole: TrialStep,
         comparison: Comparison,
         *,
         of_whole: bool,
@@ -604,7 +605,7 @@ class RowTrials:
 
     def _parts_of_terms(
         self, rules: LossRules, group: Sequence[int], shares: Sequence[Sequence[float]]
-    ) -> list[Run]:
+    ) -> list[TrialStep]:
         """The runs of parts whose loss is some of its terms, each scaled by its share."""
         remaining = iter(shares)
         runs = [
@@ -614,7 +615,11 @@ class RowTrials:
         return [run for run in runs if run is not None]
 
     def _by_ways(
-        self, ways: list[WeighBy | Weigher], whole: Run, parts: list[Run | None], comparison: Comparison
+        self,
+        ways: list[WeighBy | Weigher],
+        whole: TrialStep,
+        parts: list[TrialStep | None],
+        comparison: Comparison,
     ) -> Outcome:
         """The comparison under each way of weighing.
 
@@ -643,7 +648,7 @@ class RowTrials:
     def _scaled_parts(self, way: WeighBy | Weigher) -> list[Tensor]:
         """The gradients of parts whose loss each rank has weighed by itself."""
         weights = self._weights(way)
-        if any_rank(self._step.trainer, not all(weights)):  # 0 times a mean over nothing is nan
+        if any_rank(self._step.run, not all(weights)):  # 0 times a mean over nothing is nan
             raise NothingCountsError
         runs = [
             self._part(index, lambda loss, weight=weight: loss * weight)
@@ -695,7 +700,7 @@ def _groups(rules: LossRules) -> list[list[int]]:
     return list(groups.values())
 
 
-def _shared_below_factors(rules: LossRules, whole: Run) -> LossRules:
+def _shared_below_factors(rules: LossRules, whole: TrialStep) -> LossRules:
     """The rules with sums beside means below one learned factor as what looks at no row: they have one share."""
     shared = rules.read(whole.terms).shared_factors
     of_means = {factor for index in rules.means for factor in shared[index]}
@@ -707,11 +712,11 @@ def _shared_below_factors(rules: LossRules, whole: Run) -> LossRules:
     )
 
 
-def _several(parts: Sequence[Run | None]) -> bool:
+def _several(parts: Sequence[TrialStep | None]) -> bool:
     return sum(part is not None and part.counts for part in parts) > 1
 
 
-def _is_same_number(rules: LossRules, index: int, whole: Run, parts: Sequence[Run]) -> bool:
+def _is_same_number(rules: LossRules, index: int, whole: TrialStep, parts: Sequence[TrialStep]) -> bool:
     """Whether a term that seems to look at no row has one value in the batch and its parts, where this is shown.
 
     It is computed from the same weights by the same operators, so to the bit. The gradient of
@@ -729,19 +734,21 @@ def _is_same_number(rules: LossRules, index: int, whole: Run, parts: Sequence[Ru
     return all(other == first for other in others)
 
 
-def _counts(rules: LossRules, run: Run | None) -> tuple[float, ...]:
+def _counts(rules: LossRules, run: TrialStep | None) -> tuple[float, ...]:
     assert run is not None
     return rules.counts(rules.read(run.terms), run.loss, run.values)
 
 
-def _rest_of(rules: LossRules, run: Run, rows: int) -> Rest | None:
+def _rest_of(rules: LossRules, run: TrialStep, rows: int) -> Rest | None:
     reading = rules.read(run.terms)
     counts = _counts(rules, run)
     found = weighed_value(run.loss, reading, [1.0] * len(counts), run.values)
     return None if found is None or found[1] is None else Rest(pieces=found[1], counts=counts, rows=rows)
 
 
-def _shares(rules: LossRules, part: Run, whole: Run, totals: Sequence[float], main: float) -> list[float]:
+def _shares(
+    rules: LossRules, part: TrialStep, whole: TrialStep, totals: Sequence[float], main: float
+) -> list[float]:
     """What a part weighs in each term, beside the whole that it is of."""
     shares = rules.shares(_counts(rules, part), totals, main)
     own, divisors = rules.read(part.terms).divisors, rules.read(whole.terms).divisors
@@ -750,15 +757,15 @@ def _shares(rules: LossRules, part: Run, whole: Run, totals: Sequence[float], ma
     return shares
 
 
-def _fractions(present: Sequence[tuple[Run, int]]) -> list[float]:
+def _fractions(present: Sequence[tuple[TrialStep, int]]) -> list[float]:
     total = sum(rows for _, rows in present)
     return [rows / total for _, rows in present]
 
 
 def _weights_of_parts(
     rules: LossRules,
-    present: Sequence[tuple[Run, int]],
-    whole: Run,
+    present: Sequence[tuple[TrialStep, int]],
+    whole: TrialStep,
     *,
     of_whole: bool,
     by_rows: bool = False,

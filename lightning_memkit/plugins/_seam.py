@@ -21,15 +21,16 @@ from lightning.pytorch.trainer import call
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-Undo = Callable[[], None]
+from lightning_memkit.micro_batching.run import Run, Step, Undo
 
 
-class Step:
-    """One optimizer step of Lightning's loop, as pieces that may run several times."""
+class LightningStep(Step):
+    """One batch of Lightning's loop, as pieces that may run several times."""
 
     def __init__(
         self, loop: "PartsOptimization", kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int
     ) -> None:
+        self.run = loop.engine_run
         self._loop = loop
         self._kwargs = kwargs
         self._backward = loop._make_backward_fn(optimizer)
@@ -37,7 +38,6 @@ class Step:
         self.batch: Any = kwargs["batch"]
         self.batch_idx = batch_idx
         self.optimizer = optimizer
-        # Whether the optimizer steps after this batch.
         self.ends_window = not loop.trainer.fit_loop._should_accumulate()
 
     @property
@@ -47,7 +47,7 @@ class Step:
 
     @property
     def starts_window(self) -> bool:
-        """Whether gradients are zeroed in this step: it is the first (or only) batch to accumulate."""
+        """Whether gradients are zeroed in this step."""
         return self._zero_grad is not None
 
     def forward(self, part: Any) -> tuple[Tensor | None, dict[str, Any]]:
@@ -171,8 +171,9 @@ class _PartsClosure(Closure):
 class PartsOptimization(_AutomaticOptimization):
     """Automatic optimization whose closure asks a driver; its state_dict keys are Lightning's."""
 
-    def __init__(self, trainer: Trainer, driver: Driver) -> None:
+    def __init__(self, trainer: Trainer, run: Run, driver: Driver) -> None:
         super().__init__(trainer)
+        self.engine_run = run
         self._driver = driver
         self._stands_aside = finder_runs(trainer)
         self._step: Step | None = None
@@ -182,9 +183,9 @@ class PartsOptimization(_AutomaticOptimization):
         # `training_step(dataloader_iter)` fetches by itself: nothing to split.
         if "batch" not in kwargs or self._stands_aside():
             return super().run(optimizer, batch_idx, kwargs)
-        self._driver.prepare(Step(self, kwargs, optimizer, batch_idx))
+        self._driver.prepare(LightningStep(self, kwargs, optimizer, batch_idx))
         # Made anew: preparing may have changed how many batches make a step.
-        self._step = step = Step(self, kwargs, optimizer, batch_idx)
+        self._step = step = LightningStep(self, kwargs, optimizer, batch_idx)
         optimize = partial(super().run, optimizer, batch_idx, kwargs)
         try:
             with self._driver.around(step):
@@ -208,11 +209,11 @@ def finder_runs(trainer: Trainer) -> Callable[[], bool]:
     return lambda: had_callbacks and not vars(trainer)["callbacks"]
 
 
-def install(trainer: Trainer, driver: Driver) -> Undo:
-    """Let a driver run every batch of automatic optimization; returns the undo."""
+def install(trainer: Trainer, run: Run, driver: Driver) -> Undo:
+    """Let a driver run every batch of automatic optimization, as steps of `run`; returns the undo."""
     loop = trainer.fit_loop.epoch_loop
     stock = loop.automatic_optimization
-    replacement = PartsOptimization(trainer, driver)
+    replacement = PartsOptimization(trainer, run, driver)
     replacement.optim_progress = stock.optim_progress
     replacement._skip_backward = stock._skip_backward
     loop.automatic_optimization = replacement

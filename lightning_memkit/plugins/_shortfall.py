@@ -1,6 +1,5 @@
 """Where a budget is too small: by how much, what takes the bytes, and what would help."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -8,10 +7,8 @@ from torch import Tensor
 
 from lightning_memkit.memory.sizing import Trial
 from lightning_memkit.memory.units import format_bytes
-from lightning_memkit.plugins import _seam
+from lightning_memkit.micro_batching.run import Step
 from lightning_memkit.plugins._trials import states_on
-from lightning_memkit.plugins.activation_checkpointing import ActivationCheckpointing
-from lightning_memkit.plugins.optimizer_offload import OptimizerOffload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +38,10 @@ class Needs:
     offloadable: bool = False
 
     @classmethod
-    def measured(
-        cls, step: _seam.Step, *, part_peak: int | None, step_peak: int, states: list[Tensor]
-    ) -> "Needs":
+    def measured(cls, step: Step, *, part_peak: int | None, step_peak: int, states: list[Tensor]) -> "Needs":
         """The needs of a step whose peaks have been measured."""
-        parameters = list(step.trainer.lightning_module.parameters())
+        parameters = list(step.run.module.parameters())
         trained = [p for p in parameters if p.requires_grad]
-        callbacks: Iterable[object] = vars(step.trainer)["callbacks"]
         return cls(
             weights=sum(p.numel() * p.itemsize for p in parameters),
             gradients=sum(p.numel() * (getattr(p, "grad_dtype", None) or p.dtype).itemsize for p in trained),
@@ -55,10 +49,9 @@ class Needs:
             part_peak=part_peak,
             step_peak=step_peak,
             float32=any(p.dtype == torch.float32 for p in trained),
-            checkpointed=any(isinstance(callback, ActivationCheckpointing) for callback in callbacks),
+            checkpointed=step.run.recomputes_activations,
             fusable=step.optimizer.defaults.get("fused", True) is not True,
-            offloadable=step.trainer.strategy.root_device.type != "cpu"
-            and not any(isinstance(callback, OptimizerOffload) for callback in callbacks),
+            offloadable=step.run.device.type != "cpu" and not step.run.offloads_states,
         )
 
     @property
@@ -104,7 +97,7 @@ def shortfall(needs: Needs, size: int, usable: int, headroom: float = 0.05, pred
     return f"{head}{fits} What would help: {'; '.join([*smaller, *remedies, *larger])}."
 
 
-def ran_dry(step: _seam.Step, phase: str, failure: str, smallest: Trial | None) -> str:
+def ran_dry(step: Step, phase: str, failure: str, smallest: Trial | None) -> str:
     """The error's text where even parts of one sample run out of memory: the peak, where, and three remedies.
 
     Args:
@@ -113,7 +106,7 @@ def ran_dry(step: _seam.Step, phase: str, failure: str, smallest: Trial | None) 
         failure: what the allocator said.
         smallest: the smallest size whose peak was measured before step 1.
     """
-    device = step.trainer.strategy.root_device
+    device = step.run.device
     if device.type == "cuda":
         peak, known = torch.cuda.max_memory_reserved(device), "the allocator's peak was"
     else:

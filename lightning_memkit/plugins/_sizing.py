@@ -1,26 +1,22 @@
 """Choose the micro-batch on the real device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
-from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_memkit.memory.sizing import Forecast, NothingFitsError, Sizing, Trial, largest_fitting
 from lightning_memkit.memory.speed import smaller_sizes
 from lightning_memkit.micro_batching import batch_size
-from lightning_memkit.plugins import _seam
+from lightning_memkit.micro_batching.run import Run, Step
 from lightning_memkit.plugins._checks import with_batch_statistics
-from lightning_memkit.plugins._forecast import Foreseen
-from lightning_memkit.plugins._policy import policy_of
+from lightning_memkit.plugins._policy import AutomaticPolicy
 from lightning_memkit.plugins._ranks import any_rank, largest_of_ranks
 from lightning_memkit.plugins._shortfall import Needs, shortfall
 from lightning_memkit.plugins._tensors import tensors_of
 from lightning_memkit.plugins._trials import StepFailedError, Trials
-from lightning_memkit.plugins._worst_batch import worst_batch
-from lightning_memkit.prediction.residuals import keep_residual, residual_of
 
 _MOST_TRIALS = 8
 
@@ -29,8 +25,29 @@ class BudgetError(RuntimeError):
     """The budget can't be kept, or the loss can't be split; says by how much or why, and what would help."""
 
 
+def _nothing_kept(ratio: float) -> None:
+    """A function, not a lambda: what was predicted in another process is pickled."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Foreseen:
+    """What was predicted of a run that is about to start.
+
+    Attributes:
+        peaks: predicted bytes by micro-batch; none where what is saved is chosen to fill the budget.
+        remedy: what would fit, in words, where no micro-batch does.
+        residual: measured peaks over predicted ones, by earlier runs on the device.
+        measured: is told that of this run.
+    """
+
+    peaks: Mapping[int, int] = field(default_factory=dict)
+    remedy: str = ""
+    residual: float = 1.0
+    measured: Callable[[float], None] = _nothing_kept
+
+
 def choose_size(
-    step: _seam.Step,
+    step: Step,
     trials: Trials,
     *,
     budget_bytes: int,
@@ -54,11 +71,11 @@ def choose_size(
         BudgetError: not even a micro-batch of 1 fits, or the given size does not.
     """
     usable = int(budget_bytes * (1 - headroom))
-    total = int(largest_of_ranks(step.trainer, [batch_size(step.batch)])[0])
-    set_gradient_parts(step.trainer, total)
-    policy, forecast = policy_of(step.trainer), None
+    total = int(largest_of_ranks(step.run, [batch_size(step.batch)])[0])
+    step.run.set_gradient_parts(total)
+    policy, forecast = AutomaticPolicy(step.run), None
     if foreseen is not None and foreseen.peaks:
-        forecast = Forecast(foreseen.peaks.__getitem__, residual_of(foreseen.device))
+        forecast = Forecast(foreseen.peaks.__getitem__, foreseen.residual)
     with trials.optimizer_state(step) as (states, step_peak):
         peaks = _Peaks(step, trials, states, step_peak, total)
 
@@ -84,7 +101,7 @@ def choose_size(
             ):  # not on so few rows; what runs on none of these raises on the whole batch
                 return search()
 
-        if total > 1 and (given == 2 or with_batch_statistics(step.trainer.lightning_module)):
+        if total > 1 and (given == 2 or with_batch_statistics(step.run.module)):
             peaks.try_one_row()
         sizing = search()
         if sizing is None and policy.tightened(peaks.of_part, usable):
@@ -103,8 +120,8 @@ def choose_size(
             sizing = replace(sizing, candidates=candidates)
         sizing = replace(sizing, fewest=peaks.fewest)
     if foreseen is not None and forecast is not None and forecast.ratio is not None:
-        keep_residual(foreseen.device, forecast.ratio)
-    set_gradient_parts(step.trainer, -(-total // sizing.micro_batch_size))
+        foreseen.measured(forecast.ratio)
+    step.run.set_gradient_parts(-(-total // sizing.micro_batch_size))
     return sizing
 
 
@@ -117,9 +134,7 @@ class _Peaks:
         fewest: the fewest samples that the step may run on, as far as that is known.
     """
 
-    def __init__(
-        self, step: _seam.Step, trials: Trials, states: list[Tensor], step_peak: int, total: int
-    ) -> None:
+    def __init__(self, step: Step, trials: Trials, states: list[Tensor], step_peak: int, total: int) -> None:
         self.of_part_here: int | None = None
         self.of_part: int | None = None
         self.fewest = 1
@@ -145,20 +160,20 @@ class _Peaks:
             StepFailedError: the step does not run on so few samples, on this rank or another.
         """
         step = self._step
-        set_gradient_parts(step.trainer, -(-self._total // size))
-        part = worst_batch(step.trainer, step.batch, size)
+        step.run.set_gradient_parts(-(-self._total // size))
+        part = step.run.worst_batch(step.batch, size)
         held = [*self._states, *tensors_of(step.batch)]
         failure: StepFailedError | None = None
         try:
             self.of_part_here = self._trials.peak_of(step, part, held, limit)
         except StepFailedError as error:
             failure = error
-        if any_rank(step.trainer, failure is not None):
+        if any_rank(step.run, failure is not None):
             self.fewest = max(self.fewest, size + 1)
             raise failure or StepFailedError(RuntimeError("another rank's step failed"), skipped=False)
         self._runs_on = min(self._runs_on, size)
-        self.of_part = _largest_of_ranks(step.trainer, self.of_part_here)
-        of_step = int(largest_of_ranks(step.trainer, [self._step_peak])[0])
+        self.of_part = _largest_of_ranks(step.run, self.of_part_here)
+        of_step = int(largest_of_ranks(step.run, [self._step_peak])[0])
         return None if self.of_part is None else max(self.of_part, of_step)
 
 
@@ -201,7 +216,7 @@ def _verified(size: int, peak: int | None, usable: int) -> Sizing | None:
 
 
 def _with_candidates(
-    step: _seam.Step, sizing: Sizing, peak_of: Callable[[int], int | None], usable: int, total: int
+    step: Step, sizing: Sizing, peak_of: Callable[[int], int | None], usable: int, total: int
 ) -> Sizing:
     """Smaller sizes fit where a larger one does, unless several parts need gradients that one does not.
 
@@ -209,7 +224,7 @@ def _with_candidates(
     """
     largest = sizing.micro_batch_size
     candidates = smaller_sizes(total, largest)
-    if largest < total or len(candidates) == 1 or not _gradients_depend_on_parts(step.trainer):
+    if largest < total or len(candidates) == 1 or not step.run.sums_gradients_otherwise:
         return replace(sizing, candidates=candidates)
     trials = sizing.trials
     if not any(_fits(trial, usable) and candidates[1] <= trial.micro_batch_size < total for trial in trials):
@@ -225,37 +240,26 @@ def _fits(trial: Trial, usable: int) -> bool:
     return trial.peak_bytes is not None and trial.peak_bytes <= usable
 
 
-def verify_whole(step: _seam.Step, trials: Trials, *, budget_bytes: int, headroom: float, why: str) -> Sizing:
+def verify_whole(step: Step, trials: Trials, *, budget_bytes: int, headroom: float, why: str) -> Sizing:
     """The peak of a batch that can't be split.
 
     Raises:
         BudgetError: it does not fit.
     """
     usable = int(budget_bytes * (1 - headroom))
-    set_gradient_parts(step.trainer, 1)
+    step.run.set_gradient_parts(1)
     with trials.optimizer_state(step) as (states, step_peak):
         part_peak = trials.peak_of(step, step.batch, [*states, *tensors_of(step.batch)], None)
-        peak = _largest_of_ranks(step.trainer, None if part_peak is None else max(part_peak, step_peak))
+        peak = _largest_of_ranks(step.run, None if part_peak is None else max(part_peak, step_peak))
         if peak is None or peak > usable:
             needs = Needs.measured(step, part_peak=part_peak, step_peak=step_peak, states=states)
             raise BudgetError(f"{shortfall(needs, 1, usable, headroom)} {why}")
     return Sizing(micro_batch_size=1, peak_bytes=peak, trials=(Trial(micro_batch_size=1, peak_bytes=peak),))
 
 
-def _gradients_depend_on_parts(trainer: Trainer) -> bool:
-    return hasattr(trainer.precision_plugin, "set_gradient_parts")
-
-
-def set_gradient_parts(trainer: Trainer, parts: int) -> None:
-    """Tell a precision that cares (`PureBF16Precision`) how many parts a step's gradients are summed over."""
-    setter: Any = getattr(trainer.precision_plugin, "set_gradient_parts", None)
-    if setter is not None:
-        setter(parts * trainer.accumulate_grad_batches)
-
-
-def _largest_of_ranks(trainer: Trainer, peak: int | None) -> int | None:
+def _largest_of_ranks(run: Run, peak: int | None) -> int | None:
     """The largest peak of all ranks, None where one ran out of memory: then all try the same sizes."""
-    largest = largest_of_ranks(trainer, [float("inf") if peak is None else peak])[0]
+    largest = largest_of_ranks(run, [float("inf") if peak is None else peak])[0]
     return None if largest == float("inf") else int(largest)
 
 
@@ -265,18 +269,16 @@ class AccumulationWindow:
     def __init__(self, effective_batch_size: int | None) -> None:
         self.effective_batch_size = effective_batch_size
         self.loader_batches = 1
-        self._trainer: Trainer | None = None
+        self._run: Run | None = None
         self._before = 1
 
-    def open_early(self, trainer: Trainer) -> None:
+    def open_early(self, run: Run) -> None:
         """Open before schedulers ask for the number of steps, where the loader's batch size is written down."""
-        source: Any = _seam.training_source(trainer)
-        size = getattr(source, "batch_size", None)
-        if isinstance(size, int):
-            self.open(trainer, size)
+        if run.loader_batch_size is not None:
+            self.open(run, run.loader_batch_size)
 
-    def open(self, trainer: Trainer, loader_batch: int) -> None:
-        """Let the trainer accumulate as many loader batches as the effective batch holds.
+    def open(self, run: Run, loader_batch: int) -> None:
+        """Let the loop accumulate as many loader batches as the effective batch holds.
 
         Raises:
             ValueError: the effective batch is not a multiple of the loader's, or the source named another one.
@@ -284,8 +286,8 @@ class AccumulationWindow:
         wanted = self.effective_batch_size
         if wanted is None:
             return
-        if self._trainer is not None:
-            if trainer.global_step == 0 and loader_batch * self.loader_batches != wanted:
+        if self._run is not None:
+            if run.steps_taken == 0 and loader_batch * self.loader_batches != wanted:
                 raise ValueError(
                     f"effective_batch_size={wanted} counts on {self.loader_batches} loader batches of "
                     f"{wanted // self.loader_batches}, by the `batch_size` that the data source names; the first "
@@ -297,11 +299,11 @@ class AccumulationWindow:
                 f"effective_batch_size={wanted} is not a multiple of the loader's batch of {loader_batch}; "
                 f"write {max(1, wanted // loader_batch) * loader_batch}, or change the loader's batch_size."
             )
-        self._trainer, self._before = trainer, trainer.accumulate_grad_batches
-        self.loader_batches = trainer.accumulate_grad_batches = wanted // loader_batch
+        self._run, self._before = run, run.batches_a_step
+        self.loader_batches = run.batches_a_step = wanted // loader_batch
 
     def close(self) -> None:
-        """Give the trainer its own setting back."""
-        if self._trainer is not None:
-            self._trainer.accumulate_grad_batches = self._before
-            self._trainer = None
+        """Give the loop its own setting back."""
+        if self._run is not None:
+            self._run.batches_a_step = self._before
+            self._run = None

@@ -3,7 +3,6 @@
 from functools import partial
 from typing import Any
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_memkit.micro_batching import batch_size, normalized
@@ -11,20 +10,19 @@ from lightning_memkit.micro_batching.comparison import SCALE, Comparison, Miss, 
 from lightning_memkit.micro_batching.foreseen import UnforeseenLossError
 from lightning_memkit.micro_batching.loss_rules import LossRules
 from lightning_memkit.micro_batching.loss_walk import terms_of
+from lightning_memkit.micro_batching.run import Step
 from lightning_memkit.micro_batching.token_parts import TokenPart, extent_of, take_part, wide_tensors
 from lightning_memkit.micro_batching.without_noise import LEVELS, quiet
-from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._partition import Partition
 from lightning_memkit.plugins._ranks import any_rank, largest_of_ranks
 from lightning_memkit.plugins._tensors import tensors_of
 from lightning_memkit.plugins._trials import StepFailedError, Trials
-from lightning_memkit.plugins._worst_batch import worst_batch
 
 _MISSED = Miss(excess=float("inf"), relative_error=float("inf"))
 
 
 def form_by_tokens(
-    step: _seam.Step,
+    step: Step,
     trials: Trials,
     partition: Partition,
     usable_bytes: int,
@@ -44,19 +42,19 @@ def form_by_tokens(
         partition.row_tokens, partition.wide = resumed
         _keep_where_it_fits(step, trials, partition, usable_bytes)
         return
-    row_tokens = _columns(worst_batch(step.trainer, step.batch, 1)) or _columns(step.batch)
+    row_tokens = _columns(step.run.worst_batch(step.batch, 1)) or _columns(step.batch)
     if row_tokens is None or partition.micro_batch_size >= batch_size(step.batch):
         return
-    if _seam.communicates_in_every_part(step.trainer):
+    if step.run.meets_in_every_part:
         return
     partition.row_tokens, partition.wide = row_tokens, wide_tensors(step.batch)
     useful = partition.cut(step.batch).places is not None
     partition.row_tokens = None
-    if not any_rank(step.trainer, useful):
+    if not any_rank(step.run, useful):
         return
     miss = _miss(step, trials, partition)
-    if largest_of_ranks(step.trainer, [miss.excess])[0] > 1:
-        rank_zero_info(
+    if largest_of_ranks(step.run, [miss.excess])[0] > 1:
+        step.run.info(
             "MemoryBudget splits by rows: without their padding, short rows' gradient differs by "
             f"{miss.relative_error:.1%}, so the module looks at padding."
         )
@@ -65,12 +63,12 @@ def form_by_tokens(
     _keep_where_it_fits(step, trials, partition, usable_bytes)
 
 
-def _keep_where_it_fits(step: _seam.Step, trials: Trials, partition: Partition, usable_bytes: int) -> None:
+def _keep_where_it_fits(step: Step, trials: Trials, partition: Partition, usable_bytes: int) -> None:
     largest = max(partition.cut(step.batch).parts, key=batch_size)
     resident = list(tensors_of(step.batch))
     with trials.optimizer_state(step) as (states, _):
         peak = trials.peak_of(step, largest, [*states, *resident], usable_bytes)
-    if any_rank(step.trainer, peak is None or peak > usable_bytes):
+    if any_rank(step.run, peak is None or peak > usable_bytes):
         partition.row_tokens = None
 
 
@@ -79,7 +77,7 @@ def _columns(batch: Any) -> int | None:
     return None if extent is None else extent.columns
 
 
-def _miss(step: _seam.Step, trials: Trials, partition: Partition) -> Miss:
+def _miss(step: Step, trials: Trials, partition: Partition) -> Miss:
     """How far the shortest and the longest row's gradients, apart and without padding, miss that of both together."""
     extent = extent_of(step.batch)
     if extent is None:
@@ -93,7 +91,7 @@ def _miss(step: _seam.Step, trials: Trials, partition: Partition) -> Miss:
         TokenPart(rows=(row,), start=int(extent.first[row]), stop=int(extent.stop[row])) for row in rows
     ]
     apart = [take_part(step.batch, place, partition.wide) for place in places]
-    module = step.trainer.lightning_module
+    module = step.run.module
     miss = _MISSED
     try:
         for level in LEVELS:
@@ -109,7 +107,7 @@ def _miss(step: _seam.Step, trials: Trials, partition: Partition) -> Miss:
                 miss = comparison.miss(gradients, normalized(counts))
                 # On one rank's answer alone no other may wait: each tries as many levels as there are.
                 random = comparison.differs(trials.gradient_of(step, both, seed=1))
-            if not any_rank(step.trainer, miss.excess > 1 and random):
+            if not any_rank(step.run, miss.excess > 1 and random):
                 break
     except (StepFailedError, UnforeseenLossError):
         return _MISSED

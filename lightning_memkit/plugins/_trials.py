@@ -10,8 +10,6 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_debug
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -31,6 +29,7 @@ from lightning_memkit.micro_batching.lone_counts import WHOLE, LoneCounts, Look,
 from lightning_memkit.micro_batching.loss_rules import Law, LossRules
 from lightning_memkit.micro_batching.loss_walk import terms_of
 from lightning_memkit.micro_batching.rollback import Rollback
+from lightning_memkit.micro_batching.run import Run, Step
 from lightning_memkit.micro_batching.state_walk import Keys
 from lightning_memkit.micro_batching.step_changes import StepChange, label
 from lightning_memkit.micro_batching.step_shares import least_divisors, looked_at
@@ -46,7 +45,6 @@ from lightning_memkit.optim.snapshots import (
     restore_snapshot,
     take_snapshot,
 )
-from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._partition import Cut, Partition, rows_together
 from lightning_memkit.plugins._ranks import Ranks, any_rank, largest_of_ranks, local_optimizer, sum_of_ranks
 from lightning_memkit.plugins._tensors import tensors_of
@@ -93,8 +91,7 @@ class Trials:
     """Runs trial steps of a module; weights, optimizer, RNG, buffers, metrics and logs end as they began.
 
     Args:
-        trainer: the trainer, within its training loop.
-        transfer: moves a part to the device.
+        run: the training loop.
         budget_bytes: what a probe's tensors may take on the host; an accelerator's allocator keeps its own cap.
 
     Attributes:
@@ -109,9 +106,7 @@ class Trials:
         capture: called within `gradient_of` once the step has run; `captured` is what it gave.
     """
 
-    def __init__(
-        self, trainer: Trainer, transfer: Callable[[Any], Any], budget_bytes: int | None = None
-    ) -> None:
+    def __init__(self, run: Run, budget_bytes: int | None = None) -> None:
         self.changing: frozenset[tuple[str, str]] = frozenset()
         self.changes: tuple[StepChange, ...] = ()
         self.logged: list[dict[str, Any]] = []
@@ -130,17 +125,16 @@ class Trials:
         self._once: set[_Named] = set()  # changes that a second step does not repeat
         self._always: dict[_Named, StepChange] = {}
         self._judged: set[_Named] = set()  # those of which it is known whether they compose
-        self._trainer = trainer
-        self._transfer = transfer
+        self._run = run
         self._budget_bytes = budget_bytes
 
     @property
-    def _module(self) -> LightningModule:
-        return self._trainer.lightning_module
+    def _module(self) -> nn.Module:
+        return self._run.module
 
     @contextmanager
     def _no_trace(
-        self, step: _seam.Step, *parts: Any, seen: bool = False, after_backward: bool = False
+        self, step: Step, *parts: Any, seen: bool = False, after_backward: bool = False
     ) -> Iterator[list[dict[str, Any]]]:
         unwatched = self._has_watched and self._sees_too_little() and not seen
         rollback = self._rollback = self._kept(step, *parts, changing=self.changing if unwatched else None)
@@ -152,8 +146,8 @@ class Trials:
             parameter.grad = None
         try:
             with (
-                _seam.logging_held(self._trainer) as logged,
-                _seam.loggers_silent(self._trainer),
+                self._run.logging_held() as logged,
+                self._run.loggers_silent(),
                 torch.enable_grad(),
                 nullcontext() if unwatched else rollback.watching(),
             ):
@@ -173,12 +167,14 @@ class Trials:
                 stacklevel=2,
             )
 
-    def _kept(self, step: _seam.Step, *parts: Any, changing: Keys | None = None) -> Rollback:
+    def _kept(self, step: Step, *parts: Any, changing: Keys | None = None) -> Rollback:
         """The state before a step that a trial puts back."""
-        return Rollback(self._module, changing, batches=[step.batch, *parts], beside=beside(step))
+        return Rollback(
+            self._module, changing, batches=[step.batch, *parts], beside=step.run.changed_beside()
+        )
 
     @contextmanager
-    def materialized(self, step: _seam.Step) -> Iterator[None]:
+    def materialized(self, step: Step) -> Iterator[None]:
         """Within it lazy modules have the shapes that a forward of some rows gives them; then they are lazy again.
 
         So the first step draws their weights itself, from the random numbers that it has without trials. Costs a
@@ -192,8 +188,8 @@ class Trials:
         rows = _rows(step.batch)
         some = split_batch(step.batch, [2, rows - 2])[0] if rows > 2 else step.batch
         try:
-            with _seam.logging_held(self._trainer), _seam.loggers_silent(self._trainer), rollback.watching():
-                step.forward(self._transfer(some))
+            with self._run.logging_held(), self._run.loggers_silent(), rollback.watching():
+                step.forward(self._run.transfer(some))
             rollback.restore(but=lazy)
             yield
         finally:
@@ -201,7 +197,7 @@ class Trials:
 
     def gradient_of(
         self,
-        step: _seam.Step,
+        step: Step,
         batch: Any,
         *,
         seed: int | None = None,
@@ -223,7 +219,7 @@ class Trials:
             if after is not None:
                 self._run_before(step, after)
             try:
-                skipped = not self._run(step, batch, self._limit(step), look)
+                skipped = not self._try(step, batch, self._limit(step), look)
                 if skipped:
                     raise ValueError("training_step returned None")
             except Exception as error:
@@ -235,7 +231,7 @@ class Trials:
             self.returned, self.values = returned, values  # not what further steps gave
             return gradient
 
-    def loss_of(self, step: _seam.Step, batch: Any) -> float | None:
+    def loss_of(self, step: Step, batch: Any) -> float | None:
         """The loss of a batch; None where the step fails on it or passes over it."""
         losses: list[float] = []
 
@@ -245,13 +241,13 @@ class Trials:
 
         with self._no_trace(step, batch, seen=True):
             try:
-                self._run(step, batch, self._limit(step), look)
+                self._try(step, batch, self._limit(step), look)
             except Exception as error:  # of a row alone: what the step makes of several is asked elsewhere
-                rank_zero_debug(f"MemoryBudget can't try a row by itself: {error!r}")
+                self._run.debug(f"MemoryBudget can't try a row by itself: {error!r}")
                 return None
         return losses[0] if losses else None
 
-    def _note_changes(self, step: _seam.Step, batch: Any, logged: list[dict[str, Any]]) -> None:
+    def _note_changes(self, step: Step, batch: Any, logged: list[dict[str, Any]]) -> None:
         """Tell what every step changes from what only the first one does, and what composes from micro-batches.
 
         Costs three more steps, once for all changes of a name; none where a step changes nothing.
@@ -275,15 +271,15 @@ class Trials:
             {self._always.get(_named(c), c): None for c in found if _named(c) not in self._once}
         )
 
-    def _changes_of_a_second_step(self, step: _seam.Step, batch: Any) -> dict[_Named, StepChange] | None:
+    def _changes_of_a_second_step(self, step: Step, batch: Any) -> dict[_Named, StepChange] | None:
         """What the step changes on other rows, after the first; and which of it parts of them change alike."""
         rows = other_rows(step.batch, batch)
         rollback = self._kept(step, rows)
         try:
             with rollback.watching():
-                self._run(step, rows)
+                self._try(step, rows)
         except Exception as error:  # on these rows only: the first step itself went well
-            rank_zero_debug(f"MemoryBudget can't try a second step: {error!r}")
+            self._run.debug(f"MemoryBudget can't try a second step: {error!r}")
             return None
         again, left = rollback.changes(), rollback.left_behind()
         self.changing |= rollback.changed()
@@ -292,19 +288,19 @@ class Trials:
             composed |= self._composed_without_noise(step, rows)
         return {_named(change): replace(change, composes=change in composed) for change in again}
 
-    def _composed_without_noise(self, step: _seam.Step, rows: Any) -> frozenset[StepChange]:
+    def _composed_without_noise(self, step: Step, rows: Any) -> frozenset[StepChange]:
         """The changes that parts leave as their whole in eval mode: dropout draws other numbers for a part."""
         with quiet(self._module, 2):
             rollback = self._kept(step, rows)
             try:
                 with rollback.watching():
-                    self._run(step, rows)
+                    self._try(step, rows)
             except Exception as error:  # a module may not be made for a step in eval mode
-                rank_zero_debug(f"MemoryBudget can't try a step in eval mode: {error!r}")
+                self._run.debug(f"MemoryBudget can't try a step in eval mode: {error!r}")
                 return frozenset()
             return self._composed(step, rows, rollback, rollback.left_behind())
 
-    def _composed(self, step: _seam.Step, rows: Any, rollback: Rollback, left: Left) -> frozenset[StepChange]:
+    def _composed(self, step: Step, rows: Any, rollback: Rollback, left: Left) -> frozenset[StepChange]:
         """The changes that two micro-batches of unlike size leave as the whole of them does.
 
         What the second leaves by itself, too, it may have put in the place of what the first has left: of such changes
@@ -319,23 +315,23 @@ class Trials:
         try:
             one, other = split_batch(rows, [first, total - first])
             with rollback.watching():
-                self._run(step, one)
-                self._run(step, other)
+                self._try(step, one)
+                self._try(step, other)
             composed = compose(left, rollback.left_behind())
             if not composed:
                 return composed
             rollback.restore()
             with rollback.watching():
-                self._run(step, other)
+                self._try(step, other)
                 doubtful = compose(left, rollback.left_behind()) & composed
                 if doubtful:
-                    self._run(step, one)
+                    self._try(step, one)
             return composed - doubtful | (doubtful & compose(left, rollback.left_behind()))
         except Exception as error:  # a part may have too few rows for the module
-            rank_zero_debug(f"MemoryBudget can't try a step in parts: {error!r}")
+            self._run.debug(f"MemoryBudget can't try a step in parts: {error!r}")
             return frozenset()
 
-    def values_of(self, step: _seam.Step, batch: Any, *, gradient: bool) -> Values:
+    def values_of(self, step: Step, batch: Any, *, gradient: bool) -> Values:
         """What a step logs and returns of some rows, by a forward after the batch's own backward; gradients stay.
 
         Args:
@@ -350,7 +346,7 @@ class Trials:
             generators = Generators()
             try:
                 with torch.set_grad_enabled(gradient):
-                    loss, returned = step.forward(self._transfer(batch))
+                    loss, returned = step.forward(self._run.transfer(batch))
             except Exception as error:
                 raise StepFailedError(error, skipped=False) from error
             if loss is None:
@@ -358,7 +354,7 @@ class Trials:
             drew, elsewhere = generators.drawn_from()
             return Values(logged=list(logged), returned=returned, drew=drew, drew_elsewhere=elsewhere)
 
-    def survey(self, step: _seam.Step, cut: Cut, partition: Partition, rules: LossRules) -> list[float]:
+    def survey(self, step: Step, cut: Cut, partition: Partition, rules: LossRules) -> list[float]:
         """What the terms of a loss count in all micro-batches together: a forward of each, without a backward.
 
         Ranks have one batch between them: it is what all count, divided by the number of ranks. Each forward begins
@@ -376,14 +372,14 @@ class Trials:
             for counts, lone, _ in self._each_counted(step, cut.parts, partition, rules):
                 found.counts.append(counts)
                 found.lone.append(lone)
-            while any_rank(self._trainer, bool(found.looks())):
+            while any_rank(self._run, bool(found.looks())):
                 asked = found.looks()
                 self._look(step, cut, partition, found)
-                if not any_rank(self._trainer, found.looks() != asked):
+                if not any_rank(self._run, found.looks() != asked):
                     break  # these can't be run
             self.ranks.forget_part()
         totals = found.totals()
-        if any_rank(self._trainer, totals is None) or totals is None:
+        if any_rank(self._run, totals is None) or totals is None:
             raise UnforeseenLossError(found.why)
         for index in found.terms:
             shown = found.shown(index, totals[index])
@@ -398,13 +394,13 @@ class Trials:
 
     def _of_all_ranks(self, totals: Sequence[float], least: Sequence[float]) -> list[float]:
         """Totals averaged as gradients are; where they come to less, the least that the batch is divided by."""
-        trainer = self._trainer
-        summed, kept = sum_of_ranks(trainer, totals), largest_of_ranks(trainer, least)
-        return [max(pair, key=abs) / trainer.world_size for pair in zip(summed, kept, strict=True)]
+        run = self._run
+        summed, kept = sum_of_ranks(run, totals), largest_of_ranks(run, least)
+        return [max(pair, key=abs) / run.world_size for pair in zip(summed, kept, strict=True)]
 
-    def _lone_counts(self, step: _seam.Step, partition: Partition, rules: LossRules) -> LoneCounts:
+    def _lone_counts(self, step: Step, partition: Partition, rules: LossRules) -> LoneCounts:
         """What is to be looked up, of no micro-batch yet."""
-        told, is_alone = partition.foretold, self._trainer.world_size == 1
+        told, is_alone = partition.foretold, self._run.world_size == 1
         of_no_law = {index for index in rules.looked_up if rules.rules[index].law is Law.OWN}
         return LoneCounts(
             counts=[],
@@ -417,7 +413,7 @@ class Trials:
             adds_up=not is_alone,
         )
 
-    def _look(self, step: _seam.Step, cut: Cut, partition: Partition, found: LoneCounts) -> None:
+    def _look(self, step: Step, cut: Cut, partition: Partition, found: LoneCounts) -> None:
         """Run micro-batches as one, as far as this can be; nothing is learned of those that can't."""
         assert partition.rules is not None
         looks, rows = [], []
@@ -435,15 +431,15 @@ class Trials:
                     found.learn(looks[index], told)
         except Exception as error:
             # Two micro-batches may be more than there is memory for, or than the step allows. Ranks retry together.
-            if self._trainer.world_size > 1 or isinstance(error, ForeseenWronglyError):
+            if self._run.world_size > 1 or isinstance(error, ForeseenWronglyError):
                 raise
-            rank_zero_debug(f"MemoryBudget can't look at parts as one: {error!r}")
+            self._run.debug(f"MemoryBudget can't look at parts as one: {error!r}")
             if WHOLE in looks and found.runs_whole:
                 found.runs_whole = False
                 self._too_many_rows = min(self._too_many_rows, _rows(step.batch))
 
     def _each_counted(
-        self, step: _seam.Step, parts: Sequence[Any], partition: Partition, rules: LossRules
+        self, step: Step, parts: Sequence[Any], partition: Partition, rules: LossRules
     ) -> Iterator[tuple[tuple[float, ...], frozenset[int], tuple[float, ...]]]:
         """Of each of some rows, what terms count, which are divided by 1 for an unknown reason, and `looked_at`."""
         least = [_one_row(step.batch)]  # for ranks that have nothing to run while others do
@@ -454,17 +450,17 @@ class Trials:
             found = self.ranks.part(
                 lambda part=part: self._counted(step, part, rules, partition.foretold),
                 counts=False,
-                smallest=lambda part=part: step.forward(self._transfer(_one_row(part))),
+                smallest=lambda part=part: step.forward(self._run.transfer(_one_row(part))),
                 kind="survey",
             )
             if index < len(parts):
                 yield found
 
     def _counted(
-        self, step: _seam.Step, part: Any, rules: LossRules, foretold: Foretelling
+        self, step: Step, part: Any, rules: LossRules, foretold: Foretelling
     ) -> tuple[tuple[float, ...], frozenset[int], tuple[float, ...]]:
         with TermValues() as noted:
-            loss, _ = step.forward(self._transfer(part))
+            loss, _ = step.forward(self._run.transfer(part))
         self._differentiates = self._differentiates or noted.differentiates
         if loss is None:
             nothing = (0.0,) * len(rules.rules)
@@ -478,9 +474,9 @@ class Trials:
             own[index] = count
         return tuple(own), least.lone, looked_at(rules, reading, own)
 
-    def _run_before(self, step: _seam.Step, batch: Any) -> None:
+    def _run_before(self, step: Step, batch: Any) -> None:
         generators = Generators()
-        self._run(step, batch, self._limit(step))
+        self._try(step, batch, self._limit(step))
         generators.restore()
         if self.between is not None:
             self.between()
@@ -488,21 +484,21 @@ class Trials:
         for parameter in self._module.parameters():
             parameter.grad = None
 
-    def _limit(self, step: _seam.Step) -> PeakMeter | None:
+    def _limit(self, step: Step) -> PeakMeter | None:
         """What refuses a probe that needs more than training may, where no allocator does."""
         return self._within_budget(step) if self.limited else None
 
-    def _within_budget(self, step: _seam.Step) -> PeakMeter | None:
-        device = self._trainer.strategy.root_device
+    def _within_budget(self, step: Step) -> PeakMeter | None:
+        device = self._run.device
         if self._budget_bytes is None or device.type != "cpu":
             return None
         held = [*self._module.parameters(), *self._module.buffers(), *tensors_of(step.batch)]
         held += states_on(device, local_optimizer(step.optimizer))
         return peak_meter(device, held, self._budget_bytes)
 
-    def _run(
+    def _try(
         self,
-        step: _seam.Step,
+        step: Step,
         batch: Any,
         meter: PeakMeter | None = None,
         look: Callable[[Tensor], Tensor] | None = None,
@@ -511,7 +507,7 @@ class Trials:
 
         def run(part: Any) -> bool:
             with TermValues() if look is not None else nullcontext() as noted:
-                loss, self.returned = step.forward(self._transfer(part))
+                loss, self.returned = step.forward(self._run.transfer(part))
             self.values = {} if noted is None else noted.values
             if loss is None:
                 if self.ranks.meets:  # in a backward, where the others wait
@@ -529,7 +525,7 @@ class Trials:
         return self.ranks.part(measured, smallest=lambda: run(_one_row(batch)))
 
     @contextmanager
-    def optimizer_state(self, step: _seam.Step) -> Iterator[tuple[list[Tensor], int]]:
+    def optimizer_state(self, step: Step) -> Iterator[tuple[list[Tensor], int]]:
         """Within it the optimizer's state exists as after a step, taken without gradient; then all is put back.
 
         Weights, states, group scalars and compensation are bitwise as before; their copies lie on the host
@@ -541,13 +537,13 @@ class Trials:
         known = known_states(optimizer)
         try:
             peak = self._stepped_and_back(step, parameters)
-            yield states_on(self._trainer.strategy.root_device, optimizer), peak
+            yield states_on(self._run.device, optimizer), peak
         finally:
             for p, gradient in gradients:
                 p.grad = gradient
             forget_new_states(optimizer, known)
 
-    def _stepped_and_back(self, step: _seam.Step, parameters: list[nn.Parameter]) -> int:
+    def _stepped_and_back(self, step: Step, parameters: list[nn.Parameter]) -> int:
         """The peak of a step; what it has changed is as before, what it has made stays.
 
         Its copies are gone before parts are tried: on a CPU the host is the device.
@@ -564,11 +560,11 @@ class Trials:
             else:
                 restore_snapshot(optimizer, snapshot, keep_new=True)
 
-    def _step_without_gradient(self, step: _seam.Step, parameters: list[nn.Parameter]) -> int:
+    def _step_without_gradient(self, step: Step, parameters: list[nn.Parameter]) -> int:
         self._allocate_gradients(parameters)
         held = [*self._module.parameters(), *self._module.buffers(), *tensors_of(step.batch)]
         held += [p.grad for p in parameters if p.grad is not None]
-        device = self._trainer.strategy.root_device
+        device = self._run.device
         # ZeRO's own step would send what is put back here to ranks that have no copy of it.
         optimizer = local_optimizer(step.optimizer)
         held += states_on(device, optimizer)
@@ -601,9 +597,7 @@ class Trials:
             if p.requires_grad:
                 p.grad = torch.zeros_like(p, dtype=getattr(p, "grad_dtype", None) or p.dtype)
 
-    def peak_of(
-        self, step: _seam.Step, batch: Any, resident: list[Tensor], budget_bytes: int | None
-    ) -> int | None:
+    def peak_of(self, step: Step, batch: Any, resident: list[Tensor], budget_bytes: int | None) -> int | None:
         """The peak of forward and backward of one part, weights, gradients and `resident` included; None: OOM.
 
         Raises:
@@ -617,11 +611,11 @@ class Trials:
             self._allocate_gradients(self._module.parameters())  # in a step's later parts all are alive
             held = [*self._module.parameters(), *self._module.buffers(), *resident]
             held += [p.grad for p in self._module.parameters() if p.grad is not None]
-            meter = peak_meter(self._trainer.strategy.root_device, held, budget_bytes)
+            meter = peak_meter(self._run.device, held, budget_bytes)
             try:
-                self._run(step, batch, meter)
+                self._try(step, batch, meter)
             except ForeseenWronglyError:
-                rank_zero_debug("MemoryBudget measures a batch that the module passes over.")
+                self._run.debug("MemoryBudget measures a batch that the module passes over.")
             except Exception as error:
                 if not is_out_of_memory(error):
                     self._raise(step, batch, error)
@@ -631,7 +625,7 @@ class Trials:
                 self._note_changes(step, batch, logged)
         return None if failed else meter.peak_bytes
 
-    def _raise(self, step: _seam.Step, batch: Any, error: Exception) -> NoReturn:
+    def _raise(self, step: Step, batch: Any, error: Exception) -> NoReturn:
         """The user's own error, of the whole batch as it is."""
         if _rows(batch) < _rows(step.batch):
             raise StepFailedError(error, skipped=False) from error
@@ -639,9 +633,9 @@ class Trials:
 
     def _sees_too_little(self) -> bool:
         """Whether a peak has to be measured with compiled functions, within which a trial does not see writes."""
-        return "torch._dynamo" in sys.modules and AllocatorMeter.counts(self._trainer.strategy.root_device)
+        return "torch._dynamo" in sys.modules and AllocatorMeter.counts(self._run.device)
 
-    def _watch_first(self, step: _seam.Step, batch: Any) -> None:
+    def _watch_first(self, step: Step, batch: Any) -> None:
         """See what the step writes to before it is run unwatched.
 
         Probes don't count as seen: in eval mode, or with the batch's own statistics, a step writes to less. Nor does
@@ -650,7 +644,7 @@ class Trials:
         if self._has_watched:
             return
         with self._no_trace(step, batch), suppress(RuntimeError, MemoryError):
-            self._run(step, batch)
+            self._try(step, batch)
             self._has_watched = True
 
 
@@ -671,29 +665,6 @@ def _without_hooks(optimizer: Optimizer) -> Iterator[None]:
     finally:
         for registered, before in zip(hooks, kept, strict=True):
             registered.update(before)
-
-
-_HOOKS_IN_A_STEP = (
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-)
-
-
-def beside(step: _seam.Step) -> dict[str, Any]:
-    """What a step may change besides the module: its optimizers' settings, and callbacks whose hooks run within it."""
-    found: dict[str, Any] = {}
-    for index, optimizer in enumerate(step.trainer.optimizers):
-        for number, group in enumerate(optimizer.param_groups):
-            found[f"optimizers[{index}].param_groups[{number}]"] = group
-    for callback in vars(step.trainer)["callbacks"]:
-        hears = any(getattr(type(callback), hook) is not getattr(Callback, hook) for hook in _HOOKS_IN_A_STEP)
-        if hears and not type(callback).__module__.startswith(
-            ("lightning_memkit.", "lightning.", "pytorch_lightning.")
-        ):
-            found[type(callback).__name__] = callback
-    return found
 
 
 def other_rows(whole: Any, batch: Any) -> Any:

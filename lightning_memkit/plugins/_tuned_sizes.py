@@ -14,15 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_debug, rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_memkit.memory.measure import capacity
 from lightning_memkit.micro_batching import batch_size
-from lightning_memkit.plugins import _seam
-from lightning_memkit.plugins._worst_batch import worst_batch
+from lightning_memkit.micro_batching.run import Run, Step
 from lightning_memkit.utilities.cached_answers import SWITCH, keep, kept_file, recall
 
 _FORMAT = 1
@@ -51,12 +48,12 @@ class TunedSizes:
     can't be written is warned about.
 
     Args:
-        trainer: the trainer, within its training loop.
+        run: the training loop.
         question: all that the answer depends on, see `question_of`.
     """
 
-    def __init__(self, trainer: Trainer, question: Mapping[str, Any]) -> None:
-        self._trainer = trainer
+    def __init__(self, run: Run, question: Mapping[str, Any]) -> None:
+        self._run = run
         canonical = json.dumps(question, sort_keys=True, separators=(",", ":"))
         self._key = hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -67,11 +64,11 @@ class TunedSizes:
 
     def recall(self) -> TunedSize | None:
         """The answer that was kept, if there is one."""
-        return self._trainer.strategy.broadcast(self._read() if self._trainer.is_global_zero else None)
+        return self._run.of_first_rank(self._read)
 
     def keep(self, answer: TunedSize) -> None:
         """Write the answer down, whole or not at all."""
-        if not self._trainer.is_global_zero:
+        if not self._run.is_first_rank:
             return
         content = {
             "format": _FORMAT,
@@ -83,7 +80,7 @@ class TunedSizes:
         try:
             keep(self.path, content)
         except OSError as error:
-            rank_zero_warn(
+            self._run.warn(
                 f"MemoryBudget can't keep the tuned size in {self.path} ({error}); it is measured again next time. "
                 f"Set XDG_CACHE_HOME to a folder that can be written to, or {SWITCH}=0."
             )
@@ -106,11 +103,11 @@ class TunedSizes:
                 },
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            rank_zero_debug(f"MemoryBudget passes over {self.path}: {error!r}")
+            self._run.debug(f"MemoryBudget passes over {self.path}: {error!r}")
             return None
 
 
-def question_of(step: _seam.Step, *, budget: object, usable_bytes: int) -> dict[str, Any]:
+def question_of(step: Step, *, budget: object, usable_bytes: int) -> dict[str, Any]:
     """All that the fastest size depends on, as plain JSON: model, data, optimizer, precision, device, versions.
 
     Args:
@@ -119,30 +116,30 @@ def question_of(step: _seam.Step, *, budget: object, usable_bytes: int) -> dict[
             rounded to a sixteenth of a power of two.
         usable_bytes: what the budget comes to, less its headroom.
     """
-    trainer, module = step.trainer, step.trainer.lightning_module
+    run = step.run
     exact = isinstance(budget, int) or (isinstance(budget, str) and budget != "auto")
     return {
         "usable_bytes": usable_bytes if exact else f"2^{round(16 * math.log2(max(usable_bytes, 1))) / 16}",
-        "model": _model(module),
+        "model": _model(run.module),
         "batch": [batch_size(step.batch), _structure(step.batch, sizes=False)],
-        "worst_sample": _structure(worst_batch(trainer, step.batch, 1), sizes=True),
-        "batches_a_step": trainer.accumulate_grad_batches,
+        "worst_sample": _structure(run.worst_batch(step.batch, 1), sizes=True),
+        "batches_a_step": run.batches_a_step,
         "optimizer": _optimizer(step.optimizer),
-        "trainer": _settings(trainer),
-        "device": _device(trainer.strategy.root_device),
+        "trainer": _settings(run),
+        "device": _device(run.device),
         "versions": {name: _version(name) for name in _PACKAGES if name in sys.modules},
     }
 
 
-def _model(module: LightningModule) -> dict[str, Any]:
+def _model(module: nn.Module) -> dict[str, Any]:
     try:
         source = inspect.getsource(type(module))
     except (OSError, TypeError):
         source = ""  # typed into a console: its layers must do
     return {
-        "class": _name(module),
+        "class": class_name(module),
         "source": hashlib.sha256(source.encode()).hexdigest(),
-        "layers": _without_addresses(repr(module)),
+        "layers": without_addresses(repr(module)),
         "parameters": [
             [name, [*p.shape], str(p.dtype), p.requires_grad] for name, p in module.named_parameters()
         ],
@@ -159,8 +156,8 @@ def _structure(item: Any, *, sizes: bool) -> Any:
     if isinstance(item, (list, tuple)):
         return [_structure(value, sizes=sizes) for value in item]
     if hasattr(item, "__dataclass_fields__"):
-        return [_name(item), _structure(vars(item), sizes=sizes)]
-    return _name(item)
+        return [class_name(item), _structure(vars(item), sizes=sizes)]
+    return class_name(item)
 
 
 def _optimizer(optimizer: Optimizer) -> list[Any]:
@@ -170,37 +167,25 @@ def _optimizer(optimizer: Optimizer) -> list[Any]:
         options = {name: value for name, value in group.items() if name != "params"}
         groups.append(
             {
-                name: bool(value) if _is_number(value) else _without_addresses(str(value))
+                name: bool(value) if _is_number(value) else without_addresses(str(value))
                 for name, value in options.items()
             }
         )
-    return [_name(optimizer), groups]
+    return [class_name(optimizer), groups]
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
-def _settings(trainer: Trainer) -> dict[str, Any]:
-    callbacks: list[Any] = vars(trainer)["callbacks"]
-    ours = [callback for callback in callbacks if type(callback).__module__.startswith("lightning_memkit.")]
+def _settings(run: Run) -> dict[str, Any]:
     return {
-        "precision": [_name(trainer.precision_plugin), str(trainer.precision_plugin.precision)],
-        "precision_options": _options(trainer.precision_plugin),
-        "strategy": _name(trainer.strategy),
-        "ranks": trainer.world_size,
-        "clips": trainer.gradient_clip_val is not None,
-        "callbacks": sorted(f"{_name(callback)} {_options(callback)}" for callback in ours),
+        **run.settings(),
+        "ranks": run.world_size,
         "matmul": torch.get_float32_matmul_precision(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "detects_anomalies": torch.is_anomaly_enabled(),
     }
-
-
-def _options(plugin: object) -> str:
-    """What one of our plugins was built with."""
-    ours = type(plugin).__module__.startswith("lightning_memkit.")
-    return _without_addresses(repr(plugin)) if ours else ""
 
 
 def _device(device: torch.device) -> list[Any]:
@@ -226,9 +211,11 @@ def _version(name: str) -> str:
         return "unknown"
 
 
-def _name(item: object) -> str:
+def class_name(item: object) -> str:
+    """The full name of an object's class."""
     return f"{type(item).__module__}.{type(item).__qualname__}"
 
 
-def _without_addresses(text: str) -> str:
+def without_addresses(text: str) -> str:
+    """A text of objects, without where they are in memory."""
     return re.sub(r" at 0x[0-9a-f]+", "", text)

@@ -5,28 +5,25 @@ from contextlib import contextmanager
 from time import perf_counter
 
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_memkit.memory.sizing import Sizing
 from lightning_memkit.memory.speed import FastestSize
 from lightning_memkit.micro_batching import batch_size
-from lightning_memkit.plugins import _seam
+from lightning_memkit.micro_batching.run import Run, Step
 from lightning_memkit.plugins._checks import with_batch_statistics
 from lightning_memkit.plugins._parts import PartsRunner
 from lightning_memkit.plugins._ranks import largest_of_ranks
-from lightning_memkit.plugins._sizing import set_gradient_parts
 from lightning_memkit.plugins._tensors import tensors_of
 from lightning_memkit.plugins._tuned_sizes import TunedSize, TunedSizes
 
 
-def clock_may_choose(trainer: Trainer) -> bool:
+def clock_may_choose(run: Run) -> bool:
     """Whether smaller parts may be taken because they are faster.
 
     Not where algorithms are to be deterministic, nor where a module normalizes with the batch's statistics: there
     the size of the parts is more than a matter of rounding.
     """
-    module = trainer.lightning_module
+    module = run.module
     return not torch.are_deterministic_algorithms_enabled() and not with_batch_statistics(module)
 
 
@@ -47,7 +44,7 @@ class SizeTuning:
 
     def __init__(
         self,
-        step: _seam.Step,
+        step: Step,
         runner: PartsRunner,
         sizing: Sizing,
         *,
@@ -56,7 +53,7 @@ class SizeTuning:
     ) -> None:
         self.sizes: tuple[int, ...] = sizing.candidates or (sizing.micro_batch_size,)
         self.fastest = FastestSize(self.sizes)
-        self.fits_whole = self.sizes[0] >= largest_of_ranks(step.trainer, [batch_size(step.batch)])[0]
+        self.fits_whole = self.sizes[0] >= largest_of_ranks(step.run, [batch_size(step.batch)])[0]
         self._runner = runner
         self._peak_bytes = sizing.peak_bytes
         self._proven = proven
@@ -87,23 +84,23 @@ class SizeTuning:
         return self.fits_whole
 
     @contextmanager
-    def timed(self, step: _seam.Step) -> Iterator[None]:
+    def timed(self, step: Step) -> Iterator[None]:
         """Encloses a batch's step with all its retries; does nothing once the choice is made."""
         if step.starts_window and not self._is_over:
             self._begin(step)
         if self._is_over or self._size is None:
             yield
             return
-        _synchronize(step.trainer)
+        _synchronize(step.run)
         started, aside = perf_counter(), self._runner.values.seconds
         yield
-        _synchronize(step.trainer)
+        _synchronize(step.run)
         self._seconds += perf_counter() - started - (self._runner.values.seconds - aside)
         self._elements += sum(tensor.numel() for tensor in tensors_of(step.batch))
         if step.ends_window:
             self._observe(step)
 
-    def _begin(self, step: _seam.Step) -> None:
+    def _begin(self, step: Step) -> None:
         """The size of the optimizer step that begins; None where nothing may be split yet."""
         if self.fits_whole and (self._runner.unsplittable or not self._proven()):
             self._size = None
@@ -112,28 +109,28 @@ class SizeTuning:
         self._seconds, self._elements = 0.0, 0
         self._resize(step, self._size)
 
-    def _observe(self, step: _seam.Step) -> None:
+    def _observe(self, step: Step) -> None:
         size = self._runner.partition.micro_batch_size
         if self._size is not None and size < self._size:
             self.fastest.limit(size)
         elif size == self._size:
-            seconds, elements = largest_of_ranks(step.trainer, [self._seconds, float(self._elements)])
+            seconds, elements = largest_of_ranks(step.run, [self._seconds, float(self._elements)])
             self.fastest.observe(size, seconds, elements)
         if self.fastest.settled is not None:
             self._resize(step, self.fastest.settled)
-            self._settle()
+            self._settle(step)
 
-    def _resize(self, step: _seam.Step, size: int) -> None:
+    def _resize(self, step: Step, size: int) -> None:
         if self._runner.partition.micro_batch_size != size:
             self._runner.partition.micro_batch_size = size
-            set_gradient_parts(step.trainer, -(-batch_size(step.batch) // size))
+            step.run.set_gradient_parts(-(-batch_size(step.batch) // size))
 
-    def _settle(self) -> None:
+    def _settle(self, step: Step) -> None:
         size, seconds = self.size, self.fastest.seconds_per_sample
         if size not in seconds:  # the device ran out of memory on every size that was timed
             return
         times = ", ".join(f"{other}: {seconds[other] / seconds[size]:.2f}" for other in seconds)
-        rank_zero_info(
+        step.run.info(
             f"MemoryBudget: micro-batch {size} is the fastest that fits, by {self.fastest.steps} training steps "
             f"(time of a sample beside it: {times})."
         )
@@ -143,8 +140,8 @@ class SizeTuning:
             self._kept.keep(answer)
 
 
-def _synchronize(trainer: Trainer) -> None:
+def _synchronize(run: Run) -> None:
     """Wait for the device, so that the clock sees the step's work; nothing on CPU."""
-    device = trainer.strategy.root_device
+    device = run.device
     if device.type != "cpu" and torch.accelerator.is_available():
         torch.accelerator.synchronize(device)

@@ -4,12 +4,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_debug
-
 from lightning_memkit.memory.meter import unmetered
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
+from lightning_memkit.micro_batching.run import Step
 from lightning_memkit.micro_batching.without_noise import LEVELS, quiet
-from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._trials import StepFailedError, Trials, Values
 
 
@@ -29,7 +27,7 @@ class ValueLooks:
         self._level = 0  # of noise that is taken away, see `quiet`
 
     def __call__(
-        self, step: _seam.Step, whole: Any, parts: Sequence[Any], sizes: Sequence[int]
+        self, step: Step, whole: Any, parts: Sequence[Any], sizes: Sequence[int]
     ) -> list[Values] | None:
         """What the whole and then each part log and return; None where that fails, or is random.
 
@@ -49,13 +47,13 @@ class ValueLooks:
         return None
 
     def _told(
-        self, step: _seam.Step, whole: Any, parts: Sequence[Any], sizes: Sequence[int], level: int
+        self, step: Step, whole: Any, parts: Sequence[Any], sizes: Sequence[int], level: int
     ) -> list[Values] | None:
         for gradient in (False, True)[self._gradient :]:
             try:
                 told = self._run(step, whole, parts, sizes, level, gradient=gradient)
             except StepFailedError as error:  # whatever a user's step does with rows that it did not count on
-                rank_zero_debug(f"MemoryBudget can't look at two parts: {error.cause!r}")
+                step.run.debug(f"MemoryBudget can't look at two parts: {error.cause!r}")
                 if error.skipped or is_out_of_memory(error.cause):
                     return None
                 continue
@@ -65,7 +63,7 @@ class ValueLooks:
 
     def _run(
         self,
-        step: _seam.Step,
+        step: Step,
         whole: Any,
         parts: Sequence[Any],
         sizes: Sequence[int],
@@ -73,7 +71,7 @@ class ValueLooks:
         *,
         gradient: bool,
     ) -> list[Values]:
-        with unmetered(), quiet(step.trainer.lightning_module, level) as draws:
+        with unmetered(), quiet(step.run.module, level) as draws:
             if draws is not None:
                 draws.record()
             told = [self._trials.values_of(step, whole, gradient=gradient)]

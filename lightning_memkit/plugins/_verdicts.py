@@ -2,14 +2,13 @@
 
 from collections.abc import Iterable, Sequence
 
-from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_memkit.micro_batching import decomposability, normalized
 from lightning_memkit.micro_batching.comparison import Miss
 from lightning_memkit.micro_batching.decomposability import Verdict
+from lightning_memkit.micro_batching.run import Run
 from lightning_memkit.micro_batching.step_changes import StepChange
-from lightning_memkit.plugins._checks import hooks_run_by_part
 
 _SIZE = "micro_batch_size = the loader's batch size"
 _WHOLE = f"keep the batch whole ({_SIZE})"
@@ -88,9 +87,9 @@ def divided_unlike(what: str, error: float) -> Verdict:
     )
 
 
-def bent(trainer: Trainer, error: float) -> Verdict:
+def bent(run: Run, error: float) -> Verdict:
     """Gradients are changed by what is not linear in them."""
-    hooks = hooks_run_by_part(trainer, trainer.lightning_module)
+    hooks = run.hooks_by_part()
     named = f" ({', '.join(hooks[:3])})" if hooks else ""
     return _refused(
         f"half of the loss has not half of its gradients: a hook{named} or a backward of the module's own changes "

@@ -10,7 +10,6 @@ from lightning_memkit.activations.blocks import refuse_single_pattern
 from lightning_memkit.activations.checkpointing import Checkpointed, checkpoint_modules
 from lightning_memkit.activations.planned import BudgetPlan
 from lightning_memkit.activations.policies import parse_policy
-from lightning_memkit.memory.measure import budget_bytes
 from lightning_memkit.plugins._pickling import LeavesRunBehind, nothing
 from lightning_memkit.utilities.errors import NoEffectWarning
 
@@ -40,6 +39,7 @@ class ActivationCheckpointing(LeavesRunBehind, Callback):
     """
 
     of_run = {"_undo": nothing}
+    recomputes_activations = True
 
     def __init__(self, policy: str = "full", blocks: Sequence[str] | None = None) -> None:
         if policy != "auto":
@@ -93,12 +93,10 @@ class ActivationCheckpointing(LeavesRunBehind, Callback):
             )
 
     def _auto(self, trainer: Trainer) -> str:
-        from lightning_memkit.plugins.memory_budget import MemoryBudget  # it knows this plugin by name
-
-        for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
-            if isinstance(callback, MemoryBudget):
-                size = budget_bytes(callback.budget, trainer.strategy.root_device)
-                return f"auto:{int(size * (1 - callback.headroom))}B"
+        for callback in vars(trainer)["callbacks"]:
+            usable = getattr(callback, "usable_bytes_on", None)
+            if usable is not None:
+                return f"auto:{usable(trainer.strategy.root_device)}B"
         raise ValueError(
             'ActivationCheckpointing(policy="auto") finds no budget: put a MemoryBudget among the callbacks, or write '
             'the size of a step, such as policy="auto:22GiB".'

@@ -12,6 +12,7 @@ from lightning_memkit.data.batch import PackedBatch
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._ranks import any_rank
+from lightning_memkit.plugins._seam_run import LightningRun
 from lightning_memkit.utilities.errors import NoEffectWarning
 
 _TRIED_BATCHES = 8  # with packing="none" no batch has two documents in a row
@@ -91,5 +92,5 @@ def _probe(trainer: Trainer, pl_module: LightningModule, part: PackedBatch) -> b
             pl_module,
             part,
             lambda given: strategy.training_step(given, *arguments),
-            agree=partial(any_rank, trainer),
+            agree=partial(any_rank, LightningRun(trainer)),
         )

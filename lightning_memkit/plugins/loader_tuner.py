@@ -23,6 +23,7 @@ from lightning_memkit.memory.processors import usable_processors
 from lightning_memkit.plugins import _seam_loader
 from lightning_memkit.plugins._pickling import LeavesRunBehind
 from lightning_memkit.plugins._ranks import any_rank, largest_of_ranks, values_of_ranks
+from lightning_memkit.plugins._seam_run import LightningRun
 from lightning_memkit.plugins._training_loaders import TrainingLoaders
 from lightning_memkit.utilities.errors import NoEffectWarning
 
@@ -150,7 +151,7 @@ class LoaderTuner(LeavesRunBehind, Callback):
         self._times.skip()
         state = checkpoint.get("callbacks", {}).get(self.state_key, {})
         if state.get("positions"):
-            of_ranks = values_of_ranks(trainer, state["positions"])
+            of_ranks = values_of_ranks(LightningRun(trainer), state["positions"])
             state["positions"] = [with_other_ranks(list(states)) for states in zip(*of_ranks, strict=True)]
         stateful = [
             loader for loader in _seam_loader.training_loaders(trainer) if hasattr(loader, "state_dict")
@@ -211,11 +212,11 @@ class LoaderTuner(LeavesRunBehind, Callback):
         """Measure, and take another plan where that pays; all ranks come here at the same batch."""
         if self._tuning is None or self._loaders.left:
             return
-        measured = self._times.measured(_WARM_UP)
-        if any_rank(trainer, measured is None) or measured is None:
+        measured, run = self._times.measured(_WARM_UP), LightningRun(trainer)
+        if any_rank(run, measured is None) or measured is None:
             return
         measured, bounds = of_all_ranks(
-            measured, self._bounds(trainer, measured), lambda values: largest_of_ranks(trainer, values)
+            measured, self._bounds(trainer, measured), lambda values: largest_of_ranks(run, values)
         )
         before = self._tuning.plan
         batches = math.inf if self._loaders.keep_workers else batches

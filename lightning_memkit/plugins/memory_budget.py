@@ -1,41 +1,31 @@
 """Keep the effective batch and its exact result within a memory budget."""
 
-import gc
+import copy
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_memkit.memory.limits import hard_cap
 from lightning_memkit.memory.measure import budget_bytes, check_budget
-from lightning_memkit.memory.meter import ByteMeter, unmetered
 from lightning_memkit.memory.sizing import Sizing
-from lightning_memkit.micro_batching import SplitError, WeighBy, Weigher, batch_size
-from lightning_memkit.micro_batching.foreseen import ForeseenWronglyError
-from lightning_memkit.optim.journal import BUNDLE_BYTES, BUNDLE_BYTES_CPU, journal_steps
+from lightning_memkit.micro_batching import WeighBy, Weigher
+from lightning_memkit.micro_batching.run import Step, Undo
 from lightning_memkit.plugins import _seam
-from lightning_memkit.plugins._checks import check_accumulation, warn_of_hooks, warn_of_inexactness
-from lightning_memkit.plugins._choice import PartsChoice
+from lightning_memkit.plugins._checks import check_accumulation, warn_of_inexactness
+from lightning_memkit.plugins._engine import Engine, Record
 from lightning_memkit.plugins._evaluation import Observer, keep_budget_in_evaluation
-from lightning_memkit.plugins._history import PartsChange, noted
+from lightning_memkit.plugins._forecast import foreseen
+from lightning_memkit.plugins._history import PartsChange
 from lightning_memkit.plugins._options import BudgetOptions, Enforce, check_options
-from lightning_memkit.plugins._partition import WHOLE, Cut, Partition, Splitter
-from lightning_memkit.plugins._parts import PartsRunner
+from lightning_memkit.plugins._partition import Splitter
 from lightning_memkit.plugins._pickling import LeavesRunBehind, nothing
-from lightning_memkit.plugins._ranks import local_optimizer, ranks_of
-from lightning_memkit.plugins._recovery import Recovery
-from lightning_memkit.plugins._sizing import AccumulationWindow, set_gradient_parts
-from lightning_memkit.plugins._tensors import tensors_of
-from lightning_memkit.plugins._trials import Trials
-from lightning_memkit.plugins._value_looks import ValueLooks
-from lightning_memkit.utilities.generators import Generators
-
-_COPIED = 0.01  # of the budget, for copies beside an optimizer's step that may be left half-done
+from lightning_memkit.plugins._seam_run import LightningRun
 
 
 class MemoryBudget(LeavesRunBehind, Callback):
@@ -73,7 +63,7 @@ class MemoryBudget(LeavesRunBehind, Callback):
             before a later one: the probe finds only then that the loss can't be split.
     """
 
-    of_run = {"_runner": nothing, "_trials": nothing, "_recovery": nothing, "_choice": nothing, "_undo": list}
+    of_run = {"_engine": nothing, "_undo": list}
 
     def __init__(
         self,
@@ -97,21 +87,12 @@ class MemoryBudget(LeavesRunBehind, Callback):
         self.recover = recover
         self.enforce: Enforce = enforce
         self.budget_bytes = 0
-        self.sizing: Sizing | None = None
-        self.peak_bytes = 0
-        self.retries = 0
-        self.history: list[PartsChange] = []
+        self._record = Record()
         self._resumed: dict[str, Any] = {}
         self._copied: dict[str, Any] = {}  # the state of the one that this is a copy of
         self._peaks: dict[int, int] = {}  # likewise
-        self._prepared = False
-        self._has_split = False
-        self._window = AccumulationWindow(effective_batch_size)
-        self._runner: PartsRunner | None = None
-        self._trials: Trials | None = None
-        self._recovery: Recovery | None = None
-        self._choice: PartsChoice | None = None
-        self._undo: list[_seam.Undo] = []
+        self._engine: Engine | None = None
+        self._undo: list[Undo] = []
 
     def __repr__(self) -> str:
         return (
@@ -124,10 +105,9 @@ class MemoryBudget(LeavesRunBehind, Callback):
     def __getstate__(self) -> dict[str, Any]:
         return {
             **super().__getstate__(),
+            "_record": copy.deepcopy(self._record),
             "_copied": self.state_dict(),
             "_peaks": self.predicted_peaks,
-            "_prepared": False,
-            "_window": AccumulationWindow(self.effective_batch_size),
         }
 
     @property
@@ -136,16 +116,40 @@ class MemoryBudget(LeavesRunBehind, Callback):
         return self.recover
 
     @property
+    def sizing(self) -> Sizing | None:
+        """The size that was verified before step 1."""
+        return self._record.sizing
+
+    @property
+    def peak_bytes(self) -> int:
+        """The verified peak; with `enforce="always"`, the largest of any step."""
+        return self._record.peak_bytes
+
+    @property
+    def retries(self) -> int:
+        """Steps that ran out of memory and were taken again."""
+        return self._record.retries
+
+    @property
+    def history(self) -> list[PartsChange]:
+        """From which step on micro-batches had which size."""
+        return self._record.history
+
+    @property
     def is_tuning(self) -> bool:
         """Whether sizes are still being timed, on training steps."""
-        tuning = None if self._choice is None else self._choice.tuning
+        tuning = None if self._engine is None else self._engine.choice.tuning
         return tuning is not None and tuning.fastest.settled is None
 
     @property
     def predicted_peaks(self) -> dict[int, int]:
         """Predicted bytes by micro-batch; empty where sizes were measured without a prediction."""
-        foreseen = None if self._choice is None else self._choice.foreseen
+        foreseen = None if self._engine is None else self._engine.choice.foreseen
         return dict(self._peaks) if foreseen is None else dict(foreseen.peaks)
+
+    def usable_bytes_on(self, device: torch.device) -> int:
+        """The budget without its headroom."""
+        return int(budget_bytes(self.budget, device) * (1 - self.headroom))
 
     # Lightning's hooks
 
@@ -159,6 +163,7 @@ class MemoryBudget(LeavesRunBehind, Callback):
             headroom=self.headroom,
             split=self.split,
             micro_batch_size=self.micro_batch_size,
+            effective_batch_size=self.effective_batch_size,
             recover=self.recover,
             weigh_by=self.weigh_by,
             enforce=self.enforce,
@@ -178,23 +183,18 @@ class MemoryBudget(LeavesRunBehind, Callback):
             return
         check_accumulation(trainer, self.effective_batch_size)
         warn_of_inexactness(trainer, pl_module)
-        self._window.open_early(trainer)
         transfer, undo_transfer = _seam.keep_batches_on_host(trainer)
-        self._trials = Trials(trainer, transfer, options.usable_bytes)
-        self._runner = PartsRunner(
-            trainer,
-            transfer,
-            Partition(micro_batch_size=WHOLE, weigh=batch_size, split=self.split),
-            exact_window=self.effective_batch_size is not None,
+        run = LightningRun(trainer, transfer)
+        self._record.history = []
+        self._engine = Engine(
+            run,
+            options,
+            record=self._record,
+            resumed=self._resumed,
+            foresee=lambda step, sizes: foreseen(trainer, options, step.batch, sizes),
+            retried=partial(self._log_retries, trainer),
         )
-        self._choice = PartsChoice(options, self._runner, self._trials, self._window, self._resumed)
-        self._recovery = Recovery(
-            self._runner, resized=self._resized, dry=self._choice.dry, reconsider=self._reconsidered
-        )
-        self._recovery.retries = self.recover
-        self.history = []
-        self._undo += [_seam.install(trainer, self), undo_transfer, self._window.close]
-        self._prepared = self._has_split = False
+        self._undo += [_seam.install(trainer, run, self), undo_transfer, self._engine.close]
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Lightning calls no teardown after an error."""
@@ -210,179 +210,53 @@ class MemoryBudget(LeavesRunBehind, Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The sizes in use, which a resumed run repeats; while tuning is under way, those it goes on to time."""
-        if self._choice is None or not self._prepared:
+        if self._engine is None or not self._engine.prepared:
             return dict(self._resumed or self._copied)
-        return {
-            **self._choice.state_dict(),
-            "retries": self.retries,
-            **(self._recovery.state_dict() if self._recovery is not None else {}),
-        }
+        return self._engine.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the sizes of the run that is resumed, instead of measuring anew."""
         self._resumed.clear()
         self._resumed.update(state_dict)
-        self.retries = int(state_dict.get("retries", 0))
+        self._record.retries = int(state_dict.get("retries", 0))
 
     # The seam's driver
 
-    def prepare(self, step: _seam.Step) -> None:
-        """Before the first step: probe, measure, choose; then probe where a batch is the first to differ."""
-        if self._runner is None or self._trials is None or self._choice is None:
-            return
-        generators = Generators()  # a data set that is scanned for its largest sample may draw
-        try:
-            with unmetered():  # whoever meters the step is to see the step
-                if self._prepared:
-                    probes = self._choice.weighing.probes
-                    self._choice.before_later(step)
-                    if self._choice.weighing.probes != probes:
-                        gc.collect()  # as after the first
-                else:
-                    self._prepare_first(step, self._runner, self._trials, self._choice)
-            if self._choice.sizing is not None:
-                self._runner.partition.fewest = self._choice.sizing.fewest
-        finally:
-            generators.restore()
+    def prepare(self, step: Step) -> None:
+        """Prove that the loss may be split, and choose a size: before the first step, and where a batch is new."""
+        self._of_run.prepare(step)
 
-    def _prepare_first(
-        self, step: _seam.Step, runner: PartsRunner, trials: Trials, choice: PartsChoice
-    ) -> None:
-        """Before the first step; where that fails, everything is as before, and it may be tried again."""
-        taken = len(self._undo)
-        try:
-            if self._recovery is not None:
-                self._recovery.load_state_dict(self._resumed)
-            self._meet(step.trainer, runner, trials)
-            self._journal(step)
-            with trials.materialized(step):
-                self.sizing = choice.before_first(step)
-        except BaseException:
-            while len(self._undo) > taken:
-                self._undo.pop()()
-            raise
-        self.peak_bytes = self.sizing.peak_bytes
-        if self._recovery is not None:
-            self._recovery.changing = trials.changing
-        self._prepared = True
-        gc.collect()  # nodes of the trials' graphs that refer to each other hold tensors until then
-
-    def _meet(self, trainer: Trainer, runner: PartsRunner, trials: Trials) -> None:
-        """Let ranks take steps together, where that can be."""
-        ranks = ranks_of(trainer, recover=self.recover)
-        if ranks.reason and self.recover:
-            rank_zero_warn(
-                f"Steps that run out of memory are not retried on several ranks, since {ranks.reason}."
-            )
-        runner.ranks = trials.ranks = ranks
-        runner.survey = self._survey
-        runner.values.look = ValueLooks(trials) if trainer.world_size == 1 else None
-        if trainer.world_size > 1:
-            self._undo += [ranks.close, _seam.clip_by(trainer, ranks.clip)]
-
-    def _survey(self, step: _seam.Step, cut: Cut) -> list[float]:
-        """What the terms of a batch's loss count in all its parts, and on all ranks."""
-        partition = None if self._runner is None else self._runner.partition
-        if self._trials is None or partition is None or partition.rules is None:
-            raise RuntimeError("MemoryBudget surveys a batch before its loss is known.")
-        with unmetered():
-            return self._trials.survey(step, cut, partition, partition.rules)
-
-    def _journal(self, step: _seam.Step) -> None:
-        """Let the optimizer's own step survive an OOM; where it can't, no step is retried."""
-        if not self.recover or self._recovery is None:
-            return
-        try:
-            on_cpu = step.trainer.strategy.root_device.type == "cpu"
-            most = min(BUNDLE_BYTES_CPU if on_cpu else BUNDLE_BYTES, int(self.budget_bytes * _COPIED))
-            journal = journal_steps(
-                local_optimizer(step.optimizer),
-                ready=self._recovery.optimizer_steps,
-                bundle_bytes=max(1, most),
-            )
-        except (TypeError, ValueError) as error:
-            warnings.warn(f"MemoryBudget can't retry steps that run out of memory: {error}", stacklevel=2)
-            self._recovery.retries = False
-        else:
-            self._undo.append(journal.undo)
-
-    @contextmanager
-    def around(self, step: _seam.Step) -> Iterator[None]:
+    def around(self, step: Step) -> AbstractContextManager[None]:
         """Count every byte of the step where the budget is enforced always."""
-        if self.enforce != "always" or step.trainer.strategy.root_device.type == "cuda":
-            yield
-            return
-        module = step.trainer.lightning_module
-        meter = ByteMeter(budget_bytes=self.budget_bytes)
-        meter.track([*module.parameters(), *module.buffers()])
-        meter.track(tensors_of([dict(step.optimizer.state), step.batch]))
-        meter.track(p.grad for p in module.parameters() if p.grad is not None)
-        with meter:
-            yield
-        self.peak_bytes = max(self.peak_bytes, meter.peak_bytes)
+        return self._of_run.around(step)
 
-    def run(self, step: _seam.Step) -> tuple[Tensor | None, dict[str, Any]]:
+    def run(self, step: Step) -> tuple[Tensor | None, dict[str, Any]]:
         """Run the step's batch in parts."""
-        if self._runner is None:
-            raise RuntimeError("MemoryBudget runs a step before its setup.")
-        return self._runner.run(step)
+        return self._of_run.run(step)
 
-    def drive(self, step: _seam.Step, optimize: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def drive(self, step: Step, optimize: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Take the optimizer step; again with smaller parts where it runs out of memory."""
-        began_at = step.trainer.global_step
-        if self._runner is None or self._choice is None:
-            raise RuntimeError("MemoryBudget drives a step before its setup.")
-        self._warn_where_split(step, self._runner.partition)
-        with self._choice.timed(step):
-            result = optimize() if self._recovery is None else self._recovery.drive(step, optimize)
-            size, row_tokens = self._choice.size_in_use, self._runner.partition.row_tokens
-        fastest = self._choice.faster_than_larger_ones
-        if self._recovery is not None and fastest:
-            self._recovery.forget_above(fastest)
-        noted(self.history, PartsChange(began_at, size, row_tokens, step.batch_idx))
-        return result
+        return self._of_run.drive(step, optimize)
 
-    def _warn_where_split(self, step: _seam.Step, partition: Partition) -> None:
-        """Once, before the first batch that is split: which hooks run in every part."""
-        if self._has_split or partition.whole or partition.held:
-            return
-        try:
-            splits = batch_size(step.batch) > partition.micro_batch_size
-        except SplitError:  # running it says so
-            return
-        if not splits:
-            return
-        self._has_split = True
-        warn_of_hooks(step.trainer, step.trainer.lightning_module)
-
-    def _reconsidered(self, step: _seam.Step, error: ForeseenWronglyError, *, last: bool) -> None:
-        """A batch's loss was another one than foreseen: what follows from it, before the batch runs again."""
-        generators = Generators()
-        try:
-            with unmetered():
-                if self._choice is not None:
-                    self._choice.reconsider(step, error, last=last)
-        finally:
-            generators.restore()
-
-    def _resized(self, step: _seam.Step, *, retry: bool) -> None:
-        """The precision hears of the new number of parts; the logger of a retry."""
-        trainer = step.trainer
-        if self._runner is not None:
-            set_gradient_parts(trainer, -(-batch_size(step.batch) // self._runner.partition.micro_batch_size))
-        if retry:
-            self._count_retry(trainer)
+    @property
+    def _of_run(self) -> Engine:
+        if self._engine is None:
+            raise RuntimeError("MemoryBudget is asked for a step before its setup.")
+        return self._engine
 
     def _observer(self, trainer: Trainer) -> Observer:
         """Evaluation's retries count with training's, and so do its peaks where all bytes are counted."""
 
         def measured(peak_bytes: int) -> None:
             if self.enforce == "always":
-                self.peak_bytes = max(self.peak_bytes, peak_bytes)
+                self._record.peak_bytes = max(self.peak_bytes, peak_bytes)
 
-        return Observer(retried=partial(self._count_retry, trainer), measured=measured)
+        def retried() -> None:
+            self._record.retries += 1
+            self._log_retries(trainer)
 
-    def _count_retry(self, trainer: Trainer) -> None:
-        self.retries += 1
+        return Observer(retried=retried, measured=measured)
+
+    def _log_retries(self, trainer: Trainer) -> None:
         for logger in trainer.loggers:
             logger.log_metrics({"memory_budget/retries": float(self.retries)}, step=trainer.global_step)

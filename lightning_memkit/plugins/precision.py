@@ -32,7 +32,7 @@ from lightning_memkit.optim.pieces import is_compensated, slots
 from lightning_memkit.optim.shadow import Mode, States
 from lightning_memkit.plugins._averages import average_in_float32, reload_averages
 from lightning_memkit.plugins._eight_bit import adapt_bitsandbytes_in
-from lightning_memkit.plugins._ranks import averages_after_backward
+from lightning_memkit.plugins._seam_run import averages_after_backward
 from lightning_memkit.plugins.consolidate import capture_low_halves, take_low_halves
 
 GradDtype = Literal["auto", "float32", "bfloat16"]

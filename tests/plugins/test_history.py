@@ -43,8 +43,8 @@ class Replaying(MemoryBudget):
 
     @property
     def partition(self) -> Any:
-        assert self._runner is not None
-        return self._runner.partition
+        assert self._engine is not None
+        return self._engine.runner.partition
 
 
 @pytest.mark.sampled(2)

@@ -17,7 +17,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_memkit import MemoryBudget, PureBF16Precision
 from lightning_memkit.memory.meter import ByteMeter
 from lightning_memkit.plugins import _recovery
-from lightning_memkit.plugins._sizing import BudgetError, set_gradient_parts
+from lightning_memkit.plugins._sizing import BudgetError
 from tests.plugins.toys import TokenTagger, loader, tagged_rows, trained, trainer, weights
 
 EXACT = {torch.float64: 1e-12, torch.float32: 2e-5}
@@ -381,11 +381,11 @@ def test_a_transformers_model_on_padded_batches_is_weighed_by_its_shifted_labels
     whole, _ = trained(module=Llama, data=data, max_steps=6, **plugins)
     budget = MemoryBudget("1GiB", micro_batch_size=3)
     parts, _ = trained(budget, module=Llama, data=data, max_steps=6, **plugins)
-    assert budget._choice is not None
+    assert budget._engine is not None
     assert (
-        budget._choice.weighing.rules is not None
+        budget._engine.choice.weighing.rules is not None
     )  # the loss itself shows how many labels it is a mean over
-    assert budget._choice.weighing.foretold.ways[0][0].count.start == 1
+    assert budget._engine.choice.weighing.foretold.ways[0][0].count.start == 1
     norm = weights(whole).float().norm()
     relative = float((weights(whole).float() - weights(parts).float()).norm() / norm)
     assert relative <= (5e-3 if bf16 else 1e-5)
@@ -483,11 +483,11 @@ class Faulty(MemoryBudget):
         self.fail_at, self.meter = fail_at, ByteMeter(fail_at=fail_at)
 
     def drive(self, step: Any, optimize: Any) -> Any:
-        if step.batch_idx != 2 or self._runner is None:
+        if step.batch_idx != 2 or self._engine is None:
             return super().drive(step, optimize)
         if self.fail_at is None:
-            self._runner.partition.micro_batch_size = 4
-            set_gradient_parts(step.trainer, 2)
+            self._engine.runner.partition.micro_batch_size = 4
+            step.run.set_gradient_parts(2)
         with self.meter:  # it fails once: the retry goes on
             return super().drive(step, optimize)
 
@@ -737,10 +737,10 @@ class InWindow(MemoryBudget):
         self.fail_at, self.meter = fail_at, ByteMeter(fail_at=fail_at)
 
     def run(self, step: Any) -> Any:
-        if step.batch_idx != 6 or self._runner is None:
+        if step.batch_idx != 6 or self._engine is None:
             return super().run(step)
         if self.fail_at is None:
-            self._runner.partition.micro_batch_size = 1
+            self._engine.runner.partition.micro_batch_size = 1
         with self.meter:
             return super().run(step)
 

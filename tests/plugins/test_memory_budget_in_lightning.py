@@ -183,8 +183,8 @@ class DuringClipping(MemoryBudget):
         self.fail_at, self.meter = fail_at, ByteMeter(fail_at=fail_at)
 
     def run(self, step: Any) -> Any:
-        if step.batch_idx == 2 and self.fail_at is None and self._runner is not None:
-            self._runner.partition.micro_batch_size = 4
+        if step.batch_idx == 2 and self.fail_at is None and self._engine is not None:
+            self._engine.runner.partition.micro_batch_size = 4
         return super().run(step)
 
 

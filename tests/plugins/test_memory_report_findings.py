@@ -145,7 +145,7 @@ def test_under_a_budget_the_watch_waits_until_sizes_are_settled(monkeypatch):
 
     def watched(self, budget, batches):
         enter(self, budget, batches)
-        tuning = budget._choice.tuning if budget._choice is not None else None
+        tuning = budget._engine.choice.tuning if budget._engine is not None else None
         if self._entered:
             settled.append(batches > 0 and (tuning is None or tuning.fastest.settled is not None))
 

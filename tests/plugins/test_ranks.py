@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lightning_memkit.plugins._ranks import ranks_of
+from lightning_memkit.plugins._seam_run import LightningRun
 from tests.plugins.toys import trainer
 
 KINDS = ("ddp", "zero1", "fsdp2")
@@ -72,7 +73,7 @@ def test_an_error_of_another_kind_surfaces_and_ends_the_peers(tmp_path: Path, ki
 
 
 def test_a_rank_alone_does_everything_at_once() -> None:
-    ranks = ranks_of(trainer())
+    ranks = ranks_of(LightningRun(trainer()))
     ranks.begin_step(starts_window=True)
     assert ranks.attempt(lambda: ranks.part(lambda: 3, counts=False, last=True), ends_window=True) == 3
     assert ranks.most_parts(2) == ranks.largest(2) == 2

@@ -201,8 +201,8 @@ def test_trials_put_back_what_the_step_changes_and_say_its_name(change: Change) 
     budget = MemoryBudget("1GiB", micro_batch_size=7)
     plain, whole = state(fitted(change)), state(fitted(change, budget))
     assert [name for name in plain if not same(plain[name], whole[name])] == []
-    assert budget._trials is not None
-    found = {(one.kind, one.name, one.composes) for one in budget._trials.changes}
+    assert budget._engine is not None
+    found = {(one.kind, one.name, one.composes) for one in budget._engine.trials.changes}
     assert CHANGES[change] in found
 
 
@@ -214,8 +214,8 @@ def test_what_only_the_first_step_sets_up_is_no_change() -> None:
 
     budget = MemoryBudget("1GiB", micro_batch_size=7)
     fitted(cache, budget)
-    assert budget._trials is not None
-    assert budget._trials.changes == ()
+    assert budget._engine is not None
+    assert budget._engine.trials.changes == ()
 
 
 def test_lazy_modules_draw_their_weights_in_the_first_step_itself() -> None:
@@ -234,8 +234,8 @@ def test_lazy_modules_draw_their_weights_in_the_first_step_itself() -> None:
 
     class Budget(MemoryBudget):
         def prepare(self, step: Any) -> None:
-            assert self._trials is not None
-            with self._trials.materialized(step):
+            assert self._engine is not None
+            with self._engine.trials.materialized(step):
                 super().prepare(step)
 
     def trained(*callbacks: Any) -> dict[str, Tensor]:
@@ -267,7 +267,7 @@ def test_a_size_at_which_the_step_fails_is_told_from_a_step_that_fails() -> None
 
     class Asks(MemoryBudget):
         def prepare(self, step: Any) -> None:
-            trials: Any = self._trials
+            trials: Any = self._engine and self._engine.trials
             with pytest.raises(StepFailedError, match="more than 1 value per channel") as failed:
                 trials.peak_of(step, step.batch[:1], [], None)
             assert isinstance(failed.value.cause, ValueError)

@@ -22,6 +22,7 @@ from lightning_memkit.memory.meter import ByteMeter
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.optim.journal import journal_steps
 from lightning_memkit.plugins._ranks import local_optimizer, ranks_of
+from lightning_memkit.plugins._seam_run import LightningRun
 from tests.plugins.ranks import leave
 from tests.plugins.toys import trainer
 
@@ -64,7 +65,7 @@ class Sweep(Callback):
         self.trainer, self.net, self.rank = trainer, pl_module, trainer.global_rank
         optimizer = trainer.optimizers[0]
         self.optimizer: Any = optimizer
-        self.ranks = ranks_of(trainer)
+        self.ranks = ranks_of(LightningRun(trainer))
         assert not self.ranks.reason, self.ranks.reason
         self.inner: Any = local_optimizer(optimizer)
         journal_steps(self.inner, ready=self.ranks.optimizer_steps, bundle_bytes=200)
@@ -79,7 +80,7 @@ class Sweep(Callback):
         found["hook"] = self.failed_in_hook()
         found["own"] = self.by_the_strategy_itself()
         found["largest"] = self.ranks.largest(3 + self.rank)
-        found["unretried"] = ranks_of(trainer, recover=False).reason
+        found["unretried"] = ranks_of(LightningRun(trainer), recover=False).reason
         if self.rank == 0:
             print(found)
             torch.save(found, self.path)
