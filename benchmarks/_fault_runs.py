@@ -19,8 +19,8 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from benchmarks._fault_cases import BATCH, CHANGING, PART, extras, loader_for, model_named
 from benchmarks._fault_state import captured, differences, relative_difference
 from lightning_memkit import MemoryBudget, NoEffectWarning
-from lightning_memkit.plugins._probe import Weighing
-from lightning_memkit.plugins._trials import Trials
+from lightning_memkit.micro_batching.proof.probe import Weighing
+from lightning_memkit.micro_batching.proof.trials import Trials
 from lightning_memkit.testing import FakeDevice, Faults, count_allocations, fake_device, sweep
 from tests.plugins.fake_accelerator import FakeAccelerator
 

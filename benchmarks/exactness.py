@@ -51,7 +51,7 @@ DTYPES_OF_SEEDS = (
     "float32", "bf16-mixed", "float64", "lora", "pure-bf16", "float32",
 )  # fmt: skip
 QUICK_STEPS, QUICK_SEEDS = 24, 5
-_OBSERVATION = "lightning_memkit.micro_batching.observation"
+_OBSERVATION = "lightning_memkit.micro_batching.graph.observation"
 _SHOWN = 400  # characters of an error
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler
-from torch import nn
+
+from lightning_memkit.micro_batching.sizes.sizing import with_batch_statistics
 
 _OWN = ("lightning.", "lightning_memkit.", "pytorch_lightning.", "torch.", "torchmetrics.")
 
@@ -90,9 +91,3 @@ def check_accumulation(trainer: Trainer, effective_batch_size: int | None) -> No
         "labels they hold; MemoryBudget(effective_batch_size=...) accumulates them exactly.",
         stacklevel=3,
     )
-
-
-def with_batch_statistics(module: nn.Module) -> list[str]:
-    """The names of the modules that normalize with statistics of the batch, as long as they train."""
-    norm = nn.modules.batchnorm._BatchNorm
-    return [name for name, child in module.named_modules() if isinstance(child, norm) and child.training]

@@ -13,7 +13,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.micro_batching import batch_size
-from lightning_memkit.micro_batching.joining import JoinError
+from lightning_memkit.micro_batching.options import BudgetOptions
+from lightning_memkit.micro_batching.parts.joining import JoinError
+from lightning_memkit.micro_batching.ranks.alone import Ranks
+from lightning_memkit.micro_batching.sizes.sizing import BudgetError
 from lightning_memkit.plugins import _evaluation_state as state
 from lightning_memkit.plugins import _seam_evaluation as seam
 from lightning_memkit.plugins._evaluation_comparison import Comparisons
@@ -21,10 +24,7 @@ from lightning_memkit.plugins._evaluation_ranks import EvaluationRanks
 from lightning_memkit.plugins._evaluation_runs import EvaluationRuns, RunAgain
 from lightning_memkit.plugins._evaluation_sizes import EvaluationSizes, Extent, Loader, extent_of
 from lightning_memkit.plugins._evaluation_trials import EvaluationTrials
-from lightning_memkit.plugins._options import BudgetOptions
 from lightning_memkit.plugins._predictions import check_predictions
-from lightning_memkit.plugins._rank_alone import Ranks
-from lightning_memkit.plugins._sizing import BudgetError
 
 
 @dataclass(frozen=True, kw_only=True)

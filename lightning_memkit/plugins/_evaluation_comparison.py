@@ -19,12 +19,12 @@ from lightning_memkit.micro_batching import (
     split_batch,
     weigher,
 )
-from lightning_memkit.micro_batching.decomposability import TOLERANCE
-from lightning_memkit.micro_batching.joining import Counted, JoinError, Joining
+from lightning_memkit.micro_batching.options import BudgetOptions
+from lightning_memkit.micro_batching.parts.joining import Counted, JoinError, Joining
+from lightning_memkit.micro_batching.parts.logged_values import counted
+from lightning_memkit.micro_batching.proof.decomposability import TOLERANCE
 from lightning_memkit.plugins import _evaluation_state as state
 from lightning_memkit.plugins._evaluation_trials import EvaluationTrials
-from lightning_memkit.plugins._logs import counted
-from lightning_memkit.plugins._options import BudgetOptions
 from lightning_memkit.plugins._seam_evaluation import EvaluationStep, logging_held
 
 _ON_ANOTHER_RANK = "it differs on another rank (whose own warning says where)"

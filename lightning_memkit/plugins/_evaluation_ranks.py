@@ -9,10 +9,10 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_memkit.distributed.catch_up import why_no_catch_up
 from lightning_memkit.distributed.ddp import broadcast_buffers, local_gradients
 from lightning_memkit.distributed.fsdp2 import sharded_states
+from lightning_memkit.micro_batching.ranks.agreement import Unretried
+from lightning_memkit.micro_batching.ranks.alone import Ranks
+from lightning_memkit.micro_batching.ranks.together import Announced, Sharded
 from lightning_memkit.plugins import _seam
-from lightning_memkit.plugins._rank_alone import Ranks
-from lightning_memkit.plugins._ranks import Unretried
-from lightning_memkit.plugins._ranks_together import Announced, Sharded
 from lightning_memkit.plugins._seam_run import LightningRun
 
 

@@ -9,7 +9,7 @@ from lightning.pytorch import Trainer
 
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.micro_batching import batch_size, split_batch
-from lightning_memkit.micro_batching.joining import Counted, JoinError, Joining
+from lightning_memkit.micro_batching.parts.joining import Counted, JoinError, Joining
 from lightning_memkit.plugins import _evaluation_state as state
 from lightning_memkit.plugins import _seam_evaluation as seam
 from lightning_memkit.plugins._evaluation_comparison import Comparisons, Outcome, logged_values

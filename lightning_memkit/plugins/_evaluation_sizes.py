@@ -11,15 +11,15 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_debug, rank_zero_inf
 from lightning_memkit.memory.sizing import NothingFitsError, largest_fitting
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.micro_batching import SplitError, batch_size
-from lightning_memkit.micro_batching.joining import JoinError, Joining
+from lightning_memkit.micro_batching.options import BudgetOptions
+from lightning_memkit.micro_batching.parts.joining import JoinError, Joining
+from lightning_memkit.micro_batching.ranks.alone import Ranks
+from lightning_memkit.micro_batching.sizes.sizing import BudgetError
 from lightning_memkit.plugins import _evaluation_state as state
 from lightning_memkit.plugins._evaluation_comparison import Comparisons
 from lightning_memkit.plugins._evaluation_trials import EvaluationTrials, Peak
-from lightning_memkit.plugins._options import BudgetOptions
-from lightning_memkit.plugins._rank_alone import Ranks
 from lightning_memkit.plugins._seam_evaluation import EvaluationStep
-from lightning_memkit.plugins._sizing import BudgetError
-from lightning_memkit.plugins._tensors import tensors_of
+from lightning_memkit.utilities.tensors import tensors_of
 
 _MOST_TRIALS = 8
 _MOST_COMPARISONS = 4

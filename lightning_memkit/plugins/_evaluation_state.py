@@ -9,8 +9,8 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_memkit.micro_batching.joining import Change
-from lightning_memkit.micro_batching.rollback import Rollback
+from lightning_memkit.micro_batching.changes.rollback import Rollback
+from lightning_memkit.micro_batching.parts.joining import Change
 
 Key = tuple[Any, ...]  # the module's path, the attribute's name, then keys or indices below it
 

@@ -19,12 +19,12 @@ from lightning_memkit.micro_batching import (
     batch_size,
     split_batch,
 )
+from lightning_memkit.micro_batching.parts.partition import Splitter
+from lightning_memkit.micro_batching.proof.trials import states_on
+from lightning_memkit.micro_batching.ranks.alone import Ranks
 from lightning_memkit.plugins import _evaluation_state as state
-from lightning_memkit.plugins._partition import Splitter
-from lightning_memkit.plugins._rank_alone import Ranks
 from lightning_memkit.plugins._seam_evaluation import EvaluationStep, logging_held, nothing_logged
-from lightning_memkit.plugins._tensors import tensors_of
-from lightning_memkit.plugins._trials import states_on
+from lightning_memkit.utilities.tensors import tensors_of
 
 T = TypeVar("T")
 

@@ -7,9 +7,9 @@ import torch
 
 from lightning_memkit.memory.measure import capacity
 from lightning_memkit.memory.units import format_bytes
+from lightning_memkit.micro_batching.sizes.sizing import BudgetError
 from lightning_memkit.plugins._evaluation_trials import bytes_of
 from lightning_memkit.plugins._seam_evaluation import EvaluationStep, predictions_to_keep
-from lightning_memkit.plugins._sizing import BudgetError
 
 _REMEDY = (
     "Trainer.predict(return_predictions=False) with a BasePredictionWriter(write_interval='batch'), or a predict_step "

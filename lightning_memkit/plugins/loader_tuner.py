@@ -20,9 +20,9 @@ from lightning_memkit.data.loader_tuning import (
 )
 from lightning_memkit.data.resumable_loader import ResumableLoader, with_other_ranks
 from lightning_memkit.memory.processors import usable_processors
+from lightning_memkit.micro_batching.ranks.agreement import any_rank, largest_of_ranks, values_of_ranks
 from lightning_memkit.plugins import _seam_loader
 from lightning_memkit.plugins._pickling import LeavesRunBehind
-from lightning_memkit.plugins._ranks import any_rank, largest_of_ranks, values_of_ranks
 from lightning_memkit.plugins._seam_run import LightningRun
 from lightning_memkit.plugins._training_loaders import TrainingLoaders
 from lightning_memkit.utilities.errors import NoEffectWarning

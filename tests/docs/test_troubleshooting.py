@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import lightning_memkit
-from lightning_memkit.micro_batching.foreseen import ForeseenWronglyError
+from lightning_memkit.micro_batching.shares.foreseen import ForeseenWronglyError
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path(lightning_memkit.__file__).parent

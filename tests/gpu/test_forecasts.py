@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from lightning_memkit import MemoryBudget, MemoryReport
+from lightning_memkit.micro_batching.sizes.sizing import Foreseen
 from lightning_memkit.plugins import _forecast, memory_budget
-from lightning_memkit.plugins._sizing import Foreseen
 from tests.gpu.card import on_cpu, sized
 from tests.gpu.models import Language, batches, small
 from tests.gpu.runs import fit

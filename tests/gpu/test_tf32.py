@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_memkit import MemoryBudget
-from lightning_memkit.plugins._sizing import BudgetError
+from lightning_memkit.micro_batching.sizes.sizing import BudgetError
 from tests.gpu.card import sized
 from tests.gpu.runs import distance, fit
 from tests.gpu.test_out_of_memory import BUDGET, InBackward

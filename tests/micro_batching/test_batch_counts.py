@@ -2,7 +2,7 @@
 
 import torch
 
-from lightning_memkit.micro_batching.batch_counts import BatchCount, Foretelling, Foretold
+from lightning_memkit.micro_batching.shares.batch_counts import BatchCount, Foretelling, Foretold
 
 
 def part(*numbers: int) -> dict[str, torch.Tensor]:

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_memkit.micro_batching.decomposability import judge, sampled_gradient
+from lightning_memkit.micro_batching.proof.decomposability import judge, sampled_gradient
 
 
 def gradients(loss_of, batch: Tensor) -> tuple[Tensor, list[Tensor]]:

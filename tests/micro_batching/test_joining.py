@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_memkit.micro_batching.joining import Joining
-from lightning_memkit.micro_batching.joining_rules import Change, Counted, JoinError
+from lightning_memkit.micro_batching.parts.joining import Joining
+from lightning_memkit.micro_batching.parts.joining_rules import Change, Counted, JoinError
 
 X = torch.randn(5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 MORE = torch.randn(7, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

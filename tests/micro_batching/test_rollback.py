@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torchmetrics import MeanMetric
 
-from lightning_memkit.micro_batching.rollback import Rollback
+from lightning_memkit.micro_batching.changes.rollback import Rollback
 
 
 class Stateful(nn.Module):

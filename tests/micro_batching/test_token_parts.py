@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_memkit.micro_batching.token_parts import (
+from lightning_memkit.micro_batching.parts.token_parts import (
     Extent,
     extent_of,
     parts_by_tokens,

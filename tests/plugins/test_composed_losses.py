@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_memkit import MemoryBudget
-from lightning_memkit.plugins._sizing import BudgetError
+from lightning_memkit.micro_batching.sizes.sizing import BudgetError
 from tests.plugins.toys import trained, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")

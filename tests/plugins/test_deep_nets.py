@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memkit import MemoryBudget
-from lightning_memkit.micro_batching.comparison import last_bits_turned
-from lightning_memkit.plugins._sizing import BudgetError
+from lightning_memkit.micro_batching.proof.comparison import last_bits_turned
+from lightning_memkit.micro_batching.sizes.sizing import BudgetError
 from tests.plugins.toys import trainer
 
 WIDTH, DEPTH, ROWS, CLASSES = 32, 60, 12, 10

@@ -17,11 +17,11 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 from lightning_memkit.memory.measure import Capacity
 from lightning_memkit.memory.meter import ByteMeter
+from lightning_memkit.micro_batching.options import BudgetOptions
+from lightning_memkit.micro_batching.sizes.sizing import BudgetError
 from lightning_memkit.plugins import _predictions
 from lightning_memkit.plugins._evaluation import keep_budget_in_evaluation
 from lightning_memkit.plugins._evaluation_trials import bytes_of
-from lightning_memkit.plugins._options import BudgetOptions
-from lightning_memkit.plugins._sizing import BudgetError
 from tests.plugins.toys import TokenTagger, loader, trainer
 
 PLENTY = 2**30

@@ -8,8 +8,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_memkit.micro_batching.options import BudgetOptions
 from lightning_memkit.plugins._evaluation import keep_budget_in_evaluation
-from lightning_memkit.plugins._options import BudgetOptions
 from lightning_memkit.testing import FakeDevice, fake_device
 from tests.plugins.fake_accelerator import on_fake_device
 from tests.plugins.toys import trainer

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import CatMetric, SumMetric
 
-from lightning_memkit.micro_batching.joining import Change
+from lightning_memkit.micro_batching.parts.joining import Change
 from lightning_memkit.plugins import _evaluation_state as state
 
 

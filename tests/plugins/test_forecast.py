@@ -17,8 +17,8 @@ from lightning_memkit import (
 )
 from lightning_memkit.memory.sizing import Sizing
 from lightning_memkit.memory.units import parse_bytes
+from lightning_memkit.micro_batching.sizes.sizing import BudgetError, Foreseen
 from lightning_memkit.plugins import _forecast, memory_budget
-from lightning_memkit.plugins._sizing import BudgetError, Foreseen
 from lightning_memkit.prediction.residuals import keep_residual, residual_of
 from tests.plugins.test_prediction import Language, Loader, batch
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_memkit import MemoryBudget
-from lightning_memkit.plugins._history import PartsChange, in_force, noted
+from lightning_memkit.micro_batching.history import PartsChange, in_force, noted
 from tests.plugins.test_token_parts import Causal, Parts, uneven
 from tests.plugins.toys import loader, trained, weights
 

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memkit import MemoryBudget
-from lightning_memkit.micro_batching.batch_counts import BatchCount, Foretelling, Shown
-from lightning_memkit.micro_batching.lone_counts import WHOLE, LoneCounts, saving_shapes_only
-from lightning_memkit.plugins._sizing import BudgetError
+from lightning_memkit.micro_batching.shares.batch_counts import BatchCount, Foretelling, Shown
+from lightning_memkit.micro_batching.shares.lone_counts import WHOLE, LoneCounts, saving_shapes_only
+from lightning_memkit.micro_batching.sizes.sizing import BudgetError
 
 ROWS, BATCHES, CLASSES = 8, 10, 5
 Loss = Callable[["Detector", Tensor, Tensor], Tensor]

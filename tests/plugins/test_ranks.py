@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_memkit.plugins._ranks import ranks_of
+from lightning_memkit.micro_batching.ranks.agreement import ranks_of
 from lightning_memkit.plugins._seam_run import LightningRun
 from tests.plugins.toys import trainer
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_memkit import MemoryBudget
-from lightning_memkit.plugins import _tuning
+from lightning_memkit.micro_batching.sizes import tuning
 from tests.plugins.test_history import Failing
 from tests.plugins.test_token_parts import Causal, uneven
 from tests.plugins.test_tuning import FASTEST_AT_8, Classifier, Clock, data
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings(
 def timed(monkeypatch: pytest.MonkeyPatch) -> type[Classifier]:
     """Parts of 8 are the fastest, by the clock that the tuning reads."""
     clock = Clock()
-    monkeypatch.setattr(_tuning, "perf_counter", clock)
+    monkeypatch.setattr(tuning, "perf_counter", clock)
 
     class Timed(Classifier):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from lightning_memkit import MemoryBudget
-from lightning_memkit.plugins._shortfall import Needs, shortfall
-from lightning_memkit.plugins._sizing import BudgetError
+from lightning_memkit.micro_batching.sizes.shortfall import Needs, shortfall
+from lightning_memkit.micro_batching.sizes.sizing import BudgetError
 from tests.plugins.toys import TokenTagger, loader, trainer
 
 MIB = 2**20

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_memkit import MemoryBudget
-from lightning_memkit.micro_batching._kept_state import Rewindable
-from lightning_memkit.plugins._sizing import BudgetError
+from lightning_memkit.micro_batching.changes.kept_iterator import Rewindable
+from lightning_memkit.micro_batching.sizes.sizing import BudgetError
 from tests.plugins.toys import trained, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")

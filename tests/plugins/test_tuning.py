@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memkit import MemoryBudget, PureBF16Precision
-from lightning_memkit.plugins import _tuned_sizes, _tuning
-from lightning_memkit.plugins._trials import Trials
+from lightning_memkit.micro_batching.proof.trials import Trials
+from lightning_memkit.micro_batching.sizes import tuned_sizes, tuning
 from lightning_memkit.utilities import cached_answers
 from tests.plugins.toys import trained, weights
 
@@ -60,7 +60,7 @@ def clock() -> Clock:
 @pytest.fixture
 def clocked(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> type[Classifier]:
     """A module whose parts take as long as `FASTEST_AT_8` says, by the clock that the tuning reads."""
-    monkeypatch.setattr(_tuning, "perf_counter", clock)
+    monkeypatch.setattr(tuning, "perf_counter", clock)
 
     class Clocked(Classifier):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -263,7 +263,7 @@ def test_another_question_has_another_answer(
             return torch.optim.AdamW(self.parameters(), lr=1e-3, foreach=True)
 
     if "version" in changed:
-        monkeypatch.setattr(_tuned_sizes, "_version", lambda name: "0")
+        monkeypatch.setattr(tuned_sizes, "_version", lambda name: "0")
         changed = {}
     replaced = {"data": data(16), "module": lambda: clocked(dropout=0.5), "optimizer": Foreach}
     options = {
@@ -288,7 +288,7 @@ def test_an_answer_that_no_longer_fits_is_measured_anew_and_replaced(
                 raise torch.OutOfMemoryError("CUDA out of memory (injected)")
             return super().training_step(batch, batch_idx)
 
-    monkeypatch.setattr(_tuned_sizes, "_model", lambda module: {})
+    monkeypatch.setattr(tuned_sizes, "_model", lambda module: {})
     file.rename(cache / "renamed")  # what keeps its content under this question's name is made below
     run(clocked)
     assert len(list(cache.iterdir())) == 2

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_memkit import MemoryBudget
-from lightning_memkit.plugins._sizing import BudgetError
+from lightning_memkit.micro_batching.sizes.sizing import BudgetError
 from tests.plugins.toys import TokenTagger, loader, tagged_rows, trained, weights
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_memkit import MemoryBudget
-from lightning_memkit.plugins import _tuning
+from lightning_memkit.micro_batching.sizes import tuning
 from lightning_memkit.utilities import cached_answers
 from tests.plugins.ranks import leave
 from tests.plugins.test_tuning import Classifier, Clock, data
@@ -22,7 +22,7 @@ SECONDS = ({32: 1.0, 16: 1.1, 8: 1.2, 4: 1.4}, {32: 1.4, 16: 1.1, 8: 1.05, 4: 1.
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     clock, rank = Clock(), int(os.environ["RANK"])
-    _tuning.perf_counter = clock
+    tuning.perf_counter = clock
     # Ranks on several hosts have caches of their own: rank 0's is the one that counts.
     cached_answers.cache_folder = lambda: folder / f"cache {rank}"
 

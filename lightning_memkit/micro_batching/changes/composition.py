@@ -1,0 +1,107 @@
+"""Whether micro-batches, one after the other, leave in a module what their whole batch leaves."""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_memkit.micro_batching.changes.alike import alike
+from lightning_memkit.micro_batching.changes.kept_state import Kept
+from lightning_memkit.micro_batching.changes.step_changes import StepChange
+
+_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+
+Left = dict[StepChange, list[tuple[int, Any, Any]]]
+
+
+def left_behind(entries: Sequence[Kept]) -> Left:
+    """What a step has left where it changed something, and what was there before, as copies, by the change.
+
+    Of a list that only grew it is what it has gained. What a metric keeps beside its states (how often it was updated,
+    cached results) is passed over.
+    """
+    left: Left = {}
+    for entry in entries:
+        for change in entry.changes():
+            values = left.setdefault(change, [])
+            if any(key == id(entry) for key, *_ in values):
+                continue  # a metric's states are one change, whichever of them and of what it caches has changed
+            if change.kind != "metric" or not entry.place.name.startswith("_"):
+                now = _copied(entry.now(change))
+                values.append((id(entry), entry.before(now), now))
+    return left
+
+
+def compose(whole: Left, parts: Left) -> frozenset[StepChange]:
+    """The changes that parts leave as the whole does, up to rounding; lists with the same rows in one order."""
+    return frozenset(change for change, values in whole.items() if _match(values, parts.get(change)))
+
+
+def _match(whole: list[tuple[int, Any, Any]], parts: list[tuple[int, Any, Any]] | None) -> bool:
+    if parts is None or [key for key, *_ in whole] != [key for key, *_ in parts]:
+        return False
+    return all(_close(a, b, before) for (_, before, a), (_, _, b) in zip(whole, parts, strict=True))
+
+
+def _copied(value: Any, depth: int = 0) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if depth < 4 and isinstance(value, dict):
+        return {key: _copied(item, depth + 1) for key, item in value.items()}
+    if depth < 4 and isinstance(value, (list, tuple, deque)):
+        return [_copied(item, depth + 1) for item in value]
+    return value
+
+
+def _close(a: Any, b: Any, before: Any) -> bool:
+    """Whether two values came from a third by the same change, up to rounding; of lists, whether their rows did."""
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        if a.dtype == object:
+            return False
+        before = torch.from_numpy(before) if isinstance(before, np.ndarray) else None
+        return _tensors_close(torch.from_numpy(a), torch.from_numpy(b), before)
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return _tensors_close(a, b, before)
+    if isinstance(a, float) and isinstance(b, float):
+        first, second = (torch.tensor(value, dtype=torch.float64) for value in (a, b))
+        start = torch.tensor(before, dtype=torch.float64) if isinstance(before, (int, float)) else None
+        return _within(first, second, start, 1e-5)  # it may be computed from tensors in float32
+    if isinstance(a, list) and isinstance(b, list):
+        return _lists_close(a, b, before)
+    if isinstance(a, dict) and isinstance(b, dict):
+        known = before if isinstance(before, dict) else {}
+        return a.keys() == b.keys() and all(_close(a[key], b[key], known.get(key)) for key in a)
+    return alike(a, b)
+
+
+def _tensors_close(a: Tensor, b: Tensor, before: Any) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not (a.is_floating_point() or a.is_complex()):
+        return torch.equal(a, b)
+    known = before if isinstance(before, Tensor) and before.shape == a.shape else None
+    return _within(a, b, None if known is None else known.to(a), _ROUNDING.get(a.dtype, 1e-4))
+
+
+def _within(a: Tensor, b: Tensor, before: Tensor | None, allowed: float) -> bool:
+    """Whether two values differ by little of what has changed; a change as small as rounding tells nothing."""
+    change = a if before is None else a - before
+    size, noise = change.nan_to_num().norm(), 100 * torch.finfo(a.dtype).eps * a.nan_to_num().norm()
+    if before is not None and size <= noise:
+        return False
+    close = (a.nan_to_num() - b.nan_to_num()).norm() <= allowed * size
+    return bool(close) and torch.equal(a.isnan(), b.isnan())
+
+
+def _lists_close(a: list[Any], b: list[Any], before: Any) -> bool:
+    tensors = [*a, *b]
+    if a and b and all(isinstance(item, Tensor) and item.ndim > 0 for item in tensors):
+        shapes = {(item.shape[1:], item.dtype) for item in tensors}
+        return len(shapes) == 1 and _tensors_close(torch.cat(a), torch.cat(b), None)
+    known = before if isinstance(before, list) and len(before) == len(a) else [None] * len(a)
+    return len(a) == len(b) and all(_close(x, y, z) for x, y, z in zip(a, b, known, strict=True))

@@ -1,0 +1,123 @@
+"""What holds values of its own, as it was: bytes, cells of functions, arrays, generators of random numbers."""
+
+from array import array
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from typing_extensions import override
+
+from lightning_memkit.micro_batching.changes.alike import alike
+from lightning_memkit.micro_batching.changes.kept_state import Kept
+from lightning_memkit.micro_batching.changes.kept_tensor import Place
+from lightning_memkit.micro_batching.changes.step_changes import StepChange
+from lightning_memkit.utilities import generators
+
+BYTES = (bytearray, array)
+_ABSENT = object()
+
+
+class KeptBytes(Kept):
+    """What a `bytearray` or an `array.array` holds."""
+
+    def __init__(self, place: Place, owner: Any) -> None:
+        self.place, self._owner, self._copy = place, owner, owner[:]
+
+    @override
+    def changes(self) -> Iterator[StepChange]:
+        if bytes(self._copy) != bytes(self._owner):
+            yield self.place.change()
+
+    @override
+    def now(self, change: StepChange) -> Any:
+        return self._owner[:]
+
+    @override
+    def before(self, now: Any) -> Any:
+        return self._copy
+
+    @override
+    def restore(self) -> None:
+        if bytes(self._copy) != bytes(self._owner):
+            self._owner[:] = self._copy
+
+
+class KeptCell(Kept):
+    """A variable that functions share (`nonlocal n; n += 1`)."""
+
+    def __init__(self, place: Place, owner: Any) -> None:
+        self.place, self._owner, self.content = place, owner, _content(owner)
+
+    @override
+    def changes(self) -> Iterator[StepChange]:
+        if not alike(self.content, _content(self._owner)):
+            yield self.place.change()
+
+    @override
+    def now(self, change: StepChange) -> Any:
+        return _content(self._owner)
+
+    @override
+    def before(self, now: Any) -> Any:
+        return self.content
+
+    @override
+    def restore(self) -> None:
+        if self.content is not _ABSENT and _content(self._owner) is not self.content:
+            self._owner.cell_contents = self.content
+
+
+class KeptArray(Kept):
+    """A NumPy array's values."""
+
+    def __init__(self, place: Place, owner: np.ndarray) -> None:
+        self.place, self._owner, self._copy = place, owner, owner.copy()
+
+    @override
+    def changes(self) -> Iterator[StepChange]:
+        if not alike(self._copy, self._owner):
+            yield self.place.change()
+
+    @override
+    def now(self, change: StepChange) -> Any:
+        return self._owner
+
+    @override
+    def before(self, now: Any) -> Any:
+        return self._copy
+
+    @override
+    def restore(self) -> None:
+        if not alike(self._copy, self._owner):
+            self._owner[...] = self._copy
+
+
+class KeptGenerator(Kept):
+    """The state of a generator of random numbers of the module's own."""
+
+    def __init__(self, place: Place, owner: Any) -> None:
+        self.place, self._owner, self._state = place, owner, generators.state_of(owner)
+
+    @override
+    def changes(self) -> Iterator[StepChange]:
+        if not alike(self._state, generators.state_of(self._owner)):
+            yield self.place.change()
+
+    @override
+    def now(self, change: StepChange) -> Any:
+        return generators.state_of(self._owner)
+
+    @override
+    def before(self, now: Any) -> Any:
+        return None
+
+    @override
+    def restore(self) -> None:
+        generators.set_state(self._owner, self._state)
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty so far
+        return _ABSENT

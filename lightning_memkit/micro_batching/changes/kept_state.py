@@ -1,0 +1,305 @@
+"""One value that a step may change, as it was: whether it is still so, and how to put it back in place."""
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+from torch import nn
+from typing_extensions import override
+
+from lightning_memkit.micro_batching.changes.alike import alike
+from lightning_memkit.micro_batching.changes.kept_tensor import Place
+from lightning_memkit.micro_batching.changes.own_objects import slots_of
+from lightning_memkit.micro_batching.changes.step_changes import ChangeKind, StepChange
+
+CONTAINERS = (list, dict, set, deque)
+_ABSENT = object()
+
+
+class Kept(Protocol):
+    """What is remembered of one value."""
+
+    place: Place
+
+    def changes(self) -> Iterator[StepChange]:
+        """What is no longer as it was."""
+        ...
+
+    def now(self, change: StepChange) -> Any:
+        """What is there now in the place of what the change names."""
+        ...
+
+    def before(self, now: Any) -> Any:
+        """What was there before; for numbers and tensors, from which a change is measured."""
+        ...
+
+    def restore(self) -> None:
+        """Put it back."""
+        ...
+
+
+class KeptDict(Kept):
+    """The items of a dictionary: an attribute table, or one that holds values itself; the values by reference.
+
+    Args:
+        place: where it is.
+        owner: the dictionary.
+        passed_over: keys that are neither looked at nor restored.
+        attributes: it is an object's, so that keys are names.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        owner: dict[Any, Any],
+        passed_over: frozenset[str] = frozenset(),
+        *,
+        attributes: bool,
+    ) -> None:
+        self.place, self._owner, self._passed_over, self._attributes = place, owner, passed_over, attributes
+        self.items = {key: value for key, value in owner.items() if key not in passed_over}
+
+    @override
+    def changes(self) -> Iterator[StepChange]:
+        now = {key: value for key, value in self._owner.items() if key not in self._passed_over}
+        if not self._attributes:
+            if not alike(self.items, now):
+                yield self.place.change()
+            return
+        for key in {**self.items, **now}:
+            before, after = self.items.get(key, _ABSENT), now.get(key, _ABSENT)
+            if not alike(before, after):
+                yield self._change(key, after)
+
+    def _change(self, key: Any, after: Any) -> StepChange:
+        kind = _kind_of(self.items.get(key, _ABSENT), after)
+        return self.place.change(f".{key}" if self.place.name else str(key), kind)
+
+    @override
+    def now(self, change: StepChange) -> Any:
+        now = {key: value for key, value in self._owner.items() if key not in self._passed_over}
+        if not self._attributes:
+            return now
+        private = {key for key in now if change.kind == "metric" and str(key).startswith("_")}
+        return {
+            key: value
+            for key, value in now.items()
+            if key not in private
+            and not alike(self.items.get(key, _ABSENT), value)
+            and self._change(key, value) == change
+        }
+
+    @override
+    def before(self, now: Any) -> Any:
+        return {key: self.items.get(key) for key in now}
+
+    @override
+    def restore(self) -> None:
+        owner = self._owner
+        if self._passed_over or self._attributes:
+            for key in [key for key in owner if key not in self._passed_over and key not in self.items]:
+                del owner[key]
+            for key, value in self.items.items():
+                if owner.get(key, _ABSENT) is not value:
+                    owner[key] = value
+            return
+        _set_items(owner, self.items)
+
+
+def _set_items(owner: dict[Any, Any], items: dict[Any, Any]) -> None:
+    """Give a dictionary the items that it had, in their order."""
+    if not owner and not items:
+        return
+    kept, now = list(items.items()), list(owner.items())
+    if len(kept) == len(now) and all(a is c and b is d for (a, b), (c, d) in zip(kept, now, strict=True)):
+        return
+    # A class of the user's may count what is set: the dictionary's own methods don't.
+    base: Any = OrderedDict if isinstance(owner, OrderedDict) else dict
+    base.clear(owner)
+    for key, value in items.items():
+        base.__setitem__(owner, key, value)
+
+
+class KeptHooks(Kept):
+    """Hooks by their identifiers; those that a step adds or takes off again are no change to be said.
+
+    Args:
+        place: whose they are.
+        tables: one for each kind of hook; most are empty, in most modules.
+    """
+
+    def __init__(self, place: Place, tables: Iterable[dict[Any, Any]]) -> None:
+        self.place = place
+        self._tables = [(table, dict(table) if table else {}) for table in tables]
+
+    @override
+    def changes(self) -> Iterator[StepChange]:
+        return iter(())
+
+    @override
+    def now(self, change: StepChange) -> Any:
+        return None
+
+    @override
+    def before(self, now: Any) -> Any:
+        return None
+
+    @override
+    def restore(self) -> None:
+        for table, hooks in self._tables:
+            _set_items(table, hooks)
+
+
+class KeptItems(Kept):
+    """The items of a list, deque or set, by reference."""
+
+    def __init__(self, place: Place, owner: Any) -> None:
+        self.place, self._owner, self.items = place, owner, list(owner)
+
+    @override
+    def changes(self) -> Iterator[StepChange]:
+        now = list(self._owner)
+        same = set(self.items) == set(now) if isinstance(self._owner, set) else alike(self.items, now)
+        if not same:
+            yield self.place.change()
+
+    @override
+    def now(self, change: StepChange) -> Any:
+        now = list(self._owner)
+        if isinstance(self._owner, set):
+            return set(self._owner)
+        gained = len(now) >= len(self.items) and all(map(lambda a, b: a is b, self.items, now))
+        return now[len(self.items) :] if gained and isinstance(self._owner, list) else now
+
+    @override
+    def before(self, now: Any) -> Any:
+        return None
+
+    @override
+    def restore(self) -> None:
+        owner = self._owner
+        if len(owner) == len(self.items) and all(a is b for a, b in zip(owner, self.items, strict=True)):
+            return
+        if isinstance(owner, list):
+            list.__setitem__(owner, slice(None), self.items)
+        elif isinstance(owner, deque):
+            deque.clear(owner)
+            deque.extend(owner, self.items)
+        else:
+            set.clear(owner)
+            set.update(owner, self.items)
+
+
+class KeptLength(Kept):
+    """How long a list was that is too long to be copied at every step: what it gains is taken off again."""
+
+    def __init__(self, place: Place, owner: Any) -> None:
+        self.place, self._owner, self._length = place, owner, len(owner)
+
+    @override
+    def changes(self) -> Iterator[StepChange]:
+        if len(self._owner) != self._length:
+            yield self.place.change()
+
+    @override
+    def now(self, change: StepChange) -> Any:
+        return list(self._owner)[self._length :]
+
+    @override
+    def before(self, now: Any) -> Any:
+        return None
+
+    @override
+    def restore(self) -> None:
+        if isinstance(self._owner, list):
+            del self._owner[self._length :]
+
+
+class KeptSlots(Kept):
+    """The slots of an object."""
+
+    def __init__(self, place: Place, owner: object) -> None:
+        self.place, self._owner = place, owner
+        self.items = {name: getattr(owner, name, _ABSENT) for name in slots_of(type(owner))}
+
+    @override
+    def changes(self) -> Iterator[StepChange]:
+        for name, before in self.items.items():
+            if not alike(before, getattr(self._owner, name, _ABSENT)):
+                yield self.place.change(f".{name}")
+
+    @override
+    def now(self, change: StepChange) -> Any:
+        return {name: getattr(self._owner, name, _ABSENT) for name in self.items}
+
+    @override
+    def before(self, now: Any) -> Any:
+        return {key: self.items.get(key) for key in now}
+
+    @override
+    def restore(self) -> None:
+        for name, before in self.items.items():
+            now = getattr(self._owner, name, _ABSENT)
+            if before is _ABSENT and now is not _ABSENT:
+                object.__delattr__(self._owner, name)
+            elif before is not now:
+                object.__setattr__(self._owner, name, before)
+
+
+class KeptClassAttributes(Kept):
+    """What a class of the user's holds besides its methods."""
+
+    def __init__(self, place: Place, owner: type, items: dict[str, Any]) -> None:
+        self.place, self._owner, self.items = place, owner, items
+
+    @override
+    def changes(self) -> Iterator[StepChange]:
+        for name, before in self.items.items():
+            if not alike(before, vars(self._owner).get(name, _ABSENT)):
+                yield StepChange(kind="attribute", name=f"{self._owner.__name__}.{name}")
+
+    @override
+    def now(self, change: StepChange) -> Any:
+        return {name: vars(self._owner).get(name, _ABSENT) for name in self.items}
+
+    @override
+    def before(self, now: Any) -> Any:
+        return {key: self.items.get(key) for key in now}
+
+    @override
+    def restore(self) -> None:
+        for name, before in self.items.items():
+            if vars(self._owner).get(name, _ABSENT) is not before:
+                setattr(self._owner, name, before)
+
+
+class KeptClass(Kept):
+    """A module's class, which a lazy module changes in its first forward."""
+
+    def __init__(self, place: Place, owner: nn.Module) -> None:
+        self.place, self._owner, self._kind = place, owner, type(owner)
+
+    @override
+    def changes(self) -> Iterator[StepChange]:
+        return iter(())
+
+    @override
+    def now(self, change: StepChange) -> Any:
+        return type(self._owner)
+
+    @override
+    def before(self, now: Any) -> Any:
+        return None
+
+    @override
+    def restore(self) -> None:
+        if type(self._owner) is not self._kind:
+            self._owner.__class__ = self._kind
+
+
+def _kind_of(before: Any, after: Any) -> ChangeKind:
+    """What kind of thing an attribute is: a parameter, a container, or just an attribute."""
+    value = after if before is _ABSENT else before
+    if isinstance(value, nn.Parameter):
+        return "parameter"
+    return "container" if isinstance(value, CONTAINERS) else "attribute"

@@ -1,0 +1,261 @@
+"""Trains a run's batches within a budget: prove, size, split, weigh, recover; without a word of Lightning's."""
+
+import gc
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from lightning_memkit.memory.meter import ByteMeter, unmetered
+from lightning_memkit.memory.sizing import Sizing
+from lightning_memkit.micro_batching import SplitError, batch_size
+from lightning_memkit.micro_batching.choice import PartsChoice
+from lightning_memkit.micro_batching.history import PartsChange, noted
+from lightning_memkit.micro_batching.options import BudgetOptions
+from lightning_memkit.micro_batching.parts.partition import WHOLE, Cut, Partition
+from lightning_memkit.micro_batching.parts.runner import PartsRunner
+from lightning_memkit.micro_batching.parts.value_looks import ValueLooks
+from lightning_memkit.micro_batching.proof.trials import Trials
+from lightning_memkit.micro_batching.ranks.agreement import local_optimizer, ranks_of
+from lightning_memkit.micro_batching.recovery import Recovery
+from lightning_memkit.micro_batching.run import Run, Step, Undo
+from lightning_memkit.micro_batching.shares.foreseen import ForeseenWronglyError
+from lightning_memkit.micro_batching.sizes.sizing import AccumulationWindow, Foreseen
+from lightning_memkit.optim.journal import BUNDLE_BYTES, BUNDLE_BYTES_CPU, journal_steps
+from lightning_memkit.utilities.generators import Generators
+from lightning_memkit.utilities.tensors import tensors_of
+
+_COPIED = 0.01  # of the budget, for copies beside an optimizer's step that may be left half-done
+
+Foresee = Callable[[Step, Sequence[int]], Foreseen | None]
+
+
+@dataclass(kw_only=True)
+class Record:
+    """What a run has come to so far; it outlives the engine.
+
+    Attributes:
+        sizing: the size that was verified before step 1.
+        peak_bytes: the verified peak; the largest of any step where all bytes are counted.
+        retries: steps that ran out of memory and were taken again.
+        history: from which step on micro-batches had which size.
+    """
+
+    sizing: Sizing | None = None
+    peak_bytes: int = 0
+    retries: int = 0
+    history: list[PartsChange] = field(default_factory=list)
+
+
+class Engine:
+    """Takes each batch of a run within a budget, with the unsplit batch's result.
+
+    A loop calls, for each batch: `prepare`; then, within `around`, `drive` with its own optimizer step, whose closure
+    calls `run` in the place of forward, zero_grad and backward. At the end `close`.
+
+    Args:
+        run: the loop.
+        options: the budget, and what the user has decided.
+        record: what the run comes to.
+        resumed: the state of the run that is resumed; it may be filled until the first batch.
+        foresee: predicts the peaks of sizes before the first step, None where that can't be or does not pay.
+        retried: called before a batch runs again after an OOM.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        options: BudgetOptions,
+        *,
+        record: Record,
+        resumed: Mapping[str, Any],
+        foresee: Foresee = lambda step, sizes: None,
+        retried: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.loop, self.options, self.record = run, options, record
+        self.prepared = False
+        self.window = AccumulationWindow(options.effective_batch_size)
+        self.window.open_early(run)
+        self.trials = Trials(run, options.usable_bytes)
+        self.runner = PartsRunner(
+            run,
+            Partition(micro_batch_size=WHOLE, split=options.split),
+            exact_window=options.effective_batch_size is not None,
+        )
+        self.choice = PartsChoice(options, self.runner, self.trials, self.window, resumed, foresee)
+        self.recovery = Recovery(
+            self.runner, resized=self._resized, dry=self.choice.dry, reconsider=self._reconsidered
+        )
+        self.recovery.retries = options.recover
+        self._resumed, self._retried = resumed, retried
+        self._has_split = False
+        self._undo: list[Undo] = [self.window.close]
+
+    def close(self) -> None:
+        """Give back what the run was given."""
+        while self._undo:
+            self._undo.pop()()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sizes in use, which a resumed run repeats; while tuning is under way, those it goes on to time."""
+        return {
+            **self.choice.state_dict(),
+            "retries": self.record.retries,
+            **self.recovery.state_dict(),
+        }
+
+    def prepare(self, step: Step) -> None:
+        """Before the first step: probe, measure, choose; then probe where a batch is the first to differ.
+
+        Raises:
+            BudgetError: the budget can't hold what has to be held, or the loss can't be split.
+        """
+        generators = Generators()  # a data set that is scanned for its largest sample may draw
+        try:
+            with unmetered():  # whoever meters the step is to see the step
+                if self.prepared:
+                    probes = self.choice.weighing.probes
+                    self.choice.before_later(step)
+                    if self.choice.weighing.probes != probes:
+                        gc.collect()  # as after the first
+                else:
+                    self._prepare_first(step)
+            if self.choice.sizing is not None:
+                self.runner.partition.fewest = self.choice.sizing.fewest
+        finally:
+            generators.restore()
+
+    def _prepare_first(self, step: Step) -> None:
+        """Before the first step; where that fails, everything is as before, and it may be tried again."""
+        taken = len(self._undo)
+        try:
+            self.recovery.load_state_dict(self._resumed)
+            self._meet()
+            self._journal(step)
+            with self.trials.materialized(step):
+                self.record.sizing = self.choice.before_first(step)
+        except BaseException:
+            while len(self._undo) > taken:
+                self._undo.pop()()
+            raise
+        self.record.peak_bytes = self.record.sizing.peak_bytes
+        self.recovery.changing = self.trials.changing
+        self.prepared = True
+        gc.collect()  # nodes of the trials' graphs that refer to each other hold tensors until then
+
+    def _meet(self) -> None:
+        """Let ranks take steps together, where that can be."""
+        recover = self.options.recover
+        ranks = ranks_of(self.loop, recover=recover)
+        if ranks.reason and recover:
+            self.loop.warn(
+                f"Steps that run out of memory are not retried on several ranks, since {ranks.reason}."
+            )
+        self.runner.ranks = self.trials.ranks = ranks
+        self.runner.survey = self._survey
+        self.runner.values.look = ValueLooks(self.trials) if self.loop.world_size == 1 else None
+        if self.loop.world_size > 1:
+            self._undo += [ranks.close, self.loop.clip_by(ranks.clip)]
+
+    def _survey(self, step: Step, cut: Cut) -> list[float]:
+        """What the terms of a batch's loss count in all its parts, and on all ranks."""
+        partition = self.runner.partition
+        if partition.rules is None:
+            raise RuntimeError("The engine surveys a batch before its loss is known.")
+        with unmetered():
+            return self.trials.survey(step, cut, partition, partition.rules)
+
+    def _journal(self, step: Step) -> None:
+        """Let the optimizer's own step survive an OOM; where it can't, no step is retried."""
+        if not self.options.recover:
+            return
+        try:
+            largest = BUNDLE_BYTES_CPU if self.loop.device.type == "cpu" else BUNDLE_BYTES
+            journal = journal_steps(
+                local_optimizer(step.optimizer),
+                ready=self.recovery.optimizer_steps,
+                bundle_bytes=max(1, min(largest, int(self.options.budget_bytes * _COPIED))),
+            )
+        except (TypeError, ValueError) as error:
+            warnings.warn(f"MemoryBudget can't retry steps that run out of memory: {error}", stacklevel=2)
+            self.recovery.retries = False
+        else:
+            self._undo.append(journal.undo)
+
+    @contextmanager
+    def around(self, step: Step) -> Iterator[None]:
+        """Count every byte of the step where the budget is enforced always."""
+        if self.options.enforce != "always" or self.loop.device.type == "cuda":
+            yield
+            return
+        module = self.loop.module
+        meter = ByteMeter(budget_bytes=self.options.budget_bytes)
+        meter.track([*module.parameters(), *module.buffers()])
+        meter.track(tensors_of([dict(step.optimizer.state), step.batch]))
+        meter.track(p.grad for p in module.parameters() if p.grad is not None)
+        with meter:
+            yield
+        self.record.peak_bytes = max(self.record.peak_bytes, meter.peak_bytes)
+
+    def run(self, step: Step) -> tuple[Tensor | None, dict[str, Any]]:
+        """Run the step's batch in parts."""
+        return self.runner.run(step)
+
+    def drive(self, step: Step, optimize: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Take the optimizer step; again with smaller parts where it runs out of memory."""
+        began_at = self.loop.steps_taken
+        self._warn_where_split(step)
+        with self.choice.timed(step):
+            result = self.recovery.drive(step, optimize)
+            size, row_tokens = self.choice.size_in_use, self.runner.partition.row_tokens
+        fastest = self.choice.faster_than_larger_ones
+        if fastest:
+            self.recovery.forget_above(fastest)
+        noted(self.record.history, PartsChange(began_at, size, row_tokens, step.batch_idx))
+        return result
+
+    def _warn_where_split(self, step: Step) -> None:
+        """Once, before the first batch that is split: which hooks run in every part."""
+        partition = self.runner.partition
+        if self._has_split or partition.whole or partition.held:
+            return
+        try:
+            splits = batch_size(step.batch) > partition.micro_batch_size
+        except SplitError:  # running it says so
+            return
+        if splits:
+            self._has_split = True
+            _warn_of_hooks(self.loop)
+
+    def _reconsidered(self, step: Step, error: ForeseenWronglyError, *, last: bool) -> None:
+        """A batch's loss was another one than foreseen: what follows from it, before the batch runs again."""
+        generators = Generators()
+        try:
+            with unmetered():
+                self.choice.reconsider(step, error, last=last)
+        finally:
+            generators.restore()
+
+    def _resized(self, step: Step, *, retry: bool) -> None:
+        """Gradients are summed over another number of parts; a retry counts."""
+        self.loop.set_gradient_parts(-(-batch_size(step.batch) // self.runner.partition.micro_batch_size))
+        if retry:
+            self.record.retries += 1
+            self._retried()
+
+
+def _warn_of_hooks(run: Run) -> None:
+    """Name the hooks that run once a micro-batch, where a batch is split."""
+    names = run.hooks_by_part()
+    if names:
+        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        warnings.warn(
+            f"{shown}: runs in every micro-batch, on the gradients of that one, or of those so far. What changes or "
+            "reads gradients belongs into on_before_optimizer_step, which runs once; or keep the batch whole "
+            "(micro_batch_size = the loader's batch size). A callback that wants to see each micro-batch says so by "
+            "an attribute, sees_micro_batches = True.",
+            stacklevel=3,
+        )

@@ -1,0 +1,1 @@
+"""What a loss divides by, read off the autograd graph behind it."""

@@ -1,0 +1,205 @@
+"""How a loss's terms add up, learned from one batch that was run whole and in micro-batches."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from lightning_memkit.micro_batching.graph.loss_rules import (
+    ALIKE,
+    SMALL,
+    VARYING_FACTOR,
+    Law,
+    LossRules,
+    TermRule,
+    by_name,
+    difference_of,
+    hidden_of,
+    rounding_of,
+    same_factors,
+)
+from lightning_memkit.micro_batching.graph.loss_terms import Divisor, LossTerms, Term, collapsed
+
+_EPSILON = 1e-4  # of the smallest divisor: what is added to each, so that none is zero
+NOTHING_COUNTS = "a term that counts nothing in the whole batch"
+
+
+class UnlikeDivisors(str):
+    """Why a term follows no law: what it is divided by is neither the sum of its parts' divisors nor the same.
+
+    A mean over pairs of rows is divided by 25 for five rows, and by 4 and 9 for two and three of them.
+    """
+
+
+class CurvedLoss(str):
+    """Why a loss is no sum over its rows: what is applied to numbers that were reduced over them."""
+
+
+def learned(
+    whole: LossTerms,
+    parts: Sequence[LossTerms],
+    dtype: torch.dtype = torch.float32,
+    *,
+    known: LossRules | None = None,
+    looks: bool = True,
+) -> LossRules | str:
+    """How a loss's terms add up, from one batch run whole and in micro-batches; or why this does not show.
+
+    Args:
+        whole: the terms of the whole batch's loss.
+        parts: those of each micro-batch's.
+        dtype: that the loss was computed in: what its divisors are rounded to.
+        known: what other rows have told: a divisor that was of no law stays so.
+        looks: divisors of no law can be looked up in each batch.
+    """
+    own_laws = {(r.name, r.index) for r in (known.rules if known else ()) if r.law is Law.OWN}
+    for seen in (whole, *parts):
+        if not seen.terms:
+            return seen.opaque or "a loss without terms"
+    if whole.curved:
+        return CurvedLoss(whole.curved)
+    named = [by_name(seen.terms) for seen in (whole, *parts)]
+    if any(names.keys() != named[0].keys() for names in named[1:]):
+        return next(
+            difference_of(named[0].keys(), n.keys()) for n in named[1:] if n.keys() != named[0].keys()
+        )
+    rules: list[TermRule] = []
+    for name in named[0]:
+        aligned = _aligned(name, [names[name] for names in named])
+        if isinstance(aligned, str):
+            return aligned
+        branch, rows = aligned
+        hidden = _bent_or_hidden([names[name] for names in named])
+        if hidden:
+            return hidden
+        fixed = _fixed_factors([names[name] for names in named], dtype) if branch is None else []
+        if isinstance(fixed, str):
+            return fixed
+        for index, divisors in enumerate(rows):
+            own = [
+                names[name][index] if branch is None else collapsed(names[name], branch) for names in named
+            ]
+            rule = _rule(name, index, branch, [float(divisor) for divisor in divisors], dtype)
+            if (
+                looks
+                and _is_own(own, dtype)
+                and (isinstance(rule, UnlikeDivisors) or (name, index) in own_laws)
+            ):
+                rule = TermRule(name=name, index=index, branch=branch, law=Law.OWN)
+            if isinstance(rule, str):
+                return rule
+            numbers = (float(t.divisor if t.is_multiplied and not t.quotient else t.quotient) for t in own)
+            ones = all(-ALIKE <= number - 1 <= _EPSILON for number in numbers)
+            # A division by 0 shows no number.
+            numbered = ones or any(term.is_numbered for term in own)
+            rules.append(replace(rule, fixed=fixed[index] if fixed else (), divided=ones, numbered=numbered))
+    return LossRules(rules=tuple(rules))
+
+
+def agreed(own: LossRules | str | None, told: Sequence[LossRules | str | None]) -> LossRules | None:
+    """A rank's own rules by what those of all ranks tell; None where their losses have other terms, or other laws.
+
+    Rows of which one alone counts divide a term by 1 whole and in parts, as if it were a sum: where those of another
+    rank show that they count, it is a mean.
+
+    Args:
+        own: the rank's.
+        told: those of all ranks.
+    """
+    rules = [one for one in told if isinstance(one, LossRules)]
+    if not isinstance(own, LossRules) or len(rules) < len(told):
+        return None
+    if len({len(one.rules) for one in rules}) > 1:
+        return None
+    merged = [_of_ranks(*of_one) for of_one in zip(own.rules, *(one.rules for one in rules), strict=True)]
+    found = [rule for rule in merged if rule is not None]
+    return LossRules(rules=tuple(found)) if len(found) == len(merged) else None
+
+
+def _of_ranks(own: TermRule, *told: TermRule) -> TermRule | None:
+    """One term's rule."""
+    if any((rule.name, rule.index, rule.branch) != (own.name, own.index, own.branch) for rule in told):
+        return None
+    if len({(rule.law, rule.divided) for rule in told}) == 1:
+        return own
+    if not all(rule.law is Law.MEAN or (rule.law is Law.SUM and rule.divided) for rule in told):
+        return None
+    return replace(
+        own,
+        law=Law.MEAN,
+        divided=False,
+        excess=max(rule.excess for rule in told),
+        numbered=any(rule.numbered for rule in told),
+    )
+
+
+def _fixed_factors(groups: list[list[Term]], dtype: torch.dtype) -> list[tuple[int, ...]] | str:
+    """Of each term, the factors of one shape in the batch and its micro-batches: no rows' own, and so to be equal."""
+    found = []
+    for terms in zip(*groups, strict=True):
+        fixed = []
+        for place, (whole, *parts) in enumerate(zip(*(term.factors for term in terms), strict=False)):
+            if any(part.shape != whole.shape for part in parts):
+                continue
+            if not all(same_factors((whole,), (part,), dtype) for part in parts):
+                return VARYING_FACTOR
+            fixed.append(place)
+        found.append(tuple(fixed))
+    return found
+
+
+def _bent_or_hidden(groups: list[list[Term]]) -> str:
+    """What stands against terms that are bent, or don't show their divisor; each row of a batch may have its own."""
+    hidden = next((term for terms in groups for term in terms if hidden_of(term)), None)
+    whole, *parts = map(len, groups)
+    if hidden is None or (whole == sum(parts) and whole > max(parts)):
+        return ""
+    return CurvedLoss(hidden.curved) if hidden.curved else hidden.opaque
+
+
+def _aligned(name: str, groups: list[list[Term]]) -> "tuple[str | None, list[list[Divisor]]] | str":
+    """The divisors of terms of one name, the whole's first: one by one, or as one sum over rows."""
+    if len({len(group) for group in groups}) == 1:
+        return None, [[term.divisor for term in terms] for terms in zip(*groups, strict=True)]
+    branches = {term.branch for group in groups for term in group if len(group) > 1}
+    if len(branches) != 1:
+        return f"terms {name} of different number"
+    branch = branches.pop()
+    return branch, [[collapsed(group, branch).divisor for group in groups]]
+
+
+def _rule(
+    name: str, index: int, branch: str | None, divisors: list[float], dtype: torch.dtype
+) -> TermRule | str:
+    whole, *parts = divisors
+    if whole == 0:
+        return NOTHING_COUNTS
+    allowed = rounding_of(dtype) * abs(whole)
+    if all(abs(part - whole) <= allowed for part in parts):
+        return TermRule(name=name, index=index, branch=branch, law=Law.SUM)
+    excess = (sum(parts) - whole) / max(len(parts) - 1, 1)
+    if abs(excess) <= allowed:
+        exact = excess if dtype is torch.float64 and 0 < excess < SMALL else 0.0
+        return TermRule(name=name, index=index, branch=branch, law=Law.MEAN, excess=exact)
+    least = min(parts)
+    if 0 < excess <= _EPSILON * least:
+        return TermRule(name=name, index=index, branch=branch, law=Law.MEAN, excess=excess)
+    # What is added to every divisor shows in all; a count that is clamped is a whole number where it is not.
+    is_added = excess > 0 and not whole.is_integer()
+    if is_added and excess <= least + allowed and least < SMALL * abs(whole):
+        return TermRule(name=name, index=index, branch=branch, law=Law.MEAN, excess=excess)
+    empty = [part for part in parts if abs(part - least) <= allowed]
+    if least > 0 and abs(sum(parts) - sum(empty) - whole) <= allowed:
+        return TermRule(name=name, index=index, branch=branch, law=Law.MEAN)
+    theirs = ", ".join(f"{part:g}" for part in parts)
+    return UnlikeDivisors(f"a term divided by {whole:g}, and by {theirs} in parts of the same rows")
+
+
+def _is_own(terms: Sequence[Term], dtype: torch.dtype) -> bool:
+    """Whether it is a number of the step's own, and no reduction's, by which a term's divisors follow no law."""
+    quotients = [float(term.quotient) for term in terms]
+    if terms and all(quotients):
+        others = [float(term.divisor) / quotient for term, quotient in zip(terms, quotients, strict=True)]
+        return not isinstance(_rule("", 0, None, others, dtype), str)
+    # One that is multiplied holds both in its divisor: where there is a mean, whose it is does not show.
+    return bool(terms) and all(term.is_multiplied and "/Mean" not in term.name for term in terms)

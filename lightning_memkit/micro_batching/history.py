@@ -1,0 +1,57 @@
+"""What a run's batches were split into, step by step: enough to take the same steps again without a fault."""
+
+from collections.abc import Sequence
+from typing import Any
+
+
+class PartsChange(tuple[int, int]):
+    """From one step on parts are others: compares and unpacks as (`global_step`, size).
+
+    Args:
+        global_step: the optimizer step.
+        micro_batch_size: the most samples in a part.
+        row_tokens: the length of the worst batch's rows, where parts are formed by tokens: `micro_batch_size` times
+            so many in a part; None where they are formed by rows.
+        batch_idx: the epoch's batch. Within an accumulation window several have one `global_step`.
+    """
+
+    global_step: int
+    micro_batch_size: int
+    row_tokens: int | None
+    batch_idx: int
+
+    def __new__(
+        cls, global_step: int, micro_batch_size: int, row_tokens: int | None = None, batch_idx: int = 0
+    ) -> "PartsChange":
+        """A pair, with what else is known of it."""
+        change = super().__new__(cls, (global_step, micro_batch_size))
+        change.global_step, change.micro_batch_size = global_step, micro_batch_size
+        change.row_tokens, change.batch_idx = row_tokens, batch_idx
+        return change
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return (*self, self.row_tokens, self.batch_idx)
+
+    def __repr__(self) -> str:
+        tokens = "" if self.row_tokens is None else f", row_tokens={self.row_tokens}"
+        return f"({self.global_step}, {self.micro_batch_size}{tokens})"
+
+
+def noted(history: list[PartsChange], change: PartsChange) -> None:
+    """Append a change, if it is one."""
+    last = history[-1] if history else None
+    if last is None or (last[1], last.row_tokens) != (change[1], change.row_tokens):
+        history.append(change)
+
+
+def in_force(history: Sequence[PartsChange], global_step: int, batch_idx: int = 0) -> PartsChange:
+    """The change that tells how a batch was split.
+
+    Raises:
+        ValueError: the history begins later.
+    """
+    before = [change for change in history if (change[0], change.batch_idx) <= (global_step, batch_idx)]
+    if not before:
+        begins = history[0][0] if history else "nowhere"
+        raise ValueError(f"global_step={global_step} lies before the history, which begins at {begins}.")
+    return before[-1]

@@ -1,0 +1,59 @@
+"""What a user asks of a `MemoryBudget`, checked at construction, and as its parts get it."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from lightning_memkit.micro_batching import WeighBy, Weigher
+from lightning_memkit.micro_batching.parts.partition import Splitter
+
+Enforce = Literal["verified", "always"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetOptions:
+    """The arguments of a `MemoryBudget`, and the bytes that its budget comes to on the run's device."""
+
+    budget_bytes: int
+    budget: str | int | float = "auto"
+    headroom: float = 0.05
+    split: Splitter | None = None
+    micro_batch_size: int | Literal["auto"] = "auto"
+    recover: bool = True
+    weigh_by: WeighBy | Weigher = "auto"
+    enforce: Enforce = "verified"
+    effective_batch_size: int | None = None
+
+    @property
+    def usable_bytes(self) -> int:
+        """The budget without its headroom."""
+        return int(self.budget_bytes * (1 - self.headroom))
+
+
+def check_options(
+    micro_batch_size: int | str,
+    effective_batch_size: int | None,
+    weigh_by: object,
+    headroom: float,
+    enforce: str,
+) -> None:
+    """Refuse what is outside its range.
+
+    Raises:
+        ValueError: an argument is.
+    """
+    if micro_batch_size != "auto" and (not isinstance(micro_batch_size, int) or micro_batch_size < 1):
+        raise ValueError(
+            f'micro_batch_size={micro_batch_size!r} must be "auto" or a number of samples, 1 or more.'
+        )
+    if effective_batch_size is not None and effective_batch_size < 1:
+        raise ValueError(
+            f"effective_batch_size={effective_batch_size} must be 1 or more; leave it out for the loader's batch."
+        )
+    if not callable(weigh_by) and weigh_by not in get_args(WeighBy):
+        raise ValueError(
+            f"weigh_by={weigh_by!r} must be one of {', '.join(get_args(WeighBy))}, or a callable."
+        )
+    if not 0 <= headroom < 1:
+        raise ValueError(f"headroom={headroom} is outside [0, 1); for 5 % write 0.05.")
+    if enforce not in get_args(Enforce):
+        raise ValueError(f'enforce={enforce!r} must be "verified" or "always".')

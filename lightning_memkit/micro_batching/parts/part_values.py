@@ -1,0 +1,143 @@
+"""What a batch logs and returns, from what its parts do; two of them are run as one where that is not known."""
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+from lightning_memkit.micro_batching import SplittableBatch
+from lightning_memkit.micro_batching.parts.logged_values import Entries, LoggedValues
+from lightning_memkit.micro_batching.parts.partition import Cut, Splitter, rows_together
+from lightning_memkit.micro_batching.parts.returned_values import ReturnedValues
+from lightning_memkit.micro_batching.parts.value_looks import ValueLooks
+from lightning_memkit.micro_batching.proof.trials import Values
+from lightning_memkit.micro_batching.run import Step
+
+_MOST_LOOKS = (
+    8  # at two parts of a batch, each of which leaves fewer rules; and those of a fit that tell nothing
+)
+_LOOKS_IF_UNSURE = 6  # where the rules left agree, but may fit by chance
+
+
+@dataclass(kw_only=True)
+class Given:
+    """What the parts of a batch have logged and returned.
+
+    Attributes:
+        extras: what each part with a loss returned beside it.
+        weights: what each of these weighs in the loss.
+        sizes: their rows.
+        parts: which of the cut's parts they are.
+        rows: which of the batch's rows they hold, where they are out of order.
+        logged: the weight of each part, and what it logged.
+        parts_logged: which of the cut's parts these are.
+        cut: the parts.
+        split: how the user splits, if otherwise.
+    """
+
+    extras: list[dict[str, Any]] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    parts: list[int] = field(default_factory=list)
+    rows: list[int] | None = None
+    logged: list[tuple[float, Entries]] = field(default_factory=list)
+    parts_logged: list[int] = field(default_factory=list)
+    cut: Cut | None = None
+    split: Splitter | None = None
+
+    @property
+    def sizes_logged(self) -> list[int]:
+        """The rows of each part that logged."""
+        return [] if self.cut is None else [self.cut.sizes[index] for index in self.parts_logged]
+
+
+class PartValues:
+    """Puts together what parts log and return.
+
+    Attributes:
+        logs: how logged values go together.
+        returned: how returned values do.
+        look: runs two parts as one; None on several ranks, and where it fails: what is in doubt is named.
+        seconds: that this has taken.
+    """
+
+    def __init__(self) -> None:
+        self.logs = LoggedValues()
+        self.returned = ReturnedValues()
+        self.look: ValueLooks | None = None
+        self.seconds = 0.0
+        self._failed = 0  # looks that told nothing
+
+    def of_batch(
+        self, step: Step, given: Given, shares: Sequence[float], known: Container[tuple[str, str]]
+    ) -> tuple[Entries, dict[str, Any]]:
+        """What the batch logs, and what it returns beside its loss.
+
+        Args:
+            step: the batch's, after its backward.
+            given: what its parts logged and returned.
+            shares: what each part with a loss weighs in it.
+            known: hooks and names of what is logged and put together by the caller.
+        """
+        tried: set[tuple[int, int]] = set()
+        for look in range(_MOST_LOOKS + 1):
+            entries = self.logs.merged(given.logged, given.sizes_logged, known)
+            extra: dict[str, Any] = {}
+            if given.extras:
+                extra = self.returned.merged(given.extras, shares, given.sizes, given.rows)
+            doubtful, unsure = bool(self.logs.doubtful or self.returned.doubtful), self._unsure
+            if not doubtful and (look >= _LOOKS_IF_UNSURE or not unsure):
+                break
+            if look < _MOST_LOOKS and self._looked(step, given, tried):
+                continue
+            if doubtful:
+                self.logs.give_up()
+                self.returned.give_up()
+            break
+        return entries, extra
+
+    @property
+    def _unsure(self) -> bool:
+        """Whether rules hold of which too few comparisons have told."""
+        return self.look is not None and bool(self.logs.unsure or self.returned.unsure)
+
+    def _looked(self, step: Step, given: Given, tried: set[tuple[int, int]]) -> bool:
+        """Whether two parts that were not `tried`, run as one, have told more of how values go together."""
+        adjacent = given.split is not None or isinstance(step.batch, SplittableBatch)
+        places = given.parts_logged
+        pair = self.logs.telling_pair(
+            given.logged, given.sizes_logged, adjacent=adjacent, but=_among(tried, places)
+        )
+        if pair is None and given.extras:
+            places = given.parts
+            pair = self.returned.telling_pair(
+                given.extras, given.weights, given.sizes, adjacent=adjacent, but=_among(tried, places)
+            )
+        if pair is None or self.look is None or given.cut is None:
+            return False
+        started = perf_counter()
+        first, second = (places[index] for index in pair)
+        tried.add((first, second))
+        weights = {part: weight for part, (weight, _) in zip(given.parts_logged, given.logged, strict=True)}
+        shares, sizes = [weights[first], weights[second]], [given.cut.sizes[first], given.cut.sizes[second]]
+        together = rows_together(step.batch, given.cut, given.split, first, second, adjacent=adjacent)
+        runs = None if together is None else self.look(step, *together, sizes)
+        told = runs is not None and self._learned(runs, shares, sizes)
+        self.seconds += perf_counter() - started
+        self._failed += not told
+        if (
+            self._failed >= _MOST_LOOKS
+        ):  # it draws numbers of its own, has no memory for two parts, logs once only
+            self.look = None
+        return told
+
+    def _learned(self, runs: Sequence[Values], shares: Sequence[float], sizes: Sequence[int]) -> bool:
+        whole, *parts = runs
+        told = self.logs.learn(whole.logged, [part.logged for part in parts], shares, sizes)
+        return self.returned.learn(whole.returned, [part.returned for part in parts], shares, sizes) or told
+
+
+def _among(tried: set[tuple[int, int]], parts: Sequence[int]) -> set[tuple[int, int]]:
+    """Pairs of a cut's parts, by their places among some of these."""
+    place = {part: index for index, part in enumerate(parts)}
+    return {(place[a], place[b]) for a, b in tried if a in place and b in place}

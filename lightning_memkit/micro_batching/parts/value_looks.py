@@ -1,0 +1,83 @@
+"""Two of a batch's parts run as one, which tells how what is logged and returned comes from parts."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from lightning_memkit.memory.meter import unmetered
+from lightning_memkit.memory.out_of_memory import is_out_of_memory
+from lightning_memkit.micro_batching.proof.trials import StepFailedError, Trials, Values
+from lightning_memkit.micro_batching.proof.without_noise import LEVELS, quiet
+from lightning_memkit.micro_batching.run import Step
+
+
+class ValueLooks:
+    """Costs three forwards that leave no trace, of two parts at most; without a gradient where the step allows it.
+
+    A step that draws random numbers runs again with these handed out by rows, else in eval mode; the next look
+    begins there.
+
+    Args:
+        trials: run the forwards.
+    """
+
+    def __init__(self, trials: Trials) -> None:
+        self._trials = trials
+        self._gradient = False  # whether the step differentiates something itself
+        self._level = 0  # of noise that is taken away, see `quiet`
+
+    def __call__(
+        self, step: Step, whole: Any, parts: Sequence[Any], sizes: Sequence[int]
+    ) -> list[Values] | None:
+        """What the whole and then each part log and return; None where that fails, or is random.
+
+        Args:
+            step: whose rows they are, after its backward.
+            whole: the rows of all parts.
+            parts: the same rows.
+            sizes: how many rows each has.
+        """
+        for level in LEVELS[self._level :]:
+            told = self._told(step, whole, parts, sizes, level)
+            if told is None or any(values.drew_elsewhere for values in told):
+                return None
+            if not any(values.drew for values in told):
+                return told
+            self._level = level  # what draws once will draw again
+        return None
+
+    def _told(
+        self, step: Step, whole: Any, parts: Sequence[Any], sizes: Sequence[int], level: int
+    ) -> list[Values] | None:
+        for gradient in (False, True)[self._gradient :]:
+            try:
+                told = self._run(step, whole, parts, sizes, level, gradient=gradient)
+            except StepFailedError as error:  # whatever a user's step does with rows that it did not count on
+                step.run.debug(f"MemoryBudget can't look at two parts: {error.cause!r}")
+                if error.skipped or is_out_of_memory(error.cause):
+                    return None
+                continue
+            self._gradient = gradient
+            return told
+        return None
+
+    def _run(
+        self,
+        step: Step,
+        whole: Any,
+        parts: Sequence[Any],
+        sizes: Sequence[int],
+        level: int,
+        *,
+        gradient: bool,
+    ) -> list[Values]:
+        with unmetered(), quiet(step.run.module, level) as draws:
+            if draws is not None:
+                draws.record()
+            told = [self._trials.values_of(step, whole, gradient=gradient)]
+            for index, part in enumerate(parts):
+                if draws is not None:
+                    draws.hand_out(sum(sizes[:index]), sizes[index], sum(sizes))
+                told.append(self._trials.values_of(step, part, gradient=gradient))
+        handed_out = draws is not None and draws.complete
+        return [replace(values, drew=values.drew and not handed_out) for values in told]

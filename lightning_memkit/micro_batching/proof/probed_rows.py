@@ -1,0 +1,168 @@
+"""Which rows of a batch are probed: some that differ, with labels that tell ways of weighing apart."""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from math import isfinite
+from typing import Any
+
+from torch import Tensor
+
+from lightning_memkit.micro_batching import (
+    IGNORED_LABEL,
+    LABEL_NAMES,
+    SplitError,
+    SplittableBatch,
+    batch_size,
+    find_labels,
+    picked_rows,
+    split_batch,
+)
+from lightning_memkit.micro_batching.parts.partition import Splitter
+from lightning_memkit.micro_batching.shares.batch_counts import BatchCount, counts_of
+
+_COUNTED_ROWS = 256  # of a batch, of which the most unlike are chosen
+
+
+def probed_rows(batch: Any, rows: int, split: Splitter | None, probes: int) -> Any:
+    """That many rows of a batch: the most unlike ones, where rows can be picked; else from another place each time."""
+    total = batch_size(batch)
+    if rows >= total:
+        return batch
+    if split is None and not isinstance(batch, SplittableBatch):
+        try:
+            singles = split_batch(batch, [1] * total)
+            chosen = _unlike(singles, rows, probes)
+            return picked_rows(batch, chosen)
+        except (SplitError, TypeError, ValueError, RuntimeError):
+            pass  # structures of the user's own: a run of rows will do
+    before = _offset(probes, total - rows)
+    sizes = [size for size in (before, rows, total - rows - before) if size > 0]
+    return split_batch(batch, sizes, split=split)[1 if before else 0]
+
+
+def in_order_of(small: Any, loss_of: Callable[[Any], float | None]) -> Any:
+    """The rows by their own losses, the largest first: a loss over the hardest takes others where one part has them.
+
+    Of those that count in every mask one comes first and one last, so that both parts count.
+    """
+    total = batch_size(small)
+    if total < 4 or isinstance(small, SplittableBatch):
+        return small
+    try:
+        singles = split_batch(small, [1] * total)
+        losses = [loss_of(single) for single in singles]
+        if None in losses:
+            return small
+        known = {row: loss for row, loss in enumerate(losses) if loss is not None and isfinite(loss)}
+        counted = {count: {row: count(singles[row]) for row in known} for count in counts_of(singles[0])}
+        masks = _masks(counted) if known else []
+        hardest = sorted(known, key=known.__getitem__, reverse=True)
+        full = [row for row in hardest if known[row] and all(mask[row] for mask in masks)]
+        if len(full) < 2:
+            return small
+        first, last = full[0], full[-1]
+        others = dict.fromkeys(row for row in [*hardest, *range(total)] if row not in (first, last))
+        return picked_rows(small, [first, *others, last])
+    except (SplitError, TypeError, ValueError, RuntimeError):
+        return small  # structures of the user's own
+
+
+def _unlike(singles: list[Any], rows: int, probes: int) -> list[int]:
+    """Two rows that count in every mask, then those with the least and the most of every number, then any.
+
+    One that counts comes first, the other last: wherever the rows are split, both parts count. Of two rows alone these
+    would be all: every other time they are the most unlike ones instead, which may act on each other where rows of one
+    kind don't (negatives that are mined for each positive).
+    """
+    total = len(singles)
+    looked_at = range(0, total, -(-total // _COUNTED_ROWS))
+    counted = {count: {row: count(singles[row]) for row in looked_at} for count in counts_of(singles[0])}
+    masks = _masks(counted)
+    # A mask or a class has few values, and its extremes tell more than those of what has many.
+    telling = sorted((n for n in counted.values() if len(set(n.values())) > 1), key=_different)
+    if rows == 2 and probes % 2 and telling:
+        numbers = telling[probes // 2 % len(telling)]
+        return [max(numbers, key=numbers.__getitem__), min(numbers, key=numbers.__getitem__)]
+    evenly = dict.fromkeys((_offset(probes, total - 1) + step) % total for step in _spread(total, rows))
+    place = {row: index for index, row in enumerate(evenly)}
+    chosen = dict.fromkeys(
+        sorted(looked_at, key=lambda row: (sum(not mask[row] for mask in masks), place.get(row, total)))[:2]
+    )
+    for row in [extreme(n, key=n.__getitem__) for n in telling for extreme in (max, min)]:
+        if len(chosen) < max(rows - 1, min(rows, 3)):
+            chosen.setdefault(row)
+    for row in [*evenly, *range(total)]:
+        if len(chosen) < rows:
+            chosen.setdefault(row)
+    first, last, *others = list(chosen)[:rows]
+    return [first, *sorted(others), last]
+
+
+def _masks(counted: dict[BatchCount, dict[int, float]]) -> list[dict[int, float]]:
+    """Numbers that are zero where a row does not count: labels, and the sums of what holds no number but 0 and 1."""
+    found = []
+    for count, numbers in counted.items():
+        if min(numbers.values()) or not any(numbers.values()):
+            continue
+        same = counted.get(replace(count, kind="nonzero"), numbers)
+        if count.kind == "labels" or (count.kind == "sum" and numbers == same):
+            found.append(numbers)
+    return found
+
+
+def _different(numbers: dict[int, float]) -> int:
+    return len(set(numbers.values()))
+
+
+def _spread(total: int, rows: int) -> list[int]:
+    """Distances that go evenly through a batch, several times."""
+    each = max(1, total // rows)
+    return [step * each + step * each // total for step in range(total)]
+
+
+def _offset(probes: int, free: int) -> int:
+    """Where the probed rows begin: at the start, at the end, in the middle."""
+    return (0, free, free // 2)[probes % 3]
+
+
+def told_apart(small: Any, first: int, batch: Any) -> Any:
+    """A copy of a batch whose labels tell the ways of weighing apart, where ignored labels are known to be used.
+
+    A row of the first part keeps two labels: its last, and one at position 0, where losses that shift inside don't
+    look; a row of the second keeps its last three. No two ways share alike then, which even bf16 shows.
+    Only values that the batch holds are used: another one might be out of the loss's range.
+    """
+    everywhere, labels = find_labels(batch), find_labels(small)
+    if everywhere is None or labels is None or not bool((everywhere == IGNORED_LABEL).any()):
+        return small
+    real = everywhere[everywhere != IGNORED_LABEL]
+    if len(real) == 0:
+        return small
+    changed = labels.clone()
+    if labels.ndim < 2:
+        changed[changed == IGNORED_LABEL] = real[0]
+        changed[first + 1 :: 2] = IGNORED_LABEL
+    elif labels.ndim == 2 and labels.shape[1] > 3:
+        changed[:] = IGNORED_LABEL
+        for row, kept in enumerate(labels):
+            places = (kept[1:] != IGNORED_LABEL).nonzero().flatten().tolist() or [kept.shape[0] - 2]
+            chosen = [0, 1 + places[-1]] if row < first else [1 + place for place in places[-3:]]
+            for place in chosen:
+                changed[row, place] = kept[place] if kept[place] != IGNORED_LABEL else real[0]
+    return _with_labels(small, labels, changed)
+
+
+def _with_labels(batch: Any, labels: Tensor, changed: Tensor) -> Any:
+    """A shallow copy of the batch with other labels."""
+    if isinstance(batch, Mapping):
+        replaced: Any = copy.copy(batch)
+        replaced[next(name for name in LABEL_NAMES if name in batch)] = changed
+        return replaced
+    if isinstance(batch, (tuple, list)):
+        items, kind = [*batch[:-1], changed], type(batch)
+        return kind(*items) if hasattr(batch, "_fields") else kind(items)
+    replaced = copy.copy(batch)
+    name = next(name for name in LABEL_NAMES if getattr(batch, name, None) is labels)
+    object.__setattr__(replaced, name, changed)
+    return replaced

@@ -1,0 +1,140 @@
+"""What ranks do together in a step, so that a rank that runs out of memory leaves no other waiting.
+
+One `Ranks` is made where the model is wrapped, before any trial, by all ranks (`ranks_of`). A rank's out-of-memory
+error becomes an `OutOfMemoryError` on all ranks at the same point: each then restores its own state and takes the
+step again, in parts that are smaller by the same rule. Who calls what, in a step:
+
+1. `begin_step`, before the state before the step is taken: DDP's buffers are broadcast here.
+2. `totals(run)` around splitting and weighing a batch: what all ranks hold together.
+3. `attempt(run)` around all parts of a batch, also where a window's earlier batch is run again. DDP: the ranks agree
+   after the last part, then gradients are averaged (at a window's end).
+4. `part(run)` around each part: its transfer, forward and backward, and those of trials. DDP: nothing is reduced in
+   it. FSDP2: a rank that fails catches up, then all agree. All ranks run `most_parts` parts; those that repeat one do
+   not count, and what they add to gradients is zero, whatever their loss.
+5. `clip` where gradients are clipped by norm: sharded ones need an agreement before their all-reduce.
+6. `optimizer_steps`, when the optimizer's own step begins, and once more when the whole step is over: the second
+   agreement, over hooks and clipping.
+7. `failed`, outside of any `except`, where a rank has caught an out-of-memory error of the step: its peers hear of it
+   where they still listen. Then restore, halve the `largest` of all ranks' sizes, and begin again. After
+   `optimizer_steps` nothing can be retried: raise.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_memkit.distributed.catch_up import why_no_catch_up
+from lightning_memkit.distributed.ddp import why_no_late_reduction
+from lightning_memkit.distributed.fsdp2 import sharded_states
+from lightning_memkit.distributed.timeouts import waiting_for_ranks
+from lightning_memkit.micro_batching.ranks.alone import Ranks
+from lightning_memkit.micro_batching.ranks.together import DataParallel, Sharded
+from lightning_memkit.micro_batching.run import Run
+from lightning_memkit.optim.methods import local_optimizer
+
+T = TypeVar("T")
+
+__all__ = [
+    "Ranks",
+    "any_rank",
+    "largest_of_ranks",
+    "local_optimizer",
+    "ranks_of",
+    "sum_of_ranks",
+    "values_of_ranks",
+]
+
+
+def largest_of_ranks(run: Run, values: Sequence[float]) -> list[float]:
+    """Each value's maximum over all ranks, exact for integers below 2**53."""
+    if run.world_size == 1:
+        return list(values)
+    largest = torch.tensor(values, dtype=torch.float64, device=run.device)
+    with waiting_for_ranks("the ranks compared numbers"):
+        torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
+        return largest.tolist()  # where a device's collective is waited for
+
+
+def sum_of_ranks(run: Run, values: Sequence[float]) -> list[float]:
+    """Each value's sum over all ranks."""
+    if run.world_size == 1:
+        return list(values)
+    summed = torch.tensor(values, dtype=torch.float64, device=run.device)
+    torch.distributed.all_reduce(summed)
+    return summed.tolist()
+
+
+def values_of_ranks(run: Run, value: T) -> list[T]:
+    """Each rank's value, which is pickled on its way."""
+    if run.world_size == 1:
+        return [value]
+    values: list[Any] = [None] * run.world_size
+    with waiting_for_ranks("the ranks told each other where they stand"):
+        torch.distributed.all_gather_object(values, value)
+    return values
+
+
+def any_rank(run: Run, truth: bool) -> bool:
+    """Whether it holds on at least one rank."""
+    return largest_of_ranks(run, [float(truth)])[0] > 0
+
+
+def ranks_of(run: Run, *, recover: bool = True) -> Ranks:
+    """What ranks do together under the loop's strategy; all ranks call it at the same point.
+
+    Args:
+        run: whose ranks have wrapped the module.
+        recover: whether steps are to be retried. Otherwise the strategy's own reduction is left as it is.
+    """
+    model = run.wrapped
+    if run.world_size == 1:
+        return Ranks()
+    if not recover or model is None:
+        return Unretried(run, "recover=False")
+    if isinstance(model, DistributedDataParallel):
+        reason = why_no_late_reduction(model)
+        return Unretried(run, reason) if reason else DataParallel(model)
+    if not sharded_states(model):
+        return Unretried(run, f"{run.ranks_by} is neither DDP nor FSDP2")
+    reason = why_no_catch_up(model)
+    return Unretried(run, reason) if reason else Sharded(model)
+
+
+class Unretried(Ranks):
+    """Ranks that can't or needn't agree: the strategy reduces gradients by itself.
+
+    Args:
+        run: whose ranks they are.
+        reason: why steps are not retried.
+        meets: ranks meet in every part; None: where the strategy shards.
+    """
+
+    def __init__(self, run: Run, reason: str, *, meets: bool | None = None) -> None:
+        self.reason = reason
+        self._run = run
+        self.meets = run.meets_in_every_part if meets is None else meets
+        self.exchanges = self.meets
+        self.compares = not self.meets
+        self.uncounted = "backward" if self.meets else "zeros"
+
+    def totals(self, run: Callable[[], Sequence[float]]) -> list[float]:
+        device = self._run.device
+        numbers = torch.tensor(list(run()), dtype=torch.float64, device=device)
+        with waiting_for_ranks("the ranks counted what a batch holds"):
+            torch.distributed.all_reduce(numbers)
+            return numbers.tolist()
+
+    def most_parts(self, parts: int) -> int:
+        return self.largest(parts) if self.meets else parts
+
+    def largest(self, size: int) -> int:
+        return int(largest_of_ranks(self._run, [size])[0])
+
+    def largest_of(self, values: Sequence[float]) -> list[float]:
+        return largest_of_ranks(self._run, values) if self.meets else list(values)
+
+    def part(self, run: Callable[[], T], *, last: bool = False, **options: Any) -> T:
+        with self._run.gradient_sync(wanted=last):
+            return run()

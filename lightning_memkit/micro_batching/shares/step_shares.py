@@ -1,0 +1,431 @@
+"""Weigh the micro-batches of one batch while they run, and bring the gradients to the batch's scale at its end."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_memkit.micro_batching.graph.loss_rules import (
+    SMALL,
+    VARYING_FACTOR,
+    Law,
+    LossRules,
+    Reading,
+    UnseenValueError,
+    alike,
+    rounding_of,
+    same_factors,
+    share_of,
+)
+from lightning_memkit.micro_batching.graph.loss_walk import terms_of
+from lightning_memkit.micro_batching.graph.rests import Rest
+from lightning_memkit.micro_batching.graph.term_scales import scale_terms
+from lightning_memkit.micro_batching.graph.term_values import rounding_of_terms, weighed_value
+from lightning_memkit.micro_batching.shares.batch_counts import Foretelling, Shown
+from lightning_memkit.micro_batching.shares.foreseen import (
+    KeptConstantError,
+    LoneCountError,
+    MistakenTotalsError,
+    UnforeseenLossError,
+    UnknownTotalsError,
+    VaryingFactorError,
+)
+
+_SAME = 1e-12
+ADD_UP = 1e-9  # how far from 1 the fractions of a batch may add up, by rounding
+
+
+class LeastDivisors(NamedTuple):
+    """The terms of a micro-batch that the step itself divides by 1, or by the least that was seen.
+
+    Attributes:
+        lone: those of which nothing tells what that is, see `LoneCounts`.
+        counts: what the others count.
+    """
+
+    lone: frozenset[int]
+    counts: dict[int, float]
+
+
+def least_divisors(rules: LossRules, reading: Reading, told: Foretelling | None, part: Any) -> LeastDivisors:
+    """The terms of a micro-batch whose divisor is a count, or keeps them from being divided by less: by zero, mostly.
+
+    Whether a term is zero does not tell: that of a row beyond its margin is, and counts.
+    """
+    lone, counts = set[int](), dict[int, float]()
+    for index, rule in enumerate(rules.rules if told is not None else ()):
+        assert told is not None
+        if rule.looks_up:
+            if rule.law is Law.OWN or not told.is_constant(index):
+                lone.add(index)
+        elif rule.law is Law.MEAN and reading.is_divided(index):
+            divisor, is_one = reading.divisors[index], reading.is_one(index)
+            # What is added to every divisor keeps none; one near zero counts nothing, see `LossRules.counts`.
+            is_own = not rule.excess and not 0 < abs(reading.quotients[index]) <= SMALL
+            if not is_one and not (is_own and told.may_be_kept(index, abs(divisor))):
+                continue
+            count = told.count_of(index, part, divisor, is_one=is_one)
+            if count is None:
+                lone.add(index)
+            else:
+                counts[index] = count
+    return LeastDivisors(frozenset(lone), counts)
+
+
+def looked_at(rules: LossRules, reading: Reading, counts: Sequence[float]) -> tuple[float, ...]:
+    """What micro-batches as one tell: what terms count, and what those are divided by that are looked up.
+
+    Raises:
+        UnforeseenLossError: the step's own number shows in the micro-batches and not in these as one, or otherwise.
+    """
+    for index, rule in enumerate(rules.rules):
+        if reading.divisors[index] and rule.numbered != reading.is_divided(index):
+            raise UnforeseenLossError("a divisor that shows in some micro-batches only")
+    return tuple(
+        reading.divisors[index] if rule.looks_up else count
+        for index, (rule, count) in enumerate(zip(rules.rules, counts, strict=True))
+    )
+
+
+def main_mean(rules: LossRules, totals: Sequence[float]) -> int:
+    """The mean by whose counts a term weighs that looks at no row: the first that counts something in the batch."""
+    return next((index for index in rules.means if totals[index]), rules.means[0])
+
+
+class BatchSums(NamedTuple):
+    """What the micro-batches of a batch add up to (see `StepShares`).
+
+    Args:
+        counted: by term, what they counted.
+        lone: where that is not to be trusted.
+        fractions: of each mean.
+        beside: means that a constant stands beside, below a learned factor.
+        shared: of what looks at no row.
+        unlike: their terms were scaled each by its own share.
+    """
+
+    counted: list[float]
+    lone: list[float]
+    fractions: list[float]
+    beside: list[float]
+    shared: float
+    unlike: float
+
+    def averaged(self, average: Callable[[Sequence[float]], list[float]]) -> "BatchSums":
+        """That of all ranks, divided by their number, by one reduction."""
+        size = len(self.counted)
+        flat = average([*self.counted, *self.lone, *self.fractions, *self.beside, self.shared, self.unlike])
+        columns = [flat[place * size : (place + 1) * size] for place in range(4)]
+        return BatchSums(*columns, shared=flat[-2], unlike=flat[-1])
+
+
+class StepShares:
+    """What each micro-batch of a batch weighs, read off its loss.
+
+    A loss whose terms all weigh alike is scaled by one number, relative to a reference: `factor` brings the sum of all
+    to the batch's own scale. Terms of unlike shares are scaled each by its own, which takes totals.
+
+    Attributes:
+        lone: for each term, 1 where a divisor of 1 may not have been a count: what it `counted` is not to be trusted.
+        fractions: how much of each mean the micro-batches have had; more than one where their divisors are kept.
+        beside: for each mean, 1 where a learned factor scales it together with a number that has no gradient.
+        shared: how much of a term that looks at no row the micro-batches have had; None where the loss has none.
+        contributions: what the terms of each micro-batch add to the batch's loss, where values were noted.
+        rests: what has no gradient in the losses of the micro-batches, where this is known.
+
+    Args:
+        rules: how the loss's terms add up.
+        totals: what each term counts in the whole batch, over all ranks and divided by their number; None where this
+            is not known yet.
+        is_known: the totals are the batch's own, not those of a batch that was accumulated before.
+        looked_up: what each term counts in this batch, whatever its least divisors stand for, and what seeming sums
+            are divided by in it; None where that was not looked up.
+        by_itself: the batch's loss is its own, and no part of one over further batches or ranks.
+        ranks: that have one batch between them.
+    """
+
+    def __init__(
+        self,
+        rules: LossRules,
+        totals: Sequence[float] | None,
+        *,
+        is_known: bool = False,
+        looked_up: Sequence[float] | None = None,
+        by_itself: bool = True,
+        ranks: int = 1,
+    ) -> None:
+        self.rules = rules
+        self.lone = [0.0] * len(rules.rules)
+        self.looked_up = looked_up
+        self._by_itself = by_itself
+        self._ranks = ranks
+        self._divisors: dict[int, float] = {}  # of terms that are no mean, in this batch
+        self.counted = [0.0] * len(rules.rules)
+        self.fractions, self.beside = [0.0] * len(rules.rules), [0.0] * len(rules.rules)
+        self.totals = list(totals) if totals is not None else None
+        self.is_known = is_known
+        self.was_unlike = False
+        self.contributions: list[Tensor | None] = []
+        self.rests: list[Rest] = []
+        self._factors: tuple[Tensor, ...] | None = None
+        self._ran = 0
+        self.shared = 0.0 if any(rule.law is Law.SHARED for rule in rules.rules) and rules.means else None
+
+    def scaled(
+        self,
+        loss: Tensor,
+        rows: float,
+        over: float,
+        values: Mapping[tuple[Any, int], Tensor] | None = None,
+        foretelling: Foretelling | None = None,
+        part: Any = None,
+    ) -> tuple[Tensor | None, float]:
+        """What a micro-batch's backward starts from, None where nothing of it counts; and what its loss counts.
+
+        Args:
+            loss: of the micro-batch.
+            rows: its share of the batch's rows, for a loss that looks at none.
+            over: batches that are accumulated, each a mean of its own.
+            values: the numbers that its step has computed, from which `contributions` are made.
+            foretelling: what tells a divisor that is a count from one that keeps the term from being divided by less.
+            part: the micro-batch.
+
+        Raises:
+            UnforeseenLossError: its loss has other terms, or other factors than the micro-batches before.
+            UnknownTotalsError: totals are needed.
+            LoneCountError: they are, and have to be looked up.
+            UnseenValueError: values are needed.
+        """
+        reading = self.rules.read(terms_of(loss))
+        if self._factors is None:
+            self._factors = reading.factors
+        elif not same_factors(self._factors, reading.factors, loss.dtype):
+            raise VaryingFactorError(VARYING_FACTOR)
+        least = least_divisors(self.rules, reading, foretelling, part)
+        if least.lone and self.looked_up is None:
+            raise LoneCountError
+        self._compare_divisors(reading, loss.dtype, foretelling, least.lone)
+        own = self.rules.counts(reading, loss, values)
+        counts = list(own)
+        for index in {*least.lone, *least.counts} & set(self.rules.means):
+            counts[index] = reading.divisors[index]  # whatever it counts, this is what it was divided by
+        kept = [least.counts.get(index, 1.0) == 0 for index in range(len(counts))]
+        if any(kept) and values is None:
+            raise UnseenValueError  # the loss is no mean of its micro-batches' any more
+        for index in least.lone:
+            self.lone[index] = 1.0
+        for index, count in enumerate(counts):
+            self.counted[index] += least.counts.get(index, count)
+        shares = self._shares(
+            counts, [least.counts.get(index, count) for index, count in enumerate(counts)], rows
+        )
+        for index in least.lone & self.rules.looked_up:
+            shares[index] = self._share_looked_up(index, reading.divisors[index])
+            if shares[index] != 1 and values is None:
+                raise UnseenValueError
+        main = self.rules.means[0] if self.rules.means else None
+        # What is reported beside gradients goes by the likelier: a term that is zero counts nothing.
+        likely = [least.counts.get(index, count) for index, count in enumerate(own)]
+        weight = likely[main] if main is not None else (1.0 if self.rules.summed else rows)
+        for index in self.rules.means:
+            self.fractions[index] += shares[index]
+        weighed = None if values is None else weighed_value(loss, reading, shares, values)
+        if any(reading.offset):
+            self._note_beside(reading, weighed, rounding_of_terms(reading, values or {}, loss.detach()))
+        if values is not None:
+            self._contribute(weighed, likely, rows)
+        if not any(shares):
+            return None, weight
+        if not weight:
+            weight = 1.0 if self._ran else weight
+        if alike(shares):
+            return loss * (shares[0] / over), weight
+        if not reading.scales_apart(shares):
+            raise UnforeseenLossError("terms of unlike shares below one learned factor")
+        self.was_unlike = True
+        scale_terms(reading, [share / over for share in shares])
+        return loss * 1, weight
+
+    def _compare_divisors(
+        self, reading: Reading, dtype: torch.dtype, foretelling: Foretelling | None, lone: frozenset[int]
+    ) -> None:
+        """Terms that are no mean are divided by one number in all micro-batches, unless that was looked up.
+
+        Raises:
+            UnforeseenLossError: they are not.
+            LoneCountError: nor is one that seemed to be a sum, by a number of the step's own.
+        """
+        for index, rule in enumerate(self.rules.rules):
+            if rule.law is Law.MEAN or index in lone:
+                continue
+            divisor = reading.divisors[index]
+            first = self._divisors.setdefault(index, divisor)
+            if divisor == first or abs(divisor - first) <= rounding_of(dtype) * abs(first):
+                continue
+            if not rule.looks_up or foretelling is None:
+                raise UnforeseenLossError(
+                    f"a sum divided by {first:g} and by {divisor:g} in two micro-batches"
+                )
+            foretelling.confirm_sum(index, Shown.KEPT)
+            raise LoneCountError
+
+    def _share_looked_up(self, index: int, divisor: float) -> float:
+        """What a term weighs whose sums add up, and are divided by another number in the whole batch.
+
+        Raises:
+            UnforeseenLossError: further batches or ranks are part of the loss, and its divisor is not known.
+        """
+        assert self.looked_up is not None
+        total = self.looked_up[index]
+        share = share_of(divisor, total)
+        if share != 1 and not self._by_itself:
+            raise UnforeseenLossError(
+                f"a term divided by {divisor:g} in micro-batches, and by {total:g} in their batch"
+            )
+        return share
+
+    def _note_beside(
+        self, reading: Reading, weighed: tuple[Tensor, list[Tensor] | None] | None, rounding: float
+    ) -> None:
+        """Note the means that a learned factor scales with a constant, or with what may be one."""
+        for index in self.rules.means:
+            if self.beside[index] or not reading.offset[index]:
+                continue
+            pieces = weighed[1] if weighed is not None else None
+            # What is added to it, or stands beside all terms: a constant in a stack of losses.
+            told = None if pieces is None else [float(pieces[place].detach()) for place in (index, -1)]
+            if told is None or not max(map(abs, told)) <= rounding:
+                self.beside[index] = 1.0
+
+    def _contribute(
+        self, weighed: tuple[Tensor, list[Tensor] | None] | None, counts: Sequence[float], rows: float
+    ) -> None:
+        terms, pieces = weighed or (None, None)
+        self.contributions.append(terms)
+        if pieces is not None:
+            self.rests.append(Rest(pieces=pieces, counts=counts, rows=rows))
+
+    def nothing(self, loss: Tensor) -> Tensor:
+        """A loss whose backward runs as any, and leaves exact zeros: other ranks wait in it."""
+        reading: Reading = self.rules.read(terms_of(loss))
+        scale_terms(reading, [0.0] * len(reading.nodes))
+        return loss * 1
+
+    def sums(self) -> "BatchSums":
+        """What the micro-batches of this rank add up to."""
+        return BatchSums(
+            counted=self.counted,
+            lone=self.lone,
+            fractions=self.fractions,
+            beside=self.beside,
+            shared=self.shared or 0.0,
+            unlike=float(self.was_unlike),
+        )
+
+    def counted_of(self, overall: "BatchSums") -> list[float]:
+        """What the terms counted in all ranks' micro-batches; where that was not to be trusted, what was looked up."""
+        if self.looked_up is None:
+            return overall.counted
+        looked_up = zip(overall.counted, self.looked_up, overall.lone, strict=True)
+        return [total if lone > 0 else own for own, total, lone in looked_up]
+
+    def factor(self, overall: "BatchSums") -> float:
+        """What gradients are multiplied with once the batch has run: 1 where its totals were right.
+
+        Args:
+            overall: `sums`, of all ranks and divided by their number.
+
+        Raises:
+            MistakenTotalsError: the totals that terms of unlike shares were scaled by were foretold wrongly, or
+                nothing was foretold to count where something does; or the micro-batches have had more than one of
+                what the batch has one.
+            KeptConstantError: see `refuse_constants`.
+        """
+        factor = self._factor(self.counted_of(overall), unlike=overall.unlike > 0)
+        # Whatever each counted, of what looks at no row the micro-batches have one between them.
+        if self.shared is not None and not self._is_one(overall.shared * factor):
+            raise MistakenTotalsError
+        self.refuse_constants(overall.fractions, overall.beside, factor)
+        return factor
+
+    def refuse_constants(self, fractions: Sequence[float], beside: Sequence[float], factor: float) -> None:
+        """Check that a learned factor has seen a constant once, which it scales together with a mean.
+
+        Args:
+            fractions: how much of each mean the micro-batches have had, before gradients are multiplied.
+            beside: above 0 for a mean with such a constant.
+            factor: what gradients are multiplied with.
+
+        Raises:
+            KeptConstantError: it has not, since the mean's divisor is kept from less.
+        """
+        for index in self.rules.means:
+            if beside[index] > 0 and not self._is_one(fractions[index] * factor):
+                raise KeptConstantError
+
+    def _is_one(self, fractions: float) -> bool:
+        """Whether fractions add up."""
+        return abs(fractions - 1) <= ADD_UP + max(
+            self.rules.rules[index].excess for index in self.rules.means
+        )
+
+    def _factor(self, counted: Sequence[float], *, unlike: bool) -> float:
+        if self.totals is None or not self.rules.means:
+            return 1.0
+        if any(counted[index] and not self.totals[index] for index in self.rules.means):
+            raise MistakenTotalsError
+        added = [rule.excess / self._ranks for rule in self.rules.rules]
+        factors = [
+            (self.totals[index] + added[index]) / (counted[index] + added[index])
+            for index in self.rules.means
+            if counted[index]
+        ]
+        if all(abs(factor - 1) <= _SAME for factor in factors):
+            return 1.0
+        if unlike or not alike(factors):
+            raise MistakenTotalsError
+        return factors[0]
+
+    def _shares(self, counts: Sequence[float], real: Sequence[float], rows: float) -> list[float]:
+        """What a micro-batch weighs in each term.
+
+        Args:
+            counts: what each term is divided by.
+            real: what it counts, which a least divisor hides.
+            rows: the micro-batch's fraction of the batch's.
+        """
+        means = self.rules.means
+        if not means:
+            return self.rules.shares(counts, counts, rows)
+        if not self.is_known and self.rules.needs_totals:
+            raise UnknownTotalsError
+        if self.totals is None:
+            if any(counts[index] for index in means):
+                self.totals = [float(count) for count in counts]
+            else:
+                return [0.0] * len(counts)
+        if self.is_known and not any(self.totals[index] for index in means):
+            return self._of_nothing(counts)
+        if self.is_known and self.looked_up is not None:
+            main = rows  # a divisor may be more than what it counts: then counts are not the batch's between them
+        else:
+            main = self._share(real, main_mean(self.rules, self.totals))
+        if self.shared is not None:
+            self.shared += main
+        if not self.is_known and not alike([self._share(counts, index) for index in means]):
+            raise UnknownTotalsError
+        return self.rules.shares(counts, self.totals, main, ranks=self._ranks)
+
+    def _of_nothing(self, counts: Sequence[float]) -> list[float]:
+        """Where nothing is counted in the whole batch."""
+        self._ran += 1
+        if self.shared is not None and self._ran == 1:
+            self.shared += 1
+        # The ranks' one batch is divided by that number once, and gradients are averaged.
+        kept = self._ranks if any(counts[index] for index in self.rules.means) else 0
+        return self.rules.shares_of_nothing(is_first=self._ran == 1, kept=kept)
+
+    def _share(self, counts: Sequence[float], index: int) -> float:
+        total = self.totals[index] if self.totals is not None else 0.0
+        return counts[index] / total if total else 0.0

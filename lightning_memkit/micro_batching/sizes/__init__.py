@@ -1,0 +1,1 @@
+"""How large micro-batches are: measured within the budget, and timed."""

@@ -1,0 +1,314 @@
+"""Choose the micro-batch on the real device."""
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from torch import Tensor, nn
+
+from lightning_memkit.memory.sizing import Forecast, NothingFitsError, Sizing, Trial, largest_fitting
+from lightning_memkit.memory.speed import smaller_sizes
+from lightning_memkit.micro_batching import batch_size
+from lightning_memkit.micro_batching.proof.trials import StepFailedError, Trials
+from lightning_memkit.micro_batching.ranks.agreement import any_rank, largest_of_ranks
+from lightning_memkit.micro_batching.run import Run, Step
+from lightning_memkit.micro_batching.sizes.recomputation import AutomaticPolicy
+from lightning_memkit.micro_batching.sizes.shortfall import Needs, shortfall
+from lightning_memkit.utilities.tensors import tensors_of
+
+_MOST_TRIALS = 8
+
+
+class BudgetError(RuntimeError):
+    """The budget can't be kept, or the loss can't be split; says by how much or why, and what would help."""
+
+
+def _nothing_kept(ratio: float) -> None:
+    """A function, not a lambda: what was predicted in another process is pickled."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Foreseen:
+    """What was predicted of a run that is about to start.
+
+    Attributes:
+        peaks: predicted bytes by micro-batch; none where what is saved is chosen to fill the budget.
+        remedy: what would fit, in words, where no micro-batch does.
+        residual: measured peaks over predicted ones, by earlier runs on the device.
+        measured: is told that of this run.
+    """
+
+    peaks: Mapping[int, int] = field(default_factory=dict)
+    remedy: str = ""
+    residual: float = 1.0
+    measured: Callable[[float], None] = _nothing_kept
+
+
+def choose_size(
+    step: Step,
+    trials: Trials,
+    *,
+    budget_bytes: int,
+    headroom: float,
+    given: int | Literal["auto"],
+    remembered: int | None = None,
+    foreseen: Foreseen | None = None,
+) -> Sizing:
+    """The largest part of the worst batch that was measured to fit, or the given one verified; at most 8 trials.
+
+    Args:
+        step: the first step.
+        trials: run the steps that leave no trace.
+        budget_bytes: what the peak must not pass, less the headroom.
+        headroom: the fraction of the budget that stays free.
+        given: the user's or a resumed run's size, or `"auto"`.
+        remembered: with `"auto"`, an earlier run's answer: taken if it fits, which costs one trial.
+        foreseen: with `"auto"`, what was predicted: taken if it fits, which costs one trial.
+
+    Raises:
+        BudgetError: not even a micro-batch of 1 fits, or the given size does not.
+    """
+    usable = int(budget_bytes * (1 - headroom))
+    total = int(largest_of_ranks(step.run, [batch_size(step.batch)])[0])
+    step.run.set_gradient_parts(total)
+    policy, forecast = AutomaticPolicy(step.run), None
+    if foreseen is not None and foreseen.peaks:
+        forecast = Forecast(foreseen.peaks.__getitem__, foreseen.residual)
+    with trials.optimizer_state(step) as (states, step_peak):
+        peaks = _Peaks(step, trials, states, step_peak, total)
+
+        def search() -> Sizing | None:
+            least = peaks.least
+            if given != "auto":
+                size = min(max(given, least), total)
+                return _verified(size, peaks.of(size), usable)
+            try:
+                # The smallest part is measured without a limit: its peak says by how much the budget is short.
+                return _automatic(
+                    lambda size: peaks.of(size, None if size <= least else usable),
+                    usable,
+                    total,
+                    remembered,
+                    forecast,
+                    least,
+                )
+            except NothingFitsError:
+                return None
+            except (
+                StepFailedError
+            ):  # not on so few rows; what runs on none of these raises on the whole batch
+                return search()
+
+        if total > 1 and (given == 2 or with_batch_statistics(step.run.module)):
+            peaks.try_one_row()
+        sizing = search()
+        if sizing is None and policy.tightened(peaks.of_part, usable):
+            sizing = search()
+        if sizing is None:
+            needs = Needs.measured(step, part_peak=peaks.of_part_here, step_peak=step_peak, states=states)
+            predicted = "" if foreseen is None else foreseen.remedy
+            size = min(peaks.least if given == "auto" else given, total)
+            raise BudgetError(shortfall(needs, size, usable, headroom, predicted))
+        sizing = policy.loosened(sizing, lambda size: peaks.of(size, usable), usable)
+        if given == "auto" and sizing.candidates == ():
+            sizing = _with_candidates(step, sizing, lambda size: peaks.of(size, usable), usable, total)
+            if min(sizing.candidates, default=total) < total and peaks.fewest == 1:
+                peaks.try_one_row()
+            candidates = tuple(size for size in sizing.candidates if size >= peaks.least or size == total)
+            sizing = replace(sizing, candidates=candidates)
+        sizing = replace(sizing, fewest=peaks.fewest)
+    if foreseen is not None and forecast is not None and forecast.ratio is not None:
+        foreseen.measured(forecast.ratio)
+    step.run.set_gradient_parts(-(-total // sizing.micro_batch_size))
+    return sizing
+
+
+class _Peaks:
+    """Measures the peaks of parts of the worst batch, of which several make a step.
+
+    Attributes:
+        of_part_here: of the last trial's forward and backward on this rank; None where it ran out of memory.
+        of_part: the largest of all ranks'.
+        fewest: the fewest samples that the step may run on, as far as that is known.
+    """
+
+    def __init__(self, step: Step, trials: Trials, states: list[Tensor], step_peak: int, total: int) -> None:
+        self.of_part_here: int | None = None
+        self.of_part: int | None = None
+        self.fewest = 1
+        self._runs_on = total
+        self._step, self._trials, self._total = step, trials, total
+        self._states, self._step_peak = states, step_peak
+
+    @property
+    def least(self) -> int:
+        """The least size that makes no part of too few samples, of any batch: 3 where one sample is too few."""
+        return min(2 * self.fewest - 1, self._total)
+
+    def try_one_row(self) -> None:
+        """Find out whether the step runs on one sample, where that is not known."""
+        if self._runs_on > 1:
+            with suppress(StepFailedError):
+                self.of(1)
+
+    def of(self, size: int, limit: int | None = None) -> int | None:
+        """The peak with parts of a size, the optimizer's step included; None where a rank ran out of memory.
+
+        Raises:
+            StepFailedError: the step does not run on so few samples, on this rank or another.
+        """
+        step = self._step
+        step.run.set_gradient_parts(-(-self._total // size))
+        part = step.run.worst_batch(step.batch, size)
+        held = [*self._states, *tensors_of(step.batch)]
+        failure: StepFailedError | None = None
+        try:
+            self.of_part_here = self._trials.peak_of(step, part, held, limit)
+        except StepFailedError as error:
+            failure = error
+        if any_rank(step.run, failure is not None):
+            self.fewest = max(self.fewest, size + 1)
+            raise failure or StepFailedError(RuntimeError("another rank's step failed"), skipped=False)
+        self._runs_on = min(self._runs_on, size)
+        self.of_part = _largest_of_ranks(step.run, self.of_part_here)
+        of_step = int(largest_of_ranks(step.run, [self._step_peak])[0])
+        return None if self.of_part is None else max(self.of_part, of_step)
+
+
+def _automatic(
+    peak_of: Callable[[int], int | None],
+    usable: int,
+    total: int,
+    remembered: int | None,
+    forecast: Forecast | None = None,
+    least: int = 1,
+) -> Sizing:
+    """The remembered size if it fits, else the largest that does."""
+    if remembered is None:
+        return largest_fitting(
+            peak_of,
+            usable_bytes=usable,
+            most=total,
+            most_trials=_MOST_TRIALS,
+            forecast=forecast,
+            least=least,
+        )
+    size = min(max(remembered, least), total)
+    peak = peak_of(size)
+    sizing = _verified(size, peak, usable)
+    if sizing is not None:
+        return sizing
+    first = Trial(micro_batch_size=size, peak_bytes=peak)
+    sizing = largest_fitting(
+        peak_of, usable_bytes=usable, most=total, most_trials=_MOST_TRIALS - 1, least=least
+    )
+    return replace(sizing, trials=(first, *sizing.trials))
+
+
+def _verified(size: int, peak: int | None, usable: int) -> Sizing | None:
+    """The only size there is, if it fits."""
+    if peak is None or peak > usable:
+        return None
+    trial = Trial(micro_batch_size=size, peak_bytes=peak)
+    return Sizing(micro_batch_size=size, peak_bytes=peak, trials=(trial,), candidates=(size,))
+
+
+def _with_candidates(
+    step: Step, sizing: Sizing, peak_of: Callable[[int], int | None], usable: int, total: int
+) -> Sizing:
+    """Smaller sizes fit where a larger one does, unless several parts need gradients that one does not.
+
+    Gradients of several parts may be summed in float32 (`set_gradient_parts`): then the first split is measured.
+    """
+    largest = sizing.micro_batch_size
+    candidates = smaller_sizes(total, largest)
+    if largest < total or len(candidates) == 1 or not step.run.sums_gradients_otherwise:
+        return replace(sizing, candidates=candidates)
+    trials = sizing.trials
+    if not any(_fits(trial, usable) and candidates[1] <= trial.micro_batch_size < total for trial in trials):
+        if len(trials) >= _MOST_TRIALS:
+            return replace(sizing, candidates=(largest,))
+        trials = (*trials, Trial(micro_batch_size=candidates[1], peak_bytes=peak_of(candidates[1])))
+        if not _fits(trials[-1], usable):
+            candidates = (largest,)
+    return replace(sizing, trials=trials, candidates=candidates)
+
+
+def _fits(trial: Trial, usable: int) -> bool:
+    return trial.peak_bytes is not None and trial.peak_bytes <= usable
+
+
+def verify_whole(step: Step, trials: Trials, *, budget_bytes: int, headroom: float, why: str) -> Sizing:
+    """The peak of a batch that can't be split.
+
+    Raises:
+        BudgetError: it does not fit.
+    """
+    usable = int(budget_bytes * (1 - headroom))
+    step.run.set_gradient_parts(1)
+    with trials.optimizer_state(step) as (states, step_peak):
+        part_peak = trials.peak_of(step, step.batch, [*states, *tensors_of(step.batch)], None)
+        peak = _largest_of_ranks(step.run, None if part_peak is None else max(part_peak, step_peak))
+        if peak is None or peak > usable:
+            needs = Needs.measured(step, part_peak=part_peak, step_peak=step_peak, states=states)
+            raise BudgetError(f"{shortfall(needs, 1, usable, headroom)} {why}")
+    return Sizing(micro_batch_size=1, peak_bytes=peak, trials=(Trial(micro_batch_size=1, peak_bytes=peak),))
+
+
+def _largest_of_ranks(run: Run, peak: int | None) -> int | None:
+    """The largest peak of all ranks, None where one ran out of memory: then all try the same sizes."""
+    largest = largest_of_ranks(run, [float("inf") if peak is None else peak])[0]
+    return None if largest == float("inf") else int(largest)
+
+
+class AccumulationWindow:
+    """Loader batches that make one optimizer step, where the effective batch is more than one of them."""
+
+    def __init__(self, effective_batch_size: int | None) -> None:
+        self.effective_batch_size = effective_batch_size
+        self.loader_batches = 1
+        self._run: Run | None = None
+        self._before = 1
+
+    def open_early(self, run: Run) -> None:
+        """Open before schedulers ask for the number of steps, where the loader's batch size is written down."""
+        if run.loader_batch_size is not None:
+            self.open(run, run.loader_batch_size)
+
+    def open(self, run: Run, loader_batch: int) -> None:
+        """Let the loop accumulate as many loader batches as the effective batch holds.
+
+        Raises:
+            ValueError: the effective batch is not a multiple of the loader's, or the source named another one.
+        """
+        wanted = self.effective_batch_size
+        if wanted is None:
+            return
+        if self._run is not None:
+            if run.steps_taken == 0 and loader_batch * self.loader_batches != wanted:
+                raise ValueError(
+                    f"effective_batch_size={wanted} counts on {self.loader_batches} loader batches of "
+                    f"{wanted // self.loader_batches}, by the `batch_size` that the data source names; the first "
+                    f"batch holds {loader_batch}. Let the source's batch_size be that of its loader."
+                )
+            return
+        if wanted % loader_batch:
+            raise ValueError(
+                f"effective_batch_size={wanted} is not a multiple of the loader's batch of {loader_batch}; "
+                f"write {max(1, wanted // loader_batch) * loader_batch}, or change the loader's batch_size."
+            )
+        self._run, self._before = run, run.batches_a_step
+        self.loader_batches = run.batches_a_step = wanted // loader_batch
+
+    def close(self) -> None:
+        """Give the loop its own setting back."""
+        if self._run is not None:
+            self._run.batches_a_step = self._before
+            self._run = None
+
+
+def with_batch_statistics(module: nn.Module) -> list[str]:
+    """The names of the modules that normalize with statistics of the batch, as long as they train."""
+    norm = nn.modules.batchnorm._BatchNorm
+    return [name for name, child in module.named_modules() if isinstance(child, norm) and child.training]
