@@ -3,13 +3,11 @@
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from inspect import signature
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeVar
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_memkit.plugins.activation_checkpointing import ActivationCheckpointing
-from lightning_memkit.plugins.precision import PureBF16Precision
+from lightning_memkit.plugins._asked import splits_batches
 from lightning_memkit.prediction.contained import NO_AUTOGRAD_IN_FORKS, contained
 from lightning_memkit.utilities.patching import take_off_replacements
 
@@ -54,9 +52,9 @@ def predict_apart(trainer: Trainer, work: Callable[[GivenRun], T], *, timeout_s:
     return work(_beside(trainer))
 
 
-def is_automatic(callback: Callback) -> TypeGuard[ActivationCheckpointing]:
+def is_automatic(callback: Callback) -> bool:
     """Whether the run itself chooses what is saved."""
-    return isinstance(callback, ActivationCheckpointing) and callback.policy == "auto"
+    return _predictable(callback) is not callback
 
 
 def _in_fork(trainer: Trainer) -> GivenRun:
@@ -103,20 +101,16 @@ def _kept(callbacks: list[Callback]) -> list[Callback]:
     return [
         one
         for one in callbacks
-        if type(one).__module__.startswith(_KEPT_CALLBACKS) and type(one).__name__ != "MemoryBudget"
+        if type(one).__module__.startswith(_KEPT_CALLBACKS) and not splits_batches(one)
     ]
 
 
 def _anew(precision: Any) -> Any:
     """A plugin with its options and without the run's optimizers, whose states a prediction would count once more."""
-    if type(precision) is not PureBF16Precision:  # of a subclass the options are not known
-        return precision
-    options = {name: getattr(precision, name) for name in signature(PureBF16Precision).parameters}
-    return PureBF16Precision(**options)
+    anew = getattr(precision, "without_run", None)
+    return precision if anew is None else anew()
 
 
 def _predictable(callback: Callback) -> Callback:
-    """What "auto" comes to for the largest parts: everything is made again."""
-    if is_automatic(callback):
-        return ActivationCheckpointing("full", callback.blocks)
-    return callback
+    as_predicted = getattr(callback, "as_predicted", None)
+    return callback if as_predicted is None else as_predicted()

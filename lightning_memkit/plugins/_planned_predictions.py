@@ -15,11 +15,8 @@ from lightning_memkit.loss.switch import use_chunked_loss
 from lightning_memkit.micro_batching import split_batch
 from lightning_memkit.planning.choices import Family, Part
 from lightning_memkit.planning.problem import UnavailableError
+from lightning_memkit.plugins._asked import plan_columns, splits_batches
 from lightning_memkit.plugins._planned_optimizer import EightBitStates
-from lightning_memkit.plugins.activation_checkpointing import ActivationCheckpointing
-from lightning_memkit.plugins.chunked_loss import ChunkedLoss
-from lightning_memkit.plugins.gradient_release import GradientRelease
-from lightning_memkit.plugins.memory_budget import MemoryBudget
 from lightning_memkit.plugins.prediction import predict_memory
 from lightning_memkit.prediction.result import Prediction
 from lightning_memkit.utilities.errors import NoEffectWarning
@@ -52,9 +49,7 @@ class Predictions:
     def __init__(self, module: Any, parts: Parts, given: Mapping[str, Any], device: Any) -> None:
         self._module, self._parts, self._device = module, parts, device
         self._given = dict(given)
-        self._given["callbacks"] = [
-            one for one in listed(given.get("callbacks")) if not isinstance(one, MemoryBudget)
-        ]
+        self._given["callbacks"] = [one for one in listed(given.get("callbacks")) if not splits_batches(one)]
         self._known: dict[tuple[Family, int], Prediction] = {}
 
     def __call__(self, family: Family, size: int) -> Prediction:
@@ -91,9 +86,9 @@ class _Needs(Callback):
     """Refuses choices that a module has nothing for, before the callbacks that would warn, or fail."""
 
     def __init__(self, callbacks: list[Callback]) -> None:
-        self._needs_blocks = any(isinstance(one, ActivationCheckpointing) for one in callbacks)
-        self._needs_heads = any(isinstance(one, ChunkedLoss) for one in callbacks)
-        self._releases = any(isinstance(one, GradientRelease) for one in callbacks)
+        columns = plan_columns(callbacks)
+        self._needs_blocks, self._needs_heads = "checkpointing" in columns, "loss" in columns
+        self._releases = "gradients" in columns
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if not is_overridden("configure_model", pl_module):
@@ -122,7 +117,7 @@ class _Needs(Callback):
                 raise UnavailableError("checkpointing", str(error)) from error
 
     def _check_release(self, begin: Any) -> None:
-        release = GradientRelease()
+        release = lightning_memkit.GradientRelease()
         try:
             begin(release)
         except (ValueError, TypeError) as error:

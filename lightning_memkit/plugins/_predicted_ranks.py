@@ -97,7 +97,7 @@ def _strategy(strategy: Any, ranks: int) -> Strategy:
                 "its own. Predict without, and add the hook's bytes (PowerSGD's: two low-rank factors a weight)."
             )
         return _without_processes(_unplaced(strategy))
-    if isinstance(strategy, FSDP2Strategy):
+    if not isinstance(strategy, str) and hasattr(strategy, "shards_by"):
         if strategy.replicas != 1:
             raise ValueError(
                 f"FSDP2Strategy(replicas={strategy.replicas!r}) can't be predicted; predict the ranks that share a "

@@ -7,13 +7,7 @@ from lightning.pytorch import Trainer
 
 from lightning_memkit.memory.anatomy import Anatomy
 from lightning_memkit.memory.report import RunFacts
-from lightning_memkit.plugins.memory_budget import MemoryBudget
-
-
-def budget_of(trainer: Trainer) -> MemoryBudget | None:
-    """The trainer's MemoryBudget."""
-    found = [callback for callback in vars(trainer)["callbacks"] if isinstance(callback, MemoryBudget)]
-    return found[0] if found else None
+from lightning_memkit.plugins._asked import budget_of
 
 
 def facts(trainer: Trainer, step: int) -> RunFacts:

@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_memkit.memory.page import page, write_page
 from lightning_memkit.memory.report import StepReport
 from lightning_memkit.memory.units import format_bytes
-from lightning_memkit.plugins._report_facts import budget_of
+from lightning_memkit.plugins._asked import budget_of
 from lightning_memkit.plugins._report_line import Printer
 from lightning_memkit.plugins._report_snapshot import dump
 from lightning_memkit.plugins._report_table import tables

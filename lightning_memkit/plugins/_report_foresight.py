@@ -11,8 +11,8 @@ from torch import Tensor
 from lightning_memkit.memory.report import Advice, PredictedStep
 from lightning_memkit.micro_batching import SplitError, batch_size
 from lightning_memkit.planning.budget import Budget
+from lightning_memkit.plugins._asked import budget_of
 from lightning_memkit.plugins._given_run import GivenRun, predict_apart
-from lightning_memkit.plugins._report_facts import budget_of
 from lightning_memkit.prediction.devices import Device
 
 _MOST_SECONDS = 600.0

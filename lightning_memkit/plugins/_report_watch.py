@@ -8,7 +8,7 @@ from lightning_memkit.memory.findings import Finding
 from lightning_memkit.memory.leaks import LeakWatch
 from lightning_memkit.memory.origins import Place
 from lightning_memkit.optim.state_home import tensors_of
-from lightning_memkit.plugins.memory_budget import MemoryBudget
+from lightning_memkit.plugins._asked import BatchBudget
 
 _LEAST_STEPS = 4  # that each leave something behind: fewer may be a cache that fills
 
@@ -45,7 +45,7 @@ class StepsWatch:
         """Whether all batches have been watched, and not judged yet."""
         return self._watch is not None and self._left == 0
 
-    def enter(self, budget: MemoryBudget | None, batches: int) -> None:
+    def enter(self, budget: BatchBudget | None, batches: int) -> None:
         """Watch the batch that begins, if it is one to watch."""
         if self._watch is None or self._entered or self._left == 0 or _is_settling(budget, batches):
             return
@@ -81,7 +81,7 @@ class StepsWatch:
         return found
 
 
-def _is_settling(budget: MemoryBudget | None, batches: int) -> bool:
+def _is_settling(budget: BatchBudget | None, batches: int) -> bool:
     if budget is None:
         return False
     return batches == 0 or budget.is_tuning

@@ -16,6 +16,7 @@ from lightning_memkit.distributed.ddp import why_no_late_reduction
 from lightning_memkit.micro_batching.run import Logged, Run, Undo
 from lightning_memkit.micro_batching.sizes.tuned_sizes import class_name, without_addresses
 from lightning_memkit.plugins import _seam
+from lightning_memkit.plugins._asked import callbacks_of, says
 from lightning_memkit.plugins._checks import hooks_run_by_part
 from lightning_memkit.plugins._worst_batch import scanned_once, worst_batch
 
@@ -34,8 +35,6 @@ _HOOKS_IN_A_STEP = (
 class LightningRun(Run):
     """What the engine asks of a training loop, answered by a Trainer; attributes are documented at `Run`.
 
-    Callbacks of ours answer by attributes: `recomputes_activations`, `offloads_states`, `chosen_for_step`.
-
     Args:
         trainer: the trainer.
         transfer: moves a micro-batch to the device, with the user's transfer hooks.
@@ -46,7 +45,7 @@ class LightningRun(Run):
 
     @property
     def _callbacks(self) -> list[Any]:
-        return vars(self.trainer)["callbacks"]
+        return callbacks_of(self.trainer)
 
     @property
     def module(self) -> nn.Module:
@@ -98,11 +97,11 @@ class LightningRun(Run):
 
     @property
     def recomputes_activations(self) -> bool:
-        return self._says("recomputes_activations")
+        return any(says(one, "recomputes_activations") for one in self._callbacks)
 
     @property
     def offloads_states(self) -> bool:
-        return self._says("offloads_states")
+        return any(says(one, "offloads_states") for one in self._callbacks)
 
     @property
     def recomputation(self) -> BudgetPlan | None:
@@ -113,9 +112,6 @@ class LightningRun(Run):
     def loader_batch_size(self) -> int | None:
         size = getattr(_seam.training_source(self.trainer), "batch_size", None)
         return size if isinstance(size, int) else None
-
-    def _says(self, name: str) -> bool:
-        return any(getattr(callback, name, False) for callback in self._callbacks)
 
     def transfer(self, part: Any) -> Any:
         return self._transfer(part)
@@ -200,8 +196,7 @@ class LightningRun(Run):
 
 def averages_after_backward(trainer: Trainer, model: DistributedDataParallel) -> bool:
     """Whether a callback (`MemoryBudget`) is going to average DDP's gradients itself, whatever their dtype."""
-    callbacks: Iterable[object] = vars(trainer)["callbacks"]
-    wanted = any(getattr(callback, "averages_after_backward", False) for callback in callbacks)
+    wanted = any(says(callback, "averages_after_backward") for callback in callbacks_of(trainer))
     # DDP itself serves a rank alone.
     return trainer.world_size > 1 and wanted and not why_no_late_reduction(model)
 

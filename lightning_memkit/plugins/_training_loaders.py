@@ -15,7 +15,7 @@ from lightning_memkit.data.loader_tuning import LoaderPlan, why_no_workers
 from lightning_memkit.data.resumable_loader import ResumableLoader, why_not_resumable
 from lightning_memkit.data.stream_loader import StreamLoader
 from lightning_memkit.plugins import _seam_loader
-from lightning_memkit.plugins.memory_budget import MemoryBudget
+from lightning_memkit.plugins._asked import budget_of
 from lightning_memkit.utilities.tensors import tensors_of
 
 Taken = PackedLoader | ResumableLoader
@@ -127,8 +127,7 @@ class TrainingLoaders:
     def _on_the_way(self, trainer: Trainer) -> Callable[[Iterator[Any]], Iterator[Any]]:
         """What batches pass between the loader and Lightning."""
         device = trainer.strategy.root_device
-        budget = any(isinstance(callback, MemoryBudget) for callback in vars(trainer)["callbacks"])
-        if not self._copy_ahead or budget or not _is_accelerator(device):
+        if not self._copy_ahead or budget_of(trainer) or not _is_accelerator(device):
             return self._weighed
         hooks = _seam_loader.transfer_hooks(trainer)
         if hooks:

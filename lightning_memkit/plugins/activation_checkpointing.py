@@ -39,6 +39,7 @@ class ActivationCheckpointing(LeavesRunBehind, Callback):
     """
 
     of_run = {"_undo": nothing}
+    plan_column = "checkpointing"
     recomputes_activations = True
 
     def __init__(self, policy: str = "full", blocks: Sequence[str] | None = None) -> None:
@@ -57,6 +58,10 @@ class ActivationCheckpointing(LeavesRunBehind, Callback):
     def chosen_for_step(self) -> BudgetPlan | None:
         """What `"auto"` chooses with, while fitting; `MemoryBudget` corrects it by the peak that it has measured."""
         return self._undo.plan if self._undo is not None and self.policy == "auto" else None
+
+    def as_predicted(self) -> "ActivationCheckpointing":
+        """What a prediction takes in its place: `"auto"` comes to `"full"` for the largest micro-batches."""
+        return ActivationCheckpointing("full", self.blocks) if self.policy == "auto" else self
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Patch a model that exists by now, so that later hooks (a trial of the worst batch) see it so."""

@@ -45,6 +45,7 @@ class ActivationOffload(LeavesRunBehind, Callback):
         ValueError: A size that can't be read, an unknown choice, or `blocks` that is one string and no list.
     """
 
+    plan_column = "offload"
     of_run = {"_offload": nothing, "_began": bool, "_told": bool}
 
     def __init__(

@@ -28,6 +28,7 @@ class ChunkedLoss(LeavesRunBehind, Callback):
             can't be replaced.
     """
 
+    plan_column = "loss"
     of_run = {"_undo": nothing}
 
     def __init__(self, heads: Sequence[str] | None = None, backend: Backend = "auto") -> None:

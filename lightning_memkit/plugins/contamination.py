@@ -28,6 +28,9 @@ class ContaminationProbe(Callback):
         ContaminationError: at the first batch; it names the module in which documents see each other, and the remedy.
     """
 
+    watches_only = True
+    probes_contamination = True
+
     def __init__(self) -> None:
         self._batches_left = _TRIED_BATCHES
 

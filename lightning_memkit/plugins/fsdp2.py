@@ -29,7 +29,6 @@ from lightning_memkit.plugins import _seam, _sharded_checkpoints
 from lightning_memkit.plugins._checkpoint_places import folder_of_ranks, place_of, remove_place
 from lightning_memkit.plugins._eight_bit import adapt_bitsandbytes_in
 from lightning_memkit.plugins.checkpoint_io import StreamingCheckpointIO
-from lightning_memkit.plugins.precision import PureBF16Precision
 from lightning_memkit.plugins.strategies import add_random_state, parameter_dtype, tell_epoch
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -145,8 +144,9 @@ class FSDP2Strategy(ModelParallelStrategy):
                 mixed_precision=self.mixed_precision,
                 forward_methods=methods,
             )
-            if isinstance(self.precision_plugin, PureBF16Precision):
-                self.precision_plugin.follow_sharding(whole, module)
+            follow: Any = getattr(self.precision_plugin, "follow_sharding", None)
+            if follow is not None:
+                follow(whole, module)
         self._load_initial_weights(module)
         materialize(module, self._home)
         self.model_to_device()
@@ -185,6 +185,11 @@ class FSDP2Strategy(ModelParallelStrategy):
         """Tell the sampler its epoch now; Lightning does when a resumed run has begun to read, in epoch 0's order."""
         tell_epoch(self.lightning_module, dataloader)
         return dataloader
+
+    @property
+    def shards_by(self) -> Sharding:
+        """How weights are shared out, for who asks what a strategy does."""
+        return self.sharding
 
     @property
     def sharding_mesh(self) -> DeviceMesh:

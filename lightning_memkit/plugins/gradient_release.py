@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.micro_batching import SplitError, batch_size
 from lightning_memkit.optim.gradient_release import BUNDLE_BYTES, Release, release_gradients
+from lightning_memkit.plugins._asked import budgets_among, callbacks_of
 from lightning_memkit.plugins._pickling import LeavesRunBehind, nothing
-from lightning_memkit.plugins.memory_budget import MemoryBudget
 
 Clipping = Literal["exact", "previous"]
 _SEE_GRADIENTS = ("on_after_backward", "on_before_optimizer_step")
@@ -44,6 +44,7 @@ class GradientRelease(LeavesRunBehind, Callback):
         TypeError: when fitting starts, where the optimizer's step demands a closure (LBFGS).
     """
 
+    plan_column = "gradients"
     of_run = {"_release": nothing, "_undo_clipping": lambda: nothing}
 
     sees_micro_batches = True
@@ -89,7 +90,7 @@ class GradientRelease(LeavesRunBehind, Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Refuse a batch that MemoryBudget would run in parts."""
-        for budget in _budgets(trainer):
+        for budget in budgets_among(callbacks_of(trainer)):
             try:
                 rows = batch_size(batch)
             except SplitError:  # it runs whole
@@ -193,10 +194,6 @@ def _without_lightnings_clipping(trainer: Trainer) -> Callable[[], None]:
     return undo
 
 
-def _budgets(trainer: Trainer) -> list[MemoryBudget]:
-    return [callback for callback in vars(trainer)["callbacks"] if isinstance(callback, MemoryBudget)]
-
-
 def _check_run(trainer: Trainer, module: LightningModule) -> None:
     """Refuse what the Trainer's arguments say already."""
     if not module.automatic_optimization:
@@ -205,7 +202,7 @@ def _check_run(trainer: Trainer, module: LightningModule) -> None:
             "call lightning_memkit.optim.gradient_release.release_gradients(optimizer) in the module itself."
         )
     batches = trainer.accumulate_grad_batches
-    for callback in vars(trainer)["callbacks"]:
+    for callback in callbacks_of(trainer):
         if isinstance(callback, GradientAccumulationScheduler):
             batches = max(batches, *callback.scheduling.values())
     if batches > 1:
@@ -258,7 +255,7 @@ def _check_module(module: LightningModule, *, clips_norm: bool) -> None:
 
 def _check_budget(trainer: Trainer) -> None:
     """Refuse retries and parts, as far as they are known."""
-    for budget in _budgets(trainer):
+    for budget in budgets_among(callbacks_of(trainer)):
         if budget.recover:
             raise ValueError(
                 "MemoryBudget(recover=True) repeats a step that runs out of memory, and with GradientRelease part of "

@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from lightning_memkit.initialization import load_weights
 from lightning_memkit.initialization.building import build_empty
 from lightning_memkit.initialization.materialization import give_memory, materialize
-from lightning_memkit.plugins.fsdp2 import FSDP2Strategy
 from lightning_memkit.plugins.strategies import parameter_dtype
 from lightning_memkit.utilities.patching import replace_method
 
@@ -68,8 +67,8 @@ class InitialWeights(Callback):
             return  # a test after training tests what was trained
         if _is_simulated(pl_module):
             return  # a prediction has no values, and needs none
-        strategy = trainer.strategy
-        if isinstance(strategy, FSDP2Strategy):
+        strategy: Any = trainer.strategy
+        if hasattr(strategy, "shards_by"):
             strategy.initial_weights = self.load
         elif is_overridden("configure_model", pl_module):
             self._load_after_configure_model(trainer, pl_module)
@@ -88,7 +87,7 @@ class InitialWeights(Callback):
 
     def load_early(self, trainer: Trainer, module: LightningModule, device: torch.device) -> None:
         """Load into a module of a config before anything looks at it; what is sharded or built late comes later."""
-        if not is_overridden("configure_model", module) and not isinstance(trainer.strategy, FSDP2Strategy):
+        if not is_overridden("configure_model", module) and not hasattr(trainer.strategy, "shards_by"):
             self.load(module, device)
 
     def _load_after_configure_model(self, trainer: Trainer, module: LightningModule) -> None:

@@ -56,6 +56,7 @@ class LoaderTuner(LeavesRunBehind, Callback):
         ValueError: An option is out of range.
     """
 
+    watches_only = True
     of_run = {"_undo": list}
 
     def __init__(

@@ -63,6 +63,7 @@ class MemoryBudget(LeavesRunBehind, Callback):
             before a later one: the probe finds only then that the loss can't be split.
     """
 
+    splits_batches = True
     of_run = {"_engine": nothing, "_undo": list}
 
     def __init__(

@@ -19,8 +19,9 @@ from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.memory.report import StepReport
 from lightning_memkit.memory.units import parse_bytes
 from lightning_memkit.plugins import _seam
+from lightning_memkit.plugins._asked import budget_of
 from lightning_memkit.plugins._pickling import LeavesRunBehind, nothing
-from lightning_memkit.plugins._report_facts import budget_of, device_bytes, facts
+from lightning_memkit.plugins._report_facts import device_bytes, facts
 from lightning_memkit.plugins._report_files import ReportFiles
 from lightning_memkit.plugins._report_foresight import Foresight
 from lightning_memkit.plugins._report_line import Printer, in_bar, line, show_in_bar, to_loggers
@@ -61,6 +62,7 @@ class MemoryReport(LeavesRunBehind, Callback):
         advise: predict what single changes would save and cost, and list them; takes about ten predictions.
     """
 
+    watches_only = True
     of_run = {
         "_meter": nothing,
         "_watch": lambda: StepsWatch(0),

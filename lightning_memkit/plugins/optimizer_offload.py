@@ -35,6 +35,7 @@ class OptimizerOffload(LeavesRunBehind, Callback):
         ValueError: A size that can't be read; at setup, a strategy that holds the optimizer's states itself.
     """
 
+    plan_column = "offload"
     offloads_states = True
     of_run = {"_offloads": list, "_undo_seam": lambda: nothing}
 

@@ -24,6 +24,7 @@ from lightning_memkit.data.stream_loader import StreamLoader
 from lightning_memkit.data.stream_source import StreamDocuments, check_stream, is_stream
 from lightning_memkit.data.summary import summary_line
 from lightning_memkit.data.tokenizers import load_tokenizer
+from lightning_memkit.plugins._asked import says
 from lightning_memkit.plugins._own_datasets import Source, own_datasets
 from lightning_memkit.plugins._packing_log import PackingLog
 from lightning_memkit.plugins._vocabulary import refuse_ids_beyond_embedding
@@ -261,7 +262,7 @@ class PackedDataModule(pl.LightningDataModule):
         if self._log not in callbacks:
             # Before ModelCheckpoint, which saves what the log knows of a stream.
             callbacks.insert(0, self._log)
-        probes = any(isinstance(callback, ContaminationProbe) for callback in callbacks)
+        probes = any(says(callback, "probes_contamination") for callback in callbacks)
         if stage == "fit" and self.documents.kept_apart and not probes:
             callbacks.append(self._probe)
 

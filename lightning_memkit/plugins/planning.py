@@ -23,15 +23,10 @@ from lightning_memkit.planning.plan import Plan
 from lightning_memkit.planning.problem import Problem, Row, UnavailableError
 from lightning_memkit.planning.search import search
 from lightning_memkit.planning.times import Times, TimesByRates, TimesHere
+from lightning_memkit.plugins._asked import budgets_among, plan_columns
 from lightning_memkit.plugins._planned_optimizer import eight_bit_for
 from lightning_memkit.plugins._planned_predictions import Parts, Predictions, listed
-from lightning_memkit.plugins.activation_checkpointing import ActivationCheckpointing
-from lightning_memkit.plugins.activation_offload import ActivationOffload
-from lightning_memkit.plugins.chunked_loss import ChunkedLoss
 from lightning_memkit.plugins.fsdp2 import FSDP2Strategy
-from lightning_memkit.plugins.gradient_release import GradientRelease
-from lightning_memkit.plugins.memory_budget import MemoryBudget
-from lightning_memkit.plugins.optimizer_offload import OptimizerOffload
 from lightning_memkit.prediction.devices import Device
 from lightning_memkit.prediction.residuals import residual_of
 
@@ -177,8 +172,9 @@ def _shards(strategy: Any) -> bool:
 
 def _may_offload(strategy: Any) -> bool:
     """Whether a strategy may keep weights in the host's memory."""
-    if isinstance(strategy, FSDP2Strategy):
-        return strategy.sharding.cpu_offload
+    sharding = getattr(strategy, "shards_by", None)
+    if sharding is not None:
+        return sharding.cpu_offload
     return isinstance(strategy, ModelParallelStrategy)  # which shards as the module says
 
 
@@ -190,14 +186,7 @@ def _given_columns(given: Mapping[str, Any]) -> list[str]:
         found.append("precision")
     if given.get("strategy") not in (None, "auto"):
         found.append("ranks")
-    if any(isinstance(one, (ActivationOffload, OptimizerOffload)) for one in callbacks):
-        found.append("offload")
-    if _releases(given):
-        found.append("gradients")
-    if any(isinstance(one, ActivationCheckpointing) for one in callbacks):
-        found.append("checkpointing")
-    if any(isinstance(one, ChunkedLoss) for one in callbacks):
-        found.append("loss")
+    found += plan_columns(callbacks)
     return [column for column in COLUMNS if column in found]
 
 
@@ -212,12 +201,11 @@ def _sizes(
     whole = _why_whole(given, module)
     if whole:
         return rows, (rows,), [f"The batch is taken whole: {whole}."]
-    for callback in listed(given.get("callbacks")):
-        if isinstance(callback, MemoryBudget):
-            note = f"The MemoryBudget that was given stays: its budget is {callback.budget!r}"
-            if callback.micro_batch_size == "auto":
-                return rows, tuple(part_sizes(rows)), [f"{note}, its micro-batch is found by itself."]
-            return rows, (min(int(callback.micro_batch_size), rows),), [f"{note}, its micro-batch kept."]
+    for budget in budgets_among(listed(given.get("callbacks"))):
+        note = f"The MemoryBudget that was given stays: its budget is {budget.budget!r}"
+        if budget.micro_batch_size == "auto":
+            return rows, tuple(part_sizes(rows)), [f"{note}, its micro-batch is found by itself."]
+        return rows, (min(int(budget.micro_batch_size), rows),), [f"{note}, its micro-batch kept."]
     if any(isinstance(one, _BatchNorm) for one in module.modules()):
         note = "Batch normalization takes the statistics of each part: results change with the micro-batch."
         return rows, tuple(size for size in part_sizes(rows) if size > 1 or rows == 1), [note]
@@ -225,7 +213,7 @@ def _sizes(
 
 
 def _releases(given: Mapping[str, Any]) -> bool:
-    return any(isinstance(one, GradientRelease) for one in listed(given.get("callbacks")))
+    return "gradients" in plan_columns(listed(given.get("callbacks")))
 
 
 def _why_whole(given: Mapping[str, Any], module: torch.nn.Module) -> str:
@@ -238,7 +226,7 @@ def _why_whole(given: Mapping[str, Any], module: torch.nn.Module) -> str:
 
 def _why_unreleased(given: Mapping[str, Any], device: Device | None) -> str:
     """What is given that released gradients can't go with, and that a prediction does not show."""
-    if any(isinstance(one, MemoryBudget) for one in listed(given.get("callbacks"))):
+    if budgets_among(listed(given.get("callbacks"))):
         return "the trial step of the MemoryBudget that was given has all gradients alive."
     precisions = [
         given.get("precision"),

@@ -107,6 +107,12 @@ class PureBF16Precision(Precision):
             f"grad_dtype={self.grad_dtype!r}, fp32_exceptions={self.fp32_exceptions!r})"
         )
 
+    def without_run(self) -> "PureBF16Precision":
+        """The same options without a run's optimizers, whose states a prediction would count once more."""
+        if type(self) is not PureBF16Precision:  # of a subclass the options are not known
+            return self
+        return PureBF16Precision(self.compensation, self.states, self.grad_dtype, self.fp32_exceptions)
+
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "compensations": [], "_undo": []}
 

@@ -26,13 +26,10 @@ from torch.optim import Optimizer
 
 from lightning_memkit.data.sampling_order import GlobalNumbers
 from lightning_memkit.memory.meter import unmetered
+from lightning_memkit.plugins._asked import budgets_among, says
 from lightning_memkit.plugins._predicted_ranks import many_ranks
 from lightning_memkit.plugins._prediction_errors import check_batch, explained
 from lightning_memkit.plugins._sharded_prediction import ddp_in_buckets
-from lightning_memkit.plugins.contamination import ContaminationProbe
-from lightning_memkit.plugins.loader_tuner import LoaderTuner
-from lightning_memkit.plugins.memory_budget import MemoryBudget
-from lightning_memkit.plugins.memory_report import MemoryReport
 from lightning_memkit.prediction.contained import NO_AUTOGRAD_IN_FORKS, contained
 from lightning_memkit.prediction.devices import Device, device_named
 from lightning_memkit.prediction.pretrained import without_reading_weights
@@ -44,8 +41,8 @@ from lightning_memkit.utilities.tensors import tensors_of
 
 _STEPS = 2  # the first makes the optimizer's states, the second has them from its beginning
 _WATCHERS = (
-    Checkpoint, ContaminationProbe, DeviceStatsMonitor, EarlyStopping, LearningRateMonitor, LoaderTuner, MemoryReport,
-    ModelSummary, ProgressBar, ThroughputMonitor, Timer,
+    Checkpoint, DeviceStatsMonitor, EarlyStopping, LearningRateMonitor, ModelSummary, ProgressBar, ThroughputMonitor,
+    Timer,
 )  # fmt: skip
 _OWN = {
     "accelerator": "cpu",
@@ -222,13 +219,13 @@ def _checked(options: dict[str, Any]) -> tuple[dict[str, Any], int]:
     ranks, changed = many_ranks(options)
     callbacks = options.get("callbacks") or []
     given = [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
-    if any(isinstance(one, MemoryBudget) for one in given):
+    if budgets_among(given):
         raise ValueError(
             "trainer has a MemoryBudget among its callbacks, which measures for itself: leave it out, give the "
             "micro-batch as the batch, and accumulate_grad_batches=2 where a step has more than one part."
         )
     kept = {name: value for name, value in options.items() if name not in (*_OWN, *_OF_NO_MATTER)}
-    callbacks = [one for one in given if not isinstance(one, _WATCHERS)]
+    callbacks = [one for one in given if not (isinstance(one, _WATCHERS) or says(one, "watches_only"))]
     return {**kept, **_OWN, **changed, "callbacks": callbacks}, ranks
 
 
