@@ -29,10 +29,10 @@ from lightning_memkit.data.collate import collate
 from lightning_memkit.data.packing import pack
 from lightning_memkit.data.store import TokenStore
 from lightning_memkit.plugins.initial_weights import InitialWeights
-from lightning_memkit.testing import fake_device
 from tests.plugins import fake_ranks
 from tests.plugins.fake_accelerator import FakeAccelerator, on_fake_device
 from tests.plugins.ranks import whole
+from tests.testing.fake_device import fake_device
 
 PACKAGE = Path(lightning_memkit.__file__).parent
 ROOT = Path(__file__).resolve().parent.parent
