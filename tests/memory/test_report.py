@@ -1,8 +1,7 @@
-"""A report as JSON, page and picture: nothing is lost, nothing from the network, and the drawing is of the bytes."""
+"""A report as JSON and page: nothing is lost, nothing from the network, and the drawing is of the bytes."""
 
 import json
 import re
-import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,7 +13,6 @@ from lightning_memkit.memory.chart import STACK, height_of, ticks_up_to
 from lightning_memkit.memory.findings import Finding
 from lightning_memkit.memory.kinds import SavedBytes, alike
 from lightning_memkit.memory.page import comparison_page, page, write_page
-from lightning_memkit.memory.picture import NoPictureError, write_picture
 from lightning_memkit.memory.report import Advice, PredictedStep, RunFacts, StepReport
 from lightning_memkit.memory.timeline import Timeline
 from lightning_memkit.memory.words import difference, flops_words, time_share
@@ -145,8 +143,6 @@ def test_a_report_of_the_first_version_is_read_and_shown(tmp_path: Path) -> None
     found = StepReport.from_json(path)
     assert found.anatomy.peak_bytes == 5
     assert "no timeline" in Parsed(page(found)).text
-    with pytest.raises(ValueError, match="no timeline to draw"):
-        write_picture(tmp_path / "report.png", found)
 
 
 def test_the_page_needs_nothing_but_itself(report: StepReport, tmp_path: Path) -> None:
@@ -261,23 +257,3 @@ def test_words() -> None:
     assert difference(5, 5) == "–"
     assert (time_share(0.004), time_share(-0.2), time_share(0.05)) == ("the same", "-20%", "+5%")
     assert (flops_words(12), flops_words(1.5e12)) == ("12 FLOP", "1.5 TFLOP")
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of matplotlib's own dependencies
-def test_the_picture_is_drawn_where_matplotlib_is_there(report: StepReport, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "step.png"
-    write_picture(path, report)
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert path.stat().st_size > 10_000
-
-
-def test_without_matplotlib_the_picture_is_refused_with_the_remedy(
-    report: StepReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(NoPictureError, match="pip install matplotlib"):
-        write_picture(tmp_path / "step.png", report)
-    assert not list(tmp_path.iterdir())
