@@ -15,6 +15,7 @@ from lightning_memkit.memory.kinds import SavedBytes, alike
 from lightning_memkit.memory.page import comparison_page, page, write_page
 from lightning_memkit.memory.report import Advice, PredictedStep, RunFacts, StepReport
 from lightning_memkit.memory.timeline import Timeline
+from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.memory.words import difference, flops_words, time_share
 from tests.memory.test_step_meter import ROWS, Model, metered
 
@@ -194,6 +195,18 @@ def test_the_page_has_every_table(report: StepReport) -> None:
         "chunked loss", "ChunkedLoss()", "-2.00 KiB", "+1%", "+100 B",
     ):  # fmt: skip
         assert words in text, words
+    anatomy, step = report.anatomy, report.step
+    sizes = [
+        anatomy.peak_bytes,
+        report.run.budget_bytes,
+        *anatomy.at_peak.values(),
+        *anatomy.largest.values(),
+    ]
+    for one in (*step.kinds.values(), *(one for _, one in alike(step.modules).values() if one.saved_at_most)):
+        sizes += [one.saved_at_peak, one.saved_at_most]
+    sizes += [one.allocated for one in step.kinds.values()]
+    for size in sizes:
+        assert size == 0 or format_bytes(size) in text
     bare = replace(report, advice=(), predicted=None)
     assert "No single change" in Parsed(page(bare)).text
     assert "Advice" not in Parsed(page(replace(bare, advised=False))).text
