@@ -21,7 +21,7 @@ from lightning.pytorch.trainer import call
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-Undo = Callable[[], None]
+from lightning_memkit.utilities.patching import Undo
 
 
 class Step:
