@@ -1,7 +1,6 @@
 """A report as one HTML file that needs a browser and nothing else: no network, no library."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -11,13 +10,6 @@ from lightning_memkit.memory.report import StepReport
 from lightning_memkit.memory.tables import comparison_tables, finding_table, tables
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.memory.words import UNMETERED, flops_words, run_words
-
-
-def write_page(path: Path, text: str) -> None:
-    """Write a page; a reader never sees half a file."""
-    staged = path.with_suffix(".tmp")
-    staged.write_text(text, encoding="utf-8")
-    staged.replace(path)
 
 
 def page(report: StepReport) -> str:

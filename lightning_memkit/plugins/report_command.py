@@ -9,9 +9,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from lightning_memkit.memory.page import comparison_page, page, write_page
+from lightning_memkit.memory.page import comparison_page, page
 from lightning_memkit.memory.report import StepReport
 from lightning_memkit.plugins._report_table import comparison_tables, tables
+from lightning_memkit.utilities.atomic_write import write_whole
 
 REPORT, FAILED = "memory_report.json", "memory_report_oom.json"
 _DESCRIPTION = """Print where the bytes of a run's metered step went: by category (beside the prediction, where there
@@ -113,7 +114,7 @@ def _report(options: argparse.Namespace) -> None:
             console.print(f"finding: {finding}", markup=False)
     if options.html is not None:
         text = page(reports[0]) if len(reports) == 1 else comparison_page(reports[0], reports[1], names)
-        write_page(Path(options.html), text)
+        write_whole(Path(options.html), text)
         console.print(f"page: {options.html}", markup=False)
     elif len(reports) == 1:
         beside = paths[0].with_suffix(".html")

@@ -12,7 +12,7 @@ import torch
 from lightning_memkit.memory.chart import STACK, height_of, ticks_up_to
 from lightning_memkit.memory.findings import Finding
 from lightning_memkit.memory.kinds import SavedBytes, alike
-from lightning_memkit.memory.page import comparison_page, page, write_page
+from lightning_memkit.memory.page import comparison_page, page
 from lightning_memkit.memory.report import Advice, PredictedStep, RunFacts, StepReport
 from lightning_memkit.memory.timeline import Timeline
 from lightning_memkit.memory.units import format_bytes
@@ -146,7 +146,7 @@ def test_a_report_of_the_first_version_is_read_and_shown(tmp_path: Path) -> None
     assert "no timeline" in Parsed(page(found)).text
 
 
-def test_the_page_needs_nothing_but_itself(report: StepReport, tmp_path: Path) -> None:
+def test_the_page_needs_nothing_but_itself(report: StepReport) -> None:
     text = page(report)
     parsed = Parsed(text)
     for tag, attributes in parsed.tags:
@@ -155,9 +155,6 @@ def test_the_page_needs_nothing_but_itself(report: StepReport, tmp_path: Path) -
     assert not re.search(r"https?:|@import|url\(|fetch\(|XMLHttpRequest", text)
     assert "prefers-color-scheme: dark" in text
     assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in parsed.tags
-    write_page(tmp_path / "page.html", text)
-    assert (tmp_path / "page.html").read_text() == text
-    assert [file.name for file in tmp_path.iterdir()] == ["page.html"]
 
 
 def test_the_drawing_is_of_the_bytes_and_the_peak_is_marked_and_named(report: StepReport) -> None:
