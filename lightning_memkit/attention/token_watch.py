@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lightning_memkit.utilities.tensors import tensors_of
+
 Key = tuple[str, int, int]  # the module's path, which of its calls, which of the tensors it returned
 
 _FEATURES = (
@@ -79,8 +81,10 @@ class TokenWatch:
         return note
 
     def _note(self, into: dict[Key, Tensor], call: tuple[str, int], tensors: Any) -> None:
-        for index, tensor in enumerate(_tensors(tensors)):
-            if tuple(tensor.shape[:2]) in ((self._rows, self._length), (1, self._rows * self._length)):
+        in_rows = (self._rows, self._length), (1, self._rows * self._length)
+        for index, tensor in enumerate(tensors_of(tensors)):
+            is_plain = tensor.is_floating_point() and not is_traceable_wrapper_subclass(tensor)
+            if is_plain and tuple(tensor.shape[:2]) in in_rows:
                 into[(*call, index)] = _digest(tensor)
                 self.coarse |= tensor.dtype in (torch.bfloat16, torch.float16)
 
@@ -122,15 +126,3 @@ def first_change(before: TokenWatch, after: TokenWatch, kept: Tensor, changed: T
                 is_input=is_input,
             )
     return None
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    """The floating tensors of a module's output, at any depth of tuples, lists and mappings."""
-    if isinstance(output, Tensor):
-        plain = output.is_floating_point() and not is_traceable_wrapper_subclass(output)
-        return [output] if plain else []
-    if isinstance(output, dict):
-        output = list(output.values())
-    return (
-        [tensor for item in output for tensor in _tensors(item)] if isinstance(output, (tuple, list)) else []
-    )

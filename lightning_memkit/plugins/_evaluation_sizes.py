@@ -19,7 +19,7 @@ from lightning_memkit.plugins._options import BudgetOptions
 from lightning_memkit.plugins._rank_alone import Ranks
 from lightning_memkit.plugins._seam_evaluation import EvaluationStep
 from lightning_memkit.plugins._sizing import BudgetError
-from lightning_memkit.plugins._tensors import tensors_of
+from lightning_memkit.utilities.tensors import tensors_of
 
 _MOST_TRIALS = 8
 _MOST_COMPARISONS = 4

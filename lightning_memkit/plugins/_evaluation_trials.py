@@ -23,8 +23,8 @@ from lightning_memkit.plugins import _evaluation_state as state
 from lightning_memkit.plugins._partition import Splitter
 from lightning_memkit.plugins._rank_alone import Ranks
 from lightning_memkit.plugins._seam_evaluation import EvaluationStep, logging_held, nothing_logged
-from lightning_memkit.plugins._tensors import tensors_of
 from lightning_memkit.plugins._trials import states_on
+from lightning_memkit.utilities.tensors import tensors_of
 
 T = TypeVar("T")
 

@@ -15,8 +15,8 @@ from lightning_memkit.planning.sizes import reach
 from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._given_run import GivenRun, is_automatic, predict_apart
 from lightning_memkit.plugins._options import BudgetOptions
-from lightning_memkit.plugins._tensors import tensors_of
 from lightning_memkit.plugins._worst_batch import worst_batch
+from lightning_memkit.utilities.tensors import tensors_of
 
 PAYS_FROM_PARAMETERS = 100_000_000  # trials of less take less than a prediction
 _SIZES, _LEAST_ROWS = (2, 4), 8  # the lines' ends; with fewer rows there is little to choose from

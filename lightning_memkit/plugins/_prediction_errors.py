@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from lightning_memkit.plugins._tensors import tensors_of
 from lightning_memkit.utilities.errors import PredictionError
+from lightning_memkit.utilities.tensors import tensors_of
 
 _NO_FAKE_KERNEL = re.compile(r"no fake impl registered for .*?\(?([\w.]+::[\w.]+)")
 _OF_THE_TRAINER = re.compile(r"\b(trainer|logger|loggers|datamodule|experiment)\b")

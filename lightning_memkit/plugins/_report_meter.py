@@ -17,8 +17,8 @@ from lightning_memkit.memory.step_meter import MeteredStep, StepMeter
 from lightning_memkit.optim.modes import LOW_STATES
 from lightning_memkit.plugins._report_rates import samples_of, tokens_of
 from lightning_memkit.plugins._report_snapshot import record
-from lightning_memkit.plugins._tensors import tensors_of
 from lightning_memkit.plugins._trials import states_on
+from lightning_memkit.utilities.tensors import tensors_of
 
 
 class BatchMeter:

@@ -17,10 +17,10 @@ from lightning_memkit.plugins._forecast import Foreseen
 from lightning_memkit.plugins._policy import policy_of
 from lightning_memkit.plugins._ranks import any_rank, largest_of_ranks
 from lightning_memkit.plugins._shortfall import Needs, shortfall
-from lightning_memkit.plugins._tensors import tensors_of
 from lightning_memkit.plugins._trials import StepFailedError, Trials
 from lightning_memkit.plugins._worst_batch import worst_batch
 from lightning_memkit.prediction.residuals import keep_residual, residual_of
+from lightning_memkit.utilities.tensors import tensors_of
 
 _MOST_TRIALS = 8
 

@@ -16,9 +16,9 @@ from lightning_memkit.micro_batching.without_noise import LEVELS, quiet
 from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._partition import Partition
 from lightning_memkit.plugins._ranks import any_rank, largest_of_ranks
-from lightning_memkit.plugins._tensors import tensors_of
 from lightning_memkit.plugins._trials import StepFailedError, Trials
 from lightning_memkit.plugins._worst_batch import worst_batch
+from lightning_memkit.utilities.tensors import tensors_of
 
 _MISSED = Miss(excess=float("inf"), relative_error=float("inf"))
 

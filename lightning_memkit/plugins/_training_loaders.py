@@ -15,8 +15,8 @@ from lightning_memkit.data.loader_tuning import LoaderPlan, why_no_workers
 from lightning_memkit.data.resumable_loader import ResumableLoader, why_not_resumable
 from lightning_memkit.data.stream_loader import StreamLoader
 from lightning_memkit.plugins import _seam_loader
-from lightning_memkit.plugins._tensors import tensors_of
 from lightning_memkit.plugins.memory_budget import MemoryBudget
+from lightning_memkit.utilities.tensors import tensors_of
 
 Taken = PackedLoader | ResumableLoader
 

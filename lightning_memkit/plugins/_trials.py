@@ -49,8 +49,8 @@ from lightning_memkit.optim.snapshots import (
 from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._partition import Cut, Partition, rows_together
 from lightning_memkit.plugins._ranks import Ranks, any_rank, largest_of_ranks, local_optimizer, sum_of_ranks
-from lightning_memkit.plugins._tensors import tensors_of
 from lightning_memkit.utilities.generators import Generators
+from lightning_memkit.utilities.tensors import tensors_of
 
 _Named = tuple[str, str]  # a change's kind and name
 _TAKEN_FOR_A_SUM = (

@@ -16,8 +16,8 @@ from lightning_memkit.plugins._checks import with_batch_statistics
 from lightning_memkit.plugins._parts import PartsRunner
 from lightning_memkit.plugins._ranks import largest_of_ranks
 from lightning_memkit.plugins._sizing import set_gradient_parts
-from lightning_memkit.plugins._tensors import tensors_of
 from lightning_memkit.plugins._tuned_sizes import TunedSize, TunedSizes
+from lightning_memkit.utilities.tensors import tensors_of
 
 
 def clock_may_choose(trainer: Trainer) -> bool:

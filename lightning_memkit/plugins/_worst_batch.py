@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_memkit.micro_batching import batch_size, split_batch
-from lightning_memkit.plugins._tensors import tensors_of
+from lightning_memkit.utilities.tensors import tensors_of
 
 _SCANNED_ITEMS, _SCAN_SECONDS = 256, 2.0
 _SCANS: ContextVar[dict[int, tuple[DataLoader, list[Any]]] | None] = ContextVar("scans", default=None)

@@ -30,10 +30,11 @@ from lightning_memkit.plugins._pickling import LeavesRunBehind, nothing
 from lightning_memkit.plugins._ranks import local_optimizer, ranks_of
 from lightning_memkit.plugins._recovery import Recovery
 from lightning_memkit.plugins._sizing import AccumulationWindow, set_gradient_parts
-from lightning_memkit.plugins._tensors import tensors_of
 from lightning_memkit.plugins._trials import Trials
 from lightning_memkit.plugins._value_looks import ValueLooks
 from lightning_memkit.utilities.generators import Generators
+from lightning_memkit.utilities.patching import Undo
+from lightning_memkit.utilities.tensors import tensors_of
 
 _COPIED = 0.01  # of the budget, for copies beside an optimizer's step that may be left half-done
 
@@ -111,7 +112,7 @@ class MemoryBudget(LeavesRunBehind, Callback):
         self._trials: Trials | None = None
         self._recovery: Recovery | None = None
         self._choice: PartsChoice | None = None
-        self._undo: list[_seam.Undo] = []
+        self._undo: list[Undo] = []
 
     def __repr__(self) -> str:
         return (

@@ -29,7 +29,6 @@ from lightning_memkit.memory.meter import unmetered
 from lightning_memkit.plugins._predicted_ranks import many_ranks
 from lightning_memkit.plugins._prediction_errors import check_batch, explained
 from lightning_memkit.plugins._sharded_prediction import ddp_in_buckets
-from lightning_memkit.plugins._tensors import tensors_of
 from lightning_memkit.plugins.contamination import ContaminationProbe
 from lightning_memkit.plugins.loader_tuner import LoaderTuner
 from lightning_memkit.plugins.memory_budget import MemoryBudget
@@ -41,6 +40,7 @@ from lightning_memkit.prediction.ranks import RankSimulation
 from lightning_memkit.prediction.result import Prediction
 from lightning_memkit.prediction.simulation import Simulation
 from lightning_memkit.utilities.errors import PredictionError
+from lightning_memkit.utilities.tensors import tensors_of
 
 _STEPS = 2  # the first makes the optimizer's states, the second has them from its beginning
 _WATCHERS = (
