@@ -21,8 +21,9 @@ from benchmarks._fault_state import captured, differences, relative_difference
 from lightning_memkit import MemoryBudget, NoEffectWarning
 from lightning_memkit.micro_batching.proof.probe import Weighing
 from lightning_memkit.micro_batching.proof.trials import Trials
-from lightning_memkit.testing import FakeDevice, Faults, count_allocations, fake_device, sweep
+from lightning_memkit.testing import Faults, count_allocations, sweep
 from tests.plugins.fake_accelerator import FakeAccelerator
+from tests.testing.fake_device import FakeDevice, fake_device
 
 Kind = Literal["operators", "allocator"]
 Partition = tuple[tuple[int, int], ...]

@@ -187,7 +187,7 @@ def main(place: str, cells_file: str, folder: str, precision: str) -> None:
     import json
     from contextlib import nullcontext
 
-    from lightning_memkit.testing import fake_device
+    from tests.testing.fake_device import fake_device
 
     torch.set_num_threads(1)
     wanted = [tuple(cell) for cell in json.loads(Path(cells_file).read_text(encoding="utf-8"))]

@@ -77,7 +77,7 @@ class Job(LightningModule):
 
 
 class PackedJob(Job):
-    """The same over packed rows: a transformers or litgpt model whose attention keeps documents apart."""
+    """The same over packed rows: a transformers model whose attention keeps documents apart."""
 
     def __init__(self, subject: Subject) -> None:
         from lightning_memkit.attention import use_packed_attention
@@ -87,9 +87,6 @@ class PackedJob(Job):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Documents side by side."""
-        if type(self.model).__module__.startswith("litgpt"):
-            logits = self.model(batch["input_ids"], cu_seqlens=batch["cu_seqlens"])
-            return _shifted_loss(logits, batch["labels"])
         return self.model(**batch).loss
 
 
@@ -116,7 +113,6 @@ def models() -> Iterator[Model]:
             name=subject.name,
             module=partial(_built, Job, subject),
             batches=partial(_batches_of, subject),
-            packed=partial(_built, PackedJob, subject),
             options=_names("model.lm_head"),
         )
     yield Model(name="LightningLSTM", module=_lstm, batches=_lstm_batches, halves_add_up=True)

@@ -5,7 +5,7 @@ a share of how far the three steps move them); bfloat16 may be as far off as Lig
 more. Where rounding flips a ReLU, float32 tells nothing: such a cell is compared again in float64, to 1e-9. It is
 refused if memkit raised an error before the first step: the error's own line is the reason. All else has failed.
 Plugins that offload run on a device without hardware whose memory isn't the host's, strategies that shard on two
-ranks. litgpt's model takes part where litgpt is installed. Quick runs take a seeded sample of 64 cells.
+ranks. litgpt's model takes part where litgpt is installed, unpacked. Quick runs take a seeded sample of 64 cells.
 """
 
 import json

@@ -14,6 +14,7 @@ import torch
 
 from lightning_memkit.attention.choice import choose, has_flash_attn
 from lightning_memkit.memory.measure import capacity
+from lightning_memkit.memory.processors import allowed_processors, quotas
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.optim import native
 
@@ -95,34 +96,14 @@ def diagnose() -> Diagnosis:
     )
 
 
-def usable_cores() -> int:
-    """The cores that this process may be scheduled on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def quota_cores(root: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """The cores' worth of time that the control group grants, or None without a quota (v2, then v1)."""
-    try:
-        quota, period = (root / "cpu.max").read_text().split()
-    except (OSError, ValueError):
-        try:
-            quota = (root / "cpu/cpu.cfs_quota_us").read_text().strip()
-            period = (root / "cpu/cpu.cfs_period_us").read_text().strip()
-        except OSError:
-            return None
-    return int(quota) / int(period) if quota.isdigit() else None
-
-
 def _host() -> Host:
     memory = capacity(torch.device("cpu"))
     return Host(
         system=f"{platform.system()} {platform.machine()}",
         python=platform.python_version(),
         cores=os.cpu_count() or 1,
-        usable_cores=usable_cores(),
-        quota_cores=quota_cores(),
+        usable_cores=allowed_processors(),
+        quota_cores=min(quotas(), default=None),
         memory_bytes=memory.total_bytes,
         free_bytes=memory.free_bytes,
         shared_memory_bytes=shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else None,

@@ -9,9 +9,9 @@ import torch
 from lightning.pytorch.accelerators import AcceleratorRegistry
 
 from lightning_memkit import ActivationOffload, MemkitCLI
-from lightning_memkit.testing import fake_device
 from tests.plugins.fake_ranks import BACKEND, OneOfEachRank, on_fake_ranks
 from tests.plugins.ranks import leave
+from tests.testing.fake_device import fake_device
 
 BETWEEN, STEP = "bytes of the device between two steps", "bytes to the host in a step"
 

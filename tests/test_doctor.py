@@ -54,22 +54,12 @@ def test_fewer_cores_are_usable_where_affinity_says_so(no_gpu, monkeypatch):
     assert doctor.diagnose().host.usable_cores == 1
 
 
-@pytest.mark.parametrize(
-    ("files", "cores"),
-    [
-        ({"cpu.max": "150000 100000\n"}, 1.5),
-        ({"cpu.max": "max 100000\n"}, None),
-        ({"cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 4.0),
-        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
-        ({}, None),
-    ],
-    ids=["v2", "v2 unlimited", "v1", "v1 unlimited", "none"],
-)
-def test_the_quota_of_the_control_group(files, cores, tmp_path):
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    assert doctor.quota_cores(tmp_path) == cores
+@pytest.mark.parametrize(("found", "shown"), [([4.0, 1.5], "quota 1.5"), ([], "no quota")])
+def test_the_narrowest_quota_of_the_control_groups_is_shown(no_gpu, found, shown, monkeypatch):
+    monkeypatch.setattr(doctor, "quotas", lambda: iter(found))
+    diagnosis = doctor.diagnose()
+    assert diagnosis.host.quota_cores == min(found, default=None)
+    assert shown in str(doctor.summary(diagnosis))
 
 
 def test_without_a_gpu_every_choice_is_the_cpus(no_gpu):

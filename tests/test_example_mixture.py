@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader
 
 from examples.mixture_of_experts.model import MixtureLM
 from lightning_memkit import OnDeviceStrategy, OptimizerOffload
-from lightning_memkit.testing import fake_device
 from tests.plugins.fake_accelerator import FakeAccelerator
 from tests.plugins.noise import NOISE
+from tests.testing.fake_device import fake_device
 from tests.testing.needs import NEEDS_COMPILER
 
 pytestmark = NOISE

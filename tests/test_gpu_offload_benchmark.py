@@ -2,7 +2,7 @@
 
 from benchmarks import _gpu_offload
 from benchmarks.harness import Options, Ratio
-from lightning_memkit.testing import fake_device
+from tests.testing.fake_device import fake_device
 from tests.testing.needs import NEEDS_COMPILER
 
 pytestmark = NEEDS_COMPILER

@@ -29,10 +29,10 @@ from lightning_memkit.data.collate import collate
 from lightning_memkit.data.packing import pack
 from lightning_memkit.data.store import TokenStore
 from lightning_memkit.plugins.initial_weights import InitialWeights
-from lightning_memkit.testing import fake_device
 from tests.plugins import fake_ranks
 from tests.plugins.fake_accelerator import FakeAccelerator, on_fake_device
 from tests.plugins.ranks import whole
+from tests.testing.fake_device import fake_device
 
 PACKAGE = Path(lightning_memkit.__file__).parent
 ROOT = Path(__file__).resolve().parent.parent
@@ -387,7 +387,9 @@ def test_wheel_holds_every_file_and_the_type_marker(tmp_path: Path) -> None:
     subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
     (wheel,) = tmp_path.glob("*.whl")
     held = set(zipfile.ZipFile(wheel).namelist())
-    assert {path.relative_to(PACKAGE.parent).as_posix() for path in FILES.values()} <= held
+    files = [path for path in PACKAGE.rglob("*") if path.is_file() and path.parent.name != "__pycache__"]
+    # The page's template and what it includes, too.
+    assert {path.relative_to(PACKAGE.parent).as_posix() for path in files} <= held
     assert "lightning_memkit/py.typed" in held
     assert {name.split("/")[0] for name in held if not name.split("/")[0].endswith(".dist-info")} == {
         PACKAGE.name

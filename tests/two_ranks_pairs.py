@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from lightning_memkit.testing import fake_device
 from tests.plugins.ranks import leave, whole
 from tests.test_package import COMBINATIONS_ON_FAKE_RANKS, COMBINATIONS_ON_RANKS, fit
+from tests.testing.fake_device import fake_device
 
 
 def trained(

@@ -43,8 +43,8 @@ def offload_activations(
     and comes back while the backward of the block after it runs. Loss and gradients stay bitwise the same. Parameters
     and buffers never move, nor do their views, transposes and casts; a storage moves once, whatever the number of
     its saved views. What is saved outside of blocks (embeddings, head, loss) stays on the device. Blocks that are
-    checkpointed, before or after this call, keep their inputs in host memory. Not yet verified on a GPU; the device
-    "fake" of `lightning_memkit.testing` runs the same code.
+    checkpointed, before or after this call, keep their inputs in host memory. Not yet verified on a GPU; the
+    simulated device of the tests runs the same code.
 
     Args:
         module: the model; its blocks are found by `find_blocks`.

@@ -21,7 +21,7 @@ class Parcel:
     """One storage, copied to the host once, whatever the number of saved views; lives as long as these.
 
     Made with the storage on the device. `park` lets go of the device's side, `bring` starts its way back. Not yet
-    verified on a GPU; the device "fake" of `lightning_memkit.testing` runs the same code.
+    verified on a GPU; the simulated device of the tests runs the same code.
 
     Args:
         tensor: any tensor with the storage.

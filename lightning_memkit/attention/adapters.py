@@ -7,20 +7,16 @@ from typing import get_args
 from torch import nn
 
 from lightning_memkit.attention.door import Backend
-from lightning_memkit.attention.hugging_face import is_transformers_model
-from lightning_memkit.attention.hugging_face import switch as switch_transformers
-from lightning_memkit.attention.litgpt import is_litgpt_model
-from lightning_memkit.attention.litgpt import switch as switch_litgpt
+from lightning_memkit.attention.hugging_face import is_transformers_model, switch
 from lightning_memkit.utilities.errors import NoEffectWarning
 
 
 def use_packed_attention(module: nn.Module, backend: Backend = "auto") -> Callable[[], None]:
-    """Models of transformers and litgpt inside a module keep packed documents apart, and save no mask.
+    """Models of transformers inside a module keep packed documents apart, and save no mask.
 
-    Afterwards the forward of a transformers model takes a `PackedBatch` as it is, ``model(**batch)``. Where
-    ``cu_seqlens`` is left out, documents begin where ``position_ids`` begin anew. litgpt's takes
-    ``model(input_ids, cu_seqlens=cu_seqlens)``. A forward that is told no documents attends as before. No cache is
-    kept of packed documents.
+    Afterwards their forward takes a `PackedBatch` as it is, ``model(**batch)``. Where ``cu_seqlens`` is left out,
+    documents begin where ``position_ids`` begin anew. A forward that is told no documents attends as before. No cache
+    is kept of packed documents.
 
     Args:
         module: A LightningModule or any other module; the models in it are found.
@@ -42,14 +38,13 @@ def use_packed_attention(module: nn.Module, backend: Backend = "auto") -> Callab
 
     try:
         for model in _outermost(module):
-            switch = switch_transformers if is_transformers_model(model) else switch_litgpt
             undos.append(switch(model, backend))
     except ValueError:
         undo()
         raise
     if not undos:
         warnings.warn(
-            f"No model of transformers or litgpt is in {type(module).__name__}, so nothing changed; call "
+            f"No model of transformers is in {type(module).__name__}, so nothing changed; call "
             "packed_attention in your own attention, and hand it cu_seqlens.",
             NoEffectWarning,
             stacklevel=2,
@@ -58,6 +53,6 @@ def use_packed_attention(module: nn.Module, backend: Backend = "auto") -> Callab
 
 
 def _outermost(module: nn.Module) -> list[nn.Module]:
-    if is_transformers_model(module) or is_litgpt_model(module):
+    if is_transformers_model(module):
         return [module]
     return [model for child in module.children() for model in _outermost(child)]

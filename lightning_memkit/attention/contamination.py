@@ -41,13 +41,11 @@ class Leak:
     Args:
         where: The module whose output changed, or what else did.
         document: The changed document's row, and where in it the document begins and ends.
-        sources: Which other documents change it.
         share: The size of the change, over that in the documents whose tokens were changed.
     """
 
     where: str
     document: tuple[int, int, int]
-    sources: str = "another document"
     share: float = 0.0
 
 
@@ -163,12 +161,10 @@ class _Probe:
         self.has_seen |= bool(before.seen) or (loss_before is not None and labels is not None)
         change = first_change(before, after, kept.flatten(), changed.flatten())
         if self.agree(change is not None):
-            sources = self._sources(change)
-            if change is not None:
-                document = self._document(change.place)
-                where = self._described(change)
-                return Leak(where=where, document=document, sources=sources, share=change.share)
-            return None
+            if change is None:  # another rank's
+                return None
+            place = self._document(change.place)
+            return Leak(where=self._described(change), document=place, share=change.share)
         if self.agree(_differ(loss_before, loss_after)) and self._loss_leaks(tokens, labels):
             return Leak(
                 where=self._where_loss_leaks(kept),
@@ -187,26 +183,6 @@ class _Probe:
             return False
         scale = max(abs(float(own)), abs(float(other)))
         return abs(float((own - other) - (own_then - other_then))) > _tolerance(own) * scale
-
-    def _sources(self, change: Any) -> str:
-        """Which documents change it, each kind changed alone."""
-        number = -1 if change is None else int(self.numbers.flatten()[change.place])
-        row = torch.arange(self.batch.rows, device=self.numbers.device)[:, None].expand_as(self.numbers)
-        own_row = row == (0 if change is None else change.place // self.batch.length)
-        kinds = {
-            "documents before it in the row": own_row & (self.numbers < number),
-            "documents or padding after it in the row": own_row & (self.numbers > number),
-            "documents of other rows": ~own_row,
-        }
-        watched = self.numbers.flatten() == number
-        before, _ = self._once(self.batch["input_ids"], self._labels(self.is_document))
-        found = []
-        for kind, changed in kinds.items():
-            tokens = torch.where(changed, self.other_tokens, self.batch["input_ids"])
-            after, _ = self._once(tokens, self._labels(self.is_document))
-            if change is not None and first_change(before, after, watched, changed.flatten()) is not None:
-                found.append(kind)
-        return " and ".join(found) or "other documents together"
 
     def _once(self, tokens: Tensor, labels: Tensor | None) -> tuple[TokenWatch, Tensor | None]:
         """What modules and the loss make of the batch with these tokens and labels."""
@@ -233,15 +209,9 @@ class _Probe:
         return row, int(places[0]), int(places[-1]) + 1
 
     def _described(self, change: Change) -> str:
-        """The module's path and class, and the attention that it belongs to."""
-        path = change.path
-        names = path.split(".") if path else []
-        owners = [".".join(names[:count]) for count in range(len(names), 0, -1)]
-        kinds = {owner: type(self.model.get_submodule(owner)).__name__ for owner in ["", *owners]}
-        attention = next((owner for owner in owners if "attention" in kinds[owner].lower()), path)
-        within = f" of {attention} ({kinds[attention]})" if attention != path else ""
-        side = "input" if change.is_input else "output"
-        return f"the {side} of {path or 'the model'} ({kinds[path]}){within}"
+        """The module's path and class."""
+        kind = type(self.model.get_submodule(change.path)).__name__
+        return f"the {'input' if change.is_input else 'output'} of {change.path or 'the model'} ({kind})"
 
     def _where_loss_leaks(self, kept: Tensor) -> str:
         firsts = self.batch["cu_seqlens"][:-1].long()
@@ -272,7 +242,7 @@ def _message(leak: Leak | None, model: nn.Module) -> str:
     share = f", {leak.share:.2g} times as much as these themselves" if leak.share else ""
     return (
         f"Packed documents see each other: the document in row {row}, tokens {begin} to {end - 1}, changes with the "
-        f"tokens of {leak.sources}{share}. First seen in {leak.where}. {_remedy(model)}"
+        f"tokens of others{share}. First seen in {leak.where}. {_remedy(model)}"
     )
 
 

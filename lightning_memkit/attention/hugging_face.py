@@ -24,8 +24,7 @@ from lightning_memkit.attention.positions import (
     restarts,
 )
 from lightning_memkit.attention.verified import refuse_what_differs
-
-Undo = Callable[[], None]
+from lightning_memkit.utilities.patching import Undo
 
 NAME = "memkit_packed"
 _running: ContextVar[Forward | None] = ContextVar("memkit_packed_forward", default=None)

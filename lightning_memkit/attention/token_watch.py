@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils.weak import WeakTensorKeyDictionary
+
+from lightning_memkit.utilities.tensors import tensors_of
 
 Key = tuple[str, int, int]  # the module's path, which of its calls, which of the tensors it returned
 
@@ -33,9 +34,9 @@ class Change:
 class TokenWatch:
     """While it is entered, one number for every token of every module's output, in the order of execution.
 
-    Modules whose outputs have no place for every token ([rows, length, ...] or [rows * length, ...]) are passed over.
-    Inputs of the innermost modules are followed where no module put them out: behind a projection of zeros nothing of
-    them would be seen. It holds 4 bytes a token and module, twice that at the most.
+    Modules whose outputs don't hold rows of tokens ([rows, length, ...] or [1, rows * length, ...]) are passed over:
+    what stands one behind the other may be sorted, by expert. Inputs of the innermost modules are followed, too:
+    behind a projection of zeros nothing of them would be seen. It holds 8 bytes a token and module at the most.
 
     Args:
         model: What is watched.
@@ -49,8 +50,6 @@ class TokenWatch:
         self.coarse = False  # whether modules compute in 16 bits
         self._model, self._rows, self._length = model, rows, length
         self._calls: dict[str, int] = {}
-        self._unsure: list[Key] = []
-        self._followed = WeakTensorKeyDictionary()  # each with its version
         self._handles: list[Any] = []
 
     def __enter__(self) -> "TokenWatch":
@@ -71,56 +70,33 @@ class TokenWatch:
     def _hook(self, path: str) -> Callable[[nn.Module, Any, Any], None]:
         def note(module: nn.Module, args: Any, output: Any) -> None:
             call = self._calls[path] = self._calls.get(path, -1) + 1
-            for index, tensor in enumerate(_tensors(output)):
-                number = self._digest(tensor)
-                self._followed[tensor] = tensor._version
-                if number is not None:
-                    self.seen[path, call, index] = number
-                    self.coarse |= tensor.dtype in (torch.bfloat16, torch.float16)
-                    if tensor.shape[0] != self._rows * self._length:
-                        self._forget_unsure()
-                    else:
-                        self._unsure.append((path, call, index))
+            self._note(self.seen, (path, call), output)
 
         return note
 
     def _input_hook(self, path: str) -> Callable[[nn.Module, Any, Any], None]:
         def note(module: nn.Module, args: Any, kwargs: Any) -> None:
-            for index, tensor in enumerate(_tensors([args, kwargs])):
-                # Flat inputs may stand in any order, as those of a loss do.
-                if self._is_in_rows(tensor) and self._followed.get(tensor) != tensor._version:
-                    number = self._digest(tensor)
-                    if number is not None:
-                        self._followed[tensor] = tensor._version
-                        self.seen_inputs[path, self._calls.get(path, -1) + 1, index] = number
-                        self.coarse |= tensor.dtype in (torch.bfloat16, torch.float16)
+            self._note(self.seen_inputs, (path, self._calls.get(path, -1) + 1), [args, kwargs])
 
         return note
 
-    def _forget_unsure(self) -> None:
-        """What stands behind one another may be sorted by expert; a later output in rows tells what it would."""
-        for key in self._unsure:
-            del self.seen[key]
-        self._unsure.clear()
+    def _note(self, into: dict[Key, Tensor], call: tuple[str, int], tensors: Any) -> None:
+        in_rows = (self._rows, self._length), (1, self._rows * self._length)
+        for index, tensor in enumerate(tensors_of(tensors)):
+            is_plain = tensor.is_floating_point() and not is_traceable_wrapper_subclass(tensor)
+            if is_plain and tuple(tensor.shape[:2]) in in_rows:
+                into[(*call, index)] = _digest(tensor)
+                self.coarse |= tensor.dtype in (torch.bfloat16, torch.float16)
 
-    def _is_in_rows(self, tensor: Tensor) -> bool:
-        return tuple(tensor.shape[:2]) in ((self._rows, self._length), (1, self._rows * self._length))
 
-    def _digest(self, tensor: Tensor) -> Tensor | None:
-        """One number a token, [rows * length]; None where tokens have no places."""
-        shape = tuple(tensor.shape)
-        whole = self._rows * self._length
-        if self._is_in_rows(tensor):
-            flat = tensor.flatten(0, 1)
-        elif shape[:1] == (whole,):
-            flat = tensor
-        else:
-            return None
-        flat = flat.flatten(1) if flat.dim() > 1 else flat[:, None]
-        flat = flat[:, :: max(1, flat.size(1) // _FEATURES)]
-        # Weighted, for a normalised output has always the same sum; and not at random, to draw no numbers.
-        weights = torch.cos(torch.arange(1, flat.size(1) + 1, device=flat.device, dtype=torch.float32) * 2.4)
-        return flat.detach().float() @ weights
+def _digest(tensor: Tensor) -> Tensor:
+    """One number a token, [rows * length]."""
+    flat = tensor.flatten(0, 1)
+    flat = flat.flatten(1) if flat.dim() > 1 else flat[:, None]
+    flat = flat[:, :: max(1, flat.size(1) // _FEATURES)]
+    # Weighted, for a normalised output has always the same sum; and not at random, to draw no numbers.
+    weights = torch.cos(torch.arange(1, flat.size(1) + 1, device=flat.device, dtype=torch.float32) * 2.4)
+    return flat.detach().float() @ weights
 
 
 def first_change(before: TokenWatch, after: TokenWatch, kept: Tensor, changed: Tensor) -> Change | None:
@@ -150,15 +126,3 @@ def first_change(before: TokenWatch, after: TokenWatch, kept: Tensor, changed: T
                 is_input=is_input,
             )
     return None
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    """The floating tensors of a module's output, at any depth of tuples, lists and mappings."""
-    if isinstance(output, Tensor):
-        plain = output.is_floating_point() and not is_traceable_wrapper_subclass(output)
-        return [output] if plain else []
-    if isinstance(output, dict):
-        output = list(output.values())
-    return (
-        [tensor for item in output for tensor in _tensors(item)] if isinstance(output, (tuple, list)) else []
-    )

@@ -18,7 +18,7 @@ def copied_ahead(device: torch.device) -> Callable[[Iterator[Any]], Iterator[Any
     """What gives batches on the device whose copies ran beside the step before; costs one more batch on the device.
 
     Batches in page-locked memory are copied without a wait. Tensors in nested containers are copied, and objects
-    that have ``to``. Not yet verified on a GPU; the device "fake" of `lightning_memkit.testing` runs the same code.
+    that have ``to``. Not yet verified on a GPU; the simulated device of the tests runs the same code.
 
     Args:
         device: An accelerator with streams.

@@ -8,7 +8,7 @@ those and leaves them; `cast_inputs` makes the cast module take the float32 inpu
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -19,8 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_memkit.optim.split import split
 from lightning_memkit.utilities.errors import NoEffectWarning
-
-Undo = Callable[[], None]
+from lightning_memkit.utilities.patching import Undo
 
 _CAST_FROM = (torch.float32, torch.float16, torch.bfloat16)
 _TABLE_NAME = re.compile(

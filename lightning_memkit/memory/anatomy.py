@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_memkit.memory.findings import Finding
 from lightning_memkit.memory.meter import Allocation, ByteMeter, Phase
+from lightning_memkit.utilities.atomic_write import write_whole
 
 CATEGORIES = {
     "weights": "parameters and buffers",
@@ -54,9 +55,7 @@ class Anatomy:
 
     def to_json(self, path: Path) -> None:
         """Write the anatomy as JSON; a reader never sees half a file."""
-        staged = path.with_suffix(".tmp")
-        staged.write_text(json.dumps(asdict(self), indent=2) + "\n")
-        staged.replace(path)
+        write_whole(path, json.dumps(asdict(self), indent=2) + "\n")
 
 
 class AnatomyMeter(ByteMeter):

@@ -1,7 +1,7 @@
 """What a process may use of the host and of its device, and a hard cap on the latter."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -11,13 +11,13 @@ import torch
 
 from lightning_memkit.memory.cgroups import cgroup_folders
 from lightning_memkit.memory.units import format_bytes
+from lightning_memkit.utilities.patching import Undo
 
 try:
     import resource
 except ImportError:  # Windows
     resource: Any = None
 
-Undo = Callable[[], None]
 
 _UNLIMITED = 2**60  # cgroup v1 writes a number near 2**63 for no limit
 _MPS_DEFAULT = 1.7  # torch's own high watermark, times the recommended size

@@ -47,7 +47,7 @@ class AllocatorMeter:
 
     @staticmethod
     def counts(device: torch.device) -> bool:
-        """Whether a device's allocator keeps a peak: CUDA's, ROCm's, XPU's and the device "fake"'s do."""
+        """Whether a device's allocator keeps a peak: CUDA's, ROCm's and XPU's do."""
         module = torch.get_device_module(device)
         return hasattr(module, "reset_peak_memory_stats") and hasattr(module, "max_memory_allocated")
 

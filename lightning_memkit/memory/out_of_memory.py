@@ -1,5 +1,6 @@
-"""Tell running out of memory from every other error."""
+"""Tell running out of memory from every other error, and free what it left."""
 
+import gc
 import re
 
 import torch
@@ -37,3 +38,13 @@ def is_out_of_memory(error: BaseException) -> bool:
         return False
     text = str(error).lower()
     return _MESSAGES.search(text) is not None and not any(word in text for word in _NEVER)
+
+
+def free_memory() -> None:
+    """Free what hangs in cycles and the accelerator's cache of freed memory.
+
+    Call it behind the handler of an error, not within: there the traceback holds the failed step's tensors.
+    """
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()

@@ -29,11 +29,16 @@ def usable_processors(root: Path = Path("/")) -> float:
     Args:
         root: where `proc` and `sys` are.
     """
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min([float(allowed), *_quotas(root)])
+    return min([float(allowed_processors()), *quotas(root)])
 
 
-def _quotas(root: Path) -> Iterator[float]:
+def allowed_processors() -> int:
+    """Processors that this process may be scheduled on, whatever its cgroup's quota."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def quotas(root: Path = Path("/")) -> Iterator[float]:
+    """Processors' worth of time that each cgroup of this process grants, where it limits it."""
     unified, legacy = cgroup_folders(root, "cpu", ("cpu", "cpu,cpuacct"))
     for folder in (*unified, *legacy):
         yield from _quota(folder)

@@ -12,6 +12,7 @@ from lightning_memkit.memory.flops import StepFlops
 from lightning_memkit.memory.kinds import SavedBytes
 from lightning_memkit.memory.step_meter import MeteredStep
 from lightning_memkit.memory.timeline import Timeline
+from lightning_memkit.utilities.atomic_write import write_whole
 
 FORMAT = 1
 _COMPACT = ("timeline", "modules", "kinds")  # long: an entry a line
@@ -126,9 +127,7 @@ class StepReport:
     def to_json(self, path: Path) -> None:
         """Write the report as JSON; a reader never sees half a file."""
         parts = [f"  {json.dumps(name)}: {_dumped(name, value)}" for name, value in self.as_dict().items()]
-        staged = path.with_suffix(".tmp")
-        staged.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
-        staged.replace(path)
+        write_whole(path, "{\n" + ",\n".join(parts) + "\n}\n")
 
     @classmethod
     def from_json(cls, path: Path) -> "StepReport":

@@ -21,11 +21,12 @@ from lightning_memkit.micro_batching.parts.value_looks import ValueLooks
 from lightning_memkit.micro_batching.proof.trials import Trials
 from lightning_memkit.micro_batching.ranks.agreement import local_optimizer, ranks_of
 from lightning_memkit.micro_batching.recovery import Recovery
-from lightning_memkit.micro_batching.run import Run, Step, Undo
+from lightning_memkit.micro_batching.run import Run, Step
 from lightning_memkit.micro_batching.shares.foreseen import ForeseenWronglyError
 from lightning_memkit.micro_batching.sizes.sizing import AccumulationWindow, Foreseen
 from lightning_memkit.optim.journal import BUNDLE_BYTES, BUNDLE_BYTES_CPU, journal_steps
 from lightning_memkit.utilities.generators import Generators
+from lightning_memkit.utilities.patching import Undo
 from lightning_memkit.utilities.tensors import tensors_of
 
 _COPIED = 0.01  # of the budget, for copies beside an optimizer's step that may be left half-done

@@ -1,14 +1,11 @@
 """Retry a step that ran out of memory: the state before it, smaller parts, the same batch again."""
 
-import gc
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
-
-from lightning_memkit.memory.out_of_memory import is_out_of_memory
+from lightning_memkit.memory.out_of_memory import free_memory, is_out_of_memory
 from lightning_memkit.micro_batching import batch_size
 from lightning_memkit.micro_batching.changes.rollback import Rollback
 from lightning_memkit.micro_batching.changes.step_changes import label
@@ -224,9 +221,7 @@ class Recovery:
     def _begin_again(self, step: Step, failure: str, point: SafePoint | None) -> None:
         """Restore the state before the step, and halve the parts."""
         self._put_back(step, point)
-        gc.collect()
-        if torch.accelerator.is_available():
-            _empty_caches()
+        free_memory()
         failed = self._shrink(step, failure)
         step.run.info(
             f"MemoryBudget: out of memory at batch {step.batch_idx} {self._runner.phase} "
@@ -279,8 +274,3 @@ def _step_hooks(step: Step) -> dict[str, Any]:
     """The hooks that an optimizer's step begins with, which a retry calls again; those after it are past retries."""
     hooks: Any = getattr(step.optimizer, "_optimizer_step_pre_hooks", {})  # torch's; others may have none
     return {"step_pre_hooks": list(hooks.values())} if hooks else {}
-
-
-def _empty_caches() -> None:
-    empty = getattr(torch.accelerator, "empty_cache", None) or torch.cuda.empty_cache
-    empty()

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 
 from lightning_memkit.activations.planned import BudgetPlan
 from lightning_memkit.micro_batching.splitting import batch_size, split_batch
+from lightning_memkit.utilities.patching import Undo
 
 T = TypeVar("T")
-Undo = Callable[[], None]
 Logged = dict[str, Any]  # the keywords of one call of a module's `log`: fx, name, value and the rest
 
 

@@ -6,7 +6,7 @@ from the cast and put them back as they were saved. What is saved are plain tens
 ``torch.load(..., weights_only=True)`` reads it.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from copy import deepcopy
 from itertools import chain
 from typing import Any
@@ -19,11 +19,10 @@ from lightning_memkit.optim.pieces import slots
 from lightning_memkit.optim.shadow import LOW_STATES
 from lightning_memkit.optim.split import LOW_HALF
 from lightning_memkit.optim.stochastic_rounding import StochasticRounding
+from lightning_memkit.utilities.patching import Undo
 
 STATE_KEY = "memkit"  # the entry of the state dict that holds the seed and position of the rounding noise
 _LEFT_TO_TORCH = frozenset({"step"})  # torch places it by the fused and capturable flags
-
-Undo = Callable[[], None]
 
 
 class _Hidden:

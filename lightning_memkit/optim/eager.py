@@ -7,7 +7,7 @@ was filled with one of the optimizer's options that option, not what bfloat16 ma
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 from weakref import ref
 
@@ -21,8 +21,8 @@ from lightning_memkit.optim.modes import widen_
 from lightning_memkit.optim.own_attributes import contents, own_attributes, own_numbers
 from lightning_memkit.optim.pieces import is_compensated, slots
 from lightning_memkit.optim.state_dtypes import KEEP_FLOAT32
+from lightning_memkit.utilities.patching import Undo
 
-Undo = Callable[[], None]
 _NAMED_AT_MOST = 6
 
 

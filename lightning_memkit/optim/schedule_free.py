@@ -16,8 +16,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_memkit.optim.consolidate import float32_weight, set_float32_weight
-
-Undo = Callable[[], None]
+from lightning_memkit.utilities.patching import Undo
 
 _MARK = "_memkit_switches_in_float32"
 

@@ -2,7 +2,7 @@
 
 While one bucket of parameters is stepped, the next one's states are on their way to the device and the last
 one's on their way back, each on a stream of its own: at most three buckets are on the device. Not yet verified
-on a GPU; the device "fake" of `lightning_memkit.testing` runs the same code.
+on a GPU; the simulated device of the tests runs the same code.
 """
 
 from collections import deque

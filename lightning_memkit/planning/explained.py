@@ -1,6 +1,6 @@
 """The rules of thumb behind a plan: bytes a parameter, and a row by hand beside its prediction."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -10,6 +10,7 @@ from lightning_memkit.planning.placed import Placement, chunked_head, gathered
 from lightning_memkit.planning.problem import Row
 from lightning_memkit.prediction.by_hand import Blocks, ParameterCounts, Precision, Recipe, VocabularyHead
 from lightning_memkit.prediction.closed_form import ClosedForm, closed_form
+from lightning_memkit.utilities.tensors import tensors_of
 
 _RECIPES = {
     "float32": Recipe(),
@@ -58,7 +59,7 @@ def beside_prediction(row: Row, module: nn.Module, batch: Any, given: Mapping[st
     counts, placement = ParameterCounts.of(module), Placement.of(row, given)
     recipe = _recipe(row, counts, placement, given)
     blocks, head, hidden = _shapes(module, batch, placement, recipe)
-    tensors = {id(one): one for one in _tensors_in(batch)}.values()
+    tensors = {id(one): one for one in tensors_of(batch)}.values()
     plain = closed_form(
         counts,
         recipe=recipe,
@@ -78,19 +79,6 @@ def beside_prediction(row: Row, module: nn.Module, batch: Any, given: Mapping[st
         else ["No shapes of blocks are known (no transformers config): activations are predicted only."]
     )
     return "\n".join([str(by_hand), "", str(by_hand.beside(prediction)), *note])
-
-
-def _tensors_in(batch: Any) -> Iterator[Tensor]:
-    """Of a batch: alone, in lists and mappings, or in an object's attributes."""
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        yield from _tensors_in(list(batch.values()))
-    elif isinstance(batch, (list, tuple)):
-        for item in batch:
-            yield from _tensors_in(item)
-    elif hasattr(batch, "__dict__"):
-        yield from _tensors_in(vars(batch))
 
 
 def _recipe(row: Row, counts: ParameterCounts, placement: Placement, given: Mapping[str, Any]) -> Recipe:
@@ -140,7 +128,7 @@ def _shapes(
     """Blocks, head and width of a model with a config as transformers has them, for a batch with token ids."""
     configs = (getattr(one, "config", None) for one in module.modules())
     config: Any = next((one for one in configs if hasattr(one, "to_dict")), None)
-    ids = next((one for one in _tensors_in(batch) if one.dim() == 2 and not one.is_floating_point()), None)
+    ids = next((one for one in tensors_of(batch) if one.dim() == 2 and not one.is_floating_point()), None)
     if config is None or ids is None:
         return None, None, 0
     config = config.get_text_config() if hasattr(config, "get_text_config") else config

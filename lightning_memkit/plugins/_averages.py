@@ -22,8 +22,7 @@ from lightning_memkit.optim.averaging import (
     update_average,
     widen_average,
 )
-
-Undo = Callable[[], None]
+from lightning_memkit.utilities.patching import Undo
 
 
 def average_in_float32(trainer: Trainer, optimizers: Sequence[Optimizer]) -> Undo:

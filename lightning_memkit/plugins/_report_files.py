@@ -6,7 +6,7 @@ from pathlib import Path
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from lightning_memkit.memory.page import page, write_page
+from lightning_memkit.memory.page import page
 from lightning_memkit.memory.report import StepReport
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.plugins._asked import budget_of
@@ -14,6 +14,7 @@ from lightning_memkit.plugins._report_line import Printer
 from lightning_memkit.plugins._report_snapshot import dump
 from lightning_memkit.plugins._report_table import tables
 from lightning_memkit.plugins.report_command import FAILED, REPORT
+from lightning_memkit.utilities.atomic_write import write_whole
 
 
 class ReportFiles:
@@ -71,4 +72,4 @@ class ReportFiles:
     def _write(self, report: StepReport, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         report.to_json(path)
-        write_page(path.with_suffix(".html"), page(report))
+        write_whole(path.with_suffix(".html"), page(report))

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from rich.console import Console, RenderableType
 
 from lightning_memkit.memory.units import format_bytes
-from lightning_memkit.plugins import _seam
+from lightning_memkit.utilities.patching import Undo
 
 _WIDTH = 118  # of a log file, which has none of its own; 80 columns would break the table
 
@@ -51,7 +51,7 @@ def _is_live(bar: RichProgressBar) -> bool:
     return progress is not None and progress.live.is_started and progress.console.is_terminal
 
 
-def show_in_bar(trainer: Trainer, values: dict[str, str]) -> _seam.Undo:
+def show_in_bar(trainer: Trainer, values: dict[str, str]) -> Undo:
     """Let the progress bar show these values beside the module's own; they may change later. Returns the undo."""
     bar = trainer.progress_bar_callback
     if not isinstance(bar, ProgressBar):

@@ -21,7 +21,8 @@ from lightning.pytorch.trainer import call
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_memkit.micro_batching.run import Run, Step, Undo
+from lightning_memkit.micro_batching.run import Run, Step
+from lightning_memkit.utilities.patching import Undo
 
 
 class LightningStep(Step):

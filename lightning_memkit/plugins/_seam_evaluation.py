@@ -13,8 +13,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 
 from lightning_memkit.plugins._seam import calls_held, finder_runs, keep_logged, loggers_silent
-
-Undo = Callable[[], None]
+from lightning_memkit.utilities.patching import Undo
 
 HOOKS = ("validation_step", "test_step", "predict_step")
 

@@ -7,7 +7,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.trainer.connectors import data_connector
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-Undo = Callable[[], None]
+from lightning_memkit.utilities.patching import Undo
 
 
 def take_training_loaders(trainer: Trainer, take: Callable[[Any], Any], checked: type) -> Undo:

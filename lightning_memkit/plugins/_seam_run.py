@@ -13,12 +13,13 @@ from torch.optim import Optimizer
 
 from lightning_memkit.activations.planned import BudgetPlan
 from lightning_memkit.distributed.ddp import why_no_late_reduction
-from lightning_memkit.micro_batching.run import Logged, Run, Undo
+from lightning_memkit.micro_batching.run import Logged, Run
 from lightning_memkit.micro_batching.sizes.tuned_sizes import class_name, without_addresses
 from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._asked import callbacks_of, says
 from lightning_memkit.plugins._checks import hooks_run_by_part
 from lightning_memkit.plugins._worst_batch import scanned_once, worst_batch
+from lightning_memkit.utilities.patching import Undo
 
 T = TypeVar("T")
 

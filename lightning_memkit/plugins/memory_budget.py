@@ -19,13 +19,14 @@ from lightning_memkit.micro_batching.engine import Engine, Record
 from lightning_memkit.micro_batching.history import PartsChange
 from lightning_memkit.micro_batching.options import BudgetOptions, Enforce, check_options
 from lightning_memkit.micro_batching.parts.partition import Splitter
-from lightning_memkit.micro_batching.run import Step, Undo
+from lightning_memkit.micro_batching.run import Step
 from lightning_memkit.plugins import _seam
 from lightning_memkit.plugins._checks import check_accumulation, warn_of_inexactness
 from lightning_memkit.plugins._evaluation import Observer, keep_budget_in_evaluation
 from lightning_memkit.plugins._forecast import foreseen
 from lightning_memkit.plugins._pickling import LeavesRunBehind, nothing
 from lightning_memkit.plugins._seam_run import LightningRun
+from lightning_memkit.utilities.patching import Undo
 
 
 class MemoryBudget(LeavesRunBehind, Callback):

@@ -28,6 +28,7 @@ from lightning_memkit.plugins._report_line import Printer, in_bar, line, show_in
 from lightning_memkit.plugins._report_meter import BatchMeter, census, is_compiled
 from lightning_memkit.plugins._report_rates import Rates, known_device
 from lightning_memkit.plugins._report_watch import StepsWatch
+from lightning_memkit.utilities.patching import Undo
 
 
 def _no_time() -> float:
@@ -113,7 +114,7 @@ class MemoryReport(LeavesRunBehind, Callback):
         self._rates = Rates()
         self._in_bar: dict[str, str] = {}
         self._waited = _no_time
-        self._undo: list[_seam.Undo] = []
+        self._undo: list[Undo] = []
         self._printer = Printer()
         self._files: ReportFiles | None = None
 

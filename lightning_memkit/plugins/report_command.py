@@ -9,10 +9,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from lightning_memkit.memory.page import comparison_page, page, write_page
-from lightning_memkit.memory.picture import NoPictureError, write_picture
+from lightning_memkit.memory.page import comparison_page, page
 from lightning_memkit.memory.report import StepReport
 from lightning_memkit.plugins._report_table import comparison_tables, tables
+from lightning_memkit.utilities.atomic_write import write_whole
 
 REPORT, FAILED = "memory_report.json", "memory_report_oom.json"
 _DESCRIPTION = """Print where the bytes of a run's metered step went: by category (beside the prediction, where there
@@ -21,7 +21,6 @@ _EPILOG = """examples:
   memkit report runs/version_3                      the tables, and where the page is
   memkit report runs/version_3 runs/version_4       by category, and what the second has more
   memkit report runs/version_3 --html step.html     the page once more: a timeline to move over, no network
-  memkit report runs/version_3 --png step.png       the timeline as a picture (needs matplotlib)
   memkit report memory_report_oom.json              what lived when a step ran out of memory
 
 A folder is searched for memory_report.json, the newest below it where it has none itself. Advice and predictions are
@@ -44,7 +43,6 @@ def parser() -> argparse.ArgumentParser:
         "other", metavar="OTHER", nargs="?", help="another to compare with: differences are OTHER - RUN"
     )
     found.add_argument("--html", metavar="FILE", help="write the page, of both where there are two")
-    found.add_argument("--png", metavar="FILE", help="draw the timeline of RUN (needs matplotlib)")
     found.add_argument(
         "--oom",
         action="store_true",
@@ -58,7 +56,7 @@ def run(words: Sequence[str]) -> int:
     options = parser().parse_args(list(words))
     try:
         _report(options)
-    except (OSError, ValueError, NoPictureError) as error:
+    except (OSError, ValueError) as error:
         if os.environ.get("MEMKIT_DEBUG"):
             traceback.print_exc()
         print(f"memkit: error: {error}", file=sys.stderr)
@@ -85,7 +83,7 @@ def report_file(given: str, name: str = REPORT) -> Path:
         return below[-1]
     if not path.is_file():
         raise FileNotFoundError(f"{given} does not exist; give a {name}, or the folder of a run's logs.")
-    if path.suffix in (".html", ".png"):
+    if path.suffix == ".html":
         beside = path.with_suffix(".json")
         if beside.is_file():
             return beside
@@ -114,12 +112,9 @@ def _report(options: argparse.Namespace) -> None:
     if len(reports) == 1:
         for finding in reports[0].anatomy.findings:
             console.print(f"finding: {finding}", markup=False)
-    if options.png is not None:
-        write_picture(Path(options.png), reports[0])
-        console.print(f"picture: {options.png}", markup=False)
     if options.html is not None:
         text = page(reports[0]) if len(reports) == 1 else comparison_page(reports[0], reports[1], names)
-        write_page(Path(options.html), text)
+        write_whole(Path(options.html), text)
         console.print(f"page: {options.html}", markup=False)
     elif len(reports) == 1:
         beside = paths[0].with_suffix(".html")

@@ -1,7 +1,7 @@
 """What a step's operators compute and move: the seeds of its time on a device."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_memkit.memory.flops import flops_of
+from lightning_memkit.utilities.tensors import tensors_of
 
 _aten = torch.ops.aten
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -134,8 +135,8 @@ def _operator(
     """None for what only makes a view, or room."""
     if func.overloadpacket in _MOVE_NOTHING:
         return None
-    operands, results = list(_tensors(args)), list(_tensors(out))
-    operands += _tensors(kwargs)
+    operands, results = list(tensors_of(args)), list(tensors_of(out))
+    operands += tensors_of(kwargs)
     is_written = func._schema.is_mutable or func.namespace in COMMUNICATION
     if not (operands or results) or (not is_written and results and _is_view(operands, results)):
         return None
@@ -157,16 +158,6 @@ def _spanned_bytes(tensor: Tensor) -> int:
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         count *= size if stride else min(size, 1)
     return count * tensor.dtype.itemsize
-
-
-def _tensors(item: Any) -> Iterator[Tensor]:
-    if isinstance(item, Tensor):
-        yield item
-    elif isinstance(item, (list, tuple)):
-        for value in item:
-            yield from _tensors(value)
-    elif isinstance(item, dict):
-        yield from _tensors(list(item.values()))
 
 
 def _shapes(item: Any) -> Any:

@@ -1,11 +1,10 @@
-"""Tools for tests of memory: allocations that fail on purpose, and an accelerator without hardware that counts."""
+"""Tools for tests of memory: allocations that fail on purpose, one by one or over a budget."""
 
-from lightning_memkit.testing.fake_device import FakeDevice, Transfers, compiler, fake_device
+from lightning_memkit.testing.budgets import ByteBudget, byte_budget
 from lightning_memkit.testing.faults import (
-    ByteBudget,
+    FailingAllocator,
     Fault,
     Faults,
-    byte_budget,
     count_allocations,
     fail_at,
 )
@@ -13,15 +12,12 @@ from lightning_memkit.testing.sweeps import Outcome, sweep
 
 __all__ = [
     "ByteBudget",
-    "FakeDevice",
+    "FailingAllocator",
     "Fault",
     "Faults",
     "Outcome",
-    "Transfers",
     "byte_budget",
-    "compiler",
     "count_allocations",
     "fail_at",
-    "fake_device",
     "sweep",
 ]

@@ -1,18 +1,15 @@
 """Make an allocation fail on purpose: the N-th storage that an operator creates, or the N-th call of an allocator."""
 
 import os
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memkit.memory.meter import ByteMeter
-from lightning_memkit.memory.units import format_bytes, parse_bytes
-from lightning_memkit.testing.fake_device import FakeDevice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +18,35 @@ class Fault:
 
     point: int
     operator: str
+
+
+class FailingAllocator(Protocol):
+    """A device whose allocator counts its calls and fails where it is told to: what `on=` takes."""
+
+    @property
+    def allocations(self) -> int:
+        """Calls of the allocator so far, failed ones included."""
+        ...
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of its memory in use."""
+        ...
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """Live bytes that no allocation may exceed; None where there is no limit."""
+        ...
+
+    def set_limits(
+        self, budget_bytes: int | None = None, fail_at: int | None = None, *, repeat: bool = False
+    ) -> None:
+        """Fail with `torch.OutOfMemoryError` over a budget, and at one index of `allocations` or from it on."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until whatever runs on the device has let go of its memory."""
+        ...
 
 
 class Faults(Protocol):
@@ -59,7 +85,7 @@ class Faults(Protocol):
 def fail_at(
     n: int,
     *,
-    on: FakeDevice | None = None,
+    on: FailingAllocator | None = None,
     repeat: bool = False,
     ranks: Collection[int] | None = None,
     when: Callable[[], bool] | None = None,
@@ -74,7 +100,7 @@ def fail_at(
 
     Args:
         n: the index of the allocation, 0 for the first.
-        on: the device whose allocator is to fail, made by `fake_device`.
+        on: the device whose allocator is to fail.
         repeat: every later allocation fails too, until `disarm`.
         ranks: the ranks that fail; the others only count. None for all.
         when: asked at every allocation: those it says no to neither fail nor count. Not together with `on`.
@@ -100,7 +126,7 @@ def fail_at(
     return AllocatorFaults(on, n, repeat=repeat, ranks=ranks, armed=armed)
 
 
-def count_allocations(*, on: FakeDevice | None = None, armed: bool = True) -> Faults:
+def count_allocations(*, on: FailingAllocator | None = None, armed: bool = True) -> Faults:
     """Counts what `fail_at` could make fail; nothing fails within it."""
     if on is None:
         return OperatorFaults(None, armed=armed)
@@ -122,7 +148,7 @@ class OperatorFaults(ByteMeter):
         super().__init__(fail_at=n)
         self.fault: Fault | None = None
         self._repeat = repeat
-        self._gate = _Gate(armed, ranks, when)
+        self._gate = Gate(armed, ranks, when)
 
     def arm(self) -> None:
         """Count and fail from now on."""
@@ -153,7 +179,7 @@ class AllocatorFaults(TorchDispatchMode):
 
     def __init__(
         self,
-        device: FakeDevice,
+        device: FailingAllocator,
         n: int | None,
         *,
         repeat: bool = False,
@@ -164,7 +190,7 @@ class AllocatorFaults(TorchDispatchMode):
         self._device = device
         self._n = n
         self._repeat = repeat
-        self._gate = _Gate(armed, ranks, None)
+        self._gate = Gate(armed, ranks, None)
         self._counted = 0
         self._armed_since: int | None = None
         self._live_before = 0
@@ -222,63 +248,7 @@ class AllocatorFaults(TorchDispatchMode):
             raise
 
 
-class ByteBudget(ByteMeter):
-    """Fails each operator that brings the live bytes over a budget; see `byte_budget`."""
-
-    def __init__(self, budget_bytes: int, *, ranks: Collection[int] | None, armed: bool) -> None:
-        super().__init__()
-        self.most_bytes = budget_bytes
-        self.fault: Fault | None = None
-        self._gate = _Gate(armed, ranks, None)
-
-    def arm(self) -> None:
-        """Fail from now on."""
-        self._gate.armed = True
-
-    def disarm(self) -> None:
-        """Count bytes, but let all pass until `arm`."""
-        self._gate.armed = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = self.allocations
-        out = super().__torch_dispatch__(func, types, args, kwargs)
-        over = self.allocations > before and self.live_bytes > self.most_bytes
-        if over and self._gate.is_open() and self._gate.on_this_rank():
-            self.fault = self.fault or Fault(point=before, operator=str(func))
-            raise torch.OutOfMemoryError(
-                f"{func} brings the live bytes to {format_bytes(self.live_bytes)}, over the budget of "
-                f"{format_bytes(self.most_bytes)}."
-            )
-        return out
-
-
-def byte_budget(
-    budget: int | str,
-    *,
-    resident: Iterable[Tensor] = (),
-    ranks: Collection[int] | None = None,
-    armed: bool = True,
-) -> ByteBudget:
-    """Within it each allocation that brings the live bytes over the budget raises `torch.OutOfMemoryError`.
-
-    Bytes are those of tensors, counted operator by operator on any device; costs tens of microseconds an operator.
-    For a real allocator's answer take `fake_device(budget_bytes=...)`.
-
-    Args:
-        budget: `"1MiB"` or a count of bytes.
-        resident: tensors that exist already and count: weights, states, the batch.
-        ranks: the ranks that have the budget; the others only count. None for all.
-        armed: whether to start at once; else `arm` starts. Bytes are counted all the same.
-
-    Raises:
-        ValueError: the budget can't be read.
-    """
-    limited = ByteBudget(parse_bytes(budget), ranks=ranks, armed=armed)
-    limited.track(resident)
-    return limited
-
-
-class _Gate:
+class Gate:
     """Whether faults are on at the moment, and here."""
 
     def __init__(self, armed: bool, ranks: Collection[int] | None, when: Callable[[], bool] | None) -> None:
@@ -287,9 +257,11 @@ class _Gate:
         self._when = when
 
     def is_open(self) -> bool:
+        """Whether faults are on at the moment."""
         return self.armed and (self._when is None or self._when())
 
     def on_this_rank(self) -> bool:
+        """Whether this is a rank that fails."""
         return self._ranks is None or _rank() in self._ranks
 
 

@@ -5,8 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from lightning_memkit.testing.fake_device import FakeDevice
-from lightning_memkit.testing.faults import Fault, Faults, count_allocations, fail_at
+from lightning_memkit.testing.faults import FailingAllocator, Fault, Faults, count_allocations, fail_at
 
 T = TypeVar("T")
 
@@ -42,7 +41,7 @@ class Outcome(Generic[T]):
 def sweep(
     run: Callable[[Faults], T],
     *,
-    on: FakeDevice | None = None,
+    on: FailingAllocator | None = None,
     repeat: bool = False,
     ranks: Collection[int] | None = None,
     armed: bool = True,
@@ -55,7 +54,7 @@ def sweep(
 
     Args:
         run: what is to survive; it gets the faults, to arm and disarm them where only a phase is meant.
-        on: the device whose allocator fails (`fake_device`); None for the storages that operators create.
+        on: the device whose allocator fails; None for the storages that operators create.
         repeat: every later allocation fails too, until the run disarms.
         ranks: the ranks that fail, None for all. All ranks have to run the same points: see `points`.
         armed: whether faults start at once; else the run arms them.
@@ -85,7 +84,7 @@ def sweep(
         del result, error  # while the next one runs, only the caller keeps what it was given
 
 
-def _tidy(device: FakeDevice | None) -> None:
+def _tidy(device: FailingAllocator | None) -> None:
     """What the last run left in cycles is not to be freed within this one: a device's bytes are all it has."""
     if device is not None:
         gc.collect()
@@ -108,7 +107,7 @@ def _bare(error: Exception) -> Exception:
     return error
 
 
-def _settled_bytes(faults: Faults, device: FakeDevice | None, expected: int | None = None) -> int:
+def _settled_bytes(faults: Faults, device: FailingAllocator | None, expected: int | None = None) -> int:
     """The bytes alive once nothing is left in a cycle or on its way; cycles are looked for where it matters."""
     if device is not None:
         device.synchronize()

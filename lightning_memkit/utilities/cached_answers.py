@@ -3,9 +3,10 @@
 import json
 import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
+
+from lightning_memkit.utilities.atomic_write import write_whole
 
 SWITCH = "MEMKIT_TUNING_CACHE"
 
@@ -55,14 +56,7 @@ def keep(path: Path, content: dict[str, Any]) -> None:
     if _is_off():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(json.dumps(content, indent=1) + "\n")
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_whole(path, json.dumps(content, indent=1) + "\n")
 
 
 def _is_off() -> bool:

@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
+Undo = Callable[[], None]  # what patches returns; called once
+
 _BELOW, _KEY = "_memkit_below_", "_memkit_key"
 _numbers = count()
 
 
 def replace_method(
     module: nn.Module, name: str, run: Callable[..., Any], *, mark: str | None = None, like: Any = None
-) -> Callable[[], None]:
+) -> Undo:
     """Let an instance's method be `run(instance, plain, *args, **kwargs)`; `plain` is the method as it was.
 
     The class doesn't change. A deep copy of the instance runs its own method, and pickle finds the class's.

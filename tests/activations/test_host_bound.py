@@ -19,9 +19,9 @@ from lightning_memkit.activations.second_run import SecondRun
 from lightning_memkit.activations.tape import RECORDING_SECONDS, RUNNING_AGAIN_SECONDS, Tape
 from lightning_memkit.memory.clocks import WaitingClocks
 from lightning_memkit.memory.meter import ByteMeter
-from lightning_memkit.testing import fake_device
 from tests.activations.models import ConvNet, Stack
 from tests.activations.test_checkpointing import assert_same, ids, images, run
+from tests.testing.fake_device import fake_device
 from tests.testing.needs import NEEDS_COMPILER
 
 FAST, SLOW = {"host": 1e-5, "device": 2e-6}, {"host": 1e-5, "device": 1e-2}

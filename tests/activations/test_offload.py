@@ -10,8 +10,8 @@ from torch import nn
 
 from lightning_memkit import NoEffectWarning, checkpoint_modules
 from lightning_memkit.activations.offload import offload_activations
-from lightning_memkit.testing import fake_device
 from tests.activations.offload_models import DEPTH, LENGTH, ROWS, WIDTH, Deep, assert_same, gradients, ids
+from tests.testing.fake_device import fake_device
 from tests.testing.needs import NEEDS_COMPILER
 
 pytestmark = NEEDS_COMPILER

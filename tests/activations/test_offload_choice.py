@@ -9,7 +9,7 @@ from lightning_memkit.activations.offload_choice import (
     choose_blocks,
     measure_copy_rates,
 )
-from lightning_memkit.testing import fake_device
+from tests.testing.fake_device import fake_device
 from tests.testing.needs import NEEDS_COMPILER
 
 

@@ -4,7 +4,7 @@
 import pytest
 
 from lightning_memkit.activations.offload_pool import HostPool
-from lightning_memkit.testing import fake_device
+from tests.testing.fake_device import fake_device
 from tests.testing.needs import NEEDS_COMPILER
 
 

@@ -7,7 +7,7 @@ import torch
 
 from lightning_memkit.data.batch import PackedBatch
 from lightning_memkit.data.copy_ahead import copied_ahead, copies_help
-from lightning_memkit.testing import fake_device
+from tests.testing.fake_device import fake_device
 from tests.testing.needs import NEEDS_COMPILER
 
 pytestmark = NEEDS_COMPILER

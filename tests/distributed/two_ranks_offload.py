@@ -28,11 +28,10 @@ from lightning_memkit import (
     checkpoint_modules,
 )
 from lightning_memkit.activations.offload import offload_activations
-from lightning_memkit.testing import fake_device
-from lightning_memkit.testing.fake_device import FakeDevice
 from tests.activations.offload_models import Deep, host_as_device, ids
 from tests.plugins.fake_ranks import BACKEND, on_fake_ranks
 from tests.plugins.ranks import leave, whole
+from tests.testing.fake_device import FakeDevice, fake_device
 
 # 5 x 7 tokens: no activation has as many elements as a parameter.
 ROWS, LENGTH = 5, 7

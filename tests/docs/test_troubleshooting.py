@@ -30,7 +30,7 @@ INNER = (
     "JoinError",
     "CannotCatchUpError",
 )
-INNER += ("UnwritableError", "NoPictureError", "ConfigError")  # caught, or printed without their name
+INNER += ("UnwritableError", "ConfigError")  # caught, or printed without their name
 INNER += ("UnseenValueError", "ForeseenWronglyError")  # the batch runs again
 INNER += ("NothingCountsError", "NotCopiedError")  # other rows are taken, and another way
 

@@ -5,7 +5,7 @@ from lightning_memkit.memory import measure
 from lightning_memkit.memory.cublas import cublas_bytes
 from lightning_memkit.memory.limits import Limit
 from lightning_memkit.memory.units import format_bytes
-from lightning_memkit.testing import fake_device
+from tests.testing.fake_device import fake_device
 from tests.testing.needs import NEEDS_COMPILER
 
 CPU = torch.device("cpu")

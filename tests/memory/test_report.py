@@ -1,8 +1,7 @@
-"""A report as JSON, page and picture: nothing is lost, nothing from the network, and the drawing is of the bytes."""
+"""A report as JSON and page: nothing is lost, nothing from the network, and the drawing is of the bytes."""
 
 import json
 import re
-import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,10 +12,10 @@ import torch
 from lightning_memkit.memory.chart import STACK, height_of, ticks_up_to
 from lightning_memkit.memory.findings import Finding
 from lightning_memkit.memory.kinds import SavedBytes, alike
-from lightning_memkit.memory.page import comparison_page, page, write_page
-from lightning_memkit.memory.picture import NoPictureError, write_picture
+from lightning_memkit.memory.page import comparison_page, page
 from lightning_memkit.memory.report import Advice, PredictedStep, RunFacts, StepReport
 from lightning_memkit.memory.timeline import Timeline
+from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.memory.words import difference, flops_words, time_share
 from tests.memory.test_step_meter import ROWS, Model, metered
 
@@ -145,11 +144,9 @@ def test_a_report_of_the_first_version_is_read_and_shown(tmp_path: Path) -> None
     found = StepReport.from_json(path)
     assert found.anatomy.peak_bytes == 5
     assert "no timeline" in Parsed(page(found)).text
-    with pytest.raises(ValueError, match="no timeline to draw"):
-        write_picture(tmp_path / "report.png", found)
 
 
-def test_the_page_needs_nothing_but_itself(report: StepReport, tmp_path: Path) -> None:
+def test_the_page_needs_nothing_but_itself(report: StepReport) -> None:
     text = page(report)
     parsed = Parsed(text)
     for tag, attributes in parsed.tags:
@@ -158,9 +155,6 @@ def test_the_page_needs_nothing_but_itself(report: StepReport, tmp_path: Path) -
     assert not re.search(r"https?:|@import|url\(|fetch\(|XMLHttpRequest", text)
     assert "prefers-color-scheme: dark" in text
     assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in parsed.tags
-    write_page(tmp_path / "page.html", text)
-    assert (tmp_path / "page.html").read_text() == text
-    assert [file.name for file in tmp_path.iterdir()] == ["page.html"]
 
 
 def test_the_drawing_is_of_the_bytes_and_the_peak_is_marked_and_named(report: StepReport) -> None:
@@ -198,6 +192,18 @@ def test_the_page_has_every_table(report: StepReport) -> None:
         "chunked loss", "ChunkedLoss()", "-2.00 KiB", "+1%", "+100 B",
     ):  # fmt: skip
         assert words in text, words
+    anatomy, step = report.anatomy, report.step
+    sizes = [
+        anatomy.peak_bytes,
+        report.run.budget_bytes,
+        *anatomy.at_peak.values(),
+        *anatomy.largest.values(),
+    ]
+    for one in (*step.kinds.values(), *(one for _, one in alike(step.modules).values() if one.saved_at_most)):
+        sizes += [one.saved_at_peak, one.saved_at_most]
+    sizes += [one.allocated for one in step.kinds.values()]
+    for size in sizes:
+        assert size == 0 or format_bytes(size) in text
     bare = replace(report, advice=(), predicted=None)
     assert "No single change" in Parsed(page(bare)).text
     assert "Advice" not in Parsed(page(replace(bare, advised=False))).text
@@ -261,23 +267,3 @@ def test_words() -> None:
     assert difference(5, 5) == "–"
     assert (time_share(0.004), time_share(-0.2), time_share(0.05)) == ("the same", "-20%", "+5%")
     assert (flops_words(12), flops_words(1.5e12)) == ("12 FLOP", "1.5 TFLOP")
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of matplotlib's own dependencies
-def test_the_picture_is_drawn_where_matplotlib_is_there(report: StepReport, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "step.png"
-    write_picture(path, report)
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert path.stat().st_size > 10_000
-
-
-def test_without_matplotlib_the_picture_is_refused_with_the_remedy(
-    report: StepReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(NoPictureError, match="pip install matplotlib"):
-        write_picture(tmp_path / "step.png", report)
-    assert not list(tmp_path.iterdir())

@@ -34,9 +34,9 @@ from lightning_memkit.optim.snapshots import (
     take_snapshot,
 )
 from lightning_memkit.optim.step_copies import StepCopies, WholeStepCopies
-from lightning_memkit.testing import fake_device
 from lightning_memkit.utilities.errors import NoEffectWarning
 from tests.optim.helpers import all_tensors, assert_same_bits, set_gradients
+from tests.testing.fake_device import fake_device
 from tests.testing.needs import NEEDS_COMPILER
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from lightning_memkit.optim.journal import journal_steps
 from lightning_memkit.optim.state_home import tensors_of
-from lightning_memkit.testing import Faults, count_allocations, fake_device, sweep
+from lightning_memkit.testing import Faults, count_allocations, sweep
 from tests.optim.test_offload import build, on_cpu, set_gradients, two_groups
+from tests.testing.fake_device import fake_device
 from tests.testing.needs import NEEDS_COMPILER
 
 pytestmark = NEEDS_COMPILER

@@ -20,9 +20,9 @@ from lightning_memkit.optim.gradient_release import release_gradients
 from lightning_memkit.optim.offload import offload_of, offload_states
 from lightning_memkit.optim.split import LOW_HALF
 from lightning_memkit.optim.state_home import tensors_of
-from lightning_memkit.testing import fake_device
 from lightning_memkit.utilities.errors import NoEffectWarning
 from tests.optim.helpers import OPTIMIZERS, all_tensors, assert_same_bits, shapes_for, two_groups
+from tests.testing.fake_device import fake_device
 from tests.testing.needs import NEEDS_COMPILER
 
 pytestmark = NEEDS_COMPILER

@@ -10,10 +10,10 @@ from torch.utils.data import DataLoader
 
 from lightning_memkit import ActivationCheckpointing, MemoryBudget, NoEffectWarning
 from lightning_memkit.plugins.activation_offload import ActivationOffload
-from lightning_memkit.testing import fake_device
 from tests.activations.offload_models import DEPTH, WIDTH, Deep, ids
 from tests.plugins.fake_accelerator import on_fake_device
 from tests.plugins.noise import NOISE
+from tests.testing.fake_device import fake_device
 from tests.testing.needs import NEEDS_COMPILER
 
 pytestmark = [*NOISE, NEEDS_COMPILER]

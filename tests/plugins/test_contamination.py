@@ -144,7 +144,7 @@ class HuggingFace(LightningModule):
 def test_a_model_of_transformers_is_stopped_and_after_the_switch_trained():
     module = HuggingFace()
     with pytest.raises(
-        ContaminationError, match=r"model.model.layers.0.self_attn .*use_packed_attention\(model\)"
+        ContaminationError, match=r"model.model.layers.0.self_attn.*use_packed_attention\(model\)"
     ):
         trainer(ContaminationProbe(), max_steps=2).fit(module, Batches())
     use_packed_attention(module)

@@ -10,9 +10,9 @@ from torch.utils.data import DataLoader
 
 from lightning_memkit.micro_batching.options import BudgetOptions
 from lightning_memkit.plugins._evaluation import keep_budget_in_evaluation
-from lightning_memkit.testing import FakeDevice, fake_device
 from tests.plugins.fake_accelerator import on_fake_device
 from tests.plugins.toys import trainer
+from tests.testing.fake_device import FakeDevice, fake_device
 from tests.testing.needs import NEEDS_COMPILER
 
 pytestmark = NEEDS_COMPILER

@@ -19,10 +19,10 @@ from lightning_memkit import (
 )
 from lightning_memkit.plugins import _forecast, _given_run
 from lightning_memkit.prediction.contained import NO_AUTOGRAD_IN_FORKS
-from lightning_memkit.testing.fake_device import compiler
 from lightning_memkit.utilities.patching import replace_method, take_off_replacements
 from tests.plugins.test_prediction import Language, Loader, batch
 from tests.plugins.toys import trained, weights
+from tests.testing.fake_device import compiler
 
 ROWS, LENGTH, STEPS = 8, 64, 3
 
@@ -158,7 +158,7 @@ import sys
 sys.path.insert(0, sys.argv[1])
 import torch
 from lightning_memkit import MemoryReport
-from lightning_memkit.testing.fake_device import fake_device
+from tests.testing.fake_device import fake_device
 from tests.plugins.test_given_run import fitted
 
 def told():

@@ -25,11 +25,11 @@ from lightning_memkit.data.worker_batches import BatchError
 from lightning_memkit.plugins import _training_loaders, loader_tuner
 from lightning_memkit.plugins.packed_data import BatchOptions
 from lightning_memkit.plugins.random_state import RandomState
-from lightning_memkit.testing import fake_device
 from tests.data.test_loader_tuning import simulated
 from tests.plugins.fake_accelerator import on_fake_device
 from tests.plugins.noise import NOISE
 from tests.plugins.toys import trainer
+from tests.testing.fake_device import fake_device
 from tests.testing.needs import NEEDS_COMPILER
 
 pytestmark = [*NOISE, pytest.mark.filterwarnings("ignore:.*have no .validation_step")]

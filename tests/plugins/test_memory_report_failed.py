@@ -13,9 +13,10 @@ from lightning_memkit import MemoryBudget, MemoryReport
 from lightning_memkit.memory.report import StepReport
 from lightning_memkit.plugins import _report_snapshot
 from lightning_memkit.prediction.contained import contained
-from lightning_memkit.testing import fail_at, fake_device
+from lightning_memkit.testing import fail_at
 from tests.plugins.fake_accelerator import on_fake_device
 from tests.plugins.toys import ShardableTagger, TokenTagger, trained
+from tests.testing.fake_device import fake_device
 
 FILES = ("memory_report_oom.html", "memory_report_oom.json")
 

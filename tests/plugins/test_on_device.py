@@ -13,12 +13,12 @@ from torch import nn
 
 from lightning_memkit import MemkitCLI, OnDeviceStrategy, PureBF16Precision
 from lightning_memkit.plugins.initial_weights import InitialWeights
-from lightning_memkit.testing import fake_device
 from tests.initialization.test_building import HAND_BUILT, assert_same_parameters, cast, transformers_build
 from tests.plugins.fake_accelerator import FakeAccelerator
 from tests.plugins.noise import NOISE
 from tests.plugins.several_ranks import LENGTH, Language, Loader
 from tests.plugins.two_ranks_initial_weights import Late
+from tests.testing.fake_device import fake_device
 from tests.testing.needs import NEEDS_COMPILER
 
 pytestmark = NOISE

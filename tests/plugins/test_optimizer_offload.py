@@ -17,10 +17,10 @@ from lightning_memkit.optim.state_home import tensors_of
 from lightning_memkit.plugins.gradient_release import GradientRelease
 from lightning_memkit.plugins.optimizer_offload import OptimizerOffload
 from lightning_memkit.plugins.precision import PureBF16Precision
-from lightning_memkit.testing import fake_device
 from lightning_memkit.utilities.errors import NoEffectWarning
 from tests.plugins.fake_accelerator import on_fake_device
 from tests.plugins.noise import NOISE
+from tests.testing.fake_device import fake_device
 from tests.testing.needs import NEEDS_COMPILER
 
 pytestmark = [*NOISE, NEEDS_COMPILER]

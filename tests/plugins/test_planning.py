@@ -416,7 +416,7 @@ def test_operators_are_timed_on_the_accelerator_that_is_here():
 import torch
 from lightning_memkit import predict_memory
 from lightning_memkit.planning.times import TimesHere
-from lightning_memkit.testing import fake_device
+from tests.testing.fake_device import fake_device
 from tests.plugins.test_planning import Language, given_batch
 
 work = predict_memory(Language(), given_batch()).work

@@ -19,8 +19,8 @@ from lightning_memkit import ActivationCheckpointing, MemoryBudget, PureBF16Prec
 from lightning_memkit.memory.allocator_trace import AllocatorTrace
 from lightning_memkit.prediction.contained import contained
 from lightning_memkit.prediction.lines import PeakLines
-from lightning_memkit.testing.fake_device import compiler
 from lightning_memkit.utilities.errors import PredictionError
+from tests.testing.fake_device import compiler
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
 
@@ -393,7 +393,7 @@ sys.path.insert(0, sys.argv[1])
 import torch
 from lightning_memkit import predict_memory, PureBF16Precision
 from lightning_memkit.utilities.errors import PredictionError
-from lightning_memkit.testing.fake_device import fake_device
+from tests.testing.fake_device import fake_device
 from tests.plugins.test_prediction import Language, batch
 
 options = lambda: {"plugins": [PureBF16Precision()], "accumulate_grad_batches": 2}

@@ -19,9 +19,9 @@ from lightning_memkit.plugins.activation_offload import ActivationOffload
 from lightning_memkit.plugins.gradient_release import GradientRelease
 from lightning_memkit.plugins.optimizer_offload import OptimizerOffload
 from lightning_memkit.prediction.contained import contained
-from lightning_memkit.testing import fake_device
 from tests.plugins.fake_accelerator import on_fake_device
 from tests.plugins.noise import NOISE
+from tests.testing.fake_device import fake_device
 from tests.testing.needs import NEEDS_COMPILER
 
 pytestmark = [

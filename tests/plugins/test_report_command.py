@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -89,9 +88,6 @@ def test_errors_are_a_line(runs: Path, tmp_path: Path, capsys: Any, monkeypatch:
     (tmp_path / "empty").mkdir()
     (tmp_path / "oom").mkdir()
     (tmp_path / "oom" / "memory_report_oom.json").write_text("{}")
-    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
     one = str(runs / "small")
     for words, said in (
         ([str(tmp_path / "nothing")], "does not exist; give a memory_report.json"),
@@ -99,7 +95,6 @@ def test_errors_are_a_line(runs: Path, tmp_path: Path, capsys: Any, monkeypatch:
         ([str(tmp_path / "empty")], "Is it the folder of the run?"),
         ([str(tmp_path / "oom")], "add --oom"),
         ([one, "--oom"], "leave --oom out"),
-        ([one, "--png", str(tmp_path / "x.png")], "pip install matplotlib"),
         ([one, "--html", str(tmp_path / "no" / "x.html")], "No such file"),
     ):
         assert main(["report", *words]) == 1

@@ -13,8 +13,8 @@ from lightning.pytorch.plugins import CheckpointIO, Precision
 
 from lightning_memkit import MemoryReport
 from lightning_memkit.plugins.initial_weights import InitialWeights
-from lightning_memkit.testing import fake_device
 from tests.test_package import OFFLOADING, TRAINED, Blocks, build, give_weights, where
+from tests.testing.fake_device import fake_device
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:GradientRelease.*"),

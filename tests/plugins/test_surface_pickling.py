@@ -17,8 +17,8 @@ from torch.utils.data import BatchSampler, DataLoader
 from lightning_memkit import MemoryBudget, PureBF16Precision
 from lightning_memkit.plugins import _seam_loader
 from lightning_memkit.plugins.initial_weights import InitialWeights
-from lightning_memkit.testing import fake_device
 from tests.test_package import OFFLOADING, TRAINED, Blocks, build, give_weights, quiet_trainer
+from tests.testing.fake_device import fake_device
 
 pytestmark = pytest.mark.filterwarnings("ignore:GradientRelease.*")
 ROUND_TRIPS: dict[str, Callable[[Any], Any]] = {

@@ -2,6 +2,6 @@
 
 import pytest
 
-from lightning_memkit.testing import compiler
+from tests.testing.fake_device import compiler
 
 NEEDS_COMPILER = pytest.mark.skipif(compiler() is None, reason="the device 'fake' needs a C++ compiler")

@@ -5,6 +5,7 @@ import gc
 import io
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,12 +13,13 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_memkit.testing import fake_device
+from tests.testing.fake_device import fake_device
 from tests.testing.needs import NEEDS_COMPILER
 
 pytestmark = NEEDS_COMPILER
 
 FAKE = "fake"
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -294,12 +296,14 @@ def test_a_negative_limit_is_refused():
 
 
 def run(code, **environment):
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=ROOT
+    )
     return result.returncode, result.stdout + result.stderr
 
 
 def test_without_a_compiler_the_error_says_what_to_install(tmp_path):
-    code = "from lightning_memkit.testing import fake_device\nwith fake_device(): pass"
+    code = "from tests.testing.fake_device import fake_device\nwith fake_device(): pass"
     status, text = run(code, XDG_CACHE_HOME=str(tmp_path), CXX=str(tmp_path / "none"))
     assert status == 1
     assert "RuntimeError: The device 'fake' is compiled on first use, and no C++ compiler is found" in text
@@ -308,7 +312,7 @@ def test_without_a_compiler_the_error_says_what_to_install(tmp_path):
 def test_another_custom_device_is_refused(tmp_path):
     code = (
         "import torch\ntorch.utils.rename_privateuse1_backend('npu')\n"
-        "from lightning_memkit.testing import fake_device\nwith fake_device(): pass"
+        "from tests.testing.fake_device import fake_device\nwith fake_device(): pass"
     )
     status, text = run(code, XDG_CACHE_HOME=str(tmp_path))
     assert status == 1

@@ -7,15 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_memkit.testing import (
-    Fault,
-    Outcome,
-    byte_budget,
-    count_allocations,
-    fail_at,
-    fake_device,
-    sweep,
-)
+from lightning_memkit.testing import Fault, Outcome, byte_budget, count_allocations, fail_at, sweep
+from tests.testing.fake_device import fake_device
 from tests.testing.needs import NEEDS_COMPILER
 
 

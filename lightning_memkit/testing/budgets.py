@@ -1,0 +1,66 @@
+"""Make every allocation fail that brings the live bytes over a budget."""
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_memkit.memory.meter import ByteMeter
+from lightning_memkit.memory.units import format_bytes, parse_bytes
+from lightning_memkit.testing.faults import Fault, Gate
+
+
+class ByteBudget(ByteMeter):
+    """Fails each operator that brings the live bytes over a budget; see `byte_budget`."""
+
+    def __init__(self, budget_bytes: int, *, ranks: Collection[int] | None, armed: bool) -> None:
+        super().__init__()
+        self.most_bytes = budget_bytes
+        self.fault: Fault | None = None
+        self._gate = Gate(armed, ranks, None)
+
+    def arm(self) -> None:
+        """Fail from now on."""
+        self._gate.armed = True
+
+    def disarm(self) -> None:
+        """Count bytes, but let all pass until `arm`."""
+        self._gate.armed = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = self.allocations
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        over = self.allocations > before and self.live_bytes > self.most_bytes
+        if over and self._gate.is_open() and self._gate.on_this_rank():
+            self.fault = self.fault or Fault(point=before, operator=str(func))
+            raise torch.OutOfMemoryError(
+                f"{func} brings the live bytes to {format_bytes(self.live_bytes)}, over the budget of "
+                f"{format_bytes(self.most_bytes)}."
+            )
+        return out
+
+
+def byte_budget(
+    budget: int | str,
+    *,
+    resident: Iterable[Tensor] = (),
+    ranks: Collection[int] | None = None,
+    armed: bool = True,
+) -> ByteBudget:
+    """Within it each allocation that brings the live bytes over the budget raises `torch.OutOfMemoryError`.
+
+    Bytes are those of tensors, counted operator by operator on any device; costs tens of microseconds an operator.
+
+    Args:
+        budget: `"1MiB"` or a count of bytes.
+        resident: tensors that exist already and count: weights, states, the batch.
+        ranks: the ranks that have the budget; the others only count. None for all.
+        armed: whether to start at once; else `arm` starts. Bytes are counted all the same.
+
+    Raises:
+        ValueError: the budget can't be read.
+    """
+    limited = ByteBudget(parse_bytes(budget), ranks=ranks, armed=armed)
+    limited.track(resident)
+    return limited
