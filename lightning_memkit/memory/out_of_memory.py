@@ -1,5 +1,6 @@
 """Tell running out of memory from every other error."""
 
+import gc
 import re
 
 import torch
@@ -37,3 +38,13 @@ def is_out_of_memory(error: BaseException) -> bool:
         return False
     text = str(error).lower()
     return _MESSAGES.search(text) is not None and not any(word in text for word in _NEVER)
+
+
+def free_unused() -> None:
+    """Give back what a failed step held: collect its cycles, and empty the device's cache.
+
+    To be called outside of `except`: the traceback holds the step's tensors alive.
+    """
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()

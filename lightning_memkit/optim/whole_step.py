@@ -3,13 +3,12 @@
 What a failed attempt changed is put back, its tensors are let go and caches are emptied before the next one.
 """
 
-import gc
 from collections.abc import Callable
 
 import torch
 from torch.optim import Optimizer
 
-from lightning_memkit.memory.out_of_memory import is_out_of_memory
+from lightning_memkit.memory.out_of_memory import free_unused, is_out_of_memory
 from lightning_memkit.optim.shadow import ShadowEngine
 from lightning_memkit.optim.step_copies import WholeStepCopies
 
@@ -79,10 +78,7 @@ def tried(action: Callable[[], object], put_back: Callable[[], object] | None = 
     # Only here, since within the handler the traceback holds the step's tensors.
     if put_back is not None:
         put_back()
-    gc.collect()
-    if torch.accelerator.is_available():
-        empty = getattr(torch.accelerator, "empty_cache", None) or torch.cuda.empty_cache
-        empty()
+    free_unused()
     return failure
 
 

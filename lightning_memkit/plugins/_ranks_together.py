@@ -1,6 +1,5 @@
 """Steps that ranks take together under DDP, ZeRO-1 and FSDP2; `_ranks` says who calls what when."""
 
-import gc
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -14,7 +13,7 @@ from lightning_memkit.distributed.catch_up import CannotCatchUpError, CatchUp
 from lightning_memkit.distributed.clipping import can_clip, clip_sharded_gradients
 from lightning_memkit.distributed.collectives import collectives_issued
 from lightning_memkit.distributed.ddp import LateReduction, broadcast_buffers, local_gradients
-from lightning_memkit.memory.out_of_memory import is_out_of_memory
+from lightning_memkit.memory.out_of_memory import free_unused, is_out_of_memory
 from lightning_memkit.micro_batching.foreseen import ForeseenElsewhereError, ForeseenWronglyError
 from lightning_memkit.plugins._rank_alone import Ranks
 
@@ -209,7 +208,7 @@ class Sharded(Agreeing):
                 raise
             failure = _text(error)
         if not results:
-            _free_memory()
+            free_unused()
             self._catch_up.finish(smallest)
         meeting = self._agreement.meet(_outcome(failure, results))
         if meeting.any_failed:
@@ -245,10 +244,3 @@ def _outcome(failure: str, results: Sequence[object]) -> Outcome:
 
 def _text(error: BaseException) -> str:
     return str(error) if isinstance(error, torch.OutOfMemoryError) else f"{type(error).__name__}: {error}"
-
-
-def _free_memory() -> None:
-    gc.collect()
-    if torch.accelerator.is_available():
-        empty = getattr(torch.accelerator, "empty_cache", None) or torch.cuda.empty_cache
-        empty()

@@ -1,16 +1,14 @@
 """Retry a step that ran out of memory: the state before it, smaller parts, the same batch again."""
 
-import gc
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_memkit.memory.out_of_memory import is_out_of_memory
+from lightning_memkit.memory.out_of_memory import free_unused, is_out_of_memory
 from lightning_memkit.micro_batching import batch_size
 from lightning_memkit.micro_batching.foreseen import ForeseenWronglyError
 from lightning_memkit.micro_batching.rollback import Rollback
@@ -223,9 +221,7 @@ class Recovery:
     def _begin_again(self, step: _seam.Step, failure: str, point: SafePoint | None) -> None:
         """Restore the state before the step, and halve the parts."""
         self._put_back(step, point)
-        gc.collect()
-        if torch.accelerator.is_available():
-            _empty_caches()
+        free_unused()
         failed = self._shrink(step, failure)
         rank_zero_info(
             f"MemoryBudget: out of memory at batch {step.batch_idx} {self._runner.phase} "
@@ -286,8 +282,3 @@ def _tell(trainer: Trainer, error: BaseException) -> None:
         seen = getattr(callback, "on_out_of_memory", None)
         if seen is not None:
             seen(trainer, error)
-
-
-def _empty_caches() -> None:
-    empty = getattr(torch.accelerator, "empty_cache", None) or torch.cuda.empty_cache
-    empty()
