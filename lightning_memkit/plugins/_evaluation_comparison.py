@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, combinations
+from itertools import accumulate, combinations, pairwise
 from typing import Any
 
 import torch
@@ -31,9 +31,10 @@ ON_ANOTHER_RANK = "it differs on another rank (whose own warning says where)"
 RETURNS = "what it returns would have to be joined"
 _COMPARED_SAMPLES = (5, 2)  # the second where the first runs out of memory
 _SCANNED_SAMPLES = 256  # for those that tell the ways of weighing apart
-_APART = 1e-3  # of a batch; shares that differ by less hardly show in a value
+_LEAST_APART = 1e-3  # of a batch; shares that differ by less hardly show in a value
 
 Entries = list[dict[str, Any]]  # the keywords of each call of `self.log`
+Pairs = frozenset[tuple[str, str]]  # of ways of weighing
 Counts = Mapping[str, Sequence[float]]  # a way of weighing, and what each micro-batch counts by it
 
 
@@ -43,19 +44,6 @@ def logged_values(entries: Entries) -> dict[str, list[Counted]]:
     for entry in entries:
         values.setdefault(entry["name"], []).append(counted(entry))
     return values
-
-
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """Whether micro-batches give a batch's results.
-
-    Attributes:
-        unsplittable: why they don't, or can't be compared; empty where they do.
-        told_apart: the ways of weighing that the compared samples tell apart.
-    """
-
-    unsplittable: str = ""
-    told_apart: frozenset[tuple[str, str]] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,13 +112,19 @@ class Comparisons:
         # Of results, not of gradients: they round less, and in float32 a nonlinear function shows.
         return Joining(allowed=coarsest / (10 if coarsest > 1e-2 else 100))
 
-    def compare(self, step: EvaluationStep, rules: Joining, part: Any = None) -> Comparison:
+    def compare(self, step: EvaluationStep, rules: Joining, part: Any = None) -> Pairs:
         """Run a few samples of the batch whole and in uneven micro-batches; the rules learn from it.
 
         Args:
             step: the step whose batch it is.
             rules: what learns.
             part: a micro-batch, to compare all of it; of one sample tells nothing, and some of the batch are taken.
+
+        Returns:
+            The ways of weighing that the compared samples tell apart.
+
+        Raises:
+            JoinError: micro-batches don't give the samples' results, or can't be compared; says why.
         """
         ranks, batch = self._trials.ranks, step.batch if part is None else part
         total, wanted = self._fewest(batch), _COMPARED_SAMPLES
@@ -139,7 +133,7 @@ class Comparisons:
         elif part is not None:
             batch, total = step.batch, self._fewest(step.batch)
         if total < 2:
-            return Comparison(unsplittable="a rank's batch has one sample")
+            raise JoinError("a rank's batch has one sample")
         for rows in sorted({min(samples, total) for samples in wanted}, reverse=True):
             why, failed, ran_out, counts = "", False, False, {}
             try:
@@ -156,12 +150,10 @@ class Comparisons:
             if ranks.any(failed):
                 ranks.forget_part()
             if ranks.any(bool(why)):
-                return Comparison(unsplittable=why or ON_ANOTHER_RANK)
+                raise JoinError(why or ON_ANOTHER_RANK)
             if not ranks.any(ran_out):
-                return Comparison(told_apart=told_apart(counts))
-        return Comparison(
-            unsplittable="two samples at once run out of memory, so that nothing can be compared"
-        )
+                return told_apart(counts)
+        raise JoinError("two samples at once run out of memory, so that nothing can be compared")
 
     def _fewest(self, batch: Any) -> int:
         """Its samples, or the fewest that a rank has."""
@@ -175,8 +167,16 @@ class Comparisons:
         first = min(total, max(rows, _SCANNED_SAMPLES))
         sizes = [1] * first + [total - first] * (total > first)
         single = self.counts(batch, split_batch(batch, sizes, split=self.split))
-        apart = [_apart(single, place, rows) for place in range(first - rows + 1)]
-        start = apart.index(max(apart))
+        ends = [0, *accumulate(_uneven(rows))]
+
+        def apart(start: int) -> float:
+            held = {
+                way: [sum(counts[start + a : start + b]) for a, b in pairwise(ends)]
+                for way, counts in single.items()
+            }
+            return min(_apart(held).values(), default=0.0)
+
+        start = max(range(first - rows + 1), key=apart)
         sizes = [size for size in (start, rows, total - rows - start) if size > 0]
         return split_batch(batch, sizes, split=self.split)[1 if start else 0]
 
@@ -225,16 +225,18 @@ class Comparisons:
         return f"micro-batches would leave {', '.join(unlike)} otherwise" if unlike else ""
 
 
-def told_apart(counts: Counts) -> frozenset[tuple[str, str]]:
-    """The ways of weighing of which some micro-batches count other shares."""
-    shares = {
-        way: [count / sum(held) if sum(held) else 0.0 for count in held] for way, held in counts.items()
-    }
-    return frozenset(
-        (one, other)
+def told_apart(counts: Counts) -> Pairs:
+    """The ways of weighing of which micro-batches count other shares."""
+    return frozenset(pair for pair, apart in _apart(counts).items() if apart > _LEAST_APART)
+
+
+def _apart(counts: Counts) -> dict[tuple[str, str], float]:
+    """How far the shares of micro-batches are from each other by two ways of weighing."""
+    shares = {way: [count / (sum(held) or 1) for count in held] for way, held in counts.items()}
+    return {
+        (one, other): max(abs(a - b) for a, b in zip(shares[one], shares[other], strict=True))
         for one, other in combinations(shares, 2)
-        if any(abs(a - b) > _APART for a, b in zip(shares[one], shares[other], strict=True))
-    )
+    }
 
 
 def _as_many(whole: Any, parts: Any) -> bool:
@@ -250,15 +252,3 @@ def _uneven(rows: int) -> list[int]:
     """The micro-batches of a comparison: one of a single row, for steps that take it for none."""
     rest = rows - 1
     return [1, rest] if rest < 2 else [1, rest // 2, rest - rest // 2]
-
-
-def _apart(single: Counts, start: int, rows: int) -> float:
-    """How far the ways of weighing the micro-batches of some rows are from each other."""
-    shares: list[list[float]] = []
-    for counts in single.values():
-        inside = counts[start : start + rows]
-        ends = [0, *accumulate(_uneven(rows))]
-        held = [sum(inside[a:b]) for a, b in zip(ends, ends[1:], strict=False)]
-        shares.append([count / sum(held) if sum(held) else 0.0 for count in held])
-    pairs = [(a, b) for index, a in enumerate(shares) for b in shares[index + 1 :]]
-    return min((max(abs(x - y) for x, y in zip(a, b, strict=True)) for a, b in pairs), default=0.0)

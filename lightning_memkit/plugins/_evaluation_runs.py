@@ -68,7 +68,7 @@ class EvaluationRuns:
         counts = self._comparisons.counts(step.batch, parts)
         apart = told_apart(counts)
         if known.ranks.any(not apart <= known.told_apart):  # no comparison could tell these means apart
-            self._sizes.look_again(step, known)
+            self._sizes.look(step, known)
             known.told_apart |= apart
 
         def run(part: Any) -> tuple[Entries, bool]:
@@ -98,7 +98,7 @@ class EvaluationRuns:
             if not known.ranks.any(bool(doubtful)):
                 return values
             if look < _MOST_LOOKS:
-                self._sizes.look_again(step, known, parts[_unlike(logged, doubtful)[look % len(parts)]])
+                self._sizes.look(step, known, parts[_unlike(logged, doubtful)[look % len(parts)]])
         raise JoinError(
             f"it is not known how {', '.join(doubtful) or 'a value on another rank'} comes from micro-batches: "
             "several ways agree on all samples that were compared"

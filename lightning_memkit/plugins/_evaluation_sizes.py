@@ -11,7 +11,7 @@ from lightning_memkit.memory.sizing import NothingFitsError, largest_fitting
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.micro_batching import SplitError, batch_size
 from lightning_memkit.micro_batching.joining import JoinError, Joining
-from lightning_memkit.plugins._evaluation_comparison import RETURNS, Comparisons
+from lightning_memkit.plugins._evaluation_comparison import RETURNS, Comparisons, Pairs
 from lightning_memkit.plugins._evaluation_trials import EvaluationTrials
 from lightning_memkit.plugins._options import BudgetOptions
 from lightning_memkit.plugins._rank_alone import Ranks
@@ -31,7 +31,7 @@ class Loader:
     exceeds: bool = False  # its first batch was measured not to fit
     measured: float = 0.0  # elements of the largest micro-batch whose peak was measured
     pending: bool = True  # the first batch of a run: other things may be on the device than in the last run
-    told_apart: frozenset[tuple[str, str]] = frozenset()  # by comparisons, of the ways of weighing
+    told_apart: Pairs = frozenset()  # by comparisons
     ranks: Ranks = field(default_factory=Ranks)
     rules: Joining | None = None  # of logged values
     unsplittable: str = ""  # why
@@ -118,31 +118,25 @@ class EvaluationSizes:
 
     def can_split(self, step: EvaluationStep, known: Loader, extent: Extent) -> bool:
         """Whether micro-batches give the whole batch's results, found out once; a warning where they don't."""
-        why = "" if extent.rows else extent.unclear
-        if not why and step.hook == "predict_step":
-            why = RETURNS
-        if not why and known.rules is None and not known.unsplittable:
-            why = self._look(step, known)
-        if why:
-            self.run_whole(step, known, extent, why)
+        try:
+            if not extent.rows:
+                raise JoinError(extent.unclear)
+            if step.hook == "predict_step":
+                raise JoinError(RETURNS)
+            if known.rules is None and not known.unsplittable:
+                self.look(step, known)
+        except JoinError as error:
+            self.run_whole(step, known, extent, str(error))
         return not known.unsplittable
 
-    def _look(self, step: EvaluationStep, known: Loader, part: Any = None) -> str:
-        """Compare some samples whole and in micro-batches; returns why they can't be split."""
-        known.rules = known.rules or self._comparisons.rules()
-        found = self._comparisons.compare(step, known.rules, part)
-        known.told_apart |= found.told_apart
-        return found.unsplittable
-
-    def look_again(self, step: EvaluationStep, known: Loader, part: Any = None) -> None:
-        """Compare some of a later batch, or all of one of its micro-batches.
+    def look(self, step: EvaluationStep, known: Loader, part: Any = None) -> None:
+        """Compare some samples of the batch, or all of one of its micro-batches; the rules learn from it.
 
         Raises:
-            JoinError: micro-batches don't give this batch's results.
+            JoinError: micro-batches don't give the batch's results; says why.
         """
-        why = self._look(step, known, part)
-        if why:
-            raise JoinError(why)
+        known.rules = known.rules or self._comparisons.rules()
+        known.told_apart |= self._comparisons.compare(step, known.rules, part)
 
     def run_whole(self, step: EvaluationStep, known: Loader, extent: Extent, why: str) -> None:
         """From now on the loader's batches run whole; one warning says why, and what would help."""
