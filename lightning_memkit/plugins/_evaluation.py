@@ -1,6 +1,5 @@
-"""Run validation, test and prediction batches within a budget, in parts where they don't fit whole."""
+"""Run validation, test and prediction batches within a budget: whole, or in micro-batches where that is exact."""
 
-import gc
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -11,18 +10,18 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_memkit.memory.out_of_memory import is_out_of_memory
+from lightning_memkit.memory.out_of_memory import free_memory, is_out_of_memory
 from lightning_memkit.micro_batching import batch_size
 from lightning_memkit.micro_batching.options import BudgetOptions
 from lightning_memkit.micro_batching.parts.joining import JoinError
 from lightning_memkit.micro_batching.ranks.alone import Ranks
 from lightning_memkit.micro_batching.sizes.sizing import BudgetError
-from lightning_memkit.plugins import _evaluation_state as state
 from lightning_memkit.plugins import _seam_evaluation as seam
 from lightning_memkit.plugins._evaluation_comparison import Comparisons
 from lightning_memkit.plugins._evaluation_ranks import EvaluationRanks
-from lightning_memkit.plugins._evaluation_runs import EvaluationRuns, RunAgain
-from lightning_memkit.plugins._evaluation_sizes import EvaluationSizes, Extent, Loader, extent_of
+from lightning_memkit.plugins._evaluation_runs import EvaluationRuns
+from lightning_memkit.plugins._evaluation_sizes import EvaluationSizes, Extent, Loader, extent_of, remedy
+from lightning_memkit.plugins._evaluation_state import EvaluationRollback
 from lightning_memkit.plugins._evaluation_trials import EvaluationTrials
 from lightning_memkit.plugins._predictions import check_predictions
 
@@ -45,9 +44,10 @@ def keep_budget_in_evaluation(
 ) -> Callable[[], None]:
     """Let validation (also within a fit), test and prediction keep a budget; returns the undo.
 
-    A batch that fits runs whole, as Lightning runs it. One that does not runs in parts without gradients, one at
-    a time on the device, and what it returns, logs and leaves in its module is what the unsplit batch gives; where
-    it can't be, the batch runs whole, with a warning that says why. See `EvaluationParts` for the price.
+    A batch that fits runs whole, as Lightning runs it. One that does not is split where its step returns None, and
+    what it logs and leaves in its module was seen to be the same in micro-batches: then these run one at a time on
+    the device. Else it runs whole, with a warning that says why, and what would help. See `EvaluationParts` for the
+    price.
     """
     parts = EvaluationParts(trainer, options, observer or Observer())
     undo = seam.install(trainer, parts)
@@ -60,7 +60,7 @@ def keep_budget_in_evaluation(
 
 
 class EvaluationParts:
-    """Runs the batches of evaluation loops whole where they fit, else in the largest parts that do.
+    """Runs the batches of evaluation loops whole where they fit, else in the largest micro-batches that do.
 
     Price: one forward without gradients before a loader's first batch, a handful of small ones where the batch does
     not fit, and a metered step for the first batch of each run and where samples are larger than any before. Under
@@ -100,18 +100,18 @@ class EvaluationParts:
                 self._trials.ranks = known.ranks
                 known.ranks.begin_step(starts_window=True)
                 self._sizes.first_look(step, known, extent_of(step.batch, known.ranks))
-        if known.passes:
+        if known.exceeds:
             return True
         return known.limited and not known.unsplittable and extent_of(step.batch, Ranks()).rows > known.size
 
     def run(self, step: seam.EvaluationStep) -> Any:
-        """The output of the batch; in smaller parts where it runs out of memory."""
+        """The output of the batch; in smaller micro-batches where it runs out of memory."""
         known = self._loaders[step.hook, step.dataloader_idx]
         self._trials.ranks = known.ranks
         with self._ranks.batch(counts=True):
             known.ranks.begin_step(starts_window=True)
             extent = extent_of(step.batch, known.ranks)
-            if known.passes:
+            if known.exceeds:
                 self._sizes.settle(step, known, extent)
             return self._run(step, known, extent)
 
@@ -121,21 +121,18 @@ class EvaluationParts:
             share = extent.elements / max(1, extent.rows) * -(-extent.rows // parts)
             measure = self._measures(known, extent.rows, share)
             limit = self._options.usable_bytes if measure else self._enforced
-            rollback = None
             put_back = seam.keep_results(self._trainer)
+            rollback = None
             if measure or self._options.recover or parts > 1:
-                changing = self._trials.changing
-                rollback = state.EvaluationRollback(self._trainer.lightning_module, changing)
+                rollback = self._trials.rollback(step)
             failure = why = ""
             try:
                 output = self._attempt(step, known, parts, limit)
-            except RunAgain:
-                pass
             except JoinError as error:
                 why = str(error)
             except (RuntimeError, MemoryError) as error:
                 retries = (measure or self._options.recover) and not known.ranks.reason
-                if not retries or not is_out_of_memory(error):
+                if not (retries or known.unsplittable) or not is_out_of_memory(error):
                     raise
                 failure = f"{type(error).__name__}: {error}"
             else:
@@ -146,15 +143,15 @@ class EvaluationParts:
             put_back()
             self._restore(step, rollback)
             if why:
-                self._sizes.run_whole(step, known, why)
-            elif failure:
-                self._shrink(step, known, extent, parts, failure, by_budget=limit is not None)
+                self._sizes.run_whole(step, known, extent, why)
+            else:
+                self._shrink(step, known, extent, parts, failure, measured=measure)
 
     def _parts_of(self, step: seam.EvaluationStep, known: Loader, extent: Extent) -> int:
         if not extent.rows or known.unsplittable or not known.limited:
             return 1
         wanted = extent.parts_of(known.size)
-        if wanted == 1 or not self._sizes.can_split(step, known):
+        if wanted == 1 or not self._sizes.can_split(step, known, extent):
             return 1
         ranks = known.ranks
         fewest = -int(ranks.largest_of([-batch_size(step.batch)])[0]) if ranks.meets else wanted
@@ -167,7 +164,7 @@ class EvaluationParts:
 
     def _measures(self, known: Loader, rows: int, share: float) -> bool:
         """Whether to hold this step against the budget: the device holds other things, or the samples are larger."""
-        if not rows or known.unsplittable or known.outputs_pass or known.ranks.reason:
+        if not rows or known.unsplittable or known.ranks.reason:
             return False
         return known.pending or share > known.measured
 
@@ -178,7 +175,7 @@ class EvaluationParts:
         return self._options.budget_bytes if self._options.enforce == "always" and not on_cuda else None
 
     def _attempt(self, step: seam.EvaluationStep, known: Loader, count: int, limit: int | None) -> Any:
-        """The batch's output, from that many parts; `limit`: count bytes against it."""
+        """The batch's output, from that many micro-batches; `limit`: count bytes against it."""
         meter = nullcontext() if limit is None else self._trials.meter(step, limit)
         with meter:
             output = self._runs.whole(step) if count == 1 else self._runs.in_parts(step, known, count)
@@ -186,16 +183,14 @@ class EvaluationParts:
             self._observer.measured(meter.peak_bytes)
         return output
 
-    def _restore(self, step: seam.EvaluationStep, rollback: state.EvaluationRollback | None) -> None:
+    def _restore(self, step: seam.EvaluationStep, rollback: EvaluationRollback | None) -> None:
         lost = rollback.restore() if rollback is not None else frozenset()
         if lost:
             names = ", ".join(sorted(f"{path}.{name}".lstrip(".") for path, name in lost))
             warnings.warn(
                 f"{step.hook} had changed {names} before it ran out of memory; they keep it.", stacklevel=2
             )
-        gc.collect()
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+        free_memory()
 
     def _shrink(
         self,
@@ -205,9 +200,9 @@ class EvaluationParts:
         parts: int,
         failure: str,
         *,
-        by_budget: bool,
+        measured: bool,
     ) -> None:
-        """Smaller parts: measured anew where the budget was passed, halved where the device ran out."""
+        """Smaller micro-batches: measured anew where the budget was passed, halved where the device ran out."""
         self._observer.retried()
         failed = -(-extent.rows // parts)
         if failed == 1:
@@ -215,12 +210,14 @@ class EvaluationParts:
                 f"A part of 1 sample runs out of memory in {step.hook} ({failure}); no smaller one is possible. "
                 "Keep the model in fewer bytes (PureBF16Precision), or shorten the samples."
             )
-        if not extent.rows or not self._sizes.can_split(step, known):
-            reason = extent.unclear or known.unsplittable
+        ran_whole = bool(known.unsplittable)
+        if not self._sizes.can_split(step, known, extent):
+            if measured and not ran_whole and self._enforced is None:
+                return  # over the budget, which the device may hold
             raise torch.OutOfMemoryError(
-                f"{step.hook} runs out of memory ({failure}) and can't be split: {reason}"
+                f"{step.hook} runs out of memory ({failure}) and can't be split: {known.unsplittable}. {remedy(step)}"
             )
-        if by_budget:
+        if measured or self._enforced is not None:
             self._sizes.choose(step, known, extent, parts=parts + 1)
         else:
             known.size, known.limited = (failed + 1) // 2, True

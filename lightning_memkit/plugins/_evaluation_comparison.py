@@ -1,14 +1,13 @@
-"""May a loader's evaluation batches run in parts? Some samples run whole and in parts, and results are compared."""
+"""May a loader's evaluation batches be split? Some samples run whole and in micro-batches, and all is compared."""
 
-import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, combinations, pairwise
 from typing import Any
 
-import numpy as np
 import torch
 from lightning.pytorch import Trainer
+from torchmetrics import Metric
 
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.micro_batching import (
@@ -19,35 +18,27 @@ from lightning_memkit.micro_batching import (
     split_batch,
     weigher,
 )
+from lightning_memkit.micro_batching.changes.composition import Left, compose
 from lightning_memkit.micro_batching.options import BudgetOptions
 from lightning_memkit.micro_batching.parts.joining import Counted, JoinError, Joining
 from lightning_memkit.micro_batching.parts.logged_values import counted
 from lightning_memkit.micro_batching.proof.decomposability import TOLERANCE
-from lightning_memkit.plugins import _evaluation_state as state
 from lightning_memkit.plugins._evaluation_trials import EvaluationTrials
 from lightning_memkit.plugins._seam_evaluation import EvaluationStep, logging_held
+from lightning_memkit.utilities.generators import Generators
 
-_ON_ANOTHER_RANK = "it differs on another rank (whose own warning says where)"
+ON_ANOTHER_RANK = "it differs on another rank (whose own warning says where)"
+RETURNS = "what it returns would have to be joined"
 _COMPARED_SAMPLES = (5, 2)  # the second where the first runs out of memory
 _SCANNED_SAMPLES = 256  # for those that tell the ways of weighing apart
+_LEAST_APART = 1e-3  # of a batch; shares that differ by less hardly show in a value
+
+Entries = list[dict[str, Any]]  # the keywords of each call of `self.log`
+Pairs = frozenset[tuple[str, str]]  # of ways of weighing
+Counts = Mapping[str, Sequence[float]]  # a way of weighing, and what each micro-batch counts by it
 
 
-@dataclass(kw_only=True)
-class Outcome:
-    """What a step on a whole batch or on a part came to.
-
-    Args:
-        output: what it returned.
-        logged: every value that it logged, by name.
-        left: what it left in its module.
-    """
-
-    output: Any
-    logged: dict[str, list[Counted]]
-    left: dict[state.Key, Any]
-
-
-def logged_values(entries: Sequence[dict[str, Any]]) -> dict[str, list[Counted]]:
+def logged_values(entries: Entries) -> dict[str, list[Counted]]:
     """The values of held calls of `self.log`, by name."""
     values: dict[str, list[Counted]] = {}
     for entry in entries:
@@ -55,23 +46,25 @@ def logged_values(entries: Sequence[dict[str, Any]]) -> dict[str, list[Counted]]
     return values
 
 
-@dataclass(kw_only=True)
-class Comparison:
-    """Whether parts give the whole's results.
+@dataclass(frozen=True, kw_only=True)
+class _Ran:
+    """What a few samples came to, whole or in micro-batches, one after the other.
 
-    Args:
-        unsplittable: why they don't; empty where they do.
-        unproved: why it is not known.
-        left: what steps change in their module.
+    Attributes:
+        logged: the calls of `self.log` of each.
+        left: what they left in their module.
+        returned: whether one returned something.
+        drew: whether one drew random numbers.
     """
 
-    unsplittable: str = ""
-    unproved: str = ""
-    left: frozenset[state.Key] = field(default_factory=frozenset)
+    logged: list[Entries]
+    left: Left
+    returned: bool
+    drew: bool
 
 
 class Comparisons:
-    """Finds out how a step's results come from those of its batch's parts.
+    """Finds out whether micro-batches give a batch's results, and how logged values come from theirs.
 
     Args:
         trainer: the trainer, within one of its evaluation loops.
@@ -86,7 +79,7 @@ class Comparisons:
         self._trials = trials
 
     def counts(self, batch: Any, parts: Sequence[Any]) -> dict[str, list[float]]:
-        """What each part holds of everything that a value may be a mean over."""
+        """What each micro-batch holds of everything that a value may be a mean over."""
         own, labels = self._weigh_by, find_labels(batch)
         ways: list[WeighBy] = []
         if isinstance(batch, SplittableBatch):
@@ -109,8 +102,8 @@ class Comparisons:
             counts[str(way)] = [float(count(part)) for part in parts]
         return counts
 
-    def joining(self) -> Joining:
-        """Rules that are still to be learned, with the tolerance of the module's precision."""
+    def rules(self) -> Joining:
+        """Rules of logged values that are still to be learned, with the tolerance of the module's precision."""
         module, precision = self._trainer.lightning_module, str(self._trainer.precision_plugin.precision)
         dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
         coarsest = max((TOLERANCE.get(dtype, TOLERANCE[torch.bfloat16]) for dtype in dtypes), default=2e-3)
@@ -119,120 +112,143 @@ class Comparisons:
         # Of results, not of gradients: they round less, and in float32 a nonlinear function shows.
         return Joining(allowed=coarsest / (10 if coarsest > 1e-2 else 100))
 
-    def compare(self, step: EvaluationStep, joining: Joining, looks: int) -> Comparison:
-        """Run a few samples of the batch whole and in uneven parts; the rules learn from it.
+    def compare(self, step: EvaluationStep, rules: Joining, part: Any = None) -> Pairs:
+        """Run a few samples of the batch whole and in uneven micro-batches; the rules learn from it.
 
         Args:
             step: the step whose batch it is.
-            joining: what learns.
-            looks: how many comparisons there were: each looks at another place of the batch.
+            rules: what learns.
+            part: a micro-batch, to compare all of it; of one sample tells nothing, and some of the batch are taken.
+
+        Returns:
+            The ways of weighing that the compared samples tell apart.
+
+        Raises:
+            JoinError: micro-batches don't give the samples' results, or can't be compared; says why.
         """
-        total = -int(self._trials.ranks.largest_of([-batch_size(step.batch)])[0])
-        for rows in sorted({min(samples, total) for samples in _COMPARED_SAMPLES if total > 1}, reverse=True):
-            ran_out, why = False, ""
-            window, parts, outcomes, left = None, [], [], frozenset[state.Key]()
+        ranks, batch = self._trials.ranks, step.batch if part is None else part
+        total, wanted = self._fewest(batch), _COMPARED_SAMPLES
+        if part is not None and total > 1:
+            wanted = (total, *wanted)
+        elif part is not None:
+            batch, total = step.batch, self._fewest(step.batch)
+        if total < 2:
+            raise JoinError("a rank's batch has one sample")
+        for rows in sorted({min(samples, total) for samples in wanted}, reverse=True):
+            why, failed, ran_out, counts = "", False, False, {}
             try:
-                window = self._window(step.batch, rows, looks)
+                window = self._window(batch, rows)
                 parts = split_batch(window, _uneven(rows), split=self.split)
-                outcomes, left = self._outcomes(step, window, parts)
-            except Exception as error:  # whatever a user's step does with a part that it did not count on
+                whole, several = self._both(step, window, parts)
+            except Exception as error:  # whatever a user's step does with rows that it did not count on
                 ran_out = is_out_of_memory(error)
-                if not ran_out:
-                    why = f"{step.hook} fails on a part of the batch ({type(error).__name__}: {error})"
-            if self._trials.ranks.any(bool(why)):
-                self._trials.ranks.forget_part()
-                return Comparison(unsplittable=why or _ON_ANOTHER_RANK)
-            if self._trials.ranks.any(ran_out):
-                continue
-            return self._verdict(step, joining, window, parts, outcomes, left)
-        alone = "a rank's batch has one sample" if total < 2 else "two samples at once run out of memory"
-        return Comparison(unproved=alone)
+                failed = not ran_out
+                why = f"it fails on a few samples ({type(error).__name__}: {error})" if failed else ""
+            else:
+                counts = self.counts(window, parts)
+                why = self._difference(rules, whole, several, counts)
+            if ranks.any(failed):
+                ranks.forget_part()
+            if ranks.any(bool(why)):
+                raise JoinError(why or ON_ANOTHER_RANK)
+            if not ranks.any(ran_out):
+                return told_apart(counts)
+        raise JoinError("two samples at once run out of memory, so that nothing can be compared")
 
-    def _verdict(
-        self,
-        step: EvaluationStep,
-        joining: Joining,
-        window: Any,
-        parts: Sequence[Any],
-        outcomes: Sequence[Outcome],
-        left: frozenset[state.Key],
-    ) -> Comparison:
-        mismatch = ""
-        try:
-            joining.compare(outcomes[0], outcomes[1:], self.counts(window, parts))
-        except JoinError as error:
-            mismatch = str(error)
-        if not self._trials.ranks.any(bool(mismatch)):
-            return Comparison(left=left)
-        if self._trials.ranks.any(self._draws(step, window, joining)):
-            return Comparison(unproved=f"{step.hook} draws random numbers of its own")
-        return Comparison(unsplittable=mismatch or _ON_ANOTHER_RANK)
+    def _fewest(self, batch: Any) -> int:
+        """Its samples, or the fewest that a rank has."""
+        return -int(self._trials.ranks.largest_of([-batch_size(batch)])[0])
 
-    def _window(self, batch: Any, rows: int, looks: int) -> Any:
-        """Neighbouring rows, where the ways of weighing differ the most; later looks go elsewhere."""
+    def _window(self, batch: Any, rows: int) -> Any:
+        """Neighbouring rows, where the ways of weighing differ the most."""
         total = batch_size(batch)
         if rows == total:
             return batch
-        places = [0, total - rows, (total - rows) // 2]
-        start = places[looks % len(places)]
-        if looks % len(places) == 0:
-            first = min(total, _SCANNED_SAMPLES)
-            sizes = [1] * first + [total - first] * (total > first)
-            single = self.counts(batch, split_batch(batch, sizes, split=self.split))
-            apart = [_apart(single, place, rows) for place in range(first - rows + 1)]
-            start = apart.index(max(apart))
+        first = min(total, max(rows, _SCANNED_SAMPLES))
+        sizes = [1] * first + [total - first] * (total > first)
+        single = self.counts(batch, split_batch(batch, sizes, split=self.split))
+        ends = [0, *accumulate(_uneven(rows))]
+
+        def apart(start: int) -> float:
+            held = {
+                way: [sum(counts[start + a : start + b]) for a, b in pairwise(ends)]
+                for way, counts in single.items()
+            }
+            return min(_apart(held).values(), default=0.0)
+
+        start = max(range(first - rows + 1), key=apart)
         sizes = [size for size in (start, rows, total - rows - start) if size > 0]
         return split_batch(batch, sizes, split=self.split)[1 if start else 0]
 
-    def _outcomes(
-        self, step: EvaluationStep, window: Any, parts: Sequence[Any]
-    ) -> tuple[list[Outcome], frozenset[state.Key]]:
-        """What the whole and then its parts come to, and what they change in their module."""
-        module = self._trainer.lightning_module
-        runs: list[list[tuple[Any, Any, dict[Any, Any], dict[Any, Any]]]] = []
-        for batches in ([window], parts):
-            runs.append([])
-            with self._trials.no_trace():
-                before = state.snapshot(module)
+    def _both(self, step: EvaluationStep, window: Any, parts: Sequence[Any]) -> tuple[_Ran, _Ran]:
+        """What the samples come to as a whole, and then as micro-batches of the same state."""
+        ran: list[_Ran] = []
+        with self._trials.no_trace(step, window, *parts) as rollback:
+            for batches in ([window], parts):
+                rollback.restore()
+                generators, logged, returned = Generators(), list[Entries](), False
                 for batch in batches:
-                    with logging_held(self._trainer) as logged:
-                        output = self._trials.forward(step, batch)
-                    after = state.snapshot(module)
-                    runs[-1].append((output, logged_values(logged), before, after))
-                    before = after
-        keys = frozenset[state.Key]().union(*(state.changed(run[2], run[3]) for run in [*runs[0], *runs[1]]))
-        outcomes = [
-            Outcome(output=output, logged=logged, left=state.changes(before, after, keys))
-            for output, logged, before, after in [*runs[0], *runs[1]]
-        ]
-        return outcomes, keys
+                    with logging_held(self._trainer) as entries:
+                        returned |= self._trials.forward(step, batch) is not None
+                    logged.append(entries)
+                drew, left = any(generators.drawn_from()), rollback.left_behind()
+                ran.append(_Ran(logged=logged, left=left, returned=returned, drew=drew))
+        return ran[0], ran[1]
 
-    def _draws(self, step: EvaluationStep, window: Any, joining: Joining) -> bool:
-        """Whether the same samples give other results under another seed."""
-        seen: list[Any] = []
-        for seed in (1, 2):
-            with self._trials.no_trace():
-                random.seed(seed)
-                np.random.seed(seed)
-                torch.manual_seed(seed)
-                with logging_held(self._trainer) as logged:
-                    seen.append((self._trials.forward(step, window), logged_values(logged)))
-        return not joining.alike(*seen)
+    def _difference(self, rules: Joining, whole: _Ran, parts: _Ran, counts: Counts) -> str:
+        """What micro-batches would change, empty for nothing; the rules learn how logged values come from theirs."""
+        if whole.returned or parts.returned:
+            return RETURNS
+        if whole.drew or parts.drew:
+            return "it draws random numbers, and micro-batches draw others"
+        shown = [
+            entry["name"]
+            for entries in whole.logged
+            for entry in entries
+            if isinstance(entry["value"], Metric) and entry.get("on_step")
+        ]
+        if shown:
+            return f"it logs {shown[0]!r} on_step, a metric that would show its last micro-batch alone"
+        try:
+            rules.compare(
+                logged_values(whole.logged[0]), [logged_values(entries) for entries in parts.logged], counts
+            )
+        except JoinError as error:
+            return f"what it logs can't be told from micro-batches: {error}"
+        composed = compose(whole.left, parts.left)
+        unlike = {
+            str(change): None
+            for change in (*whole.left, *parts.left)
+            if change not in composed
+            or (change.kind != "metric" and not _as_many(whole.left[change], parts.left[change]))
+        }
+        return f"micro-batches would leave {', '.join(unlike)} otherwise" if unlike else ""
+
+
+def told_apart(counts: Counts) -> Pairs:
+    """The ways of weighing of which micro-batches count other shares."""
+    return frozenset(pair for pair, apart in _apart(counts).items() if apart > _LEAST_APART)
+
+
+def _apart(counts: Counts) -> dict[tuple[str, str], float]:
+    """How far the shares of micro-batches are from each other by two ways of weighing."""
+    shares = {way: [count / (sum(held) or 1) for count in held] for way, held in counts.items()}
+    return {
+        (one, other): max(abs(a - b) for a, b in zip(shares[one], shares[other], strict=True))
+        for one, other in combinations(shares, 2)
+    }
+
+
+def _as_many(whole: Any, parts: Any) -> bool:
+    """Whether lists have gained as many items: a metric joins its own; what hooks make of a module's is not known."""
+    if isinstance(whole, dict) and isinstance(parts, dict):
+        return all(_as_many(value, parts.get(key)) for key, value in whole.items())
+    if isinstance(whole, (list, tuple)) and isinstance(parts, (list, tuple)):
+        return len(whole) == len(parts) and all(map(_as_many, whole, parts))
+    return True
 
 
 def _uneven(rows: int) -> list[int]:
-    """The parts of a comparison: one of a single row, for steps that take it for none."""
+    """The micro-batches of a comparison: one of a single row, for steps that take it for none."""
     rest = rows - 1
     return [1, rest] if rest < 2 else [1, rest // 2, rest - rest // 2]
-
-
-def _apart(single: dict[str, list[float]], start: int, rows: int) -> float:
-    """How far the ways of weighing the parts of some rows are from each other."""
-    shares: list[list[float]] = []
-    for counts in single.values():
-        inside = counts[start : start + rows]
-        ends = [0, *accumulate(_uneven(rows))]
-        held = [sum(inside[a:b]) for a, b in zip(ends, ends[1:], strict=False)]
-        shares.append([count / sum(held) if sum(held) else 0.0 for count in held])
-    pairs = [(a, b) for index, a in enumerate(shares) for b in shares[index + 1 :]]
-    return min((max(abs(x - y) for x, y in zip(a, b, strict=True)) for a, b in pairs), default=0.0)

@@ -1,24 +1,28 @@
-"""Run an evaluation batch once: whole, or in parts whose results are joined to the whole's."""
+"""Run an evaluation batch once: whole, or in micro-batches whose logged values are joined to the whole's."""
 
 from functools import partial
 from typing import Any
 
-import torch
-from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Trainer
 
-from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.micro_batching import batch_size, split_batch
 from lightning_memkit.micro_batching.parts.joining import Counted, JoinError, Joining
-from lightning_memkit.plugins import _evaluation_state as state
 from lightning_memkit.plugins import _seam_evaluation as seam
-from lightning_memkit.plugins._evaluation_comparison import Comparisons, Outcome, logged_values
+from lightning_memkit.plugins._evaluation_comparison import (
+    ON_ANOTHER_RANK,
+    RETURNS,
+    Comparisons,
+    Counts,
+    Entries,
+    logged_values,
+    told_apart,
+)
 from lightning_memkit.plugins._evaluation_sizes import EvaluationSizes, Loader
 from lightning_memkit.plugins._evaluation_trials import EvaluationTrials
 
+_MOST_LOOKS = 4  # at one batch
 
-class RunAgain(Exception):
-    """The batch is to run again, with what was learned from it."""
+Logged = dict[str, list[Counted]]
 
 
 class EvaluationRuns:
@@ -26,9 +30,9 @@ class EvaluationRuns:
 
     Args:
         trainer: the trainer whose loops they are.
-        sizes: compares some samples again, where it is in doubt how parts are joined.
+        sizes: compares some samples again, where it is in doubt how values are joined.
         trials: runs the forwards, with other ranks where they meet in them.
-        comparisons: counts what parts hold.
+        comparisons: counts what micro-batches hold.
     """
 
     def __init__(
@@ -40,11 +44,12 @@ class EvaluationRuns:
         self._comparisons = comparisons
 
     def whole(self, step: seam.EvaluationStep) -> Any:
+        """The batch's output, as Lightning runs it."""
         if self._trainer.world_size == 1:
             return step.forward(step.whole())
 
-        def run() -> tuple[Any, list[dict[str, Any]]]:
-            # What is averaged over ranks is so once the batch is done: one that is repeated must not be twice.
+        def run() -> tuple[Any, Entries]:
+            # Rank-averaged values are logged after the batch succeeds, so a retry does not count them twice.
             with seam.logging_held(self._trainer) as logged:
                 return step.forward(step.whole()), logged
 
@@ -53,72 +58,53 @@ class EvaluationRuns:
             seam.log_now(self._trainer, entry)
         return output
 
-    def in_parts(self, step: seam.EvaluationStep, known: Loader, count: int) -> Any:
-        module, watched = self._trainer.lightning_module, known.watched
-        sizes = _even(step.batch, count)
-        parts = split_batch(step.batch, sizes, split=self._comparisons.split)
-        first = before = state.snapshot(module, watched)
-        outcomes: list[Outcome] = []
-        entries: list[dict[str, Any]] = []
+    def in_parts(self, step: seam.EvaluationStep, known: Loader, count: int) -> None:
+        """Run the batch in micro-batches, and log what it logs as a whole; it returns nothing.
 
-        def run(part: Any, before: dict[state.Key, Any]) -> tuple[Outcome, Any, Any]:
-            with seam.logging_held(self._trainer) as logged:
-                output = step.forward(step.transfer(part))
-            output = move_data_to_device(output, torch.device("cpu")) if known.outputs_pass else output
-            after = state.snapshot(module, watched)
-            left = state.changes(before, after, watched)
-            return Outcome(output=output, logged=logged_values(logged), left=left), logged, after
+        Raises:
+            JoinError: its micro-batches don't give its results: a comparison of few samples had not told.
+        """
+        parts = split_batch(step.batch, _even(step.batch, count), split=self._comparisons.split)
+        counts = self._comparisons.counts(step.batch, parts)
+        apart = told_apart(counts)
+        if known.ranks.any(not apart <= known.told_apart):  # no comparison could tell these means apart
+            self._sizes.look(step, known)
+            known.told_apart |= apart
 
-        for part in parts:
-            outcome, entries, before = self._trials.part(step, partial(run, part, before))
-            outcomes.append(outcome)
+        def run(part: Any) -> tuple[Entries, bool]:
+            with seam.logging_held(self._trainer) as entries:
+                return entries, step.forward(step.transfer(part)) is not None
+
+        ran = [self._trials.part(step, partial(run, part)) for part in parts]
         for _ in range(count - len(parts)):  # ranks with more samples wait in theirs
             self._trials.repeat(step, parts[0])
-        whole = self._joined(step, known, parts, outcomes, watched)
-        state.write_back(module, first, whole.left)
-        self._log(entries, whole.logged)
-        return whole.output
+        if known.ranks.any(any(returned for _, returned in ran)):
+            raise JoinError(RETURNS)
+        self._log(
+            ran[-1][0], self._joined(step, known, parts, [logged_values(one) for one, _ in ran], counts)
+        )
 
     def _joined(
-        self,
-        step: seam.EvaluationStep,
-        known: Loader,
-        parts: list[Any],
-        outcomes: list[Outcome],
-        watched: frozenset[state.Key],
-    ) -> Outcome:
-        """The whole batch's outcome; where rules are in doubt, another comparison on this batch settles it."""
-        joining = known.joining
-        if joining is None:
-            raise RuntimeError("MemoryBudget joins parts before it has compared any.")
-        counts = self._comparisons.counts(step.batch, parts)
-        try:
-            whole = self._join(joining, outcomes, counts)
-            while known.ranks.any(bool(joining.doubtful)) and self._sizes.settles(step, known):
-                # More is changed by parts than was watched in these.
-                if known.ranks.any(not known.watched <= watched):
-                    raise RunAgain
-                whole = self._join(joining, outcomes, counts)
-        except (RuntimeError, MemoryError) as error:
-            if is_out_of_memory(error) and not known.outputs_pass:
-                self._sizes.outputs_pass(step, known)
-            raise
-        return whole
+        self, step: seam.EvaluationStep, known: Loader, parts: list[Any], logged: list[Logged], counts: Counts
+    ) -> Logged:
+        """The whole batch's values; where rules are in doubt, a comparison on one of its micro-batches settles it."""
+        if known.rules is None:
+            raise RuntimeError("MemoryBudget joins values before it has compared any.")
+        for look in range(_MOST_LOOKS + 1):
+            values, why = _join(known.rules, logged, counts)
+            doubtful = list(known.rules.doubtful)
+            if known.ranks.any(bool(why)):
+                raise JoinError(why or ON_ANOTHER_RANK)
+            if not known.ranks.any(bool(doubtful)):
+                return values
+            if look < _MOST_LOOKS:
+                self._sizes.look(step, known, parts[_unlike(logged, doubtful)[look % len(parts)]])
+        raise JoinError(
+            f"it is not known how {', '.join(doubtful) or 'a value on another rank'} comes from micro-batches: "
+            "several ways agree on all samples that were compared"
+        )
 
-    def _join(self, joining: Joining, outcomes: list[Outcome], counts: dict[str, list[float]]) -> Outcome:
-        def run() -> tuple[Outcome, str]:
-            try:
-                return joining.join(outcomes, counts), ""
-            except JoinError as error:
-                return outcomes[-1], str(error)
-
-        ranks = self._trials.ranks
-        whole, mismatch = ranks.part(run, kind="join", smallest=lambda: None)
-        if ranks.any(bool(mismatch)):
-            raise JoinError(mismatch or "the parts of another rank don't go together")
-        return whole
-
-    def _log(self, entries: list[dict[str, Any]], values: dict[str, list[Counted]]) -> None:
+    def _log(self, entries: Entries, values: Logged) -> None:
         waiting = {name: list(counted) for name, counted in values.items()}
         for entry in entries:
             for counted in waiting.pop(entry["name"], ()):
@@ -126,8 +112,28 @@ class EvaluationRuns:
                 seam.log_now(self._trainer, {**entry, "value": counted.value, "batch_size": counted.count})
 
 
+def _join(rules: Joining, parts: list[Logged], counts: Counts) -> tuple[Logged, str]:
+    """The values, or why there are none."""
+    try:
+        return rules.join(parts, counts), ""
+    except JoinError as error:
+        return {}, f"what it logs can't be told from micro-batches: {error}"
+
+
+def _unlike(logged: list[Logged], doubtful: list[str]) -> list[int]:
+    """The places of micro-batches, first those whose values are unlike the others': of an accuracy, where it is not 0.
+
+    Of these, rules that agree on a few samples give different values.
+    """
+    values = [
+        str([one.value for name in parts if any(name in said for said in doubtful) for one in parts[name]])
+        for parts in logged
+    ]
+    return sorted(range(len(values)), key=lambda place: values.count(values[place]))
+
+
 def _even(batch: Any, count: int) -> list[int]:
-    """The sizes of that many parts, or of as many as there are samples, as even as possible."""
+    """The sizes of that many micro-batches, or of as many as there are samples, as even as possible."""
     rows = batch_size(batch)
     short, extra = divmod(rows, min(rows, count))
     return [short + 1] * extra + [short] * (min(rows, count) - extra)

@@ -1,8 +1,7 @@
-"""Into what parts a loader's evaluation batches are split: measured, compared, remembered."""
+"""Whether a loader's evaluation batches are split, and into what: measured, compared, remembered."""
 
 import warnings
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -15,33 +14,27 @@ from lightning_memkit.micro_batching.options import BudgetOptions
 from lightning_memkit.micro_batching.parts.joining import JoinError, Joining
 from lightning_memkit.micro_batching.ranks.alone import Ranks
 from lightning_memkit.micro_batching.sizes.sizing import BudgetError
-from lightning_memkit.plugins import _evaluation_state as state
-from lightning_memkit.plugins._evaluation_comparison import Comparisons
-from lightning_memkit.plugins._evaluation_trials import EvaluationTrials, Peak
+from lightning_memkit.plugins._evaluation_comparison import RETURNS, Comparisons, Pairs
+from lightning_memkit.plugins._evaluation_trials import EvaluationTrials
 from lightning_memkit.plugins._seam_evaluation import EvaluationStep
 from lightning_memkit.utilities.tensors import tensors_of
 
 _MOST_TRIALS = 8
-_MOST_COMPARISONS = 4
 
 
 @dataclass(kw_only=True)
 class Loader:
     """What is known of one loader's batches in one kind of step."""
 
-    size: int = 0  # samples that a part may hold, or that ran whole; 0 before the first look
+    size: int = 0  # samples that a micro-batch may hold, or that ran whole; 0 before the first look
     limited: bool = False  # larger ones did not fit
-    passes: bool = False  # its first batch was measured not to fit
-    measured: float = 0.0  # elements of the largest part whose peak was measured
+    exceeds: bool = False  # its first batch was measured not to fit
+    measured: float = 0.0  # elements of the largest micro-batch whose peak was measured
     pending: bool = True  # the first batch of a run: other things may be on the device than in the last run
-    outputs_pass: bool = False  # what steps return is too much to be gathered within the budget
-    looks: int = 0
+    told_apart: Pairs = frozenset()  # by comparisons
     ranks: Ranks = field(default_factory=Ranks)
-    joining: Joining | None = None
-    unsplittable: str = ""
-    unproved: bool = False
-    left: frozenset[state.Key] = field(default_factory=frozenset)  # what steps change in their module
-    watched: frozenset[state.Key] = field(default_factory=frozenset)  # of it, what parts leave otherwise
+    rules: Joining | None = None  # of logged values
+    unsplittable: str = ""  # why
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,18 +52,18 @@ class Extent:
     unclear: str = ""
 
     def parts_of(self, size: int) -> int:
-        """How many parts of so many samples it makes."""
+        """How many micro-batches of so many samples it makes."""
         return max(1, -(-self.rows // size))
 
 
 class EvaluationSizes:
-    """Finds out whether a loader's batches may be split, and the largest parts that fit.
+    """Finds out whether a loader's batches may be split, and the largest micro-batches that fit.
 
     Args:
         trainer: the trainer whose loops they are.
         options: the budget.
-        trials: runs parts without a trace.
-        comparisons: finds out how parts are joined.
+        trials: runs micro-batches without a trace.
+        comparisons: finds out whether micro-batches give a batch's results.
     """
 
     def __init__(
@@ -85,9 +78,6 @@ class EvaluationSizes:
         """Measure the first batch whole; what to do where it does not fit is found out in its step."""
         options = self._options
         known.size = max(extent.rows, 1)
-        if extent.rows and options.micro_batch_size != "auto":
-            known.size, known.limited = options.micro_batch_size, True
-            return
         try:
             peak = self._trials.peak_of(step, None, options.usable_bytes)
         except Exception as error:  # a step may count on hooks that run between here and there
@@ -95,114 +85,81 @@ class EvaluationSizes:
             known.ranks.forget_part()
             return
         known.pending, known.measured = False, float(extent.elements)
-        known.passes = peak is None or peak.part_bytes > options.usable_bytes
+        known.exceeds = peak is None or peak > options.usable_bytes
+        if known.exceeds and extent.rows != 1 and step.hook == "predict_step":
+            known.exceeds = self.can_split(step, known, extent)
 
     def settle(self, step: EvaluationStep, known: Loader, extent: Extent) -> None:
-        """A first batch that does not fit: parts, if they give its results."""
-        known.passes = False
-        if not extent.rows:
-            self.run_whole(step, known, extent.unclear)
-        elif extent.rows == 1 or self.can_split(step, known):
+        """A first batch that does not fit: micro-batches, if they give its results."""
+        known.exceeds = False
+        if extent.rows == 1 or self.can_split(step, known, extent):
             self.choose(step, known, extent, parts=2)
 
     def choose(self, step: EvaluationStep, known: Loader, extent: Extent, *, parts: int) -> None:
-        """Take the largest part that is measured to fit, so that there are at least so many."""
-        most = -(-extent.rows // parts)
-        usable, measured = self._options.usable_bytes, dict[int, Peak | None]()
+        """Take the largest micro-batch that is measured to fit, so that there are at least so many."""
+        most, usable = -(-extent.rows // parts), self._options.usable_bytes
+        if self._options.micro_batch_size != "auto":
+            most = min(most, self._options.micro_batch_size)
 
-        def peak_of(size: int, *, with_outputs: bool) -> int | None:
-            if size > most:  # known not to fit
+        def peak_of(size: int) -> int | None:
+            if size > most:  # known not to fit, or not wanted
                 return None
-            if size not in measured:
-                # A part of 1 is measured without a limit: its peak says by how much the budget is short.
-                measured[size] = self._trials.peak_of(step, size, None if size == 1 else usable)
-            peak = measured[size]
-            if peak is None:
-                return None
-            return peak.part_bytes + (peak.other_outputs_bytes if with_outputs else 0)
+            # One sample is measured without a limit: its peak says by how much the budget is short.
+            return self._trials.peak_of(step, size, None if size == 1 else usable)
 
-        options: dict[str, Any] = {"usable_bytes": usable, "most": extent.rows, "most_trials": _MOST_TRIALS}
         try:
-            sizing = largest_fitting(partial(peak_of, with_outputs=not known.outputs_pass), **options)
-        except NothingFitsError:
-            smallest = measured[1]
-            if smallest is None or smallest.part_bytes > usable:
-                short = None if smallest is None else smallest.part_bytes
-                raise BudgetError(_shortfall(step.hook, short, usable, self._options.headroom)) from None
-            self.outputs_pass(step, known)
-            sizing = largest_fitting(partial(peak_of, with_outputs=False), **options)
+            sizing = largest_fitting(peak_of, usable_bytes=usable, most=extent.rows, most_trials=_MOST_TRIALS)
+        except NothingFitsError as error:
+            short = _shortfall(step.hook, error.peak_bytes, usable, self._options.headroom)
+            raise BudgetError(short) from None
         known.size, known.limited = sizing.micro_batch_size, True
         known.measured = extent.elements / extent.rows * known.size
         rank_zero_info(f"MemoryBudget in {step.hook}: {sizing}; without gradients.")
 
-    def outputs_pass(self, step: EvaluationStep, known: Loader) -> None:
-        """The parts would fit, but what they return does not fit beside them."""
-        known.outputs_pass = True
-        on_host = self._trainer.strategy.root_device.type == "cpu"
-        what = "they pass it" if on_host else "they are gathered on the host, and hooks get them there"
-        warnings.warn(
-            f"What {step.hook} returns for a batch does not fit into the budget beside its parts: {what}. Return less "
-            "(class indices for logits), or nothing where no hook needs it.",
-            stacklevel=2,
-        )
-
-    def can_split(self, step: EvaluationStep, known: Loader) -> bool:
-        """Whether parts give the whole batch's results, found out once; a warning where they don't."""
-        if known.joining is None and not known.unsplittable:
-            self.look(step, known)
+    def can_split(self, step: EvaluationStep, known: Loader, extent: Extent) -> bool:
+        """Whether micro-batches give the whole batch's results, found out once; a warning where they don't."""
+        try:
+            if not extent.rows:
+                raise JoinError(extent.unclear)
+            if step.hook == "predict_step":
+                raise JoinError(RETURNS)
+            if known.rules is None and not known.unsplittable:
+                self.look(step, known)
+        except JoinError as error:
+            self.run_whole(step, known, extent, str(error))
         return not known.unsplittable
 
-    def look(self, step: EvaluationStep, known: Loader) -> None:
-        """Compare some samples whole and in parts; the rules learn from it."""
-        known.joining = known.joining or self._comparisons.joining()
-        found = self._comparisons.compare(step, known.joining, known.looks)
-        known.looks += 1
-        if found.unsplittable:
-            self.run_whole(step, known, found.unsplittable)
-            return
-        if found.unproved:
-            known.unproved = True
-            warnings.warn(
-                f"MemoryBudget can't check that {step.hook} may run in parts, since {found.unproved}: rows are "
-                "joined, and numbers averaged by labels where there are some, else by samples.",
-                stacklevel=2,
-            )
-        known.left |= found.left
-        known.watched = frozenset(key for key in known.left if not known.joining.keeps(("left", key)))
-
-    def settles(self, step: EvaluationStep, known: Loader) -> bool:
-        """Compare again where rules are in doubt; whether there is something new to go by.
+    def look(self, step: EvaluationStep, known: Loader, part: Any = None) -> None:
+        """Compare some samples of the batch, or all of one of its micro-batches; the rules learn from it.
 
         Raises:
-            JoinError: parts don't give the whole's results after all.
+            JoinError: micro-batches don't give the batch's results; says why.
         """
-        if known.unproved or known.joining is None:
-            return False
-        if known.looks == _MOST_COMPARISONS:
-            known.unproved = True
-            names = ", ".join(known.joining.doubtful)
-            warnings.warn(
-                f"MemoryBudget can't tell how the parts of {names} in {step.hook} make the whole's: several ways "
-                "agree on all samples that were compared; the likeliest is taken.",
-                stacklevel=2,
-            )
-            return False
-        self.look(step, known)
-        if known.unsplittable:
-            raise JoinError(known.unsplittable)
-        return not known.unproved
+        known.rules = known.rules or self._comparisons.rules()
+        known.told_apart |= self._comparisons.compare(step, known.rules, part)
 
-    def run_whole(self, step: EvaluationStep, known: Loader, why: str) -> None:
-        """From now on the loader's batches run whole; a warning says why."""
+    def run_whole(self, step: EvaluationStep, known: Loader, extent: Extent, why: str) -> None:
+        """From now on the loader's batches run whole; one warning says why, and what would help."""
         if known.unsplittable:
             return
         known.unsplittable = why
+        rows = f" of {extent.rows} samples" if extent.rows else ""
         warnings.warn(
-            f"{type(self._trainer.lightning_module).__name__}.{step.hook} runs its batches whole, which may pass the "
-            f"budget: {why}. To mend it, let it return and log rows, or means, sums and extremes over them; or "
-            "make the loader's batches smaller.",
+            f"{type(self._trainer.lightning_module).__name__}.{step.hook} runs its batches{rows} whole, which exceeds "
+            f"the budget's usable {format_bytes(self._options.usable_bytes)}: {why}. {remedy(step)}",
             stacklevel=2,
         )
+
+
+def remedy(step: EvaluationStep) -> str:
+    """What helps where a batch exceeds the budget and is not split."""
+    smaller = f"Use a smaller batch_size in dataloader {step.dataloader_idx}"
+    if step.hook == "predict_step":
+        return f"{smaller}: predictions are never split."
+    return (
+        f"{smaller}; or return None, and log means, sums, extremes and torchmetrics objects: a batch is split where "
+        "its micro-batches give the same values."
+    )
 
 
 def extent_of(batch: Any, ranks: Ranks) -> Extent:

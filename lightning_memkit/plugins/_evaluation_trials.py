@@ -1,14 +1,11 @@
 """Trials of evaluation steps that leave no trace: what a part needs, and whether it communicates."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
-import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_debug
-from torch import Tensor
 
 from lightning_memkit.distributed.collectives import collectives_issued
 from lightning_memkit.memory.measure import PeakMeter, peak_meter
@@ -22,19 +19,11 @@ from lightning_memkit.micro_batching import (
 from lightning_memkit.micro_batching.parts.partition import Splitter
 from lightning_memkit.micro_batching.proof.trials import states_on
 from lightning_memkit.micro_batching.ranks.alone import Ranks
-from lightning_memkit.plugins import _evaluation_state as state
+from lightning_memkit.plugins._evaluation_state import EvaluationRollback
 from lightning_memkit.plugins._seam_evaluation import EvaluationStep, logging_held, nothing_logged
 from lightning_memkit.utilities.tensors import tensors_of
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Peak:
-    """The peak of one part, and the outputs of the others that are alive when it runs last."""
-
-    part_bytes: int
-    other_outputs_bytes: int
 
 
 class EvaluationTrials:
@@ -52,6 +41,11 @@ class EvaluationTrials:
         self.ranks = Ranks()
         self._trainer = trainer
         self._split = split
+
+    @property
+    def _gets_batch_itself(self) -> bool:
+        """Whether steps are given the loader's own tensors, and not copies on a device."""
+        return self._trainer.strategy.root_device.type == "cpu"
 
     def part(self, step: EvaluationStep, run: Callable[[], T]) -> T:
         """Run what holds one forward; where ranks meet in it, all run one, and one's failure is all ranks'."""
@@ -83,7 +77,7 @@ class EvaluationTrials:
         """Whether the user's step issues collectives, by a forward of one row."""
         before = collectives_issued()
         try:
-            with self.no_trace():
+            with self.no_trace(step):
                 self._smallest(step)
         except Exception as error:  # it may count on hooks that run later, or on more rows
             rank_zero_debug(f"MemoryBudget can't try a row in {step.hook}: {error!r}")
@@ -92,67 +86,61 @@ class EvaluationTrials:
 
     def repeat(self, step: EvaluationStep, batch: Any) -> None:
         """A forward that counts for nothing, for peers whose batches have more parts."""
-        with self.no_trace():
+        with self.no_trace(step):
             self.forward(step, batch)
 
+    def rollback(self, step: EvaluationStep) -> EvaluationRollback:
+        """The state before a batch runs, of what trials have seen steps change; the batch as well, where they do."""
+        changes_batch = any(path == "batch" for path, _ in self.changing or ())
+        batches = [step.batch] if changes_batch else []
+        return EvaluationRollback(self._trainer.lightning_module, self.changing, batches=batches)
+
     @contextmanager
-    def no_trace(self) -> Iterator[None]:
-        """Within it steps change and log nothing that lasts."""
-        rollback = state.EvaluationRollback(self._trainer.lightning_module)
+    def no_trace(self, step: EvaluationStep, *batches: Any) -> Iterator[EvaluationRollback]:
+        """Within it steps change and log nothing that lasts; `batches` are what they are given besides the step's."""
+        given = [step.batch, *batches] if self._gets_batch_itself else []
+        rollback = EvaluationRollback(self._trainer.lightning_module, batches=given)
         try:
-            with unmetered(), nothing_logged(self._trainer):
-                yield
+            with (
+                unmetered(),
+                nothing_logged(self._trainer),
+                rollback.watching() if self._gets_batch_itself else nullcontext(),
+            ):
+                yield rollback
         finally:
             self.changing = (self.changing or frozenset()) | rollback.changed()
             rollback.restore()
 
     def meter(self, step: EvaluationStep, limit: int | None) -> PeakMeter:
-        """A meter that knows what is on the device besides the step's own tensors."""
+        """A meter that knows what is on the device besides the step's own tensors: states of metrics, outputs, too."""
         device, module = self._trainer.strategy.root_device, self._trainer.lightning_module
-        held = [*module.parameters(), *module.buffers()]
+        held = [tensor for owner in module.modules() for tensor in tensors_of(vars(owner))]
         held += [p.grad for p in module.parameters() if p.grad is not None]
-        held += state.tensors_kept(module)
+        held += tensors_of([step.batch, step.given])
+        held = [tensor for tensor in held if tensor.device.type == device.type]
         for optimizer in self._trainer.optimizers:
             held += states_on(device, optimizer)
-        given = tensors_of([step.batch, step.given])
-        held += [tensor for tensor in given if tensor.device.type == device.type]
         return peak_meter(device, held, limit)
 
-    def peak_of(self, step: EvaluationStep, size: int | None, limit: int | None) -> Peak | None:
-        """What the first `size` samples need (None: the batch as it is); None where it runs out of memory."""
+    def peak_of(self, step: EvaluationStep, size: int | None, limit: int | None) -> int | None:
+        """The bytes that the first `size` samples need (None: the batch as it is); None where they run out."""
         if self.ranks.meets and self.ranks.reason:
             limit = None  # a rank that stops within a forward would leave the others waiting
         batch = step.batch if size is None else self.rows_of(step.batch, size)
-        failed, peak, others = False, 0, 0
-        with self.no_trace():
+        failed, peak = False, 0
+        with self.no_trace(step, batch):
             meter = self.meter(step, limit)
 
-            def run() -> Any:
+            def run() -> None:
                 with meter:
-                    return step.forward(step.transfer(batch))
+                    step.forward(step.transfer(batch))
 
             try:
-                output = self.part(step, run)
-                rest = max(0, batch_size(step.batch) - size) if size else 0
-                peak, others = meter.peak_bytes, bytes_of(output) * rest // size if size else 0
+                self.part(step, run)
+                peak = meter.peak_bytes
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
                 failed = True
-        most = self.ranks.largest_of([float(failed), peak, others])
-        return None if most[0] else Peak(part_bytes=int(most[1]), other_outputs_bytes=int(most[2]))
-
-
-def bytes_of(output: Any) -> int:
-    """The bytes that an output keeps alive: those of whole storages, which views share."""
-    storages: dict[int, int] = {}
-    for tensor in tensors_of(output):
-        storages.update(_storage(tensor))
-    return sum(storages.values())
-
-
-def _storage(tensor: Tensor) -> dict[int, int]:
-    if tensor.layout is not torch.strided:
-        return {id(tensor): tensor.numel() * tensor.element_size()}
-    storage = tensor.untyped_storage()
-    return {storage.data_ptr(): storage.nbytes()}
+        most = self.ranks.largest_of([float(failed), peak])
+        return None if most[0] else int(most[1])

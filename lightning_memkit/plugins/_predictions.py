@@ -4,12 +4,13 @@ import warnings
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_memkit.memory.measure import capacity
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.micro_batching.sizes.sizing import BudgetError
-from lightning_memkit.plugins._evaluation_trials import bytes_of
 from lightning_memkit.plugins._seam_evaluation import EvaluationStep, predictions_to_keep
+from lightning_memkit.utilities.tensors import tensors_of
 
 _REMEDY = (
     "Trainer.predict(return_predictions=False) with a BasePredictionWriter(write_interval='batch'), or a predict_step "
@@ -45,3 +46,18 @@ def check_predictions(step: EvaluationStep, output: Any, budget_bytes: int) -> N
             f"is gathered. What would help: {_REMEDY}.",
             stacklevel=2,
         )
+
+
+def bytes_of(output: Any) -> int:
+    """The bytes that an output keeps alive: those of whole storages, which views share."""
+    storages: dict[int, int] = {}
+    for tensor in tensors_of(output):
+        storages.update(_storage(tensor))
+    return sum(storages.values())
+
+
+def _storage(tensor: Tensor) -> dict[int, int]:
+    if tensor.layout is not torch.strided:
+        return {id(tensor): tensor.numel() * tensor.element_size()}
+    storage = tensor.untyped_storage()
+    return {storage.data_ptr(): storage.nbytes()}

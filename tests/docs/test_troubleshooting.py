@@ -22,7 +22,6 @@ QUOTED = [
     if " " in quoted
 ]
 INNER = (
-    "RunAgain",
     "StepFailedError",
     "PassedOverError",
     "NothingFitsError",

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_memkit.micro_batching.parts.joining import Joining
-from lightning_memkit.micro_batching.parts.joining_rules import Change, Counted, JoinError
+from lightning_memkit.micro_batching.parts.joining_rules import Counted, JoinError
 
 X = torch.randn(5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 MORE = torch.randn(7, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -150,22 +150,6 @@ def test_a_user_s_own_count_weighs_its_value() -> None:
     assert (again.value, again.count) == (1.25, 4)
 
 
-def test_what_parts_leave_one_after_the_other_is_kept_where_it_is_the_whole_s() -> None:
-    joining, ways = Joining(allowed=1e-9), {"samples": [2, 3]}
-    whole = {"sum": Change(before=1.0, after=11.0), "steps": Change(before=4, after=5), "list": ["a", "b"]}
-    parts = [
-        {"sum": Change(before=1.0, after=3.0), "steps": Change(before=4, after=5), "list": ["a"]},
-        {"sum": Change(before=3.0, after=11.0), "steps": Change(before=5, after=6), "list": ["b"]},
-    ]
-    joining.compare(whole, parts, ways)
-    assert joining.keeps(("sum",))
-    assert joining.keeps(("list",))
-    assert not joining.keeps(("steps",))
-    joined = joining.join(parts, ways)
-    assert joined["sum"] == 11.0
-    assert joined["steps"] == 5
-
-
 @pytest.mark.parametrize(
     ("whole", "parts", "words"),
     [
@@ -175,11 +159,6 @@ def test_what_parts_leave_one_after_the_other_is_kept_where_it_is_the_whole_s() 
             torch.zeros(5, 4),
             [torch.zeros(2, 3), torch.zeros(3, 4)],
             r"shape \(5, 4\) does not come .* \(2, 3\)",
-        ),
-        (
-            Change(before=1.0, after=2.0),
-            [Change(before=1.0, after=9.0), Change(before=9.0, after=5.0)],
-            "ends other",
         ),
         ("a", ["b", "b"], r"\(str\) is not the same in all parts"),
     ],

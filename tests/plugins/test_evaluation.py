@@ -11,8 +11,9 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves, tree_structure
 from torch.utils.data import DataLoader
-from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics import CatMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 from lightning_memkit.memory.measure import Capacity
@@ -21,59 +22,50 @@ from lightning_memkit.micro_batching.options import BudgetOptions
 from lightning_memkit.micro_batching.sizes.sizing import BudgetError
 from lightning_memkit.plugins import _predictions
 from lightning_memkit.plugins._evaluation import keep_budget_in_evaluation
-from lightning_memkit.plugins._evaluation_trials import bytes_of
+from lightning_memkit.plugins._predictions import bytes_of
+from lightning_memkit.utilities.tensors import tensors_of
 from tests.plugins.toys import TokenTagger, loader, trainer
 
 PLENTY = 2**30
 
 
-class Everything(TokenTagger):
-    """Logs, returns and gathers in every way that people do; `sizes` tells the parts that came."""
+class Logging(TokenTagger):
+    """Returns nothing; logs in every way that people do, by number and by metric; `sizes` tells what came."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.mean_of_losses = MeanMetric()
         auroc = MulticlassAUROC(50, thresholds=20, ignore_index=-100)
         metrics: Any = {"accuracy": MulticlassAccuracy(50, ignore_index=-100), "auroc": auroc}
         self.metrics_of_tokens = MetricCollection(metrics)
-        self.losses: list[Tensor] = []
-        self.rows: list[Tensor] = []
-        self.batches = 0
-        self.totals = {"loss": torch.zeros(())}
+        self.gathered = CatMetric()
+        self.rows = 0
         self.sizes = Seen()
         self.ends: list[Any] = []
 
-    def evaluate(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Any]:
+    def evaluate(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
         self.sizes.seen.append(len(batch["x"]))
         logits = self.head(self.mix(self.embedding(batch["x"]))[0])
         labels = batch["labels"].flatten()
         loss = F.cross_entropy(logits.flatten(0, 1), labels)
-        self.mean_of_losses(loss)
-        self.metrics_of_tokens.update(logits.flatten(0, 1), labels)
-        self.losses.append(loss)
-        self.rows.append(logits.argmax(-1))
-        self.batches += 1
-        self.totals["loss"] += loss
+        self.rows += len(batch["x"])
         counted = (batch["labels"] != -100).sum()
-        texts = [str(int(row.sum())) for row in batch["x"]]
         if not self.trainer.predicting:
+            self.metrics_of_tokens.update(logits.flatten(0, 1), labels)
+            self.gathered.update(logits.argmax(-1))
             self.log("loss", loss, on_step=True, on_epoch=True)
             self.log("own count", loss, batch_size=int(counted))
+            self.log("perplexity", loss.exp())
             self.log("mean_x", batch["x"].float().mean())
             self.log("labels", counted.float(), reduce_fx="sum")
             self.log("largest", logits.max(), reduce_fx="max")
             self.log("largest, averaged", logits.max())
-            self.log("mean of losses", self.mean_of_losses, on_step=False, on_epoch=True)
             self.log_dict(self.metrics_of_tokens, on_step=False, on_epoch=True)
             if batch_idx % 2:
                 self.log("odd", loss)
-        return {
-            "loss": loss,
-            "logits": logits,
-            "counted": counted,
-            "texts": texts,
-            "flat": logits.flatten(0, 1),
-        }
+        return self.returned(logits, loss)
+
+    def returned(self, logits: Tensor, loss: Tensor) -> Any:
+        return None
 
     validation_step = test_step = predict_step = evaluate
 
@@ -83,10 +75,20 @@ class Everything(TokenTagger):
         self.ends.append(outputs)
 
     def on_validation_epoch_end(self) -> None:
-        self.log("gathered losses", torch.stack(self.losses).mean())
-        self.log("gathered rows", torch.cat(self.rows).float().mean())
-        self.log("counted batches", float(self.batches))
-        self.log("total", self.totals["loss"].clone())
+        self.log("gathered", self.gathered.compute().mean())
+        self.log("rows", float(self.rows))
+
+
+class Returning(Logging):
+    """Returns what it has computed."""
+
+    def returned(self, logits: Tensor, loss: Tensor) -> Any:
+        return {
+            "loss": loss,
+            "logits": logits,
+            "texts": [str(row.argmax()) for row in logits],
+            "nothing": None,
+        }
 
 
 SEEN: list[list[int]] = []
@@ -107,7 +109,7 @@ class Seen:
 def evaluated(
     run: str,
     options: BudgetOptions | None,
-    module: Callable[[], LightningModule] = Everything,
+    module: Callable[[], LightningModule] = Logging,
     data: Any = None,
 ) -> tuple[Any, Any, Trainer]:
     """What a loop returns, its module and its trainer; without options it is Lightning alone."""
@@ -121,6 +123,13 @@ def evaluated(
         return getattr(quiet, run)(built, data, **quiet_result), built, quiet
     finally:
         undo()
+
+
+def assert_same(a: Any, b: Any) -> None:
+    """To the bit: nothing was split."""
+    assert tree_structure(a) == tree_structure(b)
+    for one, other in zip(tree_leaves(a), tree_leaves(b), strict=True):
+        assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
 
 
 def assert_close(a: Any, b: Any) -> None:
@@ -139,8 +148,45 @@ def assert_close(a: Any, b: Any) -> None:
         assert a == pytest.approx(b, rel=2e-6) if isinstance(a, float) else a == b
 
 
-def in_parts(size: int = 3, **options: Any) -> BudgetOptions:
-    return BudgetOptions(**{"budget_bytes": PLENTY, "micro_batch_size": size, **options})
+def late_labels() -> DataLoader:
+    """Three batches of 8 rows, of which the last is the first where labels don't count."""
+    rows = [{"x": torch.full((12,), i % 7), "labels": torch.ones(12, dtype=torch.int64)} for i in range(24)]
+    for i in (17, 20, 21):
+        rows[i]["labels"][: i - 10] = -100
+    return DataLoader(rows, batch_size=8)  # pyright: ignore[reportArgumentType]
+
+
+def peak_of(kind: Callable[[], LightningModule], rows: int, data: Any = None, run: str = "validate") -> int:
+    """The bytes that some rows of a loader's first batch need, by this test's own use of a meter."""
+    peaks: list[int] = []
+    torch.manual_seed(0)
+    module: Any = kind()
+    name = {"validate": "validation_step", "test": "test_step", "predict": "predict_step"}[run]
+    step = getattr(module, name)
+
+    def metered(batch: dict[str, Tensor], *rest: int) -> Any:
+        meter = ByteMeter()
+        meter.track(tensors_of([vars(owner) for owner in module.modules()]))
+        meter.track(batch.values())
+        with meter:
+            output = step({key: value[:rows] for key, value in batch.items()}, *rest)
+        peaks.append(meter.peak_bytes)
+        return output
+
+    setattr(module, name, metered)
+    quiet = trainer(limit_val_batches=1, limit_test_batches=1, limit_predict_batches=1)
+    getattr(quiet, run)(
+        module, loader(8) if data is None else data, **({} if run == "predict" else {"verbose": False})
+    )
+    return peaks[0]
+
+
+def in_parts(
+    size: int = 3, kind: Callable[[], LightningModule] = Logging, data: Any = None, **options: Any
+) -> BudgetOptions:
+    """A budget that holds so many rows of a batch of 8, and no more."""
+    budget = (peak_of(kind, size, data) + peak_of(kind, size + 1, data)) // 2
+    return BudgetOptions(**{"budget_bytes": budget, "headroom": 0.0, **options})
 
 
 # The unsplit batch's results
@@ -148,29 +194,47 @@ def in_parts(size: int = 3, **options: Any) -> BudgetOptions:
 
 @pytest.mark.parametrize("run", ["validate", "test"])
 @pytest.mark.parametrize("size", [1, 3])
-def test_logged_values_are_the_unsplit_batch_s(run: str, size: int) -> None:
+def test_logged_values_and_metrics_are_the_unsplit_batch_s(run: str, size: int) -> None:
     whole, one, plain = evaluated(run, None)
     parts, other, split = evaluated(run, in_parts(size))
     assert max(one.sizes.seen) == 8
     assert other.sizes.seen[-1] == (1 if size == 1 else 2)  # the last batch has 4 rows
     assert_close(parts, whole)
     assert_close(dict(split.callback_metrics), dict(plain.callback_metrics))
-    assert len(whole[0]) >= 10
+    assert len(whole[0]) >= 9
+    assert other.rows == one.rows == 28
+    assert torch.equal(other.gathered.compute(), one.gathered.compute())
+    assert other.metrics_of_tokens["accuracy"].state_dict() == one.metrics_of_tokens["accuracy"].state_dict()
+    assert other.ends == one.ends == ([None] * 4 if run == "validate" else [])
 
 
-def test_hooks_get_the_whole_batch_s_output() -> None:
-    _, one, _ = evaluated("validate", None)
-    _, other, _ = evaluated("validate", in_parts())
-    assert len(one.ends) == 4
-    assert_close(other.ends, one.ends)
+@pytest.mark.parametrize("run", ["validate", "test"])
+def test_what_a_step_returns_is_not_joined_its_batches_run_whole_with_a_warning(run: str) -> None:
+    whole, one, _ = evaluated(run, None, Returning)
+    budget = in_parts(3, Returning)
+    words = (
+        rf"Returning.{'validation' if run == 'validate' else 'test'}_step runs its batches of 8 samples whole, which "
+        r"exceeds the budget's usable .* KiB: what it returns would have to be joined. Use a smaller batch_size in "
+        "dataloader 0; or return None, and log"
+    )
+    with pytest.warns(UserWarning, match=words) as caught:
+        parts, other, _ = evaluated(run, budget, Returning)
+    assert ["whole" in str(one.message) for one in caught].count(True) == 1
+    assert other.sizes.seen[-4:] == [8, 8, 8, 4]
+    assert_same(parts, whole)
+    assert_same(other.ends, one.ends)
 
 
-def test_predictions_are_the_unsplit_batch_s() -> None:
-    whole, _, _ = evaluated("predict", None)
-    parts, module, _ = evaluated("predict", in_parts())
-    assert_close(parts, whole)
-    assert len(parts) == 4
-    assert module.sizes.seen[-2:] == [2, 2]
+def test_predictions_run_whole_with_a_warning() -> None:
+    whole, _, _ = evaluated("predict", None, Returning)
+    budget = BudgetOptions(budget_bytes=peak_of(Returning, 4, run="predict"), headroom=0.0)
+    with pytest.warns(
+        UserWarning, match=r"predict_step runs its batches of 8 .* predictions are never split"
+    ) as caught:
+        parts, module, _ = evaluated("predict", budget, Returning)
+    assert ["whole" in str(one.message) for one in caught].count(True) == 1
+    assert_same(parts, whole)
+    assert module.sizes.seen == [8, 8, 8, 8, 4]  # the first is measured before it runs
 
 
 def test_weighing_by_samples_would_differ() -> None:
@@ -183,45 +247,47 @@ def test_weighing_by_samples_would_differ() -> None:
 # Sizes
 
 
-def peak_of(module: LightningModule, rows: int) -> int:
-    """The bytes that some rows of a batch of 8 need without gradients, by this test's own use of a meter."""
-    batch = next(iter(loader(8)))
-    module.eval()
-    with torch.inference_mode():
-        meter = ByteMeter()
-        meter.track([*module.parameters(), *module.buffers(), *batch.values()])
-        with meter:
-            output = module.validation_step({key: value[:rows] for key, value in batch.items()}, 0)
-    return meter.peak_bytes + bytes_of(output) * (8 - rows) // rows
-
-
 class Wide(LightningModule):
-    """Needs many times its output's bytes."""
+    """Needs many times the bytes of its batch."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = torch.nn.Linear(12, 512)
         self.sizes = Seen()
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
         self.sizes.seen.append(len(batch["x"]))
-        return self.linear(batch["x"] / 50).exp().tanh().mean(1)
+        self.log("mean", self.rows(batch["x"]).mean())
 
-    predict_step = test_step = validation_step
+    test_step = validation_step
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        self.sizes.seen.append(len(batch["x"]))
+        return self.rows(batch["x"])
+
+    def rows(self, x: Tensor) -> Tensor:
+        return self.linear(x / 50).exp().tanh().mean(-1)
 
 
-@pytest.mark.parametrize("run", ["validate", "test", "predict"])
+@pytest.mark.parametrize("run", ["validate", "test"])
 def test_the_largest_part_that_fits_is_measured(run: str) -> None:
-    budget = (peak_of(Wide(), 4) + peak_of(Wide(), 5)) // 2
+    budget = (peak_of(Wide, 4) + peak_of(Wide, 5)) // 2
     _, module, _ = evaluated(run, BudgetOptions(budget_bytes=budget, headroom=0.0), Wide)
     assert module.sizes.seen[-7:] == [4, 4, 4, 4, 4, 4, 4]
-    _, module, _ = evaluated(run, BudgetOptions(budget_bytes=peak_of(Wide(), 4) - 1, headroom=0.0), Wide)
+    _, module, _ = evaluated(run, BudgetOptions(budget_bytes=peak_of(Wide, 4) - 1, headroom=0.0), Wide)
     assert module.sizes.seen[-5:] == [3, 3, 2, 2, 2]  # 8 rows, and the last 4
 
 
-def test_a_batch_that_fits_is_lightning_s_own_affair() -> None:
-    _, module, _ = evaluated("validate", BudgetOptions(budget_bytes=PLENTY), Wide)
-    assert module.sizes.seen == [8, 8, 8, 8, 4]  # the first is measured before it runs
+def test_a_batch_that_fits_is_lightning_s_own_affair_whatever_the_size_of_training_s_parts() -> None:
+    for size in ("auto", 2):
+        options = BudgetOptions(budget_bytes=PLENTY, micro_batch_size=size)
+        _, module, _ = evaluated("validate", options, Wide)
+        assert module.sizes.seen == [8, 8, 8, 8, 4]  # the first is measured before it runs
+
+
+def test_where_a_batch_is_split_no_part_is_larger_than_training_s() -> None:
+    _, module, _ = evaluated("validate", in_parts(3, Wide, micro_batch_size=2), Wide)
+    assert module.sizes.seen[-6:] == [2] * 6
 
 
 def test_where_not_even_one_sample_fits_the_error_says_by_how_much() -> None:
@@ -235,9 +301,8 @@ def test_longer_samples_are_measured_when_they_come() -> None:
     rows = [{"x": torch.ones(12 if i < 8 else 48, dtype=torch.int64)} for i in range(16)]
 
     class Long(Wide):
-        def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-            self.sizes.seen.append(len(batch["x"]))
-            return self.linear((batch["x"] / 50).unfold(1, 12, 12)).exp().tanh().mean((1, 2))
+        def rows(self, x: Tensor) -> Tensor:
+            return super().rows(x.unfold(1, 12, 12))
 
     data = DataLoader(rows, batch_size=8)  # pyright: ignore[reportArgumentType]
     budget = BudgetOptions(budget_bytes=140_000, headroom=0.0)
@@ -245,145 +310,20 @@ def test_longer_samples_are_measured_when_they_come() -> None:
     parts, module, _ = evaluated("validate", budget, Long, data)
     assert module.sizes.seen[:3] == [8, 8, 8]  # measured, run, and the longer ones begun whole
     assert max(module.sizes.seen[-2:]) <= 4
-    assert parts == whole
-
-
-# What can't be split
-
-
-class Contrastive(Wide):
-    """A loss that compares a batch's samples with each other."""
-
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        self.sizes.seen.append(len(batch["x"]))
-        rows = F.normalize(self.linear(batch["x"] / 50), dim=1)
-        loss = F.cross_entropy(rows @ rows.T, torch.arange(len(rows)))
-        self.log("loss", loss)
-        return loss
-
-
-class Ranked(Wide):
-    """Each sample's rank among its batch."""
-
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        return self.linear(batch["x"] / 50).mean(1).argsort().float()
-
-
-class Picky(Wide):
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        if len(batch["x"]) % 4:
-            raise ValueError("rows come in fours")
-
-
-class InTraining(Wide):
-    """Batch statistics, kept in training mode by the user."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = torch.nn.BatchNorm1d(12)
-
-    def on_validation_model_eval(self) -> None:
-        self.train()
-
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self.log("loss", self.linear(self.norm(batch["x"] / 50)).square().mean())
-
-
-@pytest.mark.parametrize(
-    ("module", "words"),
-    [
-        (Contrastive, r"Contrastive.validation_step runs its batches whole.* output is .* samples at once"),
-        (Ranked, r"output of a few samples is not that of their parts"),
-        (Picky, r"fails on a part of the batch \(ValueError: rows come in fours\)"),
-        (InTraining, r"runs its batches whole"),
-    ],
-)
-def test_a_step_that_parts_would_change_runs_whole(module: type[LightningModule], words: str) -> None:
-    whole, first, _ = evaluated("validate", None, module)
-    with pytest.warns(UserWarning, match=words) as caught:
-        parts, other, _ = evaluated("validate", in_parts(3), module)
-    assert ["runs its batches whole" in str(one.message) for one in caught].count(True) == 1
-    assert parts == whole
-    torch.testing.assert_close(other.state_dict(), first.state_dict(), rtol=0, atol=0)
-
-
-def test_a_whole_batch_that_runs_out_of_memory_says_why_it_is_whole() -> None:
-    class Full(Contrastive):
-        def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-            if batch_idx == 2:
-                raise torch.OutOfMemoryError("the device is full")
-            return super().validation_step(batch, batch_idx)
-
-    with (
-        pytest.warns(UserWarning, match="whole"),
-        pytest.raises(torch.OutOfMemoryError, match=r"device is full\) and can't be split: output is"),
-    ):
-        evaluated("validate", in_parts(3), Full)
-
-
-class Generates(Wide):
-    """Rows as long as the longest of them: what a language model's generate returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.batches = 0
-
-    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        self.batches += 1
-        return batch["x"][:, : int(batch["x"].amax())] * 2
-
-
-def test_outputs_that_are_padded_to_unequal_lengths_run_whole_from_then_on() -> None:
-    rows = [{"x": torch.full((12,), 3 if i < 8 else 1 + i % 8)} for i in range(24)]
-    data = DataLoader(rows, batch_size=8)  # pyright: ignore[reportArgumentType]
-    whole, one, _ = evaluated("predict", None, Generates, data)
-    with pytest.warns(UserWarning, match=r"output has parts of shapes \(3, 3\), \(3, 6\), \(2, 8\)"):
-        parts, other, _ = evaluated("predict", in_parts(3), Generates, data)
     assert_close(parts, whole)
-    assert other.batches == one.batches == 3
-
-
-def test_a_weighing_meant_for_training_may_not_fit_other_batches() -> None:
-    def labels(batch: Any) -> float:
-        return float((batch["labels"] != -100).sum())
-
-    rows = [{"x": torch.arange(12) + i} for i in range(16)]
-    data = DataLoader(rows, batch_size=8)  # pyright: ignore[reportArgumentType]
-    for weigh_by in (labels, "labels"):
-        whole, _, _ = evaluated("predict", None, Wide, data)
-        parts, module, _ = evaluated("predict", in_parts(4, weigh_by=weigh_by), Wide, data)
-        assert_close(parts, whole)
-        assert module.sizes.seen[-2:] == [4, 4]
-
-
-class Noisy(Wide):
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        self.sizes.seen.append(len(batch["x"]))
-        noise = torch.randn(len(batch["x"]), 12)
-        self.log("noise", noise.mean())
-        return noise.mean(1)
-
-
-def test_a_step_that_draws_random_numbers_runs_in_parts_with_a_warning() -> None:
-    with pytest.warns(UserWarning, match=r"draws random numbers of its own: rows are joined") as caught:
-        _, module, quiet = evaluated("validate", in_parts(3), Noisy)
-    assert ["draws random" in str(one.message) for one in caught].count(True) == 1
-    assert module.sizes.seen[-2:] == [2, 2]
-    assert abs(float(quiet.callback_metrics["noise"])) < 0.3
 
 
 # Out of memory
 
 
-class Failing(Everything):
+class Failing(Logging):
     """Runs out of memory once, late in its third batch, after it has changed all it changes."""
 
     def __init__(self, batch_idx: int = 2, largest: int = 4) -> None:
         super().__init__()
         self.at, self.largest = batch_idx, largest
 
-    def evaluate(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Any]:
-        torch.rand(3)
+    def evaluate(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
         output = super().evaluate(batch, batch_idx)
         if batch_idx == self.at and len(batch["x"]) > self.largest:
             raise torch.OutOfMemoryError("the device is full")
@@ -392,7 +332,7 @@ class Failing(Everything):
     validation_step = test_step = predict_step = evaluate
 
 
-@pytest.mark.parametrize("run", ["validate", "test", "predict"])
+@pytest.mark.parametrize("run", ["validate", "test"])
 def test_after_an_oom_the_batch_runs_again_in_halves_with_the_whole_s_result(run: str) -> None:
     class Sound(Failing):
         def __init__(self) -> None:
@@ -403,7 +343,7 @@ def test_after_an_oom_the_batch_runs_again_in_halves_with_the_whole_s_result(run
     assert other.sizes.seen[-3:] == [4, 4, 4]
     assert_close(parts, whole)
     assert_close(dict(split.callback_metrics), dict(plain.callback_metrics))
-    assert len(other.rows) == len(one.rows) == 4
+    assert other.rows == one.rows == 28
     assert other.metrics_of_tokens["accuracy"].state_dict() == one.metrics_of_tokens["accuracy"].state_dict()
 
 
@@ -413,11 +353,10 @@ def test_recovery_can_be_declined() -> None:
 
 
 def test_at_one_sample_the_error_names_remedies() -> None:
-    with (
-        pytest.warns(UserWarning, match="two samples at once run out of memory"),
-        pytest.raises(torch.OutOfMemoryError, match=r"A part of 1 sample runs out .*PureBF16Precision"),
-    ):
-        evaluated("validate", BudgetOptions(budget_bytes=PLENTY), lambda: Failing(largest=0))
+    with pytest.raises(torch.OutOfMemoryError, match=r"A part of 1 sample runs out .*PureBF16Precision"):
+        evaluated(
+            "validate", BudgetOptions(budget_bytes=PLENTY), lambda: Failing(largest=0), loader(1, count=4)
+        )
 
 
 def test_other_errors_surface_unchanged() -> None:
@@ -429,7 +368,7 @@ def test_other_errors_surface_unchanged() -> None:
                 raise error
 
     with pytest.raises(RuntimeError) as caught:
-        evaluated("validate", in_parts(8), Broken)
+        evaluated("validate", BudgetOptions(budget_bytes=PLENTY), Broken)
     assert caught.value is error
 
 
@@ -445,17 +384,20 @@ def fitted(options: BudgetOptions | None, module: LightningModule, **arguments: 
     return quiet
 
 
-class Validated(Everything):
+class Validated(Logging):
     """Two loaders, and the values of every validation."""
 
     def __init__(self) -> None:
         super().__init__()
         self.history: list[dict[str, float]] = []
-        self.stages: list[bool] = []
+        self.indices, self.most = Seen(), 8
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> Any:
-        self.stages.append(torch.is_grad_enabled())
-        return self.evaluate(batch, batch_idx)
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        assert not torch.is_grad_enabled()
+        self.indices.seen.append(dataloader_idx)
+        self.evaluate(batch, batch_idx)
+        if len(batch["x"]) > self.most:
+            raise torch.OutOfMemoryError("the device is full")
 
     def on_validation_end(self) -> None:
         self.history.append({key: float(value) for key, value in self.trainer.callback_metrics.items()})
@@ -469,13 +411,15 @@ def built(kind: type[LightningModule]) -> Any:
 def test_validation_within_a_fit_keeps_its_values_and_leaves_training_alone() -> None:
     whole, parts = built(Validated), built(Validated)
     fitted(None, whole)
-    fitted(in_parts(), parts)
+    parts.most = 3
+    fitted(BudgetOptions(budget_bytes=PLENTY), parts)
     assert len(parts.history) == len(whole.history) == 3  # the sanity check, and two
     assert_close(parts.history, whole.history)
     assert {"loss_epoch/dataloader_idx_0", "loss_epoch/dataloader_idx_1"} <= set(parts.history[-1])
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), parts.parameters(), strict=True))
-    assert not any(parts.stages)
     assert parts.training
+    assert parts.sizes.seen[-9:] == [3, 3, 2, 2, 2, 3, 3, 3, 3]
+    assert parts.indices.seen[-4:] == [1] * 4
 
 
 def test_what_the_optimizer_has_come_to_hold_since_the_sanity_check_is_counted() -> None:
@@ -492,7 +436,7 @@ def test_what_the_optimizer_has_come_to_hold_since_the_sanity_check_is_counted()
             return torch.optim.Adam(self.parameters())
 
     parameters = 13 * 512 * 4
-    alone = BudgetOptions(budget_bytes=peak_of(Wide(), 8) + parameters, headroom=0.0)
+    alone = BudgetOptions(budget_bytes=peak_of(Wide, 8) + parameters, headroom=0.0)
     module = built(Trained)
     quiet = trainer(max_steps=1, num_sanity_val_steps=1, val_check_interval=1, limit_val_batches=1)
     keep_budget_in_evaluation(quiet, alone)
@@ -503,15 +447,15 @@ def test_what_the_optimizer_has_come_to_hold_since_the_sanity_check_is_counted()
 
 
 def test_a_module_that_optimizes_manually_is_evaluated_in_parts() -> None:
-    class Manual(Everything):
+    class Manual(Logging):
         def __init__(self) -> None:
             super().__init__()
             self.automatic_optimization = False
 
     whole, _, _ = evaluated("validate", None, Manual)
-    parts, module, _ = evaluated("validate", in_parts(), Manual)
+    parts, module, _ = evaluated("validate", in_parts(3, Manual), Manual)
     assert_close(parts, whole)
-    assert max(module.sizes.seen) == 5  # the samples that were compared at once
+    assert module.sizes.seen[-4:] == [3, 2, 2, 2]
 
 
 def test_step_values_reach_the_logger_once_a_batch() -> None:
@@ -533,7 +477,7 @@ def test_step_values_reach_the_logger_once_a_batch() -> None:
         quiet.logger = logger
         if options:
             keep_budget_in_evaluation(quiet, options)
-        quiet.validate(built(Everything), loader(8, count=28), verbose=False)
+        quiet.validate(built(Logging), loader(8, count=28), verbose=False)
         kept.append(logger.steps)
     assert [step for step, _ in kept[1]] == [0, 1, 2, 3]
     for one, other in zip(*kept, strict=True):
@@ -556,20 +500,13 @@ def test_transfer_hooks_run_once_a_part_and_batches_that_fit_are_moved_as_ever()
     rows = [{"x": torch.full((12,), 50)} for _ in range(20)]
     data = DataLoader(rows, batch_size=8)  # pyright: ignore[reportArgumentType]
     whole, one, _ = evaluated("validate", None, Moved, data)
-    parts, other, _ = evaluated("validate", in_parts(4), Moved, data)
-    assert parts == whole
+    parts, other, _ = evaluated("validate", in_parts(4, Moved, data), Moved, data)
+    assert_close(parts, whole)
     assert one.moved.seen == [8, 51, 8, 51, 4, 51]
-    assert other.moved.seen == [
-        50,
-        *(5, 1, 2, 2),
-        4,
-        4,
-        50,
-        4,
-        4,
-        4,
-        51,
-    ]  # in brackets: what is compared first
+    begins = other.moved.seen.index(50)
+    assert other.moved.seen[:begins] == [8]  # measured
+    assert other.moved.seen[begins + 1 :][:4] == [5, 1, 2, 2]  # compared
+    assert other.moved.seen[-7:] == [4, 4, 50, 4, 4, 4, 51]
 
 
 def test_a_step_that_fetches_by_itself_is_left_alone() -> None:
@@ -579,35 +516,47 @@ def test_a_step_that_fetches_by_itself_is_left_alone() -> None:
             self.sizes.seen.append(len(batch["x"]))
 
     with pytest.warns(UserWarning, match="dataloader_iter"):
-        _, module, _ = evaluated("validate", in_parts(), Fetching)
+        _, module, _ = evaluated("validate", BudgetOptions(budget_bytes=30_000), Fetching)
     assert module.sizes.seen == [8, 8, 8, 4]
-
-
-def test_a_batch_that_can_not_be_split_runs_whole() -> None:
-    rows = [{"x": torch.ones(8, 12), "mask": torch.ones(3)} for _ in range(2)]
-    data = DataLoader(rows, batch_size=None)  # pyright: ignore[reportArgumentType]
-    _, module, _ = evaluated("validate", BudgetOptions(budget_bytes=PLENTY), Wide, data)
-    assert module.sizes.seen == [8, 8, 8]
-    with pytest.warns(UserWarning, match="runs its batches whole, .* disagree on the leading size"):
-        evaluated("validate", BudgetOptions(budget_bytes=60_000), Wide, data)
 
 
 def test_values_that_only_later_batches_tell_apart_are_compared_again() -> None:
     """All labels count in the first batches, so that means over labels and over samples are one."""
-    rows = [{"x": torch.full((4,), float(i)), "labels": torch.ones(4, dtype=torch.int64)} for i in range(24)]
-    for i in (17, 20, 21):
-        rows[i]["labels"][: i % 4] = -100
 
     class Mean(Wide):
         def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+            self.sizes.seen.append(len(batch["x"]))
             counts = batch["labels"] != -100
-            self.log("by label", (batch["x"] * counts).sum() / counts.sum())
-            self.log("by row", batch["x"].mean())
+            per_row = self.rows(batch["x"])
+            self.log("by label", (per_row[:, None] * counts).sum() / counts.sum())
+            self.log("by row", per_row.mean())
 
-    data = DataLoader(rows, batch_size=8)  # pyright: ignore[reportArgumentType]
+    data = late_labels()
     whole, _, _ = evaluated("validate", None, Mean, data)
-    parts, _, _ = evaluated("validate", in_parts(), Mean, data)
+    parts, module, _ = evaluated("validate", in_parts(3, Mean, data), Mean, data)
     assert_close(parts, whole)
+    assert module.sizes.seen[-3:] == [3, 3, 2]
+    assert module.sizes.seen.count(5) == 2  # compared at the first batch, and at the last
+
+
+def test_an_accuracy_of_nothing_in_the_compared_samples_is_learned_where_there_is_one() -> None:
+    """All rules give 0 for the first 5 rows; a micro-batch that has a hit tells means, sums and extremes apart."""
+
+    class Rare(Wide):
+        def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+            self.sizes.seen.append(len(batch["x"]))
+            self.rows(batch["x"])
+            hits = (batch["x"][:, 0] == 6).float()
+            self.log("accuracy", hits.mean())
+            self.log("hits", hits.sum(), reduce_fx="sum")
+            self.log("any", hits.amax(), reduce_fx="max")
+
+    rows = [{"x": torch.full((12,), 6 if i in (6, 11, 12, 21) else 1)} for i in range(24)]
+    data = DataLoader(rows, batch_size=8)  # pyright: ignore[reportArgumentType]
+    whole, _, _ = evaluated("validate", None, Rare, data)
+    parts, module, _ = evaluated("validate", in_parts(3, Rare, data), Rare, data)
+    assert_close(parts, whole)
+    assert module.sizes.seen[-3:] == [3, 3, 2]
 
 
 # Predictions
@@ -621,7 +570,7 @@ def test_predictions_that_do_not_fit_the_host_are_refused_after_the_first_batch(
     modules: list[Any] = []
 
     def module() -> LightningModule:
-        modules.append(Everything())
+        modules.append(Returning())
         return modules[0]
 
     with pytest.raises(BudgetError, match=r"outputs of 4 batches, about .* free.*return_predictions=False"):
@@ -644,7 +593,7 @@ def test_predictions_that_are_not_kept_cost_nothing(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(_predictions, "capacity", lambda device: Capacity(total_bytes=1, free_bytes=1))
     quiet = trainer()
     keep_budget_in_evaluation(quiet, BudgetOptions(budget_bytes=PLENTY))
-    assert quiet.predict(built(Everything), loader(8, count=28), return_predictions=False) is None
+    assert quiet.predict(built(Returning), loader(8, count=28), return_predictions=False) is None
 
 
 def test_the_bytes_of_a_view_are_its_storage_s() -> None:
@@ -669,6 +618,6 @@ def test_a_prediction_writer_gets_whole_batches(tmp_path: Path) -> None:
 
     writer = Writer()
     quiet = trainer(writer)
-    keep_budget_in_evaluation(quiet, in_parts())
-    quiet.predict(built(Everything), loader(8, count=12), return_predictions=False)
+    keep_budget_in_evaluation(quiet, BudgetOptions(budget_bytes=PLENTY))
+    quiet.predict(built(Returning), loader(8, count=12), return_predictions=False)
     assert writer.written == [(8, list(range(8))), (4, list(range(8, 12))), 2]

@@ -5,7 +5,6 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import CatMetric, SumMetric
 
-from lightning_memkit.micro_batching.parts.joining import Change
 from lightning_memkit.plugins import _evaluation_state as state
 
 
@@ -34,51 +33,6 @@ class Gathering(nn.Module):
         self.running += 1
 
 
-def test_all_that_a_step_changes_is_found() -> None:
-    module = Gathering()
-    before = state.snapshot(module)
-    module.step(torch.ones(4))
-    after = state.snapshot(module)
-    keys = state.changed(before, after)
-    assert keys == {
-        ("", "total"),
-        ("", "batches"),
-        ("", "outputs"),
-        ("", "sums", "loss"),
-        ("", "sums", "rows", 0),
-        ("metric", "sum_value"),
-        ("values", "value"),
-        ("", "running"),
-    }
-    left = state.changes(before, after, keys)
-    assert left["", "batches"] == Change(before=0, after=1)
-    assert [len(item) for item in left["", "outputs"]] == [4]
-    assert left["", "sums", "rows", 0] == Change(before=0, after=4)
-    assert state.snapshot(module, frozenset({("", "batches")})) == {("", "batches"): 1}
-
-
-def test_the_whole_s_state_can_be_written_back() -> None:
-    module = Gathering()
-    module.step(torch.ones(2))
-    before = state.snapshot(module)
-    module.step(torch.ones(2))
-    module.step(torch.ones(2))
-    joined = {
-        ("", "batches"): 2,
-        ("", "outputs"): [torch.ones(4)],
-        ("", "sums", "loss"): torch.tensor(9.0),
-        ("", "sums", "rows", 0): 6,
-        ("metric", "sum_value"): torch.tensor(5.0),
-        ("", "running"): torch.full((3,), 2.0),
-    }
-    state.write_back(module, before, joined)
-    assert module.batches == 2
-    assert [len(item) for item in module.outputs] == [2, 4]
-    assert module.sums == {"loss": 9.0, "rows": [6, 0]}
-    assert module.metric.compute() == 5.0
-    assert dict(module.named_buffers())["running"].tolist() == [2.0, 2.0, 2.0]
-
-
 @pytest.mark.parametrize("inference", [False, True])
 def test_a_failed_step_leaves_nothing(inference: bool) -> None:
     module = Gathering()
@@ -92,6 +46,22 @@ def test_a_failed_step_leaves_nothing(inference: bool) -> None:
     assert module.metric.compute() == 4.0
     assert module.values.compute().tolist() == [1.0] * 4
     assert module.running.tolist() == [1.0] * 3
+
+
+def test_all_that_a_step_changes_is_found_by_name() -> None:
+    module = Gathering()
+    rollback = state.EvaluationRollback(module)
+    module.step(torch.ones(4))
+    assert {str(change) for change in rollback.left_behind()} == {
+        "total (attribute)",
+        "batches (attribute)",
+        "outputs (container)",
+        "sums['loss'] (container)",
+        "sums['rows'] (container)",
+        "metric (metric)",
+        "values (metric)",
+        "running (buffer)",
+    }
 
 
 def test_what_was_gathered_is_not_copied() -> None:

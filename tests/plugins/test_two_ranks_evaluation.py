@@ -33,7 +33,7 @@ def found(
 def test_parts_and_retries_give_the_whole_batches_results_on_each_rank(
     found: tuple[str, list[Found]],
 ) -> None:
-    """Losses, metrics, sums over ranks, predictions, and how many batches a module has counted."""
+    """Losses, metrics, sums over ranks, predictions, and how many rows a module has counted."""
     _, ranks = found
     for results in ranks:
         for name, (whole, parts) in results.items():
@@ -42,7 +42,7 @@ def test_parts_and_retries_give_the_whole_batches_results_on_each_rank(
             assert parts["metrics"] == pytest.approx(whole["metrics"], rel=1e-7), (
                 name
             )  # Lightning keeps float32
-            assert parts.get("batches") == whole.get("batches"), name
+            assert parts.get("rows") == whole.get("rows"), name
             if "predict" in name:
                 for one, other in zip(tensors(parts["result"]), tensors(whole["result"]), strict=True):
                     torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
@@ -79,12 +79,22 @@ def test_a_rank_with_fewer_samples_than_parts_repeats_one_or_says_why_not(
     strategy, ranks = found
     if strategy == "fsdp2":
         whole, parts = ranks[1]["repeats"]
-        assert parts["sizes"][-4:] == [1, 1, 1, 1]
-        assert whole["sizes"][-1] == 3
+        assert parts["sizes"][-3:] == [1, 1, 1]
+        assert whole["sizes"][-1] == 2
         assert max(ranks[0]["auto"][1]["sizes"][-4:]) < 8
     else:
         for results in ranks:
-            assert "a rank's batch has 3 samples: ranks exchange results" in results["refused"][1]["result"]
+            assert "a rank's batch has 2 samples: ranks exchange results" in results["refused"][1]["result"]
+
+
+def test_a_step_that_returns_something_on_one_rank_runs_whole_on_all_that_meet(
+    found: tuple[str, list[Found]],
+) -> None:
+    _, ranks = found
+    for results in ranks:
+        whole, parts = results["returns"]
+        assert parts["sizes"][-3:] == whole["sizes"][-3:] == [8, 8, 8]
+        assert 5 in parts["sizes"]  # compared
 
 
 def test_another_error_surfaces_and_ends_the_ranks_that_wait_for_it(found: tuple[str, list[Found]]) -> None:

@@ -31,9 +31,9 @@ from tests.plugins.toys import ShardableTagger, tagged_rows, trainer
 from tests.plugins.two_ranks import Sharded
 
 LIMIT_SECONDS = 60
-RUNS = ("validate", "test", "predict")
+RUNS = ("validate", "test")
 PLACES = ("start", "middle", "end")
-UNEVEN = (28, 27), (26, 25)  # samples of the ranks: last batches of 4 and 3, of 2 and 1
+UNEVEN = (28, 27), (26, 25), (29, 26)  # samples of the ranks: last batches of 4 and 3, of 2 and 1, of 5 and 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Case:
 
     Args:
         run: the trainer's method.
-        size: the most samples in a part, or "auto".
+        size: the most samples that fit on either rank; 0 for any.
         place: where in a step the fault is; empty for none.
         allocation: the fault is in this allocation of the step.
         at: the batch of the fault.
@@ -50,10 +50,11 @@ class Case:
         gathers: the step calls collectives of its own.
         samples: of each rank.
         budget: bytes.
+        returns: the rank whose step returns something.
     """
 
     run: str = "validate"
-    size: Any = "auto"
+    size: int = 0
     place: str = ""
     allocation: int | None = None
     at: int = 2
@@ -61,6 +62,7 @@ class Case:
     gathers: bool = False
     samples: tuple[int, int] = (24, 24)
     budget: int = 2**30
+    returns: int | None = None
 
 
 class Evaluated:
@@ -72,30 +74,34 @@ class Evaluated:
     def build(self: Any, case: Case) -> None:
         self.case = case
         self.accuracy = MulticlassAccuracy(50, ignore_index=-100)
-        self.batches = 0
+        self.rows = 0
 
-    def evaluate(self: Any, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+    def evaluate(self: Any, batch: dict[str, Tensor], batch_idx: int) -> Tensor | None:
         SEEN.append(len(batch["x"]))
+        if len(batch["x"]) > (self.case.size or 8):
+            raise torch.OutOfMemoryError("the device is full")
         case, here = self.case, (batch_idx, self.trainer.global_rank)
         fails = case.allocation is not None and here == (case.at, case.rank) and len(batch["x"]) > 4
         with ByteMeter(fail_at=case.allocation if fails else None):
             return self.step(batch, batch_idx)
 
-    def step(self: Any, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+    def step(self: Any, batch: dict[str, Tensor], batch_idx: int) -> Tensor | None:
+        case = self.case
         self.fails("start", batch, batch_idx)
         hidden = self.mix(self.embedding(batch["x"]))[0]
         self.fails("middle", batch, batch_idx)
         counted = (batch["labels"] != -100).sum().double()
-        counted_by_all = self.all_gather(counted).sum() if self.case.gathers else counted
+        counted_by_all = self.all_gather(counted).sum() if case.gathers else counted
         logits = self.head(hidden).flatten(0, 1)
-        self.batches += 1
-        if not self.trainer.predicting:
-            self.log("loss", F.cross_entropy(logits, batch["labels"].flatten()), sync_dist=True)
-            self.log("counted", counted_by_all, reduce_fx="sum")
-            self.accuracy(logits, batch["labels"].flatten())
-            self.log("accuracy", self.accuracy)
+        self.rows += len(batch["x"])
+        if self.trainer.predicting:
+            return logits
+        self.log("loss", F.cross_entropy(logits, batch["labels"].flatten()), sync_dist=True)
+        self.log("counted", counted_by_all, reduce_fx="sum")
+        self.accuracy(logits, batch["labels"].flatten())
+        self.log("accuracy", self.accuracy)
         self.fails("end", batch, batch_idx)
-        return {"logits": logits, "counted": counted_by_all}
+        return logits if case.returns == self.trainer.global_rank else None
 
     validation_step = test_step = predict_step = evaluate
 
@@ -124,19 +130,22 @@ def cases(strategy: str, stride: int) -> dict[str, Case]:
     """By name; a fault in one in so many allocations. Samples of the ranks are unequal in their last batches."""
     found = {"size 3": Case(size=3, samples=UNEVEN[0])}
     for run in RUNS:
-        for place in PLACES if stride == 1 or run == "validate" else ("middle",):
+        for place in PLACES:
             found[f"{run}, {place}"] = Case(run=run, place=place, samples=UNEVEN[0])
+    found["predict"] = Case(run="predict", samples=UNEVEN[0])
     found["rank 0"] = Case(place="middle", rank=0, samples=UNEVEN[1])
     found["first batch"] = Case(place="middle", at=0, samples=UNEVEN[1])
     for allocation in range(0, 24, stride):
         found[f"allocation {allocation}"] = Case(allocation=allocation)
     if strategy == "ddp":
         found |= {f"gathers, {name}": replace(case, gathers=True) for name, case in found.items()}
-        found["refused"] = Case(size=1, gathers=True, samples=UNEVEN[0])
+        found["returns"] = Case(budget=80_000, returns=1, gathers=True)
+        found["refused"] = Case(size=2, gathers=True, samples=UNEVEN[2])
         found["error"] = Case(place="error", gathers=True)
     else:
         found["auto"] = Case(budget=80_000)
-        found["repeats"] = Case(size=1, samples=UNEVEN[0])
+        found["returns"] = Case(budget=80_000, returns=1)
+        found["repeats"] = Case(size=2, samples=UNEVEN[2])
     return found
 
 
@@ -145,7 +154,7 @@ def evaluated(case: Case, strategy: str, *, split: bool) -> dict[str, Any]:
     kinds: dict[str, Any] = {"ddp": "ddp", "fsdp2": ModelParallelStrategy(2, 1)}
     quiet = trainer(devices=2, strategy=kinds[strategy], use_distributed_sampler=False)
     retries: list[int] = []
-    options = BudgetOptions(budget_bytes=case.budget, micro_batch_size=case.size, headroom=0.0)
+    options = BudgetOptions(budget_bytes=case.budget, headroom=0.0)
     observer = Observer(retried=lambda: retries.append(1))
     undo = keep_budget_in_evaluation(quiet, options, observer) if split else lambda: None
     torch.manual_seed(0)
@@ -164,7 +173,7 @@ def evaluated(case: Case, strategy: str, *, split: bool) -> dict[str, Any]:
         result = f"{type(error).__name__}: {error}"
     undo()
     metrics = {name: float(value) for name, value in quiet.callback_metrics.items()}
-    counted = {"retries": len(retries), "batches": module.batches}
+    counted = {"retries": len(retries), "rows": module.rows}
     return {"result": result, "metrics": metrics, "sizes": list(SEEN), **counted}
 
 
@@ -210,6 +219,8 @@ def fitted_with_buffers(*, split: bool) -> dict[str, Any]:
 
         def evaluate(self, batch: dict[str, Tensor], batch_idx: int) -> None:
             SEEN.append(len(batch["x"]))
+            if len(batch["x"]) > most:
+                raise torch.OutOfMemoryError("the device is full")
             hidden = self.norm(self.mix(self.embedding(batch["x"]))[0].flatten(0, 1))
             self.log("mean", hidden.square().mean(), sync_dist=True)
 
@@ -217,7 +228,8 @@ def fitted_with_buffers(*, split: bool) -> dict[str, Any]:
 
     quiet: Trainer = trainer(devices=2, strategy="ddp_find_unused_parameters_true", max_steps=3,
                              use_distributed_sampler=False)  # fmt: skip
-    options = BudgetOptions(budget_bytes=2**30, micro_batch_size=3)
+    most = 3 if split else 8
+    options = BudgetOptions(budget_bytes=2**30)
     undo = keep_budget_in_evaluation(quiet, options) if split else lambda: None
     torch.manual_seed(0)
     module = Normalized()
@@ -239,7 +251,7 @@ def main(path: str, strategy: str, stride: str) -> None:
     found: dict[str, Any] = {}
     for name, case in cases(strategy, int(stride)).items():
         signal.alarm(LIMIT_SECONDS)
-        plain = replace(case, place="", allocation=None, at=0, rank=0, size="auto", budget=2**30)
+        plain = replace(case, place="", allocation=None, at=0, rank=0, size=0, budget=2**30)
         found[name] = [whole(plain, strategy), evaluated(case, strategy, split=True)]
     signal.alarm(LIMIT_SECONDS)
     found["fit"] = [fitted(Case(place=place, at=1), strategy) for place in ("", "middle")]

@@ -1,13 +1,13 @@
 """A whole batch's results from its parts', by rules that a comparison on a few samples has shown to be right.
 
-What a step returns, logs and adds to its module may be rows, means over this or that, sums, extremes. Which, is not
+What a step returns, logs and sets in its module may be rows, means over this or that, sums, extremes. Which, is not
 guessed: `Joining.compare` is given a small batch's results, run whole and in parts, and keeps for every value the
 rules that give the whole's. `Joining.join` applies them to the parts of other batches.
 """
 
 import copy
 import dataclasses
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from enum import Enum
 from itertools import combinations, pairwise
 from typing import Any
@@ -16,16 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memkit.micro_batching.parts.joining_rules import (
-    KEPT,
     ROUNDING,
-    Change,
     Counted,
     Counts,
     JoinError,
     Path,
     Rule,
     applied,
-    is_number_like,
     is_one_number,
     name_of,
     relative_error,
@@ -119,18 +116,6 @@ class Joining:
                 best, pair = self.excess, (first, second)
         return pair
 
-    def keeps(self, path: Path) -> bool:
-        """Whether what the parts leave behind one after the other is what the whole leaves, below a path."""
-        below = [rules[0] for key, rules in self._open.items() if key[: len(path)] == path]
-        return all(rule in (KEPT, ("concat",)) for rule in below)
-
-    def alike(self, a: Any, b: Any) -> bool:
-        """Whether the numbers of two results are the same up to rounding."""
-        numbers = [[leaf for leaf in leaves(result) if is_number_like(leaf)] for result in (a, b)]
-        return len(numbers[0]) == len(numbers[1]) and all(
-            relative_error(x, y) <= self._allowed(y) for x, y in zip(*numbers, strict=True)
-        )
-
     def _allowed(self, value: Any) -> float:
         """The tolerance, or what the value's own dtype rounds."""
         rounding = ROUNDING.get(value.dtype, 2e-6) if isinstance(value, Tensor) else 2e-6
@@ -172,12 +157,11 @@ class Joining:
         candidates = [rule for rule in rules if before is None or rule in before]
         errors = [rule_error(rule, whole, parts, counts) for rule in candidates]
         least = min(errors, default=float("inf"))
-        target = whole.after if isinstance(whole, Change) else whole
-        allowed = self._allowed(target)
+        allowed = self._allowed(whole)
         if least > allowed:
             raise JoinError(why_not(path, whole, parts, least))
         # A clear lead only: rules that differ by rounding (of the whole and of its parts) stay open, in their order.
-        rounding = max(allowed / 20, 1.5 * _spacing(target))
+        rounding = max(allowed / 20, 1.5 * _spacing(whole))
         if path[-1:] != ("count",) and is_one_number(
             whole
         ):  # of large results all rules would be too much work
@@ -284,7 +268,7 @@ def _own_way(parts: Sequence[Counted], counts: Counts) -> tuple[list[Any], Count
 
 def _branches(item: Any, depth: int) -> list[tuple[Any, Any]] | None:
     """The named values of a structure; None for a leaf, and below the deepest that is looked into."""
-    if isinstance(item, Change) or depth > _DEEPEST:
+    if depth > _DEEPEST:
         return None
     if isinstance(item, Mapping):
         return list(item.items())
@@ -329,13 +313,3 @@ def _rebuilt(first: Any, joined: dict[Any, Any]) -> Any:
     for key, value in joined.items():
         object.__setattr__(rebuilt, key, value)
     return rebuilt
-
-
-def leaves(item: Any, depth: int = 0) -> Iterator[Any]:
-    """Every value within nested mappings, lists, tuples and dataclasses."""
-    branches = _branches(item, depth)
-    if branches is None:
-        yield item
-        return
-    for _, value in branches:
-        yield from leaves(value, depth + 1)

@@ -13,7 +13,6 @@ Path = tuple[Any, ...]
 Rule = tuple[Any, ...]  # its kind, then its options
 Counts = Mapping[str, Sequence[float]]  # a way of weighing, and what each part counts by it
 
-KEPT: Rule = ("kept",)
 ROUNDED = (
     1e-5  # relative difference of logged and returned numbers that is rounding; nothing is summed up in them
 )
@@ -42,14 +41,6 @@ class Counted:
     rule: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Change:
-    """A number or tensor of a module before and after a part was run; the next part goes on from there."""
-
-    before: Any
-    after: Any
-
-
 def ways_of_weighing(shares: Sequence[float], sizes: Sequence[int]) -> dict[str, list[float]]:
     """What a value of parts may be a mean over: what the loss counts in each, or the samples of each."""
     return {"loss": list(shares), "samples": [float(size) for size in sizes]}
@@ -62,8 +53,6 @@ def name_of(path: Path) -> str:
 
 def rules_for(whole: Any, parts: Sequence[Any], counts: Counts) -> list[Rule]:
     """Rules whose result has the whole's shape, the likeliest first."""
-    if isinstance(whole, Change):
-        return _rules_of_change(whole, parts, counts)
     if not is_number_like(whole) or not all(is_number_like(part) for part in parts):
         return [("same",)]
     target, values = _tensor(whole), [_tensor(part) for part in parts]
@@ -86,18 +75,6 @@ def unseen_rules(parts: Sequence[Any], counts: Counts) -> list[Rule]:
     return rules_for(parts[0], parts, counts)[:1] or [("same",)]
 
 
-def _rules_of_change(whole: Change, parts: Sequence[Change], counts: Counts) -> list[Rule]:
-    rules = [KEPT]
-    everything = [whole, *parts]
-    if all(
-        is_number_like(c.before) and _tensor(c.before).shape == _tensor(c.after).shape for c in everything
-    ):
-        rules += [("delta", way) for way in counts]
-    if all(is_number_like(change.after) for change in everything):
-        rules += [("value", *rule) for rule in rules_for(whole.after, [part.after for part in parts], counts)]
-    return rules
-
-
 def _fits(values: Sequence[Tensor], dim: int, whole: Tensor | None = None) -> bool:
     """Whether tensors go together along a dimension, to the whole's shape where that is given."""
     shapes = {(*value.shape[:dim], *value.shape[dim + 1 :]) for value in values if value.ndim > dim}
@@ -111,28 +88,18 @@ def _fits(values: Sequence[Tensor], dim: int, whole: Tensor | None = None) -> bo
 
 def rule_error(rule: Rule, whole: Any, parts: Sequence[Any], counts: Counts) -> float:
     """How far a rule is from giving the whole's value."""
-    target = whole.after if isinstance(whole, Change) else whole
     if rule[-1] == "same":  # every part's, not the last one's that happens to be the whole's
-        return max(relative_error(part.after if isinstance(part, Change) else part, target) for part in parts)
-    return relative_error(applied(rule, parts, counts, ()), target)
+        return max(relative_error(part, whole) for part in parts)
+    return relative_error(applied(rule, parts, counts, ()), whole)
 
 
 def applied(rule: Rule, parts: Sequence[Any], counts: Counts, path: Path) -> Any:
     """The value that a rule gives."""
     kind, *options = rule
-    if kind in ("mean", "delta", *_POWER_MEANS) and options[0] not in counts:
+    if kind in ("mean", *_POWER_MEANS) and options[0] not in counts:
         raise JoinError(f"{name_of(path)} is a mean over {options[0]}, which this batch does not tell")
     if kind == "same":
         return parts[-1]
-    if kind == "kept":
-        return parts[-1].after
-    if kind == "value":
-        return applied(tuple(options), [part.after for part in parts], counts, path)
-    if kind == "delta":
-        deltas = [_tensor(part.after).double() - _tensor(part.before).double() for part in parts]
-        start = _tensor(parts[0].before)
-        total = start.double() + _mean(deltas, counts[options[0]])
-        return _like(parts[0].before, total if start.is_floating_point() else total.round())
     values = [_tensor(part) for part in parts]
     if kind == "cat":
         if not _fits(values, options[0]):
@@ -241,8 +208,6 @@ def _error_of_numbers(value: float, target: float) -> float:
 
 def why_not(path: Path, whole: Any, parts: Sequence[Any], error: float) -> str:
     """What is wrong with a value that no rule gives; the best comes as near as `error`."""
-    if isinstance(whole, Change):
-        return f"{name_of(path)} ends otherwise after a batch's parts than after the batch"
     if isinstance(whole, Tensor) and whole.ndim:
         shapes = " and ".join(
             str(tuple(p.shape)) if isinstance(p, Tensor) else type(p).__name__ for p in parts
