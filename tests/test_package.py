@@ -27,7 +27,7 @@ import lightning_memkit
 from lightning_memkit.data.batch import PackedBatch
 from lightning_memkit.data.collate import collate
 from lightning_memkit.data.packing import pack
-from lightning_memkit.data.store import TokenStore
+from lightning_memkit.data.token_records import token_store
 from lightning_memkit.plugins.initial_weights import InitialWeights
 from lightning_memkit.testing import fake_device
 from tests.plugins import fake_ranks
@@ -270,7 +270,7 @@ class Blocks(pl.LightningModule):
 
     def train_dataloader(self) -> torch.utils.data.DataLoader:
         generator = torch.Generator().manual_seed(1)
-        store = TokenStore.of(torch.randint(0, 16, (32, 4), generator=generator).numpy())
+        store = token_store(torch.randint(0, 16, (32, 4), generator=generator).numpy())
         packing = pack(store.lengths, 8)
         batches: Any = [collate(store, packing, range(first, first + 8)) for first in (0, 8)]
         return torch.utils.data.DataLoader(batches, batch_size=None)

@@ -13,6 +13,7 @@ from lightning_memkit.data.sources import Source, StoredTexts, source_of
 from lightning_memkit.data.standard_library import corpus_name
 from lightning_memkit.data.store import TokenStore
 from lightning_memkit.data.stream_source import first_record
+from lightning_memkit.data.token_records import token_store
 from lightning_memkit.data.tokenising import tokenised
 from lightning_memkit.data.tokenizers import Tokenizer, load_tokenizer
 
@@ -69,14 +70,14 @@ class Corpus:
         read = _standard_library() if is_text and str(source) == "python-stdlib" else source_of(source)
         part = next(read.parts(), None)
         if part is None:
-            return TokenStore.of([])
+            return token_store([])
         tokenizer = None
         if self.options.kind not in ("auto", "input_ids") or read.columns(part) is None:
             records = read.records(part)
             tokenizer = self._tokenizer_for(records[0][1] if records else "")
         self._tell_mixed(tokenizer)
         if tokenizer is None and not is_text and read.columns(part) is None:
-            return TokenStore.of(source)
+            return token_store(source)
         encoder = Encoder(source=read, tokenizer=tokenizer, options=self.options.records)
         return tokenised(encoder, processes=self.options.processes, verify=verify)
 

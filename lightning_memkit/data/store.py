@@ -73,19 +73,6 @@ class TokenStore:
 
         return spanned(self.tokens), None if self.learned is None else spanned(self.learned)
 
-    @staticmethod
-    def of(documents: Iterable[object]) -> "TokenStore":
-        """A store of sequences of token ids, or of mappings that hold one under ``"input_ids"``.
-
-        See :mod:`lightning_memkit.data.token_records` for what a mapping may hold beside it.
-
-        Raises:
-            ValueError: a token id is negative or not an integer, or a record has no ``input_ids``.
-        """
-        from lightning_memkit.data.token_records import token_store
-
-        return token_store(documents)
-
 
 def joined(stores: Iterable[TokenStore]) -> TokenStore:
     """All documents of several stores in one, in memory."""

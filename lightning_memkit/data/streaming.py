@@ -15,6 +15,7 @@ from lightning_memkit.data.best_fit import best_fit_packing
 from lightning_memkit.data.layout import Packing
 from lightning_memkit.data.pieces import LongDocuments, RowLimits, WorkLimit, checked_lengths
 from lightning_memkit.data.store import TokenStore
+from lightning_memkit.data.token_records import token_store
 
 WINDOW_ROWS = 512
 
@@ -166,7 +167,7 @@ def packed_windows(
 
     def stores(windows: list[StreamWindow]) -> Iterator[tuple[TokenStore, StreamWindow]]:
         for window in windows:
-            store = TokenStore.of(held[: window.documents])
+            store = token_store(held[: window.documents])
             del held[: window.documents]
             yield store, window
 

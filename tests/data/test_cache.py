@@ -9,9 +9,10 @@ import pytest
 from lightning_memkit.data import parts, token_file
 from lightning_memkit.data.cache import cache_key, cached
 from lightning_memkit.data.store import TokenStore
+from lightning_memkit.data.token_records import token_store
 from lightning_memkit.utilities.cached_answers import cache_folder
 
-STORE = TokenStore.of([[1, 2, 3], [], [4] * 500])
+STORE = token_store([[1, 2, 3], [], [4] * 500])
 
 
 @pytest.fixture
@@ -108,9 +109,9 @@ def test_without_verification_only_the_length_is_compared(folder):
 
 def test_parts_of_wider_tokens_and_masks_end_in_one_file(folder):
     parts = [
-        TokenStore.of([[1, 2]]),
-        TokenStore.of([{"input_ids": [70_000, 5], "labels": [-100, 5]}, [7]][:1]),
-        TokenStore.of([[3]]),
+        token_store([[1, 2]]),
+        token_store([{"input_ids": [70_000, 5], "labels": [-100, 5]}, [7]][:1]),
+        token_store([[3]]),
     ]
     store = cached("a", lambda: parts)
     assert store.tokens.tolist() == [1, 2, 70_000, 5, 3]
@@ -156,12 +157,12 @@ BUILDER = """
 import sys, time
 import numpy as np
 from lightning_memkit.data.cache import cached
-from lightning_memkit.data.store import TokenStore
+from lightning_memkit.data.token_records import token_store
 
 def build():
     print("built", flush=True)
     time.sleep(0.3)
-    return [TokenStore.of([[1, 2, 3]])]
+    return [token_store([[1, 2, 3]])]
 
 assert cached("a", build).tokens.tolist() == [1, 2, 3]
 """

@@ -10,6 +10,7 @@ from lightning_memkit.data import tokenising
 from lightning_memkit.data.corpus import Corpus, shares_of
 from lightning_memkit.data.shares import DocumentOptions
 from lightning_memkit.data.store import TokenStore
+from lightning_memkit.data.token_records import token_store
 from lightning_memkit.data.tokenizers import ByteTokenizer
 from lightning_memkit.utilities.errors import MissingPackageError
 
@@ -180,7 +181,7 @@ def test_texts_and_records_in_memory_are_tokenised():
 def test_arrays_of_tokens_are_taken_as_they_are():
     assert read(np.arange(6).reshape(2, 3)).offsets.tolist() == [0, 3, 6]
     assert read([np.array([5]), [70_000, 1]]).tokens.tolist() == [5, 70_000, 1]
-    store = TokenStore.of([[1, 2]])
+    store = token_store([[1, 2]])
     assert read(store) is store
 
 
