@@ -8,11 +8,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lightning_memkit.data.parts import not_in_forks
 from lightning_memkit.data.store import TokenStore, joined
 from lightning_memkit.data.token_file import FORMAT, UnwritableError, read_store, write_store
 from lightning_memkit.utilities.cached_answers import cache_folder
-from lightning_memkit.utilities.progress import ProgressBar
 
 try:
     import fcntl
@@ -37,14 +35,14 @@ def cached(name: str, build: Callable[[], Iterable[TokenStore]], *, verify: bool
         build: gives the documents part by part, so that they need not fit in memory.
         verify: compares the file with its checksums, about a second a gigabyte; else only with its length.
     """
-    path = cache_folder() / f"{name}.tokens"
+    path = cache_folder() / f"{name}.arrow"
     if (store := _read(path, verify)) is not None:
         return store
     try:
         with _alone(path):
             # Another process may have built it in the meantime; its file is no less checked.
             if (store := _read(path, verify, quiet=True)) is None:
-                write_store(_told(build()), path)
+                write_store(build(), path)
                 store = read_store(path)
             return store
     except UnwritableError as error:
@@ -53,14 +51,7 @@ def cached(name: str, build: Callable[[], Iterable[TokenStore]], *, verify: bool
             "set XDG_CACHE_HOME to a folder that can.",
             stacklevel=2,
         )
-        return joined(_told(build()))
-
-
-def _told(parts: Iterable[TokenStore]) -> Iterator[TokenStore]:
-    with ProgressBar("reading the corpus", unit="documents") as bar:
-        for part in parts:
-            bar.advance(part.documents)
-            yield part
+        return joined(build())
 
 
 def _read(path: Path, verify: bool, quiet: bool = False) -> TokenStore | None:
@@ -86,8 +77,9 @@ def _alone(path: Path) -> Iterator[None]:
         file = lock.open("w")
     except OSError as error:
         raise UnwritableError(f"{path} can't be written ({error})") from error
-    with file, not_in_forks(file):
+    with file:
         with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(file, fcntl.LOCK_EX)
+            # The process's own, unlike flock's: forks that tokenise and outlive it, killed, don't keep it.
+            fcntl.lockf(file, fcntl.LOCK_EX)
         yield
     # The file stays: who waits on a lock of a name that was removed would hold another than the next to come.

@@ -6,11 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_memkit.data.corpora import python_stdlib
 from lightning_memkit.data.records import Encoder, kinds_of
 from lightning_memkit.data.shares import DocumentOptions
-from lightning_memkit.data.sources import Source, StoredTexts, source_of
-from lightning_memkit.data.standard_library import corpus_name
+from lightning_memkit.data.source_of import source_of
 from lightning_memkit.data.store import TokenStore
 from lightning_memkit.data.stream_source import first_record
 from lightning_memkit.data.token_records import token_store
@@ -66,8 +64,7 @@ class Corpus:
     def _store(self, source: Any, verify: bool) -> TokenStore:
         if isinstance(source, TokenStore):
             return source
-        is_text = isinstance(source, (str, Path))
-        read = _standard_library() if is_text and str(source) == "python-stdlib" else source_of(source)
+        read = source_of(source)
         part = next(read.parts(), None)
         if part is None:
             return token_store([])
@@ -76,7 +73,7 @@ class Corpus:
             records = read.records(part)
             tokenizer = self._tokenizer_for(records[0][1] if records else "")
         self._tell_mixed(tokenizer)
-        if tokenizer is None and not is_text and read.columns(part) is None:
+        if tokenizer is None and not isinstance(source, (str, Path)) and read.columns(part) is None:
             return token_store(source)
         encoder = Encoder(source=read, tokenizer=tokenizer, options=self.options.records)
         return tokenised(encoder, processes=self.options.processes, verify=verify)
@@ -119,7 +116,3 @@ def shares_of(source: Any) -> dict[str, Any] | None:
             "some of them."
         )
     return dict(source)
-
-
-def _standard_library() -> Source:
-    return StoredTexts(python_stdlib(), corpus_name())

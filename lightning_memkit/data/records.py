@@ -1,14 +1,13 @@
 """Records of any kind to token ids: texts, conversations, prompts with completions, ids that are there already."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 
-from lightning_memkit.data.chat import Conversation, conversation_of
-from lightning_memkit.data.corpora import text_store
+from lightning_memkit.data.chat import conversation_of
 from lightning_memkit.data.sources import Numbered, Part, Source
 from lightning_memkit.data.store import TokenStore, joined
 from lightning_memkit.data.token_records import Column, mixed, shown, store_of_columns, store_of_records
@@ -16,6 +15,7 @@ from lightning_memkit.data.tokenizers import Tokenizer
 
 RecordKind = Literal["auto", "text", "messages", "prompt", "input_ids"]
 _ID_COLUMNS = ("input_ids", "attention_mask", "labels", "completion_mask", "assistant_masks")
+_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,56 +64,55 @@ class Encoder:
             ValueError: a record is none of the kinds, or of more than one.
         """
         if self.options.kind in ("auto", "input_ids") and (table := self.source.columns(part)) is not None:
-            return self._of_columns(table, part.first)
-        try:
-            groups = groupby(self.source.records(part), key=lambda numbered: self._kind(*numbered))
-            return joined(self._encoded(kind, list(group)) for kind, group in groups)
-        except ValueError as error:
-            file = self.source.within(part)
-            if not file or str(error).startswith(file):
-                raise
-            raise ValueError(f"{file}: {error}") from None
+            return self._of_columns(table, part)
+        groups = groupby(self.source.records(part), key=lambda numbered: self._kind(part, *numbered))
+        return joined(self._encoded(kind, part, list(group)) for kind, group in groups)
 
-    def _encoded(self, kind: str, group: list[Numbered]) -> TokenStore:
-        records = [record for _, record in group]
+    def _encoded(self, kind: str, part: Part, group: list[Numbered]) -> TokenStore:
+        first, records = group[0][0], [record for _, record in group]
         if kind == "input_ids":
             if self.tokenizer is not None:
-                raise ValueError(f"{self._where(group[0][0])} {mixed('token ids', 'texts')}")
-            return self._of_ids(group)
+                raise ValueError(f"{self.source.where(part, first)} {mixed('token ids', 'texts')}")
+            return self._each(lambda some, at: store_of_records(some, at), part, group, records)
         if self.tokenizer is None:
-            raise ValueError(f"{self._where(group[0][0])} {mixed('no token ids', 'token ids')}")
+            raise ValueError(f"{self.source.where(part, first)} {mixed('no token ids', 'token ids')}")
+        tokenizer = self.tokenizer
         if kind == "text":
             texts = (
                 record if isinstance(record, str) else record[self.options.text_field] for record in records
             )
-            return self.tokenizer.tokenize(text_store(text for text in texts if text.strip()))
-        conversations = list(self._conversations(kind, group))
-        try:
-            return self.tokenizer.tokenize_conversations(conversations)
-        except ValueError:
-            for (number, _), conversation in zip(group, conversations, strict=True):
-                try:
-                    self.tokenizer.tokenize_conversations([conversation])
-                except ValueError as error:
-                    raise ValueError(f"{self._where(number)}: {error}") from None
-            raise
+            return tokenizer.tokenize([text for text in texts if text.strip()])
+        conversations = self._each(
+            lambda some, _: [
+                conversation_of(record, kind, mask_prompt=self.options.mask_prompt) for record in some
+            ],
+            part,
+            group,
+            records,
+        )
+        return self._each(lambda some, _: tokenizer.tokenize_conversations(some), part, group, conversations)
 
-    def _of_ids(self, group: list[Numbered]) -> TokenStore:
+    def _each(
+        self, make: Callable[[list[Any], int], _Made], part: Part, group: list[Numbered], items: list[Any]
+    ) -> _Made:
+        """What is made of all items at once; if that fails, the error of the first item that fails alone."""
         try:
-            return store_of_records([record for _, record in group], group[0][0])
-        except ValueError as error:
-            for number, record in group:
+            return make(items, group[0][0])
+        except ValueError as of_all:
+            for (number, _), item in zip(group, items, strict=True):
                 try:
-                    store_of_records([record], number)
+                    make([item], number)
                 except ValueError as error:
-                    raise ValueError(f"{self._where(number)}: {error}") from None
-            raise ValueError(f"{self.source.name}: {error}") from None
+                    raise ValueError(f"{self.source.where(part, number)}: {error}") from None
+            raise ValueError(f"{part.file or self.source.name}: {of_all}") from None
 
-    def _of_columns(self, table: Any, first: int) -> TokenStore:
+    def _of_columns(self, table: Any, part: Part) -> TokenStore:
         names = [name for name in _ID_COLUMNS if name in table.column_names]
-        return store_of_columns({name: self._flat(name, table.column(name), first) for name in names}, first)
+        return store_of_columns(
+            {name: self._flat(name, table.column(name), part) for name in names}, part.first
+        )
 
-    def _flat(self, name: str, column: Any, first: int) -> Column:
+    def _flat(self, name: str, column: Any, part: Part) -> Column:
         lists = column.combine_chunks()
         lists = lists.chunk(0) if hasattr(lists, "chunk") else lists
         counts = lists.value_lengths().fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
@@ -123,21 +122,15 @@ class Encoder:
             at = np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))
             missing = np.searchsorted(np.cumsum(counts), at, "right")
         if len(missing):
+            where = self.source.where(part, part.first + int(missing[0]))
             raise ValueError(
-                f"{self._where(first + int(missing[0]))} has null in {name!r} ({len(missing):,} such here); it is one "
+                f"{where} has null in {name!r} ({len(missing):,} such here); it is one "
                 "row of integers, and an empty one is no document. Fill it in, or leave the record out; of records "
                 "that have texts instead, tokenise all or none."
             )
         return values.to_numpy(zero_copy_only=False), counts
 
-    def _conversations(self, kind: str, group: list[Numbered]) -> Iterator[Conversation]:
-        for number, record in group:
-            try:
-                yield conversation_of(record, kind, mask_prompt=self.options.mask_prompt)
-            except ValueError as error:
-                raise ValueError(f"{self._where(number)}: {error}") from None
-
-    def _kind(self, number: int, record: Any) -> str:
+    def _kind(self, part: Part, number: int, record: Any) -> str:
         kinds = kinds_of(record, self.options.text_field)
         wanted = self.options.kind
         if wanted != "auto":
@@ -145,10 +138,11 @@ class Encoder:
                 return wanted
         elif len(kinds) == 1 or "input_ids" in kinds:  # whoever gives tokens has no need of the rest
             return kinds[0]
+        where = self.source.where(part, number)
         field = self.options.text_field
         if len(kinds) > 1 and wanted == "auto":
             raise ValueError(
-                f"{self._where(number)} could be read as any of {kinds}; say which with documents.kind, in Python "
+                f"{where} could be read as any of {kinds}; say which with documents.kind, in Python "
                 f"with DocumentOptions(kind={kinds[0]!r})."
             )
         rules = {
@@ -158,7 +152,7 @@ class Encoder:
         for name, (what, rule) in rules.items():
             if isinstance(record, Mapping) and name in record and wanted in ("auto", what):
                 raise ValueError(
-                    f"{self._where(number)} has no {what}: its {name!r} is {shown(record[name])}, and {rule}; write "
+                    f"{where} has no {what}: its {name!r} is {shown(record[name])}, and {rule}; write "
                     "it so, or leave the record out."
                 )
         found = sorted(record) if isinstance(record, Mapping) else shown(record)
@@ -166,13 +160,10 @@ class Encoder:
             f"no text under {field!r}" if wanted in ("auto", "text") else f"nothing to be read as {wanted!r}"
         )
         raise ValueError(
-            f"{self._where(number)} has {rule} (found: {found}); a document is a text, 'messages', a 'prompt' with "
+            f"{where} has {rule} (found: {found}); a document is a text, 'messages', a 'prompt' with "
             "its 'completion', or 'input_ids'. Name another field of texts with documents.text_field, in Python with "
             "DocumentOptions(text_field=...)."
         )
-
-    def _where(self, number: int) -> str:
-        return f"{self.source.name}, {self.source.unit} {number}"
 
 
 def kinds_of(record: Any, text_field: str = "text") -> list[str]:

@@ -11,20 +11,13 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from lightning_memkit.data.progress import with_progress
+from lightning_memkit.data.sources import Numbered, Part, Source
 
-_EXTRACTOR = 1  # part of the cache's name: raise it when the documents change
+_EXTRACTOR = 1  # part of the corpus's name: raise it when the documents change
 _SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 
-def corpus_name() -> str:
-    """Names the corpus of this Python: the contents vary by version."""
-    return (
-        f"python-stdlib-{platform.python_implementation()}-{platform.python_version()}-v{_EXTRACTOR}".lower()
-    )
-
-
-def standard_library_documents() -> list[str]:
+class StandardLibrary(Source):
     """The source of every function outside the test suites, docstring included; about 16,000 documents.
 
     A method stands for itself; a function inside a function stays part of the outer one. Where Python came
@@ -34,10 +27,32 @@ def standard_library_documents() -> list[str]:
     Raises:
         ValueError: this Python has neither.
     """
-    files = sorted(_source_files(Path(sysconfig.get_path("stdlib"))))
-    reading = with_progress([(file, 1) for file in files], "Reading Python's standard library", len(files))
-    documents = [text for path in reading for text in _functions_of(path)]
-    return documents or _help_topics()
+
+    unit = "function"
+
+    def __init__(self) -> None:
+        self.name = self.identity = _name()
+        self._files = sorted(_source_files(Path(sysconfig.get_path("stdlib"))))
+        self.work = len(self._files) or 1
+
+    def parts(self) -> Iterator[Part]:
+        """A module each."""
+        if not self._files:
+            yield Part(first=0, content=_help_topics(), work=1)
+        for path in self._files:
+            yield Part(first=0, content=path, work=1, file=path.name)
+
+    def records(self, part: Part) -> list[Numbered]:
+        """The module's functions."""
+        content = part.content
+        return list(enumerate(_functions_of(content) if isinstance(content, Path) else content))
+
+
+def _name() -> str:
+    """Names the corpus of this Python: the contents vary by version."""
+    return (
+        f"python-stdlib-{platform.python_implementation()}-{platform.python_version()}-v{_EXTRACTOR}".lower()
+    )
 
 
 def _source_files(root: Path) -> Iterator[Path]:

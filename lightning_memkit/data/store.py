@@ -17,7 +17,7 @@ class TokenStore:
     """The tokens of all documents in one flat array; 2 bytes a token up to a vocabulary of 65,536, else 4.
 
     Attributes:
-        tokens: uint8, uint16 or int32 [tokens].
+        tokens: uint16 or int32 [tokens].
         offsets: int64 [documents + 1]; document ``d`` is ``tokens[offsets[d]:offsets[d + 1]]``.
         learned: bool [tokens], which tokens are labels (a prompt's are not); None: all. One byte a token more.
     """
@@ -47,8 +47,7 @@ class TokenStore:
 
         The same as of the file that the store would be written to.
         """
-        kind = self.tokens.dtype if self.tokens.dtype == np.uint8 else token_type(self.vocabulary)
-        crcs = [crc_of(self.tokens, kind), crc_of(self.offsets)]
+        crcs = [crc_of(self.tokens, token_type(self.vocabulary)), crc_of(self.offsets)]
         return checksum_of([*crcs, crc_of(self.learned)] if self.learned is not None else crcs)
 
     def __getitem__(self, document: int) -> NDArray[np.integer]:

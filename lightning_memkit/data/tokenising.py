@@ -13,11 +13,11 @@ from concurrent.futures.process import BrokenProcessPool
 from itertools import chain
 
 from lightning_memkit.data.cache import cache_key, cached
-from lightning_memkit.data.progress import with_progress
 from lightning_memkit.data.records import Encoder
 from lightning_memkit.data.sources import Part
 from lightning_memkit.data.store import TokenStore, joined
 from lightning_memkit.utilities.forks import leave_inherited, starting
+from lightning_memkit.utilities.progress import ProgressBar
 
 _ALONE_SECONDS = 1.0  # starting processes takes a good part of a second
 _PARTS_AHEAD = 4  # a process
@@ -39,8 +39,10 @@ def tokenised(encoder: Encoder, *, processes: int | None = None, verify: bool = 
     identity = encoder.identity
 
     def stores() -> Iterator[TokenStore]:
-        parts = encoded(encoder, processes if processes is not None else available_cores())
-        return with_progress(parts, f"Tokenising {encoder.source.name}", encoder.source.work)
+        with ProgressBar(f"tokenising {encoder.source.name}", encoder.source.work) as bar:
+            for store, work in encoded(encoder, processes if processes is not None else available_cores()):
+                yield store
+                bar.advance(work)
 
     if identity["source"] is None:
         return joined(stores())

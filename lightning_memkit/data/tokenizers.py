@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from lightning_memkit.data.chat import Conversation, Span, learned_tokens, rendered
-from lightning_memkit.data.corpora import text_of
 from lightning_memkit.data.store import TokenStore, offsets_of, token_type
 from lightning_memkit.utilities.errors import MissingPackageError
 
@@ -30,7 +29,7 @@ class Tokenizer(Protocol):
     vocabulary_size: int
     pad_id: int
 
-    def tokenize(self, texts: TokenStore) -> TokenStore:
+    def tokenize(self, texts: Sequence[str]) -> TokenStore:
         """Token ids of every text."""
         ...
 
@@ -53,15 +52,9 @@ class ByteTokenizer:
     bos_id, eos_id, pad_id = 256, 257, 258
     vocabulary_size = 259
 
-    def tokenize(self, texts: TokenStore) -> TokenStore:
+    def tokenize(self, texts: Sequence[str]) -> TokenStore:
         """Token ids of every text."""
-        offsets = texts.offsets + 2 * np.arange(texts.documents + 1)
-        tokens = np.empty(int(offsets[-1]), np.uint16)
-        is_byte = np.ones(len(tokens), bool)
-        is_byte[offsets[:-1]] = is_byte[offsets[1:] - 1] = False
-        tokens[offsets[:-1]], tokens[offsets[1:] - 1] = self.bos_id, self.eos_id
-        tokens[is_byte] = texts.tokens
-        return TokenStore(tokens=tokens, offsets=offsets)
+        return self._marked([_utf8(text) for text in texts])
 
     def tokenize_conversations(self, conversations: Sequence[Conversation]) -> TokenStore:
         """Token ids of every prompt with its completion; the completion and the end are learned.
@@ -76,18 +69,25 @@ class ByteTokenizer:
                     'tokenizer="bytes" has no chat template, which messages need; give the name or the folder of a '
                     "Hugging Face tokenizer that has one."
                 )
-            prompt, completion = (text.encode("utf-8", errors="replace") for text in conversation.texts)
+            prompt, completion = map(_utf8, conversation.texts)
             texts.append(prompt + completion)
             learned.append(np.arange(len(texts[-1]) + 2) > (len(prompt) if conversation.mask_prompt else -1))
-        lengths = np.array([len(text) for text in texts], np.int64)
-        flat = np.frombuffer(b"".join(texts), np.uint8)
-        store = self.tokenize(TokenStore(tokens=flat, offsets=offsets_of(lengths)))
+        store = self._marked(texts)
         return TokenStore(tokens=store.tokens, offsets=store.offsets, learned=_flat(learned))
 
     def decode(self, ids: ArrayLike) -> str:
         """The text of token ids; begin, end and padding have none."""
         values = np.asarray(ids)
         return values[values < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+
+    def _marked(self, texts: Sequence[bytes]) -> TokenStore:
+        offsets = offsets_of(np.fromiter(map(len, texts), np.int64, len(texts)) + 2)
+        tokens = np.empty(int(offsets[-1]), np.uint16)
+        is_byte = np.ones(len(tokens), bool)
+        is_byte[offsets[:-1]] = is_byte[offsets[1:] - 1] = False
+        tokens[offsets[:-1]], tokens[offsets[1:] - 1] = self.bos_id, self.eos_id
+        tokens[is_byte] = np.frombuffer(b"".join(texts), np.uint8)
+        return TokenStore(tokens=tokens, offsets=offsets)
 
 
 class HuggingFaceTokenizer:
@@ -120,12 +120,13 @@ class HuggingFaceTokenizer:
         template = getattr(self._tokenizer, "chat_template", None)
         self.key = f"hf-{hashlib.sha256(f'{described}{self.eos_id}{template}'.encode()).hexdigest()[:16]}"
 
-    def tokenize(self, texts: TokenStore) -> TokenStore:
+    def tokenize(self, texts: Sequence[str]) -> TokenStore:
         """Token ids of every text."""
         pieces, lengths = [], []
         kind = token_type(self.vocabulary_size)
-        for first in range(0, texts.documents, _TEXTS_AT_ONCE):
-            batch = [text_of(texts, n) for n in range(first, min(first + _TEXTS_AT_ONCE, texts.documents))]
+        for first in range(0, len(texts), _TEXTS_AT_ONCE):
+            # Half a surrogate pair, which JSON may hold, is no text to the tokenizers package.
+            batch = [_utf8(text).decode() for text in texts[first : first + _TEXTS_AT_ONCE]]
             for ids in self._tokenizer(batch, verbose=False)["input_ids"]:
                 if self.eos_id is not None and (not ids or ids[-1] != self.eos_id):
                     ids = [*ids, self.eos_id]
@@ -228,3 +229,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 def _flat(learned: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate(learned) if learned else np.zeros(0, np.bool_)
+
+
+def _utf8(text: str) -> bytes:
+    return text.encode("utf-8", errors="replace")

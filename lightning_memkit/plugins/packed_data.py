@@ -89,7 +89,7 @@ class PackedDataModule(pl.LightningDataModule):
     Raises:
         ValueError: an option is out of range; at setup: the corpus is empty, a document is too long, or the
             tokenizer can't be loaded; before the first step: a transformers model has no embedding for some token.
-        MissingPackageError: at setup: the source needs ``datasets``, or the tokenizer ``transformers``.
+        MissingPackageError: at setup: the tokenizer needs ``transformers``.
     """
 
     def __init__(
