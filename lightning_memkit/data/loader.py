@@ -98,16 +98,7 @@ class PackedLoader:
         self._standing: tuple[LoaderOptions, WorkerBatches] | None = None
         self._given_rows = rows
         self._take_on(planned(rows, options, world_size))
-        if not self.plan.steps:
-            limit = (
-                f"batch_size={options.batch_size}"
-                if options.batch_size
-                else f"batch_tokens={options.batch_tokens}"
-            )
-            raise ValueError(
-                f"{len(self.rows)} rows are too few for {limit} on {world_size} rank(s) "
-                f"with drop_last={options.drop_last}; add documents, or lower the batch size or the context."
-            )
+        self.planned.refuse_no_step(options)
         self._epoch = 0
         self._batches_done = 0
         self._has_begun = False  # a batch of this epoch was drawn since it began or was resumed
@@ -156,7 +147,8 @@ class PackedLoader:
         where = {"ranks": self.planned.ranks, "epoch": self._epoch, "batches_done": self._batches_done}
         if self.planned.least_rows:
             where["least_rows"] = self.planned.least_rows
-        identity = {name: value for name, value in self._identity().items() if _USUAL.get(name) != value}
+        identity = self.planned.identity(self.options)
+        identity = {name: value for name, value in identity.items() if _USUAL.get(name) != value}
         made_from = {"made_from": dict(self.rows.made_from)} if self.rows.made_from else {}
         return {**identity, **made_from, **where, "dealt": vars(self.progress).copy()}
 
@@ -172,7 +164,7 @@ class PackedLoader:
         refuse_other_steps(state, self.options, self.world_size)
         done = state["batches_done"]
         now = planned_as_saved(self._given_rows, self.options, self.world_size, state)
-        refuse_other_data(state, self._identity(now), now.rows.made_from)
+        refuse_other_data(state, now.identity(self.options), now.rows.made_from)
         now.refuse_begun_last_steps(state)
         self._take_on(now)
         self._epoch, self._batches_done, self._has_begun = state["epoch"], done, False
@@ -298,14 +290,3 @@ class PackedLoader:
     def _take_on(self, now: Planned) -> None:
         self.close()  # workers hold the rows
         self.planned, self.rows, self.plan = now, now.rows, now.plan
-
-    def _identity(self, now: Planned | None = None) -> dict[str, Any]:
-        now, options = now or self.planned, self.options
-        return {
-            "seed": options.seed,
-            **now.first_plan.identity(),
-            "shuffle": options.shuffle,
-            "padding": options.padding,
-            "drop_last": options.drop_last,
-            **now.rows.identity,
-        }

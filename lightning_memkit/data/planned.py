@@ -35,6 +35,31 @@ class Planned:
         """Rows that the last step must have; 0: as many as it was planned with."""
         return self.plan.least_rows if isinstance(self.plan, SharedPlan) else 0
 
+    def identity(self, options: PlanOptions) -> dict[str, Any]:
+        """What is delivered, in which order: a resume with another is refused."""
+        return {
+            "seed": options.seed,
+            **self.first_plan.identity(),
+            "shuffle": options.shuffle,
+            "padding": options.padding,
+            "drop_last": options.drop_last,
+            **self.rows.identity,
+        }
+
+    def refuse_no_step(self, options: PlanOptions) -> None:
+        """Raise where the rows are too few for a step."""
+        if self.plan.steps:
+            return
+        limit = (
+            f"batch_size={options.batch_size}"
+            if options.batch_size
+            else f"batch_tokens={options.batch_tokens}"
+        )
+        raise ValueError(
+            f"{len(self.rows)} rows are too few for {limit} on {self.plan.ranks} rank(s) "
+            f"with drop_last={options.drop_last}; add documents, or lower the batch size or the context."
+        )
+
     def refuse_begun_last_steps(self, state: Mapping[str, Any]) -> None:
         """Raise where the last steps must be dealt anew, and some of them have been trained on."""
         plan, done = self.plan, state["batches_done"]

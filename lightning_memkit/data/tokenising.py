@@ -1,29 +1,21 @@
 """A source to tokens once: in several processes where it takes longer than a second, and with a progress bar."""
 
-import gc
-import multiprocessing
 import os
-import sys
-import threading
 import time
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from itertools import chain
 
 from lightning_memkit.data.cache import cache_key, cached
 from lightning_memkit.data.records import Encoder
 from lightning_memkit.data.sources import Part
 from lightning_memkit.data.store import TokenStore, joined
-from lightning_memkit.utilities.forks import leave_inherited, starting
+from lightning_memkit.data.worker_batches import BatchError, WorkerBatches, WorkerOptions
+from lightning_memkit.memory.processors import usable_processors
 from lightning_memkit.utilities.progress import ProgressBar
 
 _ALONE_SECONDS = 1.0  # starting processes takes a good part of a second
 _PARTS_AHEAD = 4  # a process
-_LOOKS_UP_SECONDS = 1.0
-
-_encoder: Encoder | None = None  # of a worker process
 
 
 def tokenised(encoder: Encoder, *, processes: int | None = None, verify: bool = True) -> TokenStore:
@@ -40,7 +32,7 @@ def tokenised(encoder: Encoder, *, processes: int | None = None, verify: bool = 
 
     def stores() -> Iterator[TokenStore]:
         with ProgressBar(f"tokenising {encoder.source.name}", encoder.source.work) as bar:
-            for store, work in encoded(encoder, processes if processes is not None else available_cores()):
+            for store, work in encoded(encoder, processes or max(1, int(usable_processors()))):
                 yield store
                 bar.advance(work)
 
@@ -60,61 +52,41 @@ def encoded(encoder: Encoder, processes: int) -> Iterator[tuple[TokenStore, int]
         yield encoder(part), part.work
 
 
-def available_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _by_processes(
     encoder: Encoder, parts: Iterator[Part], processes: int
 ) -> Iterator[tuple[TokenStore, int]]:
     # A forked process need not import the user's script again, which may have no guard against that.
-    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-    waiting: deque[tuple[Future[TokenStore], int]] = deque()
-    before = os.environ.get("TOKENIZERS_PARALLELISM")
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process a core is enough
-    begin = (encoder, gc.isenabled(), os.getpid())
-    pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_start, initargs=begin)
+    options = WorkerOptions(num_workers=processes, prefetch=_PARTS_AHEAD, on_start=_without_threads)
+    workers = WorkerBatches(partial(_encode, encoder), options)
     try:
-        for part in parts:
-            with starting():  # the first starts them all
-                waiting.append((pool.submit(_encode, part), part.work))
-            if len(waiting) >= _PARTS_AHEAD * processes:
-                yield _first(waiting)
-        while waiting:
-            yield _first(waiting)
-    except BrokenProcessPool as error:
+        for built in workers.batches(_or_error(parts)):
+            if isinstance(built.batch, Exception):
+                raise built.batch
+            yield built.batch
+    except BatchError as error:
         raise RuntimeError(
             f"A process that tokenised {encoder.source.name} died, most often for want of memory; try fewer with "
-            "documents.processes, in Python with DocumentOptions(processes=1)."
+            f"documents.processes, in Python with DocumentOptions(processes=1). {error}"
         ) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
-        if before is None:
-            del os.environ["TOKENIZERS_PARALLELISM"]
-        else:
-            os.environ["TOKENIZERS_PARALLELISM"] = before
 
 
-def _first(waiting: "deque[tuple[Future[TokenStore], int]]") -> tuple[TokenStore, int]:
-    future, work = waiting.popleft()
-    return future.result(), work
+def _or_error(parts: Iterator[Part]) -> Iterator[tuple[int, Part | Exception]]:
+    """The parts, and what went wrong in reading them: errors travel as values, so that they arrive as they were."""
+    try:
+        yield from enumerate(parts)
+    except Exception as error:
+        yield 0, error
 
 
-def _start(encoder: Encoder, collects: bool, parent: int) -> None:
-    global _encoder
-    leave_inherited(collects=collects)
-    _encoder = encoder
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+def _encode(encoder: Encoder, job: tuple[int, Part | Exception]) -> tuple[TokenStore, int] | Exception:
+    _, part = job
+    if isinstance(part, Exception):
+        return part
+    try:
+        return encoder(part), part.work
+    except Exception as error:
+        return error
 
 
-def _end_with(parent: int) -> None:
-    """End this process once the one that started it is gone: it would wait for work for ever where that was killed."""
-    while os.getppid() == parent:
-        time.sleep(_LOOKS_UP_SECONDS)
-    os._exit(1)
-
-
-def _encode(part: Part) -> TokenStore:
-    assert _encoder is not None
-    return _encoder(part)
+def _without_threads(worker: int) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process a core is enough

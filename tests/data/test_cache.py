@@ -248,15 +248,15 @@ from lightning_memkit.data.shares import DocumentOptions
 
 tokenising._ALONE_SECONDS = 0.0
 if sys.argv[2] == "kill":
-    encode, count = tokenising._first, [0]
+    encoded, count = tokenising._by_processes, [0]
 
-    def first(waiting):
-        count[0] += 1
-        if count[0] == 3:
-            os.kill(os.getpid(), signal.SIGKILL)  # its processes live on
-        return encode(waiting)
+    def killed(*given):
+        for number, part in enumerate(encoded(*given)):
+            if number == 3:
+                os.kill(os.getpid(), signal.SIGKILL)  # its processes live on
+            yield part
 
-    tokenising._first = first
+    tokenising._by_processes = killed
 store = Corpus(tokenizer_name="bytes", options=DocumentOptions(processes=2)).read(sys.argv[1])
 print(store.documents)
 """

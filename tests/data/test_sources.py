@@ -1,5 +1,6 @@
 import json
 import os
+import signal
 import sys
 
 import numpy as np
@@ -291,11 +292,11 @@ def test_processes_change_nothing(tmp_path, monkeypatch):
     alone = read(path, processes=1)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
     monkeypatch.setattr(tokenising, "_ALONE_SECONDS", -1.0)
-    pids = []
-    pool = tokenising.ProcessPoolExecutor
-    monkeypatch.setattr(tokenising, "ProcessPoolExecutor", lambda *a, **k: pids.append(1) or pool(*a, **k))
+    pools = []
+    by_processes = tokenising._by_processes
+    monkeypatch.setattr(tokenising, "_by_processes", lambda *given: pools.append(1) or by_processes(*given))
     together = read(path, processes=2)
-    assert pids == [1]
+    assert pools == [1]
     assert np.array_equal(together.tokens, alone.tokens)
     assert np.array_equal(together.offsets, alone.offsets)
 
@@ -306,6 +307,22 @@ def test_an_error_of_a_process_reaches_the_user(tmp_path, monkeypatch):
     monkeypatch.setattr(tokenising, "_ALONE_SECONDS", -1.0)
     with pytest.raises(ValueError, match="line 2 is not JSON"):
         read(path, processes=2)
+
+
+def test_an_error_of_reading_is_the_same_with_processes(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("one " * 300_000)
+    (tmp_path / "b.txt").write_bytes(b"\xff")
+    monkeypatch.setattr(tokenising, "_ALONE_SECONDS", -1.0)
+    with pytest.raises(ValueError, match=r"^b\.txt is not UTF-8"):
+        read(tmp_path, processes=2)
+
+
+def test_a_process_that_dies_is_told_with_its_remedy(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
+    monkeypatch.setattr(tokenising, "_ALONE_SECONDS", -1.0)
+    monkeypatch.setattr(tokenising, "_encode", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(RuntimeError, match=r"tokenised a\.jsonl died.*documents\.processes.*SIGKILL"):
+        read(tmp_path / "a.jsonl", processes=2)
 
 
 def test_a_mapping_names_its_shares():
