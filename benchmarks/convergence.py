@@ -26,7 +26,7 @@ from torch.optim import AdamW, Optimizer
 
 from benchmarks.__main__ import main_of
 from benchmarks.harness import Options, Report
-from lightning_memkit.data.standard_library import StandardLibrary
+from lightning_memkit.data.sources.standard_library import StandardLibrary
 from lightning_memkit.initialization import cast_inputs, cast_module
 from lightning_memkit.optim.compensation import compensate, compensation_of
 from lightning_memkit.optim.eight_bit import adapt_bitsandbytes

@@ -28,10 +28,10 @@ from numpy.typing import NDArray
 
 from benchmarks.__main__ import main_of
 from benchmarks.harness import MINIMUM_PAIRS, Options, Report, paired_ratio, self_ratio_is_void
-from lightning_memkit.data.corpus import Corpus
-from lightning_memkit.data.dealing import Balance, Deal, DealOptions, deal_rows
-from lightning_memkit.data.packing import Packing, pack
-from lightning_memkit.data.shares import DocumentOptions
+from lightning_memkit.data.batching.dealing import Balance, Deal, DealOptions, deal_rows
+from lightning_memkit.data.packing.pack import Packing, pack
+from lightning_memkit.data.sources.corpus import Corpus
+from lightning_memkit.data.sources.shares import DocumentOptions
 from lightning_memkit.memory.units import format_bytes
 
 CONTEXTS = (2048, 8192)

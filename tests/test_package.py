@@ -24,10 +24,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 import lightning_memkit
-from lightning_memkit.data.batch import PackedBatch
-from lightning_memkit.data.collate import collate
-from lightning_memkit.data.packing import pack
-from lightning_memkit.data.token_records import token_store
+from lightning_memkit.data.batching.batch import PackedBatch
+from lightning_memkit.data.batching.collate import collate
+from lightning_memkit.data.packing.pack import pack
+from lightning_memkit.data.sources.token_records import token_store
 from lightning_memkit.plugins.initial_weights import InitialWeights
 from lightning_memkit.testing import fake_device
 from tests.plugins import fake_ranks

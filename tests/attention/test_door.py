@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_memkit
 from lightning_memkit.attention import packed_attention
-from lightning_memkit.data.collate import collate
-from lightning_memkit.data.packing import pack
-from lightning_memkit.data.token_records import token_store
+from lightning_memkit.data.batching.collate import collate
+from lightning_memkit.data.packing.pack import pack
+from lightning_memkit.data.sources.token_records import token_store
 
 pytestmark = pytest.mark.filterwarnings("ignore:backend='dense_mask' makes a mask")
 

@@ -7,10 +7,10 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.utilities.data import _extract_batch_size
 from lightning_utilities.core.apply_func import apply_to_collection
 
-from lightning_memkit.data.batch import PackedBatch
-from lightning_memkit.data.collate import collate
-from lightning_memkit.data.packing import pack
-from lightning_memkit.data.token_records import token_store
+from lightning_memkit.data.batching.batch import PackedBatch
+from lightning_memkit.data.batching.collate import collate
+from lightning_memkit.data.packing.pack import pack
+from lightning_memkit.data.sources.token_records import token_store
 
 
 @pytest.fixture

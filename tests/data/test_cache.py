@@ -6,10 +6,10 @@ import sys
 import numpy as np
 import pytest
 
-from lightning_memkit.data import token_file
-from lightning_memkit.data.cache import cache_key, cached
-from lightning_memkit.data.store import TokenStore
-from lightning_memkit.data.token_records import token_store
+from lightning_memkit.data.sources import token_file
+from lightning_memkit.data.sources.cache import cache_key, cached
+from lightning_memkit.data.sources.store import TokenStore
+from lightning_memkit.data.sources.token_records import token_store
 from lightning_memkit.utilities.cached_answers import cache_folder
 
 STORE = token_store([[1, 2, 3], [], [4] * 500])
@@ -196,8 +196,8 @@ def test_what_a_killed_process_left_goes_after_a_day(folder):
 BUILDER = """
 import sys, time
 import numpy as np
-from lightning_memkit.data.cache import cached
-from lightning_memkit.data.token_records import token_store
+from lightning_memkit.data.sources.cache import cached
+from lightning_memkit.data.sources.token_records import token_store
 
 def build():
     print("built", flush=True)
@@ -242,9 +242,9 @@ def test_two_that_build_at_once_do_not_take_each_others_parts(folder):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from lightning_memkit.data import tokenising
-from lightning_memkit.data.corpus import Corpus
-from lightning_memkit.data.shares import DocumentOptions
+from lightning_memkit.data.sources import tokenising
+from lightning_memkit.data.sources.corpus import Corpus
+from lightning_memkit.data.sources.shares import DocumentOptions
 
 tokenising._ALONE_SECONDS = 0.0
 if sys.argv[2] == "kill":

@@ -4,9 +4,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_memkit.data.collate import collate, full_batch
-from lightning_memkit.data.packing import pack
-from lightning_memkit.data.token_records import token_store
+from lightning_memkit.data.batching.collate import collate, full_batch
+from lightning_memkit.data.packing.pack import pack
+from lightning_memkit.data.sources.token_records import token_store
 
 
 def plainly(store, packing, rows, pad_id):

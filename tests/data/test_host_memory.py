@@ -2,11 +2,17 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_memkit.data.batch import PackedBatch
-from lightning_memkit.data.host_memory import HostMemory, host_room, loader_memory, parse_room, tokens_a_part
-from lightning_memkit.data.loader import LoaderOptions, PackedLoader, PackedRows
-from lightning_memkit.data.packing import pack
-from lightning_memkit.data.token_records import token_store
+from lightning_memkit.data.batching.batch import PackedBatch
+from lightning_memkit.data.loading.host_memory import (
+    HostMemory,
+    host_room,
+    loader_memory,
+    parse_room,
+    tokens_a_part,
+)
+from lightning_memkit.data.loading.loader import LoaderOptions, PackedLoader, PackedRows
+from lightning_memkit.data.packing.pack import pack
+from lightning_memkit.data.sources.token_records import token_store
 
 
 def loader(batch_size: int = 16, **options) -> PackedLoader:

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_memkit.data.loader import LoaderOptions, PackedLoader, PackedRows
-from lightning_memkit.data.packing import pack
-from lightning_memkit.data.token_records import token_store
+from lightning_memkit.data.loading.loader import LoaderOptions, PackedLoader, PackedRows
+from lightning_memkit.data.packing.pack import pack
+from lightning_memkit.data.sources.token_records import token_store
 
 
 def rows_of(count: int, context: int = 8) -> PackedRows:

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from lightning_memkit.data.corpus import Corpus
-from lightning_memkit.data.shares import DocumentOptions
-from lightning_memkit.data.store import TokenStore, joined
-from lightning_memkit.data.stream_source import StreamDocuments
-from lightning_memkit.data.tokenizers import ByteTokenizer
+from lightning_memkit.data.sources.corpus import Corpus
+from lightning_memkit.data.sources.shares import DocumentOptions
+from lightning_memkit.data.sources.store import TokenStore, joined
+from lightning_memkit.data.sources.stream_source import StreamDocuments
+from lightning_memkit.data.sources.tokenizers import ByteTokenizer
 
 TEXT, IDS = {"text": "hello"}, {"input_ids": [1, 2, 3]}
 PROMPT = {"prompt": "a", "completion": "b"}

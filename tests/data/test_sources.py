@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from torch.utils.data import IterableDataset
 
-from lightning_memkit.data import tokenising
-from lightning_memkit.data.corpus import Corpus, shares_of
-from lightning_memkit.data.shares import DocumentOptions
-from lightning_memkit.data.store import TokenStore
-from lightning_memkit.data.token_records import token_store
-from lightning_memkit.data.tokenizers import ByteTokenizer
+from lightning_memkit.data.sources import tokenising
+from lightning_memkit.data.sources.corpus import Corpus, shares_of
+from lightning_memkit.data.sources.shares import DocumentOptions
+from lightning_memkit.data.sources.store import TokenStore
+from lightning_memkit.data.sources.token_records import token_store
+from lightning_memkit.data.sources.tokenizers import ByteTokenizer
 
 
 @pytest.fixture(autouse=True)

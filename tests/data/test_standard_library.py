@@ -4,11 +4,11 @@ import warnings
 
 import pytest
 
-from lightning_memkit.data import standard_library
-from lightning_memkit.data.corpus import Corpus
-from lightning_memkit.data.shares import DocumentOptions
-from lightning_memkit.data.standard_library import StandardLibrary
-from lightning_memkit.data.tokenizers import ByteTokenizer
+from lightning_memkit.data.sources import standard_library
+from lightning_memkit.data.sources.corpus import Corpus
+from lightning_memkit.data.sources.shares import DocumentOptions
+from lightning_memkit.data.sources.standard_library import StandardLibrary
+from lightning_memkit.data.sources.tokenizers import ByteTokenizer
 
 SOURCE = '''
 import functools

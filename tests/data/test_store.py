@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from lightning_memkit.data.token_records import token_store
+from lightning_memkit.data.sources.token_records import token_store
 
 
 def test_documents_come_back_and_take_the_narrowest_type():

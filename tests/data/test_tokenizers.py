@@ -3,7 +3,7 @@ import sys
 import numpy as np
 import pytest
 
-from lightning_memkit.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
+from lightning_memkit.data.sources.tokenizers import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
 from lightning_memkit.utilities.errors import MissingPackageError
 
 TEXTS = ["", "plain", "größer\n日本", "x"]

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from lightning_memkit.data import tokenising
-from lightning_memkit.data.records import Encoder
-from lightning_memkit.data.worker_batches import WorkerBatches, WorkerOptions
+from lightning_memkit.data.loading.worker_batches import WorkerBatches, WorkerOptions
+from lightning_memkit.data.sources import tokenising
+from lightning_memkit.data.sources.records import Encoder
 from lightning_memkit.prediction.contained import contained
 from lightning_memkit.utilities.forks import starting
 from tests.data.test_sources import read
