@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, Sampler
 
 from examples.pretrain_causal_lm.model import CausalLM
 from lightning_memkit import ActivationCheckpointing, PackedBatch, PureBF16Precision, pack, packed_attention
-from lightning_memkit.data.collate import collate
-from lightning_memkit.data.store import TokenStore
+from lightning_memkit.data.batching.collate import collate
+from lightning_memkit.data.sources.store import TokenStore
 
 MODELS = ("transformer", "cnn", "packed_lm")
 CHANGING = ("ema_teacher", "counters", "batch_in_place", "everything")

@@ -132,7 +132,7 @@ def rows_of(batch: Any) -> int:
 
 def halves(batch: Any) -> tuple[Any, Any]:
     """The first and the second half of a batch's samples."""
-    from lightning_memkit.data.batch import PackedBatch
+    from lightning_memkit.data.batching.batch import PackedBatch
 
     half = rows_of(batch) // 2
     if isinstance(batch, PackedBatch):
@@ -155,7 +155,7 @@ def _without_dropout(module: LightningModule) -> LightningModule:
 
 
 def _batches_of(subject: Subject) -> list[Any]:
-    from lightning_memkit.data.batch import PackedBatch
+    from lightning_memkit.data.batching.batch import PackedBatch
 
     whole = subject.batch(STEPS * SAMPLES)
     if isinstance(whole, PackedBatch):

@@ -263,11 +263,11 @@ def _packed_loss(model: Any, batch: Any) -> Tensor:
 
 
 def _packed_batch(scale: int, samples: int) -> Any:
-    from lightning_memkit.data.collate import collate
-    from lightning_memkit.data.packing import pack
-    from lightning_memkit.data.store import TokenStore
+    from lightning_memkit.data.batching.collate import collate
+    from lightning_memkit.data.packing.pack import pack
+    from lightning_memkit.data.sources.token_records import token_store
 
     rng = np.random.default_rng(0)
     lengths = rng.integers(4, scale * LENGTH, 6 * samples)
-    store = TokenStore.of([rng.integers(0, VOCABULARY, length) for length in lengths])
+    store = token_store([rng.integers(0, VOCABULARY, length) for length in lengths])
     return collate(store, pack(store.lengths, scale * LENGTH), range(samples))

@@ -26,7 +26,7 @@ from torch.optim import AdamW, Optimizer
 
 from benchmarks.__main__ import main_of
 from benchmarks.harness import Options, Report
-from lightning_memkit.data.corpora import python_stdlib
+from lightning_memkit.data.sources.standard_library import StandardLibrary
 from lightning_memkit.initialization import cast_inputs, cast_module
 from lightning_memkit.optim.compensation import compensate, compensation_of
 from lightning_memkit.optim.eight_bit import adapt_bitsandbytes
@@ -234,8 +234,10 @@ def train(
 
 def texts() -> Iterator[tuple[Tensor, Tensor]]:
     """Training and held-out bytes of each setting: functions, then their docstrings."""
-    corpus = python_stdlib()
-    functions = [corpus[index].tobytes() for index in range(corpus.documents)]
+    library = StandardLibrary()
+    functions = [
+        text.encode(errors="replace") for part in library.parts() for _, text in library.records(part)
+    ]
     for documents in (functions, [_docstring(source) for source in functions]):
         parts = ([], [])
         for index, document in enumerate(documents):

@@ -29,13 +29,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.__main__ import main_of
 from benchmarks.harness import Options, Ratio, Report, one_thread, paired_ratio, self_ratio_is_void
-from lightning_memkit.data.corpora import python_stdlib
-from lightning_memkit.data.loader import PackedLoader
-from lightning_memkit.data.loader_tuning import MOST_WORKERS
-from lightning_memkit.data.packed_rows import PackedRows
-from lightning_memkit.data.packing import pack
-from lightning_memkit.data.shares import DocumentOptions
-from lightning_memkit.data.tokenizers import ByteTokenizer
+from lightning_memkit.data.batching.packed_rows import PackedRows
+from lightning_memkit.data.loading.loader import PackedLoader
+from lightning_memkit.data.loading.loader_tuning import MOST_WORKERS
+from lightning_memkit.data.packing.pack import pack
+from lightning_memkit.data.sources.corpus import Corpus
+from lightning_memkit.data.sources.shares import DocumentOptions
 from lightning_memkit.memory.processors import usable_processors
 from lightning_memkit.plugins.loader_tuner import LoaderTuner
 from lightning_memkit.plugins.packed_data import PackedDataModule
@@ -265,7 +264,7 @@ def packs(seed: int) -> tuple[Ratio, Ratio]:
     """Building packs, against transformers' collator, and against itself."""
     from transformers import DataCollatorWithFlattening
 
-    store = ByteTokenizer().tokenize(python_stdlib())
+    store = Corpus(tokenizer_name="bytes", options=DocumentOptions()).read("python-stdlib")
     packing = pack(store.lengths, CONTEXT, long_documents="split", seed=seed)
     rows = PackedRows(store=store, packing=packing)
     tokens = [

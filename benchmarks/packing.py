@@ -28,10 +28,10 @@ from numpy.typing import NDArray
 
 from benchmarks.__main__ import main_of
 from benchmarks.harness import MINIMUM_PAIRS, Options, Report, paired_ratio, self_ratio_is_void
-from lightning_memkit.data.corpora import python_stdlib
-from lightning_memkit.data.dealing import Balance, Deal, DealOptions, deal_rows
-from lightning_memkit.data.packing import Packing, pack
-from lightning_memkit.data.tokenizers import ByteTokenizer
+from lightning_memkit.data.batching.dealing import Balance, Deal, DealOptions, deal_rows
+from lightning_memkit.data.packing.pack import Packing, pack
+from lightning_memkit.data.sources.corpus import Corpus
+from lightning_memkit.data.sources.shares import DocumentOptions
 from lightning_memkit.memory.units import format_bytes
 
 CONTEXTS = (2048, 8192)
@@ -66,7 +66,7 @@ class Result:
 def run(options: Options) -> Report:
     """Packs the standard library and lognormal lengths; TRL packs the same."""
     sizes = (10**6,) if options.quick else (10**6, 10**7)
-    functions = ByteTokenizer().tokenize(python_stdlib()).lengths
+    functions = Corpus(tokenizer_name="bytes", options=DocumentOptions()).read("python-stdlib").lengths
     library = [Documents("standard library", split(functions, context), context) for context in CONTEXTS]
     random = [lognormal(size, context, options.seed) for size in sizes for context in CONTEXTS]
     results = [compared(documents, options.seed) for documents in (*library, *random)]

@@ -25,7 +25,7 @@ _HOME = {
     "NoEffectWarning": "utilities.errors",
     "OnDeviceStrategy": "plugins.strategies",
     "OptimizerOffload": "plugins.optimizer_offload",
-    "PackedBatch": "data.batch",
+    "PackedBatch": "data.batching.batch",
     "PackedDataModule": "plugins.packed_data",
     "Plan": "planning.plan",
     "PureBF16Precision": "plugins.precision",
@@ -36,7 +36,7 @@ _HOME = {
     "linear_cross_entropy": "loss.head",
     "micro_batches": "micro_batching",
     "offload_activations": "activations.offload",
-    "pack": "data.packing",
+    "pack": "data.packing.pack",
     "packed_attention": "attention",
     "plan": "plugins.planning",
     "predict_memory": "plugins.prediction",
@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from lightning_memkit.activations.offload import offload_activations as offload_activations
     from lightning_memkit.attention import packed_attention as packed_attention
     from lightning_memkit.attention.adapters import use_packed_attention as use_packed_attention
-    from lightning_memkit.data.batch import PackedBatch as PackedBatch
-    from lightning_memkit.data.packing import pack as pack
+    from lightning_memkit.data.batching.batch import PackedBatch as PackedBatch
+    from lightning_memkit.data.packing.pack import pack as pack
     from lightning_memkit.loss.head import linear_cross_entropy as linear_cross_entropy
     from lightning_memkit.loss.switch import use_chunked_loss as use_chunked_loss
     from lightning_memkit.micro_batching import micro_batches as micro_batches

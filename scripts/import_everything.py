@@ -1,6 +1,6 @@
 """Import every module of the package; exit code 1 if one fails for another reason than an optional package.
 
-The machine that has a card may lack what the extras bring: jsonargparse, bitsandbytes, datasets, flash-attn and more.
+The machine that has a card may lack what others bring: jsonargparse, bitsandbytes, datasets, pyarrow and more.
 """
 
 import importlib
@@ -13,7 +13,7 @@ import lightning_memkit
 # What a module may need that is no dependency of the package, or is missing in the images of rented machines.
 OPTIONAL = {
     "bitsandbytes", "cut_cross_entropy", "datasets", "docstring_parser", "flash_attn", "jsonargparse", "liger_kernel",
-    "peft", "torchao", "transformers", "triton", "typeshed_client",
+    "peft", "pyarrow", "torchao", "transformers", "triton", "typeshed_client",
 }  # fmt: skip
 
 

@@ -101,7 +101,7 @@ def test_only_answers_have_labels() -> None:
     from transformers import AutoTokenizer
 
     from lightning_memkit import PackedDataModule
-    from lightning_memkit.data.shares import DocumentOptions
+    from lightning_memkit.data.sources.shares import DocumentOptions
 
     lines = CHAT.read_text(encoding="utf-8").splitlines()[:8]
     data = PackedDataModule(

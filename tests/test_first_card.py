@@ -94,6 +94,7 @@ def test_modules_import_without_what_a_bare_machine_lacks() -> None:
         "bitsandbytes",
         "torchao",
         "datasets",
+        "pyarrow",
         "flash_attn",
     )
     done = subprocess.run(

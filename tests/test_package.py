@@ -24,10 +24,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 import lightning_memkit
-from lightning_memkit.data.batch import PackedBatch
-from lightning_memkit.data.collate import collate
-from lightning_memkit.data.packing import pack
-from lightning_memkit.data.store import TokenStore
+from lightning_memkit.data.batching.batch import PackedBatch
+from lightning_memkit.data.batching.collate import collate
+from lightning_memkit.data.packing.pack import pack
+from lightning_memkit.data.sources.token_records import token_store
 from lightning_memkit.plugins.initial_weights import InitialWeights
 from tests.plugins import fake_ranks
 from tests.plugins.fake_accelerator import FakeAccelerator, on_fake_device
@@ -270,7 +270,7 @@ class Blocks(pl.LightningModule):
 
     def train_dataloader(self) -> torch.utils.data.DataLoader:
         generator = torch.Generator().manual_seed(1)
-        store = TokenStore.of(torch.randint(0, 16, (32, 4), generator=generator).numpy())
+        store = token_store(torch.randint(0, 16, (32, 4), generator=generator).numpy())
         packing = pack(store.lengths, 8)
         batches: Any = [collate(store, packing, range(first, first + 8)) for first in (0, 8)]
         return torch.utils.data.DataLoader(batches, batch_size=None)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_memkit.attention.documents import numbers_of
 from lightning_memkit.attention.hugging_face import NAME, is_transformers_model
 from lightning_memkit.attention.token_watch import Change, TokenWatch, first_change
-from lightning_memkit.data.batch import IGNORED_LABEL, PackedBatch
+from lightning_memkit.data.batching.batch import IGNORED_LABEL, PackedBatch
 from lightning_memkit.micro_batching.changes.rollback import Rollback
 from lightning_memkit.utilities.errors import NoEffectWarning
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_memkit.data.loader import PackedLoader
-from lightning_memkit.data.stream_loader import StreamLoader
+from lightning_memkit.data.loading.loader import PackedLoader
+from lightning_memkit.data.loading.stream_loader import StreamLoader
 
 
 class PackingLog(pl.Callback):

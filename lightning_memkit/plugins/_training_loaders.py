@@ -7,13 +7,13 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_memkit.data.copy_ahead import copied_ahead, copies_help
-from lightning_memkit.data.host_memory import host_room
-from lightning_memkit.data.load_times import LoadTimes
-from lightning_memkit.data.loader import PackedLoader
-from lightning_memkit.data.loader_tuning import LoaderPlan, why_no_workers
-from lightning_memkit.data.resumable_loader import ResumableLoader, why_not_resumable
-from lightning_memkit.data.stream_loader import StreamLoader
+from lightning_memkit.data.loading.copy_ahead import copied_ahead, copies_help
+from lightning_memkit.data.loading.host_memory import host_room
+from lightning_memkit.data.loading.load_times import LoadTimes
+from lightning_memkit.data.loading.loader import PackedLoader
+from lightning_memkit.data.loading.loader_tuning import LoaderPlan, why_no_workers
+from lightning_memkit.data.loading.resumable_loader import ResumableLoader, why_not_resumable
+from lightning_memkit.data.loading.stream_loader import StreamLoader
 from lightning_memkit.plugins import _seam_loader
 from lightning_memkit.plugins._asked import budget_of
 from lightning_memkit.utilities.tensors import tensors_of

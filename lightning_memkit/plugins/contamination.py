@@ -8,7 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_memkit.attention.contamination import PROBED_ROWS, probe_contamination, probed_rows
-from lightning_memkit.data.batch import PackedBatch
+from lightning_memkit.data.batching.batch import PackedBatch
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.micro_batching.ranks.agreement import any_rank
 from lightning_memkit.plugins import _seam

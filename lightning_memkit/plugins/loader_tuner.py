@@ -8,9 +8,9 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_memkit.data.host_memory import host_room
-from lightning_memkit.data.load_times import LoadTimes, Measured
-from lightning_memkit.data.loader_tuning import (
+from lightning_memkit.data.loading.host_memory import host_room
+from lightning_memkit.data.loading.load_times import LoadTimes, Measured
+from lightning_memkit.data.loading.loader_tuning import (
     MOST_WORKERS,
     Bounds,
     LoaderPlan,
@@ -18,7 +18,7 @@ from lightning_memkit.data.loader_tuning import (
     of_all_ranks,
     start_costs,
 )
-from lightning_memkit.data.resumable_loader import ResumableLoader, with_other_ranks
+from lightning_memkit.data.loading.resumable_loader import ResumableLoader, with_other_ranks
 from lightning_memkit.memory.processors import usable_processors
 from lightning_memkit.micro_batching.ranks.agreement import any_rank, largest_of_ranks, values_of_ranks
 from lightning_memkit.plugins import _seam_loader

@@ -10,20 +10,20 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from numpy.typing import NDArray
 
-from lightning_memkit.data.batch import PackedBatch
-from lightning_memkit.data.batch_plan import Padding, refuse_long_rows
-from lightning_memkit.data.collate import full_batch, rounded_length
-from lightning_memkit.data.corpus import Corpus, shares_of
-from lightning_memkit.data.host_memory import HostMemory, host_room, parse_room
-from lightning_memkit.data.loader import LoaderOptions, PackedLoader, PackedRows
-from lightning_memkit.data.packing import LongDocuments, PackingMode, WorkLimit, pack
-from lightning_memkit.data.shares import DocumentOptions, deal_documents, drawn_documents
-from lightning_memkit.data.store import TokenStore
-from lightning_memkit.data.stream_batches import Stream
-from lightning_memkit.data.stream_loader import StreamLoader
-from lightning_memkit.data.stream_source import StreamDocuments, check_stream, is_stream
-from lightning_memkit.data.summary import summary_line
-from lightning_memkit.data.tokenizers import load_tokenizer
+from lightning_memkit.data.batching.batch import PackedBatch
+from lightning_memkit.data.batching.batch_plan import Padding, refuse_long_rows
+from lightning_memkit.data.batching.collate import full_batch, rounded_length
+from lightning_memkit.data.batching.stream_batches import Stream
+from lightning_memkit.data.batching.summary import summary_line
+from lightning_memkit.data.loading.host_memory import HostMemory, host_room, parse_room
+from lightning_memkit.data.loading.loader import LoaderOptions, PackedLoader, PackedRows
+from lightning_memkit.data.loading.stream_loader import StreamLoader
+from lightning_memkit.data.packing.pack import LongDocuments, PackingMode, WorkLimit, pack
+from lightning_memkit.data.sources.corpus import Corpus, shares_of
+from lightning_memkit.data.sources.shares import DocumentOptions, deal_documents, drawn_documents
+from lightning_memkit.data.sources.store import TokenStore
+from lightning_memkit.data.sources.stream_source import StreamDocuments, check_stream, is_stream
+from lightning_memkit.data.sources.tokenizers import load_tokenizer
 from lightning_memkit.plugins._asked import says
 from lightning_memkit.plugins._own_datasets import Source, own_datasets
 from lightning_memkit.plugins._packing_log import PackingLog
@@ -90,7 +90,7 @@ class PackedDataModule(pl.LightningDataModule):
     Raises:
         ValueError: an option is out of range; at setup: the corpus is empty, a document is too long, or the
             tokenizer can't be loaded; before the first step: a transformers model has no embedding for some token.
-        MissingPackageError: at setup: the source needs ``datasets``, or the tokenizer ``transformers``.
+        MissingPackageError: at setup: the tokenizer needs ``transformers``.
     """
 
     def __init__(

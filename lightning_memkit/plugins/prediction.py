@@ -24,7 +24,7 @@ from lightning.pytorch.callbacks import (
 )
 from torch.optim import Optimizer
 
-from lightning_memkit.data.sampling_order import GlobalNumbers
+from lightning_memkit.data.batching.sampling_order import GlobalNumbers
 from lightning_memkit.memory.meter import unmetered
 from lightning_memkit.plugins._asked import budgets_among, says
 from lightning_memkit.plugins._predicted_ranks import many_ranks

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from lightning_memkit.attention import packed_attention
 from lightning_memkit.attention.adapters import use_packed_attention
 from lightning_memkit.attention.contamination import ContaminationError, probe_contamination, probed_rows
-from lightning_memkit.data.batch import PackedBatch
+from lightning_memkit.data.batching.batch import PackedBatch
 from lightning_memkit.utilities.errors import NoEffectWarning
 from tests.attention.test_transformers import SEVEN, model_of, packed
 

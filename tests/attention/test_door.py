@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_memkit
 from lightning_memkit.attention import packed_attention
-from lightning_memkit.data.collate import collate
-from lightning_memkit.data.packing import pack
-from lightning_memkit.data.store import TokenStore
+from lightning_memkit.data.batching.collate import collate
+from lightning_memkit.data.packing.pack import pack
+from lightning_memkit.data.sources.token_records import token_store
 
 pytestmark = pytest.mark.filterwarnings("ignore:backend='dense_mask' makes a mask")
 
@@ -330,7 +330,7 @@ class SmallModel(nn.Module):
 
 
 def packed_batch(documents: list[list[int]]):
-    store = TokenStore.of(documents)
+    store = token_store(documents)
     packing = pack(store.lengths, 32)
     return packing, collate(store, packing, range(packing.rows))
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memkit.attention.contamination import probe_contamination
-from lightning_memkit.data.batch import PackedBatch
+from lightning_memkit.data.batching.batch import PackedBatch
 from tests.attention.test_contamination import Model
 from tests.attention.test_transformers import packed
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_memkit.attention import hugging_face
 from lightning_memkit.attention.adapters import use_packed_attention
-from lightning_memkit.data.batch import PackedBatch
+from lightning_memkit.data.batching.batch import PackedBatch
 from lightning_memkit.utilities.errors import NoEffectWarning
 
 transformers: Any = pytest.importorskip("transformers")

@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from lightning_memkit.data.ahead import ahead
+from lightning_memkit.data.loading.ahead import ahead
 
 
 def settled(seen, number):
@@ -48,7 +48,7 @@ def test_a_source_that_hangs_does_not_hang_who_gives_up_on_it(monkeypatch):
         yield 1
         goes_on.wait()
 
-    monkeypatch.setattr("lightning_memkit.data.ahead._ENDS_SECONDS", 0.1)
+    monkeypatch.setattr("lightning_memkit.data.loading.ahead._ENDS_SECONDS", 0.1)
     items = ahead(hangs(), 2, name="hangs")
     assert next(items) == 1
     (thread,) = [thread for thread in threading.enumerate() if thread.name == "hangs"]

@@ -7,16 +7,16 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.utilities.data import _extract_batch_size
 from lightning_utilities.core.apply_func import apply_to_collection
 
-from lightning_memkit.data.batch import PackedBatch
-from lightning_memkit.data.collate import collate
-from lightning_memkit.data.packing import pack
-from lightning_memkit.data.store import TokenStore
+from lightning_memkit.data.batching.batch import PackedBatch
+from lightning_memkit.data.batching.collate import collate
+from lightning_memkit.data.packing.pack import pack
+from lightning_memkit.data.sources.token_records import token_store
 
 
 @pytest.fixture
 def batch() -> PackedBatch:
     """Rows of 4 + 1, 3 + 2, 4 and 1 tokens: the last two are padded, one of them by a single token."""
-    store = TokenStore.of([[1, 2, 3, 4], [5], [6, 7, 8], [9, 10], [11, 12, 13, 14], [15]])
+    store = token_store([[1, 2, 3, 4], [5], [6, 7, 8], [9, 10], [11, 12, 13, 14], [15]])
     packed = pack(store.lengths[:4], 5)
     first = collate(store, packed, [0, 1])
     alone = collate(store, pack(store.lengths, 5, packing="none"), [4, 5], multiple_of=5)
@@ -100,7 +100,7 @@ def test_pinning_asks_every_tensor(batch, monkeypatch):
 
 
 def test_rows_cross_to_another_process_as_one_tensor():
-    store = TokenStore.of([[1, 2, 3], [4, 5], [6]])
+    store = token_store([[1, 2, 3], [4, 5], [6]])
     batch = collate(store, pack(store.lengths, 5), [0, 1])
     tensors = []
 
@@ -120,7 +120,7 @@ def test_rows_cross_to_another_process_as_one_tensor():
 
 
 def test_a_batch_of_other_tensors_crosses_as_it_is():
-    store = TokenStore.of([[1, 2, 3], [4, 5], [6]])
+    store = token_store([[1, 2, 3], [4, 5], [6]])
     batch = collate(store, pack(store.lengths, 5), [0, 1])
     for other in (batch.split([1, 1])[1], PackedBatch({**batch, "labels": batch["labels"].clone()})):
         again = pickle.loads(pickle.dumps(other))
@@ -129,7 +129,7 @@ def test_a_batch_of_other_tensors_crosses_as_it_is():
 
 
 def test_who_writes_to_one_tensor_has_not_written_to_the_others():
-    store = TokenStore.of([[1, 2, 3], [4, 5], [6]])
+    store = token_store([[1, 2, 3], [4, 5], [6]])
     batch = collate(store, pack(store.lengths, 5), [0, 1])
     for given in (batch, pickle.loads(pickle.dumps(batch))):
         ids, labels = given["input_ids"], given["labels"]

@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_memkit.data.batch_plan import BatchPlan, PlanOptions
-from lightning_memkit.data.packing import PackingMode, pack
+from lightning_memkit.data.batching.batch_plan import BatchPlan, PlanOptions
+from lightning_memkit.data.packing.pack import PackingMode, pack
 
 CONTEXT = 64
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_memkit.data import best_fit
-from lightning_memkit.data.packing import Packing, WorkLimit, pack
+from lightning_memkit.data.packing import best_fit
+from lightning_memkit.data.packing.pack import Packing, WorkLimit, pack
 
 
 def rows_of(packing: Packing) -> list[list[int]]:

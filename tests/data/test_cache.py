@@ -6,12 +6,13 @@ import sys
 import numpy as np
 import pytest
 
-from lightning_memkit.data import parts, token_file
-from lightning_memkit.data.cache import cache_key, cached
-from lightning_memkit.data.store import TokenStore
+from lightning_memkit.data.sources import token_file
+from lightning_memkit.data.sources.cache import cache_key, cached
+from lightning_memkit.data.sources.store import TokenStore
+from lightning_memkit.data.sources.token_records import token_store
 from lightning_memkit.utilities.cached_answers import cache_folder
 
-STORE = TokenStore.of([[1, 2, 3], [], [4] * 500])
+STORE = token_store([[1, 2, 3], [], [4] * 500])
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def half(path):
 
 def flip_one_bit(path):
     content = bytearray(path.read_bytes())
-    content[4096 + 20] ^= 1  # of the tokens
+    content[content.index(b"\1\0\2\0\3\0") + 2] ^= 1  # of the tokens
     path.write_bytes(bytes(content))
 
 
@@ -52,19 +53,28 @@ def another_file(path):
         np.savez(file, something=np.zeros(3))
 
 
-def one_byte_more(path):
-    path.write_bytes(path.read_bytes() + b"x")
-
-
 def another_header(path):
     content = path.read_bytes()
-    path.write_bytes(content.replace(b'"count": 503', b'"count": 502', 1))
+    path.write_bytes(content.replace(b'"crcs": [', b'"crcs": [1', 1))
 
 
-@pytest.mark.parametrize("damage", [half, flip_one_bit, empty, another_file, one_byte_more, another_header])
+def of_another_format(path):
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b'"format": 2', b'"format": 3', 1))
+
+
+def a_schema_alone(path):
+    content = path.read_bytes()
+    path.write_bytes(content[: content.index(b"\xff\xff\xff\xff", 8)])
+
+
+DAMAGES = [half, flip_one_bit, empty, another_file, another_header, of_another_format, a_schema_alone]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_broken_file_is_reported_and_built_again(folder, damage):
     cached("a", lambda: [STORE])
-    damage(folder / "a.tokens")
+    damage(folder / "a.arrow")
     with pytest.warns(UserWarning, match="is broken .* built again"):
         assert np.array_equal(cached("a", lambda: [STORE]).tokens, STORE.tokens)
     assert np.array_equal(cached("a", never).tokens, STORE.tokens)
@@ -78,6 +88,12 @@ def test_a_write_that_fails_leaves_nothing_behind(folder, monkeypatch):
     with pytest.warns(UserWarning, match="can't be written .*no space left.* XDG_CACHE_HOME"):
         assert np.array_equal(cached("a", lambda: [STORE]).tokens, STORE.tokens)
     assert [path.name for path in folder.iterdir()] == ["a.lock"]
+
+
+def test_without_arrow_documents_are_kept_in_memory(folder, monkeypatch):
+    monkeypatch.setattr(token_file, "find_spec", lambda name: None)
+    with pytest.warns(UserWarning, match="pyarrow is not installed.*kept in memory"):
+        assert np.array_equal(cached("a", lambda: [STORE]).tokens, STORE.tokens)
 
 
 def test_a_build_that_fails_keeps_nothing(folder):
@@ -97,20 +113,20 @@ def test_the_folder_is_the_platforms_own(monkeypatch, tmp_path, platform, expect
     assert cache_folder() == tmp_path / expected / "lightning_memkit"
 
 
-def test_without_verification_only_the_length_is_compared(folder):
+def test_without_verification_a_file_need_only_be_whole(folder):
     cached("a", lambda: [STORE])
-    flip_one_bit(folder / "a.tokens")
+    flip_one_bit(folder / "a.arrow")
     assert cached("a", never, verify=False).documents == 3
-    half(folder / "a.tokens")
-    with pytest.warns(UserWarning, match="instead of"):
+    half(folder / "a.arrow")
+    with pytest.warns(UserWarning, match="no whole Arrow file"):
         cached("a", lambda: [STORE], verify=False)
 
 
 def test_parts_of_wider_tokens_and_masks_end_in_one_file(folder):
     parts = [
-        TokenStore.of([[1, 2]]),
-        TokenStore.of([{"input_ids": [70_000, 5], "labels": [-100, 5]}, [7]][:1]),
-        TokenStore.of([[3]]),
+        token_store([[1, 2]]),
+        token_store([{"input_ids": [70_000, 5], "labels": [-100, 5]}, [7]][:1]),
+        token_store([[3]]),
     ]
     store = cached("a", lambda: parts)
     assert store.tokens.tolist() == [1, 2, 70_000, 5, 3]
@@ -120,12 +136,37 @@ def test_parts_of_wider_tokens_and_masks_end_in_one_file(folder):
     assert np.array_equal(cached("a", never).tokens, store.tokens)
 
 
-def test_a_mapped_store_is_pickled_as_its_path(folder):
+UNPICKLED = """
+import pickle, sys
+store = pickle.load(sys.stdin.buffer)
+assert store.documents == 1 and int(store.tokens.sum()) == sum(range(50_000))
+assert "pyarrow" not in sys.modules
+"""
+
+
+def test_a_mapped_store_is_pickled_as_its_path_and_opened_without_arrow(folder):
     large = TokenStore(tokens=np.arange(50_000, dtype=np.uint16), offsets=np.array([0, 50_000]))
     store = cached("a", lambda: [large])
     pickled = pickle.dumps(store)
     assert len(pickled) < 1000
     assert np.array_equal(pickle.loads(pickled).tokens, large.tokens)
+    subprocess.run([sys.executable, "-c", UNPICKLED], input=pickled, check=True, timeout=120)
+
+
+def test_its_checksum_is_that_of_the_documents_in_memory(folder):
+    masked = [{"input_ids": [70_000, 5], "labels": [-100, 5]}, {"input_ids": [1], "labels": [1]}]
+    for name, documents in (("plain", [[1, 2], [], [3]]), ("masked", masked)):
+        store = token_store(documents)
+        mapped = cached(name, lambda store=store: [store])
+        assert mapped.checksum == store.checksum
+        assert mapped.vocabulary == store.vocabulary
+
+
+def test_datasets_reads_the_file_too(folder):
+    datasets = pytest.importorskip("datasets")
+    cached("a", lambda: [token_store([{"input_ids": [7, 8], "labels": [-100, 8]}])])
+    table = datasets.Dataset.from_file(str(folder / "a.arrow"))
+    assert table[:] == {"input_ids": [[7, 8]], "learned": [[0, 1]]}
 
 
 def test_what_was_touched_is_given_back_and_read_again(folder, monkeypatch):
@@ -142,26 +183,26 @@ def test_what_was_touched_is_given_back_and_read_again(folder, monkeypatch):
 
 
 def test_what_a_killed_process_left_goes_after_a_day(folder):
-    path = folder / "kept.tokens"
+    path = folder / "kept.arrow"
     stale, fresh = folder / "keptabc.part", folder / "keptdef.part"
     for part in (stale, fresh):
         part.parent.mkdir(parents=True, exist_ok=True)
         part.write_bytes(b"half")
     os.utime(stale, (0, 0))
     token_file.write_store([STORE], path)
-    assert {file.name for file in folder.iterdir()} == {"kept.tokens", "keptdef.part"}
+    assert {file.name for file in folder.iterdir()} == {"kept.arrow", "keptdef.part"}
 
 
 BUILDER = """
 import sys, time
 import numpy as np
-from lightning_memkit.data.cache import cached
-from lightning_memkit.data.store import TokenStore
+from lightning_memkit.data.sources.cache import cached
+from lightning_memkit.data.sources.token_records import token_store
 
 def build():
     print("built", flush=True)
     time.sleep(0.3)
-    return [TokenStore.of([[1, 2, 3]])]
+    return [token_store([[1, 2, 3]])]
 
 assert cached("a", build).tokens.tolist() == [1, 2, 3]
 """
@@ -184,22 +225,9 @@ def test_a_key_follows_from_everything_it_is_given():
     assert cache_key(source="a") == cache_key(source="a")
 
 
-def test_a_part_that_no_process_holds_goes_at_the_next_build_and_one_that_is_written_stays(folder):
-    folder.mkdir()
-    path = folder / "kept.tokens"
-    for name in ("kept.abc.part", "kept.abc.part.learned", "kept.def.part.learned"):
-        (folder / name).write_bytes(b"half")
-    part, lock = parts.new_part(path)
-    token_file.write_store([STORE], path)
-    assert {file.name for file in folder.iterdir()} == {"kept.tokens", part.name}
-    lock.close()
-    token_file.write_store([STORE], path)
-    assert {file.name for file in folder.iterdir()} == {"kept.tokens"}
-
-
 def test_two_that_build_at_once_do_not_take_each_others_parts(folder):
     """Without the lock of the name, as on a file system that has none: the second begins and ends amid the first."""
-    path = folder / "kept.tokens"
+    path = folder / "kept.arrow"
 
     def slowly():
         yield STORE
@@ -208,27 +236,27 @@ def test_two_that_build_at_once_do_not_take_each_others_parts(folder):
 
     token_file.write_store(slowly(), path)
     assert token_file.read_store(path, verify=True).documents == 2 * STORE.documents
-    assert {file.name for file in folder.iterdir()} == {"kept.tokens"}
+    assert {file.name for file in folder.iterdir()} == {"kept.arrow"}
 
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from lightning_memkit.data import tokenising
-from lightning_memkit.data.corpus import Corpus
-from lightning_memkit.data.shares import DocumentOptions
+from lightning_memkit.data.sources import tokenising
+from lightning_memkit.data.sources.corpus import Corpus
+from lightning_memkit.data.sources.shares import DocumentOptions
 
 tokenising._ALONE_SECONDS = 0.0
 if sys.argv[2] == "kill":
-    encode, count = tokenising._first, [0]
+    encoded, count = tokenising._by_processes, [0]
 
-    def first(waiting):
-        count[0] += 1
-        if count[0] == 3:
-            os.kill(os.getpid(), signal.SIGKILL)  # its processes live on
-        return encode(waiting)
+    def killed(*given):
+        for number, part in enumerate(encoded(*given)):
+            if number == 3:
+                os.kill(os.getpid(), signal.SIGKILL)  # its processes live on
+            yield part
 
-    tokenising._first = first
+    tokenising._by_processes = killed
 store = Corpus(tokenizer_name="bytes", options=DocumentOptions(processes=2)).read(sys.argv[1])
 print(store.documents)
 """
@@ -241,8 +269,8 @@ def test_a_process_that_is_killed_amid_a_build_leaves_nothing_that_counts_and_no
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     killed = subprocess.run([*command, "kill"], env=environment, stdout=subprocess.DEVNULL, timeout=60)
     assert killed.returncode == -9
-    assert [path.suffix for path in folder.iterdir() if path.suffix != ".lock"] == [".part"]
+    assert [path.suffix for path in folder.iterdir()] == [".lock"]
     # Those that it had started may still wait for work; whoever builds next waits for none of them.
     again = subprocess.run([*command, "build"], env=environment, capture_output=True, text=True, timeout=60)
     assert again.stdout.strip() == "6000", again.stderr
-    assert sorted(path.suffix for path in folder.iterdir()) == [".lock", ".tokens"]
+    assert sorted(path.suffix for path in folder.iterdir()) == [".arrow", ".lock"]

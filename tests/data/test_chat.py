@@ -2,10 +2,10 @@ import json
 
 import pytest
 
-from lightning_memkit.data.chat import conversation_of, learned_tokens, rendered
-from lightning_memkit.data.corpus import Corpus
-from lightning_memkit.data.shares import DocumentOptions
-from lightning_memkit.data.store import TokenStore
+from lightning_memkit.data.sources.chat import conversation_of, learned_tokens, rendered
+from lightning_memkit.data.sources.corpus import Corpus
+from lightning_memkit.data.sources.shares import DocumentOptions
+from lightning_memkit.data.sources.store import TokenStore
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")

@@ -4,9 +4,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_memkit.data.collate import collate, full_batch
-from lightning_memkit.data.packing import pack
-from lightning_memkit.data.store import TokenStore
+from lightning_memkit.data.batching.collate import collate, full_batch
+from lightning_memkit.data.packing.pack import pack
+from lightning_memkit.data.sources.token_records import token_store
 
 
 def plainly(store, packing, rows, pad_id):
@@ -40,7 +40,7 @@ def plainly(store, packing, rows, pad_id):
 )
 def test_a_batch_is_what_a_plain_loop_builds(lengths, context, packing, seed):
     tokens = np.arange(sum(lengths))
-    store = TokenStore.of(np.split(tokens, np.cumsum(lengths)[:-1]))
+    store = token_store(np.split(tokens, np.cumsum(lengths)[:-1]))
     packed = pack(store.lengths, context, packing=packing, long_documents="split")
     rows = np.random.default_rng(seed).permutation(packed.rows)[:4]
     batch = collate(store, packed, rows, pad_id=7)
@@ -65,21 +65,21 @@ def test_types_are_those_that_models_and_kernels_take():
 
 @pytest.mark.parametrize(("multiple_of", "length"), [(1, 9), (4, 12), (8, 16), (64, 20)])
 def test_the_length_is_rounded_up_within_the_context(multiple_of, length):
-    store = TokenStore.of([[5] * 9, [6] * 3])
+    store = token_store([[5] * 9, [6] * 3])
     batch = collate(store, pack(store.lengths, 20, packing="none"), [0, 1], multiple_of=multiple_of)
     assert batch.length == length
     assert batch.real_tokens == 12
 
 
 def test_a_split_document_goes_on_as_another():
-    store = TokenStore.of([[1, 2, 3, 4, 5]])
+    store = token_store([[1, 2, 3, 4, 5]])
     batch = collate(store, pack(store.lengths, 3, long_documents="split"), [0, 1])
     assert batch["input_ids"].tolist() == [[1, 2, 3], [4, 5, 0]]
     assert batch["labels"].tolist() == [[-100, 2, 3], [-100, 5, -100]]
 
 
 def test_no_rows_is_refused():
-    store = TokenStore.of([[1]])
+    store = token_store([[1]])
     with pytest.raises(ValueError, match="rows is empty"):
         collate(store, pack(store.lengths, 3), [])
 

@@ -5,8 +5,8 @@ from collections import namedtuple
 import pytest
 import torch
 
-from lightning_memkit.data.batch import PackedBatch
-from lightning_memkit.data.copy_ahead import copied_ahead, copies_help
+from lightning_memkit.data.batching.batch import PackedBatch
+from lightning_memkit.data.loading.copy_ahead import copied_ahead, copies_help
 from tests.testing.fake_device import fake_device
 from tests.testing.needs import NEEDS_COMPILER
 

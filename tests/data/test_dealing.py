@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_memkit.data.dealing import Deal, DealOptions, deal_rows
-from lightning_memkit.data.packing import pack
+from lightning_memkit.data.batching.dealing import Deal, DealOptions, deal_rows
+from lightning_memkit.data.packing.pack import pack
 
 
 def work_of(documents: int, context: int = 2048) -> np.ndarray:

@@ -2,16 +2,22 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_memkit.data.batch import PackedBatch
-from lightning_memkit.data.host_memory import HostMemory, host_room, loader_memory, parse_room, tokens_a_part
-from lightning_memkit.data.loader import LoaderOptions, PackedLoader, PackedRows
-from lightning_memkit.data.packing import pack
-from lightning_memkit.data.store import TokenStore
+from lightning_memkit.data.batching.batch import PackedBatch
+from lightning_memkit.data.loading.host_memory import (
+    HostMemory,
+    host_room,
+    loader_memory,
+    parse_room,
+    tokens_a_part,
+)
+from lightning_memkit.data.loading.loader import LoaderOptions, PackedLoader, PackedRows
+from lightning_memkit.data.packing.pack import pack
+from lightning_memkit.data.sources.token_records import token_store
 
 
 def loader(batch_size: int = 16, **options) -> PackedLoader:
     lengths = np.random.default_rng(0).integers(1, 20, 400)
-    store = TokenStore.of(np.split(np.arange(1, lengths.sum() + 1), np.cumsum(lengths)[:-1]))
+    store = token_store(np.split(np.arange(1, lengths.sum() + 1), np.cumsum(lengths)[:-1]))
     rows = PackedRows(store=store, packing=pack(lengths, 32), multiple_of=8)
     return PackedLoader(rows, LoaderOptions(batch_size=batch_size, **options))
 

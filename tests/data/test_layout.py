@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_memkit.data.layout import joined
-from lightning_memkit.data.packing import Packing, WorkLimit, pack
+from lightning_memkit.data.packing.layout import joined
+from lightning_memkit.data.packing.pack import Packing, WorkLimit, pack
 
 
 def pieces_of(packing: Packing) -> list[tuple[int, int, int]]:

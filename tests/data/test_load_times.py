@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_memkit.data.load_times import LoadTimes
+from lightning_memkit.data.loading.load_times import LoadTimes
 
 
 class Clock:

@@ -7,15 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_memkit.data.loader import LoaderOptions, PackedLoader, PackedRows
-from lightning_memkit.data.packing import pack
-from lightning_memkit.data.store import TokenStore
+from lightning_memkit.data.loading.loader import LoaderOptions, PackedLoader, PackedRows
+from lightning_memkit.data.packing.pack import pack
+from lightning_memkit.data.sources.token_records import token_store
 
 
 def rows_of(count: int, context: int = 8) -> PackedRows:
     """So many rows of one document each; every token of the corpus is another."""
     lengths = np.random.default_rng(0).integers(1, context + 1, count)
-    store = TokenStore.of(np.split(np.arange(1, lengths.sum() + 1), np.cumsum(lengths)[:-1]))
+    store = token_store(np.split(np.arange(1, lengths.sum() + 1), np.cumsum(lengths)[:-1]))
     return PackedRows(store=store, packing=pack(lengths, context, packing="none"))
 
 

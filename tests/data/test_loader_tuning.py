@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_memkit.data import loader_tuning
-from lightning_memkit.data.host_memory import HostMemory
-from lightning_memkit.data.load_times import Measured
-from lightning_memkit.data.loader_tuning import (
+from lightning_memkit.data.loading import loader_tuning
+from lightning_memkit.data.loading.host_memory import HostMemory
+from lightning_memkit.data.loading.load_times import Measured
+from lightning_memkit.data.loading.loader_tuning import (
     Bounds,
     LoaderPlan,
     LoaderTuning,

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_memkit.data.packing import Packing, WorkLimit, pack
+from lightning_memkit.data.packing.pack import Packing, WorkLimit, pack
 
 
 def contents(packing: Packing) -> Counter:

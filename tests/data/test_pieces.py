@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_memkit.data.packing import WorkLimit, pack
+from lightning_memkit.data.packing.pack import WorkLimit, pack
 
 
 @pytest.mark.parametrize("linear", [0, 1, 7, 10_000])

@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lightning_memkit.data.cache import cached
-from lightning_memkit.data.loader import LoaderOptions, PackedLoader, PackedRows
-from lightning_memkit.data.packing import pack
-from lightning_memkit.data.store import TokenStore, offsets_of
+from lightning_memkit.data.sources.cache import cached
+from lightning_memkit.data.loading.loader import LoaderOptions, PackedLoader, PackedRows
+from lightning_memkit.data.packing.pack import pack
+from lightning_memkit.data.sources.store import TokenStore, offsets_of
 
 torch.set_num_threads(1)
 

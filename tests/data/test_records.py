@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from lightning_memkit.data.corpus import Corpus
-from lightning_memkit.data.shares import DocumentOptions
-from lightning_memkit.data.store import TokenStore, joined
-from lightning_memkit.data.stream_source import StreamDocuments
-from lightning_memkit.data.tokenizers import ByteTokenizer
+from lightning_memkit.data.sources.corpus import Corpus
+from lightning_memkit.data.sources.shares import DocumentOptions
+from lightning_memkit.data.sources.store import TokenStore, joined
+from lightning_memkit.data.sources.stream_source import StreamDocuments
+from lightning_memkit.data.sources.tokenizers import ByteTokenizer
 
 TEXT, IDS = {"text": "hello"}, {"input_ids": [1, 2, 3]}
 PROMPT = {"prompt": "a", "completion": "b"}
@@ -176,7 +176,7 @@ def test_files_of_other_columns_are_no_table(tmp_path: Path, first: int) -> None
     (tmp_path / "files").mkdir()
     for name, content in zip("ab", (contents[first], contents[1 - first]), strict=True):
         datasets.Dataset.from_dict(content).to_parquet(str(tmp_path / "files" / f"{name}.parquet"))
-    with pytest.raises(ValueError, match=r"^files can't be read as one table \(Couldn't cast"):
+    with pytest.raises(ValueError, match=r"^files can't be read as one table: b\.parquet has the columns"):
         read(str(tmp_path / "files"))
 
 

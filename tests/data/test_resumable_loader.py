@@ -20,9 +20,13 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from lightning_memkit.data.load_times import LoadTimes
-from lightning_memkit.data.resumable_loader import ResumableLoader, why_not_resumable, with_other_ranks
-from lightning_memkit.data.worker_batches import BatchError
+from lightning_memkit.data.loading.load_times import LoadTimes
+from lightning_memkit.data.loading.resumable_loader import (
+    ResumableLoader,
+    why_not_resumable,
+    with_other_ranks,
+)
+from lightning_memkit.data.loading.worker_batches import BatchError
 
 SAMPLES = 23
 NUMBERS: Any = list(range(SAMPLES))

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from lightning_memkit.data.shares import DocumentOptions, deal_documents
+from lightning_memkit.data.sources.shares import DocumentOptions, deal_documents
 from lightning_memkit.utilities.errors import NoEffectWarning
 
 

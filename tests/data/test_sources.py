@@ -1,17 +1,18 @@
 import json
 import os
+import signal
 import sys
 
 import numpy as np
 import pytest
 from torch.utils.data import IterableDataset
 
-from lightning_memkit.data import tokenising
-from lightning_memkit.data.corpus import Corpus, shares_of
-from lightning_memkit.data.shares import DocumentOptions
-from lightning_memkit.data.store import TokenStore
-from lightning_memkit.data.tokenizers import ByteTokenizer
-from lightning_memkit.utilities.errors import MissingPackageError
+from lightning_memkit.data.sources import tokenising
+from lightning_memkit.data.sources.corpus import Corpus, shares_of
+from lightning_memkit.data.sources.shares import DocumentOptions
+from lightning_memkit.data.sources.store import TokenStore
+from lightning_memkit.data.sources.token_records import token_store
+from lightning_memkit.data.sources.tokenizers import ByteTokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +104,7 @@ def test_a_folder_of_jsonl_files_is_read_in_the_order_of_their_names(tmp_path, m
 
 @pytest.mark.parametrize(
     ("line", "message"),
-    [('{"body": "x"}', "b.jsonl: .*, line 1 has no text"), ("{", "b.jsonl, line 1 is not JSON")],
+    [('{"body": "x"}', "^b.jsonl, line 1 has no text"), ("{", "^b.jsonl, line 1 is not JSON")],
 )
 def test_a_bad_line_of_a_folder_is_named_with_its_file(tmp_path, line, message):
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
@@ -180,29 +181,55 @@ def test_texts_and_records_in_memory_are_tokenised():
 def test_arrays_of_tokens_are_taken_as_they_are():
     assert read(np.arange(6).reshape(2, 3)).offsets.tolist() == [0, 3, 6]
     assert read([np.array([5]), [70_000, 1]]).tokens.tolist() == [5, 70_000, 1]
-    store = TokenStore.of([[1, 2]])
+    store = token_store([[1, 2]])
     assert read(store) is store
 
 
-@pytest.mark.parametrize("ending", ["parquet", "arrow"])
-def test_tables_give_texts_or_tokens(tmp_path, ending):
-    datasets = pytest.importorskip("datasets")
+def written(path, columns: dict) -> None:
+    """A table as Parquet, as an Arrow stream (which `datasets` writes) or as an Arrow file."""
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.table(columns)
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(table, path)
+        return
+    new = pyarrow.ipc.new_file if path.stem.endswith("file") else pyarrow.ipc.new_stream
+    with pyarrow.OSFile(str(path), "wb") as sink, new(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a_file.arrow"])
+def test_tables_give_texts_or_tokens_without_the_datasets_package(tmp_path, name, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
     tokens = [[1, 2, 3], [4], [5, 6]]
-    table = datasets.Dataset.from_dict({"text": ["one", "two", "drei"], "number": [1, 2, 3]})
-    of_tokens = datasets.Dataset.from_dict({"input_ids": tokens, "labels": [[-100, 2, 3], [-100], [5, 6]]})
-    paths = {}
-    for name, made in (("texts", table), ("tokens", of_tokens)):
-        paths[name] = tmp_path / f"{name}.{ending}"
-        if ending == "parquet":
-            made.to_parquet(str(paths[name]))
-        else:
-            made.save_to_disk(str(tmp_path / name))
-            (tmp_path / name / "data-00000-of-00001.arrow").rename(paths[name])
-    assert texts(paths["texts"]) == ["one", "two", "drei"]
-    store = read(paths["tokens"])
+    (tmp_path / "of_tokens").mkdir()
+    written(tmp_path / name, {"text": ["one", "two", "drei"], "number": [1, 2, 3]})
+    written(tmp_path / "of_tokens" / name, {"input_ids": tokens, "labels": [[-100, 2, 3], [-100], [5, 6]]})
+    assert texts(tmp_path / name) == ["one", "two", "drei"]
+    store = read(tmp_path / "of_tokens" / name)
     assert [store[number].tolist() for number in range(3)] == tokens
     assert store.learned is not None
     assert store.learned.tolist() == [False, True, True, False, True, True]
+
+
+@pytest.mark.parametrize("ending", ["parquet", "arrow"])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_folder_of_tables_is_read_in_order(tmp_path, ending, processes, monkeypatch):
+    monkeypatch.setattr(tokenising, "_ALONE_SECONDS", -1.0)
+    words = [str(number) for number in range(2500)]
+    for name, begin, end in (("a", 0, 1200), ("b", 1200, 2500)):
+        written(tmp_path / f"{name}.{ending}", {"text": words[begin:end]})
+    assert texts(tmp_path, processes=processes) == words
+
+
+@pytest.mark.parametrize("ending", ["parquet", "arrow"])
+def test_a_file_that_is_no_table_is_named(tmp_path, ending):
+    written(tmp_path / f"a.{ending}", {"text": ["one"]})
+    (tmp_path / f"b.{ending}").write_bytes((tmp_path / f"a.{ending}").read_bytes()[:150])
+    with pytest.raises(ValueError, match=rf": b\.{ending} can't be read as a table .*; write it anew"):
+        read(tmp_path)
+    with pytest.raises(ValueError, match=rf"^b\.{ending} can't be read as a table"):
+        read(tmp_path / f"b.{ending}")
 
 
 def test_a_table_that_was_shuffled_and_cut_is_read_in_its_order():
@@ -237,13 +264,6 @@ def test_columns_that_do_not_fit_are_refused(records, message):
         read(records)
 
 
-def test_an_absent_datasets_is_named(monkeypatch, tmp_path):
-    (tmp_path / "a.parquet").write_bytes(b"")
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(MissingPackageError, match=r"source='a.parquet' needs .*`pip install datasets`"):
-        read(tmp_path / "a.parquet")
-
-
 def test_the_cache_follows_the_file_the_tokenizer_and_the_options(tmp_path, monkeypatch):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one", "body": "1"}\n')
@@ -272,11 +292,11 @@ def test_processes_change_nothing(tmp_path, monkeypatch):
     alone = read(path, processes=1)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
     monkeypatch.setattr(tokenising, "_ALONE_SECONDS", -1.0)
-    pids = []
-    pool = tokenising.ProcessPoolExecutor
-    monkeypatch.setattr(tokenising, "ProcessPoolExecutor", lambda *a, **k: pids.append(1) or pool(*a, **k))
+    pools = []
+    by_processes = tokenising._by_processes
+    monkeypatch.setattr(tokenising, "_by_processes", lambda *given: pools.append(1) or by_processes(*given))
     together = read(path, processes=2)
-    assert pids == [1]
+    assert pools == [1]
     assert np.array_equal(together.tokens, alone.tokens)
     assert np.array_equal(together.offsets, alone.offsets)
 
@@ -287,6 +307,22 @@ def test_an_error_of_a_process_reaches_the_user(tmp_path, monkeypatch):
     monkeypatch.setattr(tokenising, "_ALONE_SECONDS", -1.0)
     with pytest.raises(ValueError, match="line 2 is not JSON"):
         read(path, processes=2)
+
+
+def test_an_error_of_reading_is_the_same_with_processes(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("one " * 300_000)
+    (tmp_path / "b.txt").write_bytes(b"\xff")
+    monkeypatch.setattr(tokenising, "_ALONE_SECONDS", -1.0)
+    with pytest.raises(ValueError, match=r"^b\.txt is not UTF-8"):
+        read(tmp_path, processes=2)
+
+
+def test_a_process_that_dies_is_told_with_its_remedy(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
+    monkeypatch.setattr(tokenising, "_ALONE_SECONDS", -1.0)
+    monkeypatch.setattr(tokenising, "_encode", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(RuntimeError, match=r"tokenised a\.jsonl died.*documents\.processes.*SIGKILL"):
+        read(tmp_path / "a.jsonl", processes=2)
 
 
 def test_a_mapping_names_its_shares():

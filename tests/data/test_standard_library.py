@@ -1,12 +1,14 @@
 import ast
 import sys
 import warnings
-from types import ModuleType
 
 import pytest
 
-from lightning_memkit.data import progress, standard_library
-from lightning_memkit.data.standard_library import standard_library_documents
+from lightning_memkit.data.sources import standard_library
+from lightning_memkit.data.sources.corpus import Corpus
+from lightning_memkit.data.sources.shares import DocumentOptions
+from lightning_memkit.data.sources.standard_library import StandardLibrary
+from lightning_memkit.data.sources.tokenizers import ByteTokenizer
 
 SOURCE = '''
 import functools
@@ -27,6 +29,11 @@ def after_a_form_feed():
 \x0c
     return "ß"
 '''
+
+
+def standard_library_documents() -> list[str]:
+    library = StandardLibrary()
+    return [text for part in library.parts() for _, text in library.records(part)]
 
 
 @pytest.fixture
@@ -73,28 +80,17 @@ def test_with_neither_it_says_what_to_do(library, monkeypatch):
         standard_library_documents()
 
 
-def test_a_slow_reading_shows_its_progress_and_loses_no_file(library, monkeypatch):
-    for number in range(5):
-        (library / f"m{number}.py").write_text(f"def f{number}(): pass")
-    monkeypatch.setattr(progress, "_AFTER_SECONDS", -1.0)
-    shown = []
-
-    class Bar:
-        task_ids = (0,)
-
-        def start(self) -> None: ...
-
-        def stop(self) -> None:
-            shown.append("stopped")
-
-        def add_task(self, description, total) -> None:
-            shown.append((description, total))
-
-        def update(self, task, completed) -> None:
-            shown.append(completed)
-
-    bars = ModuleType("rich.progress")
-    monkeypatch.setattr(bars, "Progress", Bar, raising=False)
-    monkeypatch.setitem(sys.modules, "rich.progress", bars)
-    assert len(standard_library_documents()) == 5
-    assert shown == [("Reading Python's standard library", 5), 1, 2, 3, 4, 5, "stopped"]
+def test_the_standard_library_is_there_and_is_read_once(monkeypatch):
+    store = Corpus(tokenizer_name="bytes", options=DocumentOptions()).read("python-stdlib")
+    assert store.documents > 5000
+    found = [ByteTokenizer().decode(store[number]) for number in range(store.documents)]
+    assert any(text.startswith("def dedent(text):") for text in found)
+    assert all("def " in text for text in found[:200])
+    read = []
+    functions_of = standard_library._functions_of
+    monkeypatch.setattr(
+        standard_library, "_functions_of", lambda path: read.append(path) or functions_of(path)
+    )
+    again = Corpus(tokenizer_name="bytes", options=DocumentOptions()).read("python-stdlib")
+    assert again.documents == store.documents
+    assert len(read) == 1  # which tells that they are texts

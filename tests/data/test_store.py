@@ -1,14 +1,14 @@
 import numpy as np
 import pytest
 
-from lightning_memkit.data.store import TokenStore
+from lightning_memkit.data.sources.token_records import token_store
 
 
 def test_documents_come_back_and_take_the_narrowest_type():
-    store = TokenStore.of([[1, 2], [], np.array([65535])])
+    store = token_store([[1, 2], [], np.array([65535])])
     assert [store[n].tolist() for n in range(3)] == [[1, 2], [], [65535]]
     assert store.tokens.dtype == np.uint16
-    assert TokenStore.of([[65536]]).tokens.dtype == np.int32
+    assert token_store([[65536]]).tokens.dtype == np.int32
     assert store.lengths.tolist() == [2, 0, 1]
 
 
@@ -24,10 +24,10 @@ def test_documents_come_back_and_take_the_narrowest_type():
 )
 def test_what_is_no_document_is_named(documents, message):
     with pytest.raises(ValueError, match=message):
-        TokenStore.of(documents)
+        token_store(documents)
 
 
 @pytest.mark.parametrize("number", [-1, 1])
 def test_there_is_no_document_outside(number):
     with pytest.raises(IndexError, match="outside 0 to 0"):
-        TokenStore.of([[1]])[number]
+        token_store([[1]])[number]

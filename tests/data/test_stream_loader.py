@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_memkit.data.loader import LoaderOptions
-from lightning_memkit.data.shares import DocumentOptions
-from lightning_memkit.data.stream_batches import Stream
-from lightning_memkit.data.stream_loader import StreamLoader
-from lightning_memkit.data.stream_source import StreamDocuments, check_stream, is_stream
+from lightning_memkit.data.batching.stream_batches import Stream
+from lightning_memkit.data.loading.loader import LoaderOptions
+from lightning_memkit.data.loading.stream_loader import StreamLoader
+from lightning_memkit.data.sources.shares import DocumentOptions
+from lightning_memkit.data.sources.stream_source import StreamDocuments, check_stream, is_stream
 
 CONTEXT = 8
 

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_memkit.data.collate import collate
-from lightning_memkit.data.packing import Packing, WorkLimit, pack
-from lightning_memkit.data.streaming import StreamPacker, StreamWindow, packed_windows
+from lightning_memkit.data.batching.collate import collate
+from lightning_memkit.data.packing.pack import Packing, WorkLimit, pack
+from lightning_memkit.data.packing.streaming import StreamPacker, StreamWindow, packed_windows
 
 LENGTHS = st.lists(st.integers(0, 40), max_size=120)
 

@@ -3,15 +3,14 @@ import sys
 import numpy as np
 import pytest
 
-from lightning_memkit.data.corpora import text_store
-from lightning_memkit.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
+from lightning_memkit.data.sources.tokenizers import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
 from lightning_memkit.utilities.errors import MissingPackageError
 
 TEXTS = ["", "plain", "größer\n日本", "x"]
 
 
 def test_bytes_stand_between_marks():
-    store = load_tokenizer("bytes").tokenize(text_store(TEXTS))
+    store = load_tokenizer("bytes").tokenize(TEXTS)
     for number, text in enumerate(TEXTS):
         assert store[number].tolist() == [256, *text.encode(), 257]
     assert store.tokens.dtype == np.uint16
@@ -19,7 +18,7 @@ def test_bytes_stand_between_marks():
 
 def test_bytes_decode_to_the_text():
     tokenizer = ByteTokenizer()
-    store = tokenizer.tokenize(text_store(TEXTS))
+    store = tokenizer.tokenize(TEXTS)
     assert [tokenizer.decode(store[number]) for number in range(4)] == TEXTS
     assert tokenizer.decode([258, 104, 105]) == "hi"
     assert max(tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) < tokenizer.vocabulary_size
@@ -41,10 +40,15 @@ def saved_tokenizer(tmp_path):
 
 def test_a_hugging_face_tokenizer_ends_every_document(saved_tokenizer):
     tokenizer = HuggingFaceTokenizer(saved_tokenizer)
-    store = tokenizer.tokenize(text_store(["one two one", "", "three"]))
+    store = tokenizer.tokenize(["one two one", "", "three"])
     assert [store[number].tolist() for number in range(3)] == [[1, 2, 1, 3], [3], [0, 3]]
     assert (tokenizer.vocabulary_size, tokenizer.pad_id, tokenizer.eos_id) == (4, 3, 3)
     assert tokenizer.decode([1, 2]) == "one two"
+
+
+def test_half_a_surrogate_pair_is_a_question_mark_to_either(saved_tokenizer):
+    assert ByteTokenizer().tokenize(["\ud83d"]).tokens.tolist() == [256, ord("?"), 257]
+    assert HuggingFaceTokenizer(saved_tokenizer).tokenize(["one \ud83d"]).tokens.tolist() == [1, 0, 3]
 
 
 def test_its_key_names_the_vocabulary(saved_tokenizer, tmp_path):

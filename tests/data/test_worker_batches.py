@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from lightning_memkit.data.worker_batches import BatchError, WorkerBatches, WorkerOptions, started_for
+from lightning_memkit.data.loading.worker_batches import BatchError, WorkerBatches, WorkerOptions, started_for
 
 pytestmark = pytest.mark.filterwarnings("error")
 JOBS = [(number, [number, number + 1]) for number in range(5, 12)]

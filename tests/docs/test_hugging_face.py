@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 
 import lightning_memkit
-from lightning_memkit.data.shares import DocumentOptions
+from lightning_memkit.data.sources.shares import DocumentOptions
 from lightning_memkit.plugins.packed_data import BatchOptions
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "from-hugging-face.md").read_text(encoding="utf-8")

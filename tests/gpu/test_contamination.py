@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_memkit import packed_attention
 from lightning_memkit.attention.contamination import ContaminationError, probe_contamination
-from lightning_memkit.data.batch import PackedBatch
+from lightning_memkit.data.batching.batch import PackedBatch
 from tests.gpu.card import on_cpu
 from tests.plugins.test_contamination import batch_of
 from tests.plugins.test_contamination import leaking as whole_rows

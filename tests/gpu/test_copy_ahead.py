@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_memkit.data.copy_ahead import copied_ahead, copies_help
+from lightning_memkit.data.loading.copy_ahead import copied_ahead, copies_help
 from lightning_memkit.memory.units import parse_bytes
 from tests.gpu.card import needs_cuda, on_cpu, sized
 from tests.gpu.overlap import copies_beside_compute

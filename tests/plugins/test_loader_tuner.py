@@ -17,11 +17,11 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lightning_memkit import LoaderTuner, MemoryBudget, NoEffectWarning, PackedDataModule
-from lightning_memkit.data.host_memory import HostMemory
-from lightning_memkit.data.load_times import LoadTimes
-from lightning_memkit.data.resumable_loader import ResumableLoader
-from lightning_memkit.data.shares import DocumentOptions
-from lightning_memkit.data.worker_batches import BatchError
+from lightning_memkit.data.loading.host_memory import HostMemory
+from lightning_memkit.data.loading.load_times import LoadTimes
+from lightning_memkit.data.loading.resumable_loader import ResumableLoader
+from lightning_memkit.data.loading.worker_batches import BatchError
+from lightning_memkit.data.sources.shares import DocumentOptions
 from lightning_memkit.plugins import _training_loaders, loader_tuner
 from lightning_memkit.plugins.packed_data import BatchOptions
 from lightning_memkit.plugins.random_state import RandomState

@@ -14,9 +14,9 @@ import torch
 from jsonargparse import ArgumentError, ArgumentParser
 
 from lightning_memkit.attention.contamination import ContaminationError
-from lightning_memkit.data.batch import PackedBatch
-from lightning_memkit.data.loader import PackedLoader
-from lightning_memkit.data.shares import DocumentOptions
+from lightning_memkit.data.batching.batch import PackedBatch
+from lightning_memkit.data.loading.loader import PackedLoader
+from lightning_memkit.data.sources.shares import DocumentOptions
 from lightning_memkit.plugins.packed_data import BatchOptions, PackedDataModule
 from lightning_memkit.utilities.errors import MissingPackageError
 

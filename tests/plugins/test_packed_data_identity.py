@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from lightning_memkit.data.packing import WorkLimit
-from lightning_memkit.data.shares import DocumentOptions
+from lightning_memkit.data.packing.pack import WorkLimit
+from lightning_memkit.data.sources.shares import DocumentOptions
 from lightning_memkit.plugins.packed_data import BatchOptions, PackedDataModule
 from tests.plugins.test_packed_data import documents
 
@@ -147,7 +147,7 @@ def test_a_stream_and_a_list_do_not_take_each_others_position() -> None:
 
 
 def test_a_shuffled_order_is_not_gone_on_with_unshuffled() -> None:
-    from lightning_memkit.data.loader import LoaderOptions, PackedLoader
+    from lightning_memkit.data.loading.loader import LoaderOptions, PackedLoader
 
     rows: Any = data_of(TEXTS)._splits["train"]
     state = PackedLoader(rows, LoaderOptions(batch_size=4)).state_dict()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_memkit.data.shares import DocumentOptions
+from lightning_memkit.data.sources.shares import DocumentOptions
 from lightning_memkit.plugins.packed_data import BatchOptions, PackedDataModule
 from tests.plugins.test_packed_data import documents, real_tokens
 

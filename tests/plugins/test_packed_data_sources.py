@@ -12,9 +12,9 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_memkit.data import token_file
-from lightning_memkit.data.packing import WorkLimit
-from lightning_memkit.data.shares import DocumentOptions
+from lightning_memkit.data.packing.pack import WorkLimit
+from lightning_memkit.data.sources import token_file
+from lightning_memkit.data.sources.shares import DocumentOptions
 from lightning_memkit.plugins.packed_data import BatchOptions, PackedDataModule
 from tests.plugins.test_packed_data import Recorder, Saver, documents, fit, real_tokens
 
@@ -320,7 +320,7 @@ def test_a_cache_is_compared_with_its_checksums_once_a_run(tmp_path, monkeypatch
     asked = []
     read = token_file.read_store
     monkeypatch.setattr(
-        "lightning_memkit.data.cache.read_store",
+        "lightning_memkit.data.sources.cache.read_store",
         lambda path, verify: asked.append(verify) or read(path, verify=verify),
     )
     PackedDataModule(str(tmp_path / "a.txt"), context=64, batch_size=4).setup()

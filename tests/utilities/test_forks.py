@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from lightning_memkit.data import tokenising
-from lightning_memkit.data.sources import Part
-from lightning_memkit.data.store import TokenStore
-from lightning_memkit.data.worker_batches import WorkerBatches, WorkerOptions
+from lightning_memkit.data.loading.worker_batches import WorkerBatches, WorkerOptions
+from lightning_memkit.data.sources import tokenising
+from lightning_memkit.data.sources.records import Encoder
 from lightning_memkit.prediction.contained import contained
 from lightning_memkit.utilities.forks import starting
 from tests.data.test_sources import read
@@ -62,9 +61,9 @@ def test_the_workers_of_a_loader(told: Path) -> None:
 ENCODE = tokenising._encode
 
 
-def collecting(part: Part) -> TokenStore:
+def collecting(encoder: Encoder, job: Any) -> Any:
     gc.collect()
-    return ENCODE(part)
+    return ENCODE(encoder, job)
 
 
 def test_processes_that_tokenise(told: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

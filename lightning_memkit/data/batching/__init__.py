@@ -1,0 +1,1 @@
+"""Rows to batches: whose they are, in which order, and as tensors."""

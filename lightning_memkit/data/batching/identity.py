@@ -1,0 +1,83 @@
+"""What a loader delivers, as a few words and checksums in its state: a resume with other data is refused.
+
+Checksums cover every token, every label and the order of the rows. A mapped store's stand in its file already; those
+of a store in memory cost a pass over it.
+"""
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from lightning_memkit.data.packing.layout import Packing
+from lightning_memkit.data.sources.checksums import checksum_of, crc_of
+
+_WHAT = {
+    "tokens_crc": "the documents (their tokens or which of them are labels)",
+    "rows_crc": "which documents stand in which row",
+}
+
+
+def rows_crc(packing: Packing) -> str:
+    """Which pieces of which documents stand in which row, eight digits; the types of the arrays do not count."""
+    arrays = (packing.offsets, packing.documents, packing.starts, packing.lengths)
+    return checksum_of(crc_of(array, np.int64) for array in arrays)
+
+
+def with_usual(state: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved state with what was left out of it; one of an earlier version, which told less, with a warning."""
+    if "tokens_crc" in state:
+        return {**usual, **state}
+    warnings.warn(
+        "The loader's state is of an earlier version, which noted counts alone: whether documents, padding and the "
+        "number of ranks are those of then is not known. Resume with what training began with.",
+        stacklevel=3,
+    )
+    return dict(state)
+
+
+def refuse_other_kind(state: Mapping[str, Any], *, is_stream: bool) -> None:
+    """Raise where a state is of a stream, and what is delivered is none, or the other way round."""
+    kinds = {False: ("batches_done", "documents that are all there"), True: ("position", "a stream")}
+    (entry, now), (_, then) = kinds[is_stream], kinds[not is_stream]
+    if entry not in state:
+        raise ValueError(
+            f"The loader's state is of {then}, and the source is {now}, so its position means nothing here. Resume "
+            "with the source of then, or load the weights alone."
+        )
+
+
+def refuse_other_data(
+    state: Mapping[str, Any], identity: Mapping[str, Any], words: Mapping[str, Any] | None = None
+) -> None:
+    """Raise where a loader's saved state is of other data than `identity` tells.
+
+    What a state of an earlier version does not tell is not compared.
+
+    Args:
+        state: As saved.
+        identity: What is delivered now.
+        words: What else it was made from, now: tells the reader why the data differ, and is no reason by itself.
+
+    Raises:
+        ValueError: it names what differs.
+    """
+    differing = differences(state, identity)
+    if not differing:
+        return
+    causes = differences(state.get("made_from") or {}, words or {})
+    because = f" What they are made from differs: {'; '.join(causes)}." if causes else ""
+    raise ValueError(
+        f"The loader's state is of other data ({'; '.join(differing)}), so its position means nothing here.{because} "
+        "Resume with the same data options, or load the weights alone."
+    )
+
+
+def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What both tell, where it differs, in words."""
+    return [
+        f"{_WHAT.get(name, name)}: {then[name]} then, {value} now"
+        for name, value in now.items()
+        if name in then and then[name] != value
+    ]

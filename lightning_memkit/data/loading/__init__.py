@@ -1,0 +1,1 @@
+"""Batches to the training loop: built ahead, resumed, tuned."""

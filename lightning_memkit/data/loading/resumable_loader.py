@@ -1,0 +1,299 @@
+"""Any map-style ``DataLoader`` with workers whose number may change between two batches, and a position to save."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from lightning_memkit.data.batching.identity import differences
+from lightning_memkit.data.batching.sampling_order import (
+    GlobalNumbers,
+    Order,
+    State,
+    generators_of,
+    restore_generators,
+)
+from lightning_memkit.data.loading.ahead import each_in_a_list
+from lightning_memkit.data.loading.host_memory import HostMemory
+from lightning_memkit.data.loading.load_times import LoadTimes
+from lightning_memkit.data.loading.worker_batches import Built, Job, WorkerBatches, WorkerOptions, started_for
+
+
+def why_not_resumable(loader: Any) -> str | None:
+    """What keeps a loader from being wrapped in a `ResumableLoader`; None: nothing."""
+    kind = type(loader).__name__
+    if not isinstance(loader, DataLoader):
+        return f"{kind} is no torch DataLoader"
+    methods = ("__iter__", "_get_iterator")
+    own = any(getattr(type(loader), name) is not getattr(DataLoader, name) for name in methods)
+    if own or hasattr(loader, "state_dict"):
+        return f"{kind} iterates in a way of its own"
+    if isinstance(loader.dataset, IterableDataset):
+        return f"{type(loader.dataset).__name__} is an IterableDataset, of which every worker reads its own share"
+    if not getattr(loader, "in_order", True):
+        return "in_order=False gives batches as they come"
+    sampler = _sampler_of(loader)
+    if not hasattr(sampler, "__len__"):
+        return f"{type(sampler).__name__} has no length"
+    return None
+
+
+class ResumableLoader(DataLoader[Any]):
+    """A ``DataLoader`` whose batches and their order are the same for any number of workers, and after a resume.
+
+    The batches come in the order of the loader that it is made of. Its data set, sampler, collate function,
+    generator, start of workers and all else stay. What a data set draws at random (augmentation) depends on the
+    epoch, the batch's number and the rank alone: it comes from a stream of the batch's own, so that the training's
+    numbers do not change with the workers; that takes a fraction of a millisecond a batch.
+
+    Args:
+        loader: Of a map-style data set, with a length; see `why_not_resumable`.
+        rank: Of this process: other ranks augment by other numbers.
+        ranks: Number of processes.
+
+    Attributes:
+        times: Learns how long batches take to build, where it is set.
+        on_the_way: What batches pass on their way out of the loader: a copy to the device, one batch ahead.
+        epoch_batches: Where the loop ends an epoch, which may be before the loader has no more.
+    """
+
+    def __init__(self, loader: DataLoader[Any], *, rank: int = 0, ranks: int = 1) -> None:
+        # A DataLoader's own arguments contradict each other once it is made (a sampler beside a batch sampler).
+        vars(self).update(vars(loader))
+        vars(self)["_iterator"] = None
+        self.times: LoadTimes | None = None
+        self.on_the_way: Callable[[Iterator[Any]], Iterator[Any]] = iter
+        self.epoch_batches: float = math.inf
+        self._rank, self._ranks = rank, ranks
+        self._as_made = WorkerOptions(
+            num_workers=loader.num_workers,
+            prefetch=loader.prefetch_factor or 2,
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            context=loader.multiprocessing_context,
+            is_persistent=loader.persistent_workers,
+        )
+        self._workers = self._as_made
+        self._standing: tuple[WorkerOptions, WorkerBatches] | None = None
+        self._order: Order | None = None
+        self._to_resume: State | None = None
+        self._done = self._iteration = 0
+        self._has_begun = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy goes on where this one stands, with workers of its own."""
+        within = self._to_resume
+        if self._order is not None and self._is_within(self._done):
+            within = self.state_dict()
+        # Lightning notes what loaders are given, for good once a user's loader has raised: workers and iterators, too.
+        kept = {name: value for name, value in vars(self).items() if not name.startswith("__pl_")}
+        run = {"_standing": None, "_iterator": None, "_order": None, "times": None, "on_the_way": iter}
+        return {**kept, **run, "_to_resume": within, "_has_begun": False}
+
+    def set_workers(self, num_workers: int, prefetch: int, room: HostMemory | None = None) -> None:
+        """From the next batch on so many workers build; batches and their order stay the same.
+
+        Args:
+            num_workers: Processes; 0 builds in this one.
+            prefetch: Batches that each of them builds ahead.
+            room: Is not needed: a batch is built as a whole.
+        """
+        if (num_workers, prefetch) != (self._workers.num_workers, self._workers.prefetch):
+            self._workers = replace(self._workers, num_workers=num_workers, prefetch=prefetch)
+            self.num_workers, self.prefetch_factor = num_workers, prefetch if num_workers else None
+
+    def set_pin_memory(self, pin_memory: bool) -> None:
+        """From the next batch on batches lie in page-locked memory or not; needs an accelerator."""
+        if pin_memory != self._workers.pin_memory:
+            self._workers = replace(self._workers, pin_memory=pin_memory)
+            self.pin_memory = pin_memory
+
+    @property
+    def built(self) -> Any:
+        """What workers get: the data set and what makes batches of it."""
+        return _Build(self.dataset, self.collate_fn, self.batch_sampler is not None, self._rank)
+
+    def state_dict(self) -> State:
+        """Where the loader stands: how many batches are done, and what draws their order again; 30 KB."""
+        if self._to_resume is not None:
+            return self._to_resume
+        order = crc = None
+        if self._order is not None and self._is_within(self._done):
+            order, crc = self._order.state_dict(), self._order.crc
+        return {
+            "batches_done": self._done if order is not None else 0,
+            "batches": len(self),
+            **self._identity(),
+            "of_rank": [self._rank, self._ranks],
+            "order": order,
+            "order_crc": crc,
+            "epoch": getattr(self._of_epochs(), "epoch", None),
+            "generators": [one.get_state() for one in generators_of(_sampler_of(self), self.generator)],
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Goes on where the state was taken; of a state `with_other_ranks` where this rank's was.
+
+        Whether the sampler gives the order of then is seen, and a ValueError raised, where the first batch is drawn.
+
+        Raises:
+            ValueError: it was taken within an epoch of another number of batches or samples, or of another sampler.
+        """
+        others = state.get("others", ())
+        if len(others) + 1 == self._ranks and self._rank:
+            state = others[self._rank - 1]
+        if state["batches_done"] and state["batches"] != len(self):
+            raise ValueError(
+                f"The loader's state is of an epoch of {state['batches']} batches, and this one has {len(self)}, so "
+                "its position means nothing here; resume with the same data and batch size, or load the weights alone."
+            )
+        if state["batches_done"] and (differing := differences(state, self._identity())):
+            raise ValueError(
+                f"The loader's state is of another order of samples ({'; '.join(differing)}), so its position means "
+                "nothing here; resume with the same data, kind of sampler and samples a step over all ranks (of one "
+                "rank and several the samplers differ), or load the weights alone."
+            )
+        self._to_resume, self._order, self._has_begun = state, None, False
+        self._done = state["batches_done"]
+        if not self._done:  # now: Lightning may make this epoch's loader anew, of the same generators
+            restore_generators(state, _sampler_of(self), self.generator)
+
+    def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        # Lightning may ask for an iterator twice before it draws from one: that is still the same epoch.
+        if self._has_begun:
+            self._done, self._has_begun = 0, False
+        if self._to_resume is None:
+            self._order = Order(
+                _sampler_of(self), self.generator, draws_at_once=self._as_made.num_workers > 0
+            )
+        self._iteration += 1
+        return self._batches(self._iteration)
+
+    def _batches(self, iteration: int) -> Iterator[Any]:
+        # This runs at the first `next`: the epoch may be set between `iter` and then.
+        order = self._begun_order()
+        done = self._done
+        self._has_begun = True
+        while done < len(self):
+            workers = self._workers
+            for held in each_in_a_list(self.on_the_way(self._built(order))):
+                order.hand_over(done)
+                done += 1
+                if iteration == self._iteration:  # an iterator that a newer one replaced has no say
+                    self._done = done
+                if done == len(self) and self._as_made.num_workers:
+                    order.end()  # as torch's workers, which draw ahead, and as below who only asks for what there is
+                yield held.pop()
+                if self._workers is not workers:  # others build the rest
+                    break
+            else:
+                break
+        order.end()
+
+    def _begun_order(self) -> Order:
+        state, self._to_resume = self._to_resume, None
+        sampler = _sampler_of(self)
+        if state is not None and state["order"] is not None and self._is_within(state["batches_done"]):
+            # A trainer that was stopped within an epoch may count it as done, and have announced the next.
+            if state["epoch"] is not None:
+                self._of_epochs().set_epoch(state["epoch"])
+            self._order = Order.resumed(sampler, self.generator, state["order"], state["batches_done"])
+            self._refuse_other_order(state, self._order)
+        elif state is not None or self._order is None:
+            if state is not None:
+                restore_generators(state, sampler, self.generator)
+            self._done = 0
+            self._order = Order(sampler, self.generator)
+        return self._order
+
+    def _refuse_other_order(self, state: State, order: Order) -> None:
+        """Raise where the sampler, drawn again, gives other samples for the batches that are done."""
+        then, is_this_ranks = state.get("order_crc"), state.get("of_rank") == [self._rank, self._ranks]
+        if is_this_ranks and None not in (then, order.crc) and then != order.crc:
+            raise ValueError(
+                f"The sampler gives other samples for the epoch's first {state['batches_done']} batch(es) than those "
+                "that were trained on, so going on behind them would repeat some and leave out others. Resume with "
+                "the sampler's options, weights, seed and generator of then; one that keeps a counter, or draws from "
+                "a generator that is not torch's, can be resumed at an epoch's end only."
+            )
+
+    def _identity(self) -> State:
+        """What the order of the samples follows from, as far as it can be told; the same on every rank."""
+        batches = self.batch_sampler
+        sampler: Any = self.sampler if batches is None else getattr(batches, "sampler", batches)
+        size, ranks = getattr(batches, "batch_size", None), getattr(sampler, "num_replicas", None)
+        told: State = {"sampler": type(sampler).__name__}
+        if hasattr(self.dataset, "__len__"):
+            told["samples"] = len(self.dataset)  # pyright: ignore[reportArgumentType]
+        if isinstance(size, int):
+            told["samples_per_step"] = size * (ranks or 1)
+        if not isinstance(size, int) or ranks is None:  # how ranks share the samples is the user's own way
+            told["ranks"] = self._ranks
+        return told
+
+    def _is_within(self, done: int) -> bool:
+        """Whether an epoch has begun and not ended after so many batches."""
+        return 0 < done < min(len(self), self.epoch_batches)
+
+    def _of_epochs(self) -> Any:
+        """The sampler whose order follows from the epoch's number, as a `DistributedSampler`'s; None without any."""
+        samplers = (self.sampler, getattr(self.batch_sampler, "sampler", None))
+        return next((sampler for sampler in samplers if hasattr(sampler, "set_epoch")), None)
+
+    def _built(self, order: Order) -> Iterator[Any]:
+        return map(self._noted, self._standing_workers(order.seed).batches(_seeded(order)))
+
+    def _noted(self, built: Built) -> Any:
+        if self.times is not None and self._workers.num_workers:
+            self.times.built(built.seconds, built.cpu_seconds)
+        return built.batch
+
+    def _standing_workers(self, seed: int) -> WorkerBatches:
+        """New ones, unless they are to outlast an epoch."""
+        options = self._workers
+        if self._standing is None or self._standing[0] is not options or not options.is_persistent:
+            on_start = started_for(self.dataset, self.worker_init_fn)
+            self._standing = (
+                options,
+                WorkerBatches(self.built, replace(options, on_start=on_start, seed=seed)),
+            )
+        return self._standing[1]
+
+
+class _Build:
+    """Makes a batch of its samples, under random numbers of its own."""
+
+    def __init__(self, dataset: Any, collate_fn: Any, samples: bool, rank: int) -> None:
+        self.dataset, self.collate_fn, self.samples, self.rank = dataset, collate_fn, samples, rank
+
+    def __call__(self, job: Job) -> Any:
+        number, (seed, asked) = job
+        kept = GlobalNumbers() if get_worker_info() is None else None
+        mixed = np.random.SeedSequence([seed, self.rank, number]).generate_state(1, np.uint64)
+        GlobalNumbers.seed(int(mixed[0]) >> 1)
+        try:
+            return self.collate_fn(self._samples(asked) if self.samples else self.dataset[asked])
+        finally:
+            if kept is not None:
+                kept.restore()
+
+    def _samples(self, numbers: list[Any]) -> Any:
+        together = getattr(self.dataset, "__getitems__", None)
+        return together(numbers) if together else [self.dataset[number] for number in numbers]
+
+
+def with_other_ranks(states: list[State]) -> State:
+    """The state of the first of these ranks, with those of the others in it: each may draw in its own way."""
+    return {**states[0], "others": states[1:]}
+
+
+def _seeded(order: Order) -> Iterator[Job]:
+    for number, item in order.jobs():
+        yield number, (order.seed, item)
+
+
+def _sampler_of(loader: DataLoader[Any]) -> Any:
+    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler

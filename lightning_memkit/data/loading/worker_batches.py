@@ -1,0 +1,283 @@
+"""Batches that worker processes build ahead: each is timed, and one that fails says which batch it was, and why.
+
+The processes are torch's. What is added is told by the workers themselves: how long a batch took them, and, in memory
+that they share with this process, which batch they have begun. A worker that is killed can't tell any more.
+"""
+
+import contextlib
+import gc
+import multiprocessing.connection
+import re
+import signal
+import time
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data._utils import signal_handling
+
+from lightning_memkit.data.loading.ahead import ahead
+from lightning_memkit.memory.processors import wanted_processor_seconds
+from lightning_memkit.utilities.forks import leave_inherited, starting
+
+_DYING_SECONDS = 5.0
+_RAISED_IN_WORKER = "in DataLoader worker process"  # what torch writes of an error that a worker has sent
+_IN_WORKER = re.compile(rf"{_RAISED_IN_WORKER} (\d+)")
+Job = tuple[int, Any]  # a batch's number in its epoch, and what it is built from
+_MANY_WORKERS = (
+    "This DataLoader will create"  # torch counts cores, the tuner the time that workers really take
+)
+
+
+class Built(NamedTuple):
+    """A batch, and the seconds that building it took: by the clock, and those for which it wanted a processor."""
+
+    batch: Any
+    seconds: float
+    cpu_seconds: float
+
+
+class BatchError(RuntimeError):
+    """A batch was not built: it names the batch, with the worker's own traceback or with what ended the worker."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerOptions:
+    """How worker processes build.
+
+    Attributes:
+        num_workers: Processes; 0 builds in this one.
+        prefetch: Batches that each of them builds ahead.
+        pin_memory: Batches in page-locked memory; needs an accelerator.
+        timeout: Seconds to wait for a batch; 0 waits for ever.
+        context: How processes start: torch's ``multiprocessing_context``.
+        on_start: Runs first in every worker, with its number.
+        is_persistent: Workers stay for the next epoch.
+        seed: Of what torch seeds in a worker when it starts.
+        receives_ahead: A thread takes the next batch out of shared memory while the last one is used (one batch more
+            is held); jobs are then drawn in that thread, so drawing them must change nothing that training sees.
+    """
+
+    num_workers: int = 0
+    prefetch: int = 2
+    pin_memory: bool = False
+    timeout: float = 0
+    context: Any = None
+    on_start: Callable[[int], Any] | None = None
+    is_persistent: bool = False
+    seed: int = 0
+    receives_ahead: bool = False
+
+
+class WorkerBatches:
+    """Builds jobs in worker processes, in their order; `batches` may be asked for again and again.
+
+    Args:
+        build: Makes a batch of a job; picklable where processes are spawned.
+        options: How.
+    """
+
+    def __init__(self, build: Callable[[Job], Any], options: WorkerOptions) -> None:
+        self._options = options
+        self._jobs = _Jobs()
+        # What each worker has begun, and what it has built. Shared before any process starts.
+        self._begun = torch.full((max(1, options.num_workers), 2), -1, dtype=torch.int64).share_memory_()
+        with _any_number_of_workers():
+            self._loader: DataLoader[Any] = DataLoader(
+                _Builds(build, self._begun),
+                batch_size=None,
+                sampler=self._jobs,
+                num_workers=options.num_workers,
+                prefetch_factor=options.prefetch if options.num_workers else None,
+                collate_fn=_unchanged,
+                pin_memory=options.pin_memory,
+                timeout=options.timeout if options.num_workers else 0,
+                multiprocessing_context=options.context if options.num_workers else None,
+                worker_init_fn=partial(_begin, on_start=options.on_start, collects=gc.isenabled()),
+                persistent_workers=options.is_persistent and options.num_workers > 0,
+                generator=torch.Generator().manual_seed(options.seed),  # else it draws from the global one
+            )
+        self._iterator: Any = None
+
+    def batches(self, jobs: Iterable[Job]) -> Generator[Built, None, None]:
+        """The jobs' batches; workers that don't persist end with it.
+
+        Raises:
+            BatchError: a worker raised an error or died. Without workers an error comes as it is.
+        """
+        self._begun.fill_(-1)
+        asked = _Numbered(jobs)
+        self._jobs.jobs = asked
+        if not self._options.num_workers:
+            yield from self._loader
+            return
+        try:
+            with _any_number_of_workers(), starting():
+                self._iterator = iter(self._loader)
+            _raise_only_here(self._iterator)
+            with contextlib.closing(self._received()) as received:
+                yield from map(asked.taken, received)
+        except Exception as error:
+            explained = self._explained(error, asked)
+            self._end_workers()
+            raise explained from error
+        finally:
+            if not self._options.is_persistent:
+                self._end_workers()
+
+    def _received(self) -> Generator[Built, None, None]:
+        if self._options.receives_ahead:
+            yield from ahead(self._iterator, 1, name="memkit loader")
+        else:
+            yield from self._iterator
+
+    def _end_workers(self) -> None:
+        end = getattr(self._iterator, "_shutdown_workers", None)
+        self._iterator = self._loader._iterator = None
+        if end is not None:
+            with contextlib.suppress(RuntimeError):  # that one of them is dead is known by now
+                end()
+
+    def _explained(self, error: Exception, asked: "_Numbered") -> BatchError:
+        processes = list(getattr(self._iterator, "_workers", ()))
+        if isinstance(error, (OSError, EOFError)) and _RAISED_IN_WORKER not in str(error):
+            # A dying worker takes batches along that it has sent.
+            ended = multiprocessing.connection.wait([one.sentinel for one in processes], _DYING_SECONDS)
+            for process in processes:
+                process.join(_DYING_SECONDS if process.sentinel in ended else 0)
+        if _RAISED_IN_WORKER not in str(error):
+            # A worker ends by itself only where something has ended it: also with exit code 0, as `sys.exit()` and
+            # a KeyboardInterrupt in a data set do. Those that failed come first.
+            ended = [index for index, process in enumerate(processes) if process.exitcode is not None]
+            for index in sorted(ended, key=lambda index: processes[index].exitcode == 0):
+                process = processes[index]
+                return BatchError(
+                    f"Worker {index} (process {process.pid}) {_ending(process.exitcode)} {self._where(index)}."
+                )
+        raised = _IN_WORKER.search(str(error))
+        if raised is not None and int(self._begun[int(raised[1]), 0]) < 0:
+            return BatchError(
+                f"Worker {raised[1]} could not start: its worker_init_fn raised before the first batch. {error}"
+            )
+        return BatchError(f"Batch {asked.number_of_next()} of the epoch was not built. {error}")
+
+    def _where(self, worker: int) -> str:
+        begun, built = self._begun[worker].tolist()
+        if begun < 0:
+            return "before its first batch"
+        return (
+            f"after batch {built} of the epoch"
+            if begun == built
+            else f"while it built batch {begun} of the epoch"
+        )
+
+
+def _raise_only_here(iterator: Any) -> None:
+    """Take the workers off torch's watch, whose error would strike the training step at any place.
+
+    A worker that dies is noticed where its batch is waited for, within torch's 5 s.
+    """
+    forget = getattr(signal_handling, "_remove_worker_pids", None)
+    if forget is not None and getattr(iterator, "_worker_pids_set", False):
+        forget(id(iterator))
+        iterator._worker_pids_set = False
+
+
+@contextlib.contextmanager
+def _any_number_of_workers() -> Iterator[None]:
+    """Torch counts cores; who chose the number may know how much of one a worker needs."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="This DataLoader will create")
+        yield
+
+
+class _Jobs:
+    """The sampler of torch's loader: whatever jobs are set now."""
+
+    def __init__(self) -> None:
+        self.jobs: Iterable[Job] = ()
+
+    def __iter__(self) -> Iterator[Job]:
+        return iter(self.jobs)
+
+
+class _Numbered:
+    """Jobs that are drawn ahead, and the number of the one whose batch comes next."""
+
+    def __init__(self, jobs: Iterable[Job]) -> None:
+        self._jobs = jobs
+        self._waiting: list[int] = []
+
+    def __iter__(self) -> Iterator[Job]:
+        for job in self._jobs:
+            self._waiting.append(job[0])
+            yield job
+
+    def taken(self, built: Any) -> Any:
+        """The batch of the oldest job, which has come."""
+        self.number_of_next()
+        return built
+
+    def number_of_next(self) -> int:
+        """The number of the oldest job whose batch has not come; it is taken off. 0 before there is any."""
+        return self._waiting.pop(0) if self._waiting else 0
+
+
+class _Builds(Dataset[Built]):
+    """Builds a job where torch asks for an item."""
+
+    def __init__(self, build: Callable[[Job], Any], begun: Tensor) -> None:
+        self._build, self._begun = build, begun
+
+    def __getitem__(self, job: Job) -> Built:
+        worker = get_worker_info()
+        if worker is not None:
+            self._begun[worker.id, 0] = job[0]
+        begin, cpu_begin = time.perf_counter(), wanted_processor_seconds()
+        try:
+            batch = self._build(job)
+        except StopIteration as error:  # would end the epoch, and nobody would know
+            raise RuntimeError("The data set, or what collates its samples, raised StopIteration.") from error
+        if worker is not None:
+            self._begun[worker.id, 1] = job[0]
+        return Built(batch, time.perf_counter() - begin, wanted_processor_seconds() - cpu_begin)
+
+
+def _begin(worker: int, *, on_start: Callable[[int], Any] | None, collects: bool) -> None:
+    leave_inherited(collects=collects)
+    if on_start is not None:
+        on_start(worker)
+
+
+def started_for(dataset: Any, on_start: Callable[[int], Any] | None) -> Callable[[int], Any]:
+    """A `WorkerOptions.on_start` that lets `get_worker_info().dataset` be the user's, and then calls the user's."""
+    return partial(_start, dataset=dataset, on_start=on_start)
+
+
+def _start(worker: int, *, dataset: Any, on_start: Callable[[int], Any] | None) -> None:
+    object.__setattr__(get_worker_info(), "dataset", dataset)  # a worker's own copy, frozen by torch
+    if on_start is not None:
+        on_start(worker)
+
+
+def _ending(exitcode: int) -> str:
+    if exitcode == 0:
+        return "left with exit code 0, as by sys.exit() or a KeyboardInterrupt,"
+    if exitcode > 0:
+        return f"ended with exit code {exitcode}"
+    name = next((known.name for known in signal.Signals if known == -exitcode), "unknown")
+    out_of_memory = (
+        " (what Linux sends where the host's memory runs out: fewer workers, or a smaller prefetch, take less)"
+        if name == "SIGKILL"
+        else ""
+    )
+    return f"was killed by signal {-exitcode}, {name}{out_of_memory},"
+
+
+def _unchanged(built: Any) -> Any:
+    return built

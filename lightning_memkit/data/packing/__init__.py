@@ -1,0 +1,1 @@
+"""Documents to rows: which pieces stand in which row."""

@@ -1,0 +1,1 @@
+"""Where documents come from, and their tokens, made once and kept on disk."""

@@ -1,0 +1,118 @@
+"""Any source's documents as one store of tokens, and the tokenizer that made them, if they needed one."""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning_memkit.data.sources.records import Encoder, kinds_of
+from lightning_memkit.data.sources.shares import DocumentOptions
+from lightning_memkit.data.sources.source_of import source_of
+from lightning_memkit.data.sources.store import TokenStore
+from lightning_memkit.data.sources.stream_source import first_record
+from lightning_memkit.data.sources.token_records import token_store
+from lightning_memkit.data.sources.tokenising import tokenised
+from lightning_memkit.data.sources.tokenizers import Tokenizer, load_tokenizer
+
+SHARES = ("train", "validation", "test", "predict")
+
+
+@dataclass(kw_only=True)
+class Corpus:
+    """Reads sources; loads the tokenizer when the first document turns out to need one.
+
+    Attributes:
+        tokenizer_name: ``bytes``, or the name or path of a Hugging Face tokenizer.
+        options: Which documents are read, and how.
+        tokenizer: None as long as all documents were token ids.
+    """
+
+    tokenizer_name: str
+    options: DocumentOptions
+    tokenizer: Tokenizer | None = field(default=None, init=False)
+    _first_is_ids: bool | None = field(default=None, init=False)
+
+    def read(self, source: Any, *, verify: bool = True) -> TokenStore:
+        """All documents of a source; mapped from the cache where its contents can be named.
+
+        Args:
+            source: ``python-stdlib``, a path, a table of the ``datasets`` package, texts, records, or token ids.
+            verify: compares a cached file with its checksums.
+
+        Raises:
+            ValueError: there is no token in it, or a document can't be read.
+        """
+        store = self._store(source, verify)
+        if len(store.tokens) == 0:
+            raise ValueError(f"The source holds {store.documents} documents and no token; give at least one.")
+        return store
+
+    def tokenizer_for_stream(self, source: Any) -> Tokenizer | None:
+        """The tokenizer, if the stream's first record needs one.
+
+        Raises:
+            ValueError: the stream is empty.
+        """
+        record = first_record(source)
+        if record is None:
+            raise ValueError("source gives no document; give at least one.")
+        tokenizer = self._tokenizer_for(record)
+        self._tell_mixed(tokenizer)
+        return tokenizer
+
+    def _store(self, source: Any, verify: bool) -> TokenStore:
+        if isinstance(source, TokenStore):
+            return source
+        read = source_of(source)
+        part = next(read.parts(), None)
+        if part is None:
+            return token_store([])
+        tokenizer = None
+        if self.options.kind not in ("auto", "input_ids") or read.columns(part) is None:
+            records = read.records(part)
+            tokenizer = self._tokenizer_for(records[0][1] if records else "")
+        self._tell_mixed(tokenizer)
+        if tokenizer is None and not isinstance(source, (str, Path)) and read.columns(part) is None:
+            return token_store(source)
+        encoder = Encoder(source=read, tokenizer=tokenizer, options=self.options.records)
+        return tokenised(encoder, processes=self.options.processes, verify=verify)
+
+    def _tell_mixed(self, tokenizer: Tokenizer | None) -> None:
+        """Warn where one source holds token ids and another texts; within a source they are refused."""
+        is_ids = tokenizer is None
+        if self._first_is_ids is None:
+            self._first_is_ids = is_ids
+        elif self._first_is_ids != is_ids:
+            warnings.warn(
+                f"One source holds token ids, and another texts, which tokenizer={self.tokenizer_name!r} reads: of "
+                "whose vocabulary the ids are is not known. Tokenise all sources or none, unless they are that "
+                "tokenizer's.",
+                stacklevel=2,
+            )
+
+    def _tokenizer_for(self, record: Any) -> Tokenizer | None:
+        kind = self.options.kind
+        kinds = kinds_of(record, self.options.text_field) if kind == "auto" else [kind]
+        if "input_ids" in kinds:
+            return None
+        if self.tokenizer is None:
+            self.tokenizer = load_tokenizer(self.tokenizer_name)
+        return self.tokenizer
+
+
+def shares_of(source: Any) -> dict[str, Any] | None:
+    """The sources of a mapping by share; None where one source is to be dealt to shares.
+
+    Raises:
+        ValueError: a key is no share, or there is nothing to train, validate, test or predict on.
+    """
+    if not isinstance(source, Mapping):
+        return None
+    unknown = [key for key in source if key not in SHARES]
+    if unknown or not source:
+        raise ValueError(
+            f"source has the keys {list(source)}; a mapping gives a source for each of {', '.join(SHARES)}, or for "
+            "some of them."
+        )
+    return dict(source)

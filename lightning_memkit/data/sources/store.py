@@ -1,0 +1,114 @@
+"""Documents end to end in one array: no object a document, nothing for worker processes to copy."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_memkit.data.sources.checksums import checksum_of, crc_of
+
+_LONG = 64  # tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenStore:
+    """The tokens of all documents in one flat array; 2 bytes a token up to a vocabulary of 65,536, else 4.
+
+    Attributes:
+        tokens: uint16 or int32 [tokens].
+        offsets: int64 [documents + 1]; document ``d`` is ``tokens[offsets[d]:offsets[d + 1]]``.
+        learned: bool [tokens], which tokens are labels (a prompt's are not); None: all. One byte a token more.
+    """
+
+    tokens: NDArray[np.integer]
+    offsets: NDArray[np.int64]
+    learned: NDArray[np.bool_] | None = None
+
+    @property
+    def documents(self) -> int:
+        """Number of documents."""
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each document, [documents]."""
+        return np.diff(self.offsets)
+
+    @cached_property
+    def vocabulary(self) -> int:
+        """Token ids are below this; 0 where there is no token."""
+        return int(self.tokens.max()) + 1 if len(self.tokens) else 0
+
+    @cached_property
+    def checksum(self) -> str:
+        """Of all tokens, of where documents end, and of what is learned: a pass over them, once.
+
+        The same as of the file that the store would be written to.
+        """
+        crcs = [crc_of(self.tokens, token_type(self.vocabulary)), crc_of(self.offsets)]
+        return checksum_of([*crcs, crc_of(self.learned)] if self.learned is not None else crcs)
+
+    def __getitem__(self, document: int) -> NDArray[np.integer]:
+        if not 0 <= document < self.documents:
+            raise IndexError(f"document {document} is outside 0 to {self.documents - 1}.")
+        return self.tokens[self.offsets[document] : self.offsets[document + 1]]
+
+    def read(
+        self, begins: NDArray[np.int64], sizes: NDArray[np.int64]
+    ) -> tuple[NDArray[np.integer], NDArray[np.bool_] | None]:
+        """The tokens of these spans of the flat array, end to end, and which of them are labels (None: all)."""
+        if is_long(sizes):
+            spans = list(zip(begins.tolist(), (begins + sizes).tolist(), strict=True))
+
+            def spanned(values: NDArray) -> NDArray:
+                return np.concatenate([values[begin:end] for begin, end in spans])
+        else:
+            places = ranges(begins, sizes)
+
+            def spanned(values: NDArray) -> NDArray:
+                return values[places]
+
+        return spanned(self.tokens), None if self.learned is None else spanned(self.learned)
+
+
+def joined(stores: Iterable[TokenStore]) -> TokenStore:
+    """All documents of several stores in one, in memory."""
+    parts = [store for store in stores if store.documents]
+    if not parts:
+        return TokenStore(tokens=np.zeros(0, np.uint16), offsets=np.zeros(1, np.int64))
+    learned = None
+    if any(part.learned is not None for part in parts):
+        learned = np.concatenate([learned_of(part) for part in parts])
+    return TokenStore(
+        tokens=np.concatenate([part.tokens for part in parts]),
+        offsets=offsets_of(np.concatenate([part.lengths for part in parts])),
+        learned=learned,
+    )
+
+
+def learned_of(store: TokenStore) -> NDArray[np.bool_]:
+    """Which tokens of a store are labels, [tokens]."""
+    return np.ones(len(store.tokens), np.bool_) if store.learned is None else store.learned
+
+
+def token_type(vocabulary: int) -> type[np.integer]:
+    """The narrowest type that holds the token ids 0 to ``vocabulary - 1``: uint16 or int32."""
+    return np.uint16 if vocabulary <= 2**16 else np.int32
+
+
+def offsets_of(lengths: NDArray) -> NDArray[np.int64]:
+    """Where each of so many things begins, and their end: ``[0, 3, 2]`` → ``[0, 0, 3, 5]``."""
+    return np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)))
+
+
+def ranges(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """``starts[i]``, ``starts[i] + 1``, ... ``counts[i]`` times, for every i."""
+    offsets = offsets_of(counts)
+    return np.repeat(starts - offsets[:-1], counts) + np.arange(offsets[-1])
+
+
+def is_long(sizes: NDArray[np.int64]) -> bool:
+    """Whether spans of these sizes are copied faster one by one than token by token."""
+    return len(sizes) > 0 and sizes.mean() >= _LONG

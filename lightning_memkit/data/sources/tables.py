@@ -1,0 +1,144 @@
+"""Documents that are rows of a table: Parquet and Arrow files, and tables of the ``datasets`` package.
+
+Files are read by Arrow itself, a thousand rows at a time and without a copy on disk; no other package is needed.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightning_memkit.data.sources.source import RECORDS_A_PART, Numbered, Part, Source, file_identity
+
+
+class Table(Source):
+    """Rows of a table; a part travels as Arrow's own bytes.
+
+    Args:
+        name: Stands in the name of a cache and in errors.
+        identity: What the contents follow from.
+        rows: Their number.
+        read: Gives the rows in order, as Arrow tables or record batches.
+    """
+
+    def __init__(self, name: str, identity: Any, rows: int, read: Callable[[], Iterator[Any]]) -> None:
+        self.name, self.identity, self.work, self._read = name, identity, rows, read
+
+    def parts(self) -> Iterator[Part]:
+        """A thousand rows each."""
+        first = 0
+        for rows in self._read():
+            for begin in range(0, rows.num_rows, RECORDS_A_PART):
+                some = rows.slice(begin, RECORDS_A_PART)
+                yield Part(first=first, content=_as_bytes(some), work=some.num_rows)
+                first += some.num_rows
+
+    def records(self, part: Part) -> list[Numbered]:
+        """The rows, a mapping each."""
+        return list(enumerate(_of_bytes(part.content).to_pylist(), part.first))
+
+    def columns(self, part: Part) -> Any:
+        """The rows as Arrow columns, where one holds token ids."""
+        rows = _of_bytes(part.content)
+        return rows if "input_ids" in rows.column_names else None
+
+
+def is_table(source: Any) -> bool:
+    """Whether this is a ``datasets.Dataset``; does not load the package."""
+    return (
+        type(source).__module__.split(".")[0] == "datasets"
+        and hasattr(source, "with_format")
+        and hasattr(source, "__len__")
+    )
+
+
+def table_of_dataset(table: Any) -> Table:
+    """A ``datasets.Dataset``, known by its fingerprint."""
+    return Table("dataset", table._fingerprint, len(table), partial(_of_dataset, table))
+
+
+def table_of_files(files: list[Path], name: str) -> Table:
+    """Parquet or Arrow files (of either kind: stream or file), one behind the other.
+
+    Raises:
+        ValueError: one is none, or has other columns than the first.
+    """
+    rows, first = 0, set()
+    for path in files:
+        columns, more = _read_or_refused(lambda path=path: _described(path), path, name)
+        if rows and columns != first:
+            raise ValueError(
+                f"{name} can't be read as one table: {path.name} has the columns {sorted(columns)}, and "
+                f"{files[0].name} {sorted(first)}; write them with the same ones, or give one of the files."
+            )
+        first, rows = columns, rows + more
+    return Table(name, [file_identity(path) for path in files], rows, partial(_of_files, files, name))
+
+
+def _of_dataset(table: Any) -> Iterator[Any]:
+    return iter(table.with_format("arrow").iter(RECORDS_A_PART))
+
+
+def _of_files(files: list[Path], name: str) -> Iterator[Any]:
+    for path in files:
+        batches = iter(_batches(path))
+        while (
+            batch := _read_or_refused(lambda batches=batches: next(batches, None), path, name)
+        ) is not None:
+            yield batch
+
+
+def _batches(path: Path) -> Iterator[Any]:
+    if path.suffix == ".parquet":
+        from pyarrow.parquet import ParquetFile
+
+        with ParquetFile(path) as file:
+            yield from file.iter_batches(RECORDS_A_PART)
+    else:
+        yield from _mapped(path).to_batches()
+
+
+def _described(path: Path) -> tuple[set[str], int]:
+    """The names of a file's columns, and the number of its rows."""
+    if path.suffix == ".parquet":
+        from pyarrow.parquet import ParquetFile
+
+        with ParquetFile(path) as file:
+            return {*file.schema_arrow.names}, file.metadata.num_rows
+    table = _mapped(path)
+    return {*table.column_names}, table.num_rows
+
+
+def _mapped(path: Path) -> Any:
+    import pyarrow
+
+    try:
+        return pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))).read_all()
+    except pyarrow.ArrowInvalid:
+        return pyarrow.ipc.open_file(pyarrow.memory_map(str(path))).read_all()
+
+
+def _read_or_refused(read: Callable[[], Any], path: Path, name: str) -> Any:
+    try:
+        return read()
+    except Exception as error:  # Arrow's errors have no base of their own
+        reason = next(iter(str(error).splitlines()), "")
+        of_several = "" if path.name == name else f"{name}: "
+        raise ValueError(
+            f"{of_several}{path.name} can't be read as a table ({reason}); write it anew, or leave it out."
+        ) from error
+
+
+def _as_bytes(rows: Any) -> bytes:
+    import pyarrow
+
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.ipc.new_stream(sink, rows.schema) as writer:
+        writer.write(rows)
+    return sink.getvalue().to_pybytes()
+
+
+def _of_bytes(content: bytes) -> Any:
+    import pyarrow
+
+    return pyarrow.ipc.open_stream(content).read_all()

@@ -1,0 +1,92 @@
+"""A source to tokens once: in several processes where it takes longer than a second, and with a progress bar."""
+
+import os
+import time
+from collections.abc import Iterator
+from functools import partial
+from itertools import chain
+
+from lightning_memkit.data.loading.worker_batches import BatchError, WorkerBatches, WorkerOptions
+from lightning_memkit.data.sources.cache import cache_key, cached
+from lightning_memkit.data.sources.records import Encoder
+from lightning_memkit.data.sources.source import Part
+from lightning_memkit.data.sources.store import TokenStore, joined
+from lightning_memkit.memory.processors import usable_processors
+from lightning_memkit.utilities.progress import ProgressBar
+
+_ALONE_SECONDS = 1.0  # starting processes takes a good part of a second
+_PARTS_AHEAD = 4  # a process
+
+
+def tokenised(encoder: Encoder, *, processes: int | None = None, verify: bool = True) -> TokenStore:
+    """All documents of a source as tokens, mapped from the cache; tokenised where it isn't there.
+
+    What has no identity is read anew every time, and kept in memory.
+
+    Args:
+        encoder: The source, and how its records are read.
+        processes: At the most; None: one for every core that this process may use.
+        verify: compares a cached file with its checksums.
+    """
+    identity = encoder.identity
+
+    def stores() -> Iterator[TokenStore]:
+        with ProgressBar(f"tokenising {encoder.source.name}", encoder.source.work) as bar:
+            for store, work in encoded(encoder, processes or max(1, int(usable_processors()))):
+                yield store
+                bar.advance(work)
+
+    if identity["source"] is None:
+        return joined(stores())
+    name = "".join(letter if letter.isalnum() else "-" for letter in encoder.source.name)[:40].strip("-")
+    return cached(f"{name}-{cache_key(**identity)}", stores, verify=verify)
+
+
+def encoded(encoder: Encoder, processes: int) -> Iterator[tuple[TokenStore, int]]:
+    """The parts of a source in order, each with its share of the source's work."""
+    parts, begin = encoder.source.parts(), time.perf_counter()
+    for part in parts:
+        if processes > 1 and time.perf_counter() - begin > _ALONE_SECONDS:
+            yield from _by_processes(encoder, chain([part], parts), processes)
+            return
+        yield encoder(part), part.work
+
+
+def _by_processes(
+    encoder: Encoder, parts: Iterator[Part], processes: int
+) -> Iterator[tuple[TokenStore, int]]:
+    # A forked process need not import the user's script again, which may have no guard against that.
+    options = WorkerOptions(num_workers=processes, prefetch=_PARTS_AHEAD, on_start=_without_threads)
+    workers = WorkerBatches(partial(_encode, encoder), options)
+    try:
+        for built in workers.batches(_or_error(parts)):
+            if isinstance(built.batch, Exception):
+                raise built.batch
+            yield built.batch
+    except BatchError as error:
+        raise RuntimeError(
+            f"A process that tokenised {encoder.source.name} died, most often for want of memory; try fewer with "
+            f"documents.processes, in Python with DocumentOptions(processes=1). {error}"
+        ) from error
+
+
+def _or_error(parts: Iterator[Part]) -> Iterator[tuple[int, Part | Exception]]:
+    """The parts, and what went wrong in reading them: errors travel as values, so that they arrive as they were."""
+    try:
+        yield from enumerate(parts)
+    except Exception as error:
+        yield 0, error
+
+
+def _encode(encoder: Encoder, job: tuple[int, Part | Exception]) -> tuple[TokenStore, int] | Exception:
+    _, part = job
+    if isinstance(part, Exception):
+        return part
+    try:
+        return encoder(part), part.work
+    except Exception as error:
+        return error
+
+
+def _without_threads(worker: int) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process a core is enough

@@ -1,0 +1,235 @@
+"""Texts to token ids: bytes with no vocabulary file, or a Hugging Face tokenizer by name."""
+
+import hashlib
+import re
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from lightning_memkit.data.sources.chat import Conversation, Span, learned_tokens, rendered
+from lightning_memkit.data.sources.store import TokenStore, offsets_of, token_type
+from lightning_memkit.utilities.errors import MissingPackageError
+
+_TEXTS_AT_ONCE = 1000
+_MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class Tokenizer(Protocol):
+    """What memkit asks of a tokenizer.
+
+    Attributes:
+        key: Names the tokenizer and its vocabulary; part of the name of a cache.
+        vocabulary_size: Token ids are below this.
+        pad_id: The token that fills a row's end.
+    """
+
+    key: str
+    vocabulary_size: int
+    pad_id: int
+
+    def tokenize(self, texts: Sequence[str]) -> TokenStore:
+        """Token ids of every text."""
+        ...
+
+    def tokenize_conversations(self, conversations: Sequence[Conversation]) -> TokenStore:
+        """Token ids of every conversation, and which of them are learned."""
+        ...
+
+    def decode(self, ids: ArrayLike) -> str:
+        """The text of token ids."""
+        ...
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as tokens 0 to 255, between a begin (256) and an end (257); 258 pads: 259 in all.
+
+    Any text has a tokenization and nothing is loaded, at 3 to 5 times the tokens of a trained vocabulary.
+    """
+
+    key = "bytes"
+    bos_id, eos_id, pad_id = 256, 257, 258
+    vocabulary_size = 259
+
+    def tokenize(self, texts: Sequence[str]) -> TokenStore:
+        """Token ids of every text."""
+        return self._marked([_utf8(text) for text in texts])
+
+    def tokenize_conversations(self, conversations: Sequence[Conversation]) -> TokenStore:
+        """Token ids of every prompt with its completion; the completion and the end are learned.
+
+        Raises:
+            ValueError: there are messages, which need a chat template.
+        """
+        texts, learned = [], []
+        for conversation in conversations:
+            if conversation.texts is None:
+                raise ValueError(
+                    'tokenizer="bytes" has no chat template, which messages need; give the name or the folder of a '
+                    "Hugging Face tokenizer that has one."
+                )
+            prompt, completion = map(_utf8, conversation.texts)
+            texts.append(prompt + completion)
+            learned.append(np.arange(len(texts[-1]) + 2) > (len(prompt) if conversation.mask_prompt else -1))
+        store = self._marked(texts)
+        return TokenStore(tokens=store.tokens, offsets=store.offsets, learned=_flat(learned))
+
+    def decode(self, ids: ArrayLike) -> str:
+        """The text of token ids; begin, end and padding have none."""
+        values = np.asarray(ids)
+        return values[values < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+
+    def _marked(self, texts: Sequence[bytes]) -> TokenStore:
+        offsets = offsets_of(np.fromiter(map(len, texts), np.int64, len(texts)) + 2)
+        tokens = np.empty(int(offsets[-1]), np.uint16)
+        is_byte = np.ones(len(tokens), bool)
+        is_byte[offsets[:-1]] = is_byte[offsets[1:] - 1] = False
+        tokens[offsets[:-1]], tokens[offsets[1:] - 1] = self.bos_id, self.eos_id
+        tokens[is_byte] = np.frombuffer(b"".join(texts), np.uint8)
+        return TokenStore(tokens=tokens, offsets=offsets)
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer of the ``transformers`` package, by name or path; an end token closes every document.
+
+    Raises:
+        MissingPackageError: ``transformers`` is not installed.
+        ValueError: there is no such tokenizer.
+    """
+
+    def __init__(self, name: str) -> None:
+        try:
+            from transformers import AutoTokenizer
+        except ImportError:
+            raise MissingPackageError("transformers", f"tokenizer={name!r}", "hf") from None
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(name)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"tokenizer={name!r} can't be loaded; give the name or the folder of a Hugging Face tokenizer, "
+                f'or "bytes", which needs none. transformers says: {error}'
+            ) from error
+        self.vocabulary_size = len(self._tokenizer)
+        self.eos_id: int | None = self._tokenizer.eos_token_id
+        pad_id = self._tokenizer.pad_token_id
+        self.pad_id = pad_id if pad_id is not None else self.eos_id or 0
+        vocabulary = sorted(self._tokenizer.get_vocab().items(), key=lambda item: item[1])
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        described = backend.to_str() if backend is not None else repr(vocabulary)
+        template = getattr(self._tokenizer, "chat_template", None)
+        self.key = f"hf-{hashlib.sha256(f'{described}{self.eos_id}{template}'.encode()).hexdigest()[:16]}"
+
+    def tokenize(self, texts: Sequence[str]) -> TokenStore:
+        """Token ids of every text."""
+        pieces, lengths = [], []
+        kind = token_type(self.vocabulary_size)
+        for first in range(0, len(texts), _TEXTS_AT_ONCE):
+            # Half a surrogate pair, which JSON may hold, is no text to the tokenizers package.
+            batch = [_utf8(text).decode() for text in texts[first : first + _TEXTS_AT_ONCE]]
+            for ids in self._tokenizer(batch, verbose=False)["input_ids"]:
+                if self.eos_id is not None and (not ids or ids[-1] != self.eos_id):
+                    ids = [*ids, self.eos_id]
+                pieces.append(np.asarray(ids, dtype=kind))
+                lengths.append(len(ids))
+        tokens = np.concatenate(pieces) if pieces else np.zeros(0, kind)
+        return TokenStore(tokens=tokens, offsets=offsets_of(np.array(lengths, np.int64)))
+
+    def tokenize_conversations(self, conversations: Sequence[Conversation]) -> TokenStore:
+        """Token ids of every conversation by the chat template, and which of them are learned.
+
+        Raises:
+            ValueError: the tokenizer has no chat template, or can't tell which characters a token stands for.
+        """
+        documents = [self._conversation(conversation) for conversation in conversations]
+        kind = token_type(self.vocabulary_size)
+        lengths = np.array([len(ids) for ids, _ in documents], np.int64)
+        tokens = (
+            np.concatenate([np.asarray(ids, kind) for ids, _ in documents])
+            if documents
+            else np.zeros(0, kind)
+        )
+        learned = _flat([np.asarray(learned, np.bool_) for _, learned in documents])
+        return TokenStore(tokens=tokens, offsets=offsets_of(lengths), learned=learned)
+
+    def _conversation(self, conversation: Conversation) -> tuple[list[int], list[bool]]:
+        if conversation.texts is not None:
+            prompt, completion = conversation.texts
+            first = len(prompt) if conversation.mask_prompt else 0
+            return self._with_spans(
+                prompt + completion, [(first, len(prompt + completion))], is_templated=False
+            )
+        template = self._template()
+        if conversation.mask_prompt and conversation.asked is None and _MARKS_ANSWERS.search(template):
+            encoded = self._templated(
+                list(conversation.messages),
+                tools=conversation.tools,
+                tokenize=True,
+                return_dict=True,
+                return_assistant_tokens_mask=True,
+            )
+            return encoded["input_ids"], [bool(mask) for mask in encoded["assistant_masks"]]
+        text, spans = rendered(
+            conversation,
+            lambda messages, header: self._templated(
+                messages, tools=conversation.tools, tokenize=False, add_generation_prompt=header
+            ),
+        )
+        return self._with_spans(text, spans, is_templated=True)
+
+    def _templated(self, messages: list[Any], **options: Any) -> Any:
+        import jinja2
+
+        try:
+            if (
+                not messages and not options["tokenize"]
+            ):  # the header of an answer alone; in a batch it is allowed
+                return self._tokenizer.apply_chat_template([[]], **options)[0]
+            return self._tokenizer.apply_chat_template(messages, **options)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the chat template refuses these messages: {error}") from None
+
+    def _with_spans(
+        self, text: str, spans: list[Span], *, is_templated: bool
+    ) -> tuple[list[int], list[bool]]:
+        if not self._tokenizer.is_fast:
+            raise ValueError(
+                "This tokenizer is written in Python and can't tell which characters a token stands for, so what is a "
+                "prompt is not known; take a fast one (a folder with tokenizer.json)."
+            )
+        encoded = self._tokenizer(
+            text, add_special_tokens=not is_templated, return_offsets_mapping=True, verbose=False
+        )
+        ids, learned = list(encoded["input_ids"]), learned_tokens(encoded["offset_mapping"], spans)
+        if not is_templated and self.eos_id is not None:
+            if not ids or ids[-1] != self.eos_id:
+                ids.append(self.eos_id)
+                learned.append(True)
+            learned[-1] = True
+        return ids, learned
+
+    def _template(self) -> str:
+        try:
+            return self._tokenizer.get_chat_template()
+        except ValueError as error:
+            raise ValueError(
+                f"The tokenizer has no chat template, which messages need; give one that has. transformers says: "
+                f"{error}"
+            ) from None
+
+    def decode(self, ids: ArrayLike) -> str:
+        """The text of token ids."""
+        return self._tokenizer.decode(np.asarray(ids).tolist())
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """``"bytes"``, or the name or path of a Hugging Face tokenizer."""
+    return ByteTokenizer() if name == "bytes" else HuggingFaceTokenizer(name)
+
+
+def _flat(learned: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate(learned) if learned else np.zeros(0, np.bool_)
+
+
+def _utf8(text: str) -> bytes:
+    return text.encode("utf-8", errors="replace")
