@@ -59,7 +59,7 @@ def _budget(model: Model, folder: Path) -> Any:
 def _initial_weights(model: Model, folder: Path) -> Any:
     from safetensors.torch import save_model
 
-    from lightning_memkit.plugins.initial_weights import InitialWeights
+    from lightning_memkit.plugins.callbacks.initial_weights import InitialWeights
 
     path = folder / "weights.safetensors"
     torch.manual_seed(0)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
 
 from lightning_memkit import ActivationCheckpointing, FSDP2Strategy, PureBF16Precision
-from lightning_memkit.plugins.prediction import predict_memory
+from lightning_memkit.plugins.planning.prediction import predict_memory
 
 VOCABULARY, LENGTH, WIDTH, ROWS = 509, 32, 96, 4  # a prime: ranks' shares are uneven
 

@@ -17,7 +17,7 @@ from benchmarks.__main__ import main_of
 from benchmarks.harness import Options, Report
 
 ORDER = (
-    "cli", "doctor", "plugins", "planning", "prediction", "attention", "initialization", "micro_batching",
+    "cli", "plugins", "planning", "prediction", "attention", "initialization", "micro_batching",
     "distributed", "optim", "testing", "data", "loss", "activations", "checkpoints", "memory", "utilities",
 )  # fmt: skip
 AT_THE_TOP = {"__init__", "cli"}

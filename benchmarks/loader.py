@@ -36,8 +36,8 @@ from lightning_memkit.data.packing.pack import pack
 from lightning_memkit.data.sources.corpus import Corpus
 from lightning_memkit.data.sources.shares import DocumentOptions
 from lightning_memkit.memory.processors import usable_processors
-from lightning_memkit.plugins.loader_tuner import LoaderTuner
-from lightning_memkit.plugins.packed_data import PackedDataModule
+from lightning_memkit.plugins.data.loader_tuner import LoaderTuner
+from lightning_memkit.plugins.data.packed_data import PackedDataModule
 
 STEP_SECONDS = 0.06
 SHORT_STEP_SECONDS = 0.02

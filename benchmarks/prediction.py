@@ -29,7 +29,7 @@ from benchmarks._prediction_gpu import rows_of_predictions
 from benchmarks._prediction_models import subjects
 from benchmarks.harness import Options, Report
 from lightning_memkit.memory.allocator_trace import AllocatorTrace
-from lightning_memkit.plugins.prediction import predict_memory
+from lightning_memkit.plugins.planning.prediction import predict_memory
 from lightning_memkit.prediction.contained import contained
 
 POLICIES = ("none", "full", "selective")

@@ -27,7 +27,7 @@ from benchmarks._measured_prediction_ranks import measured
 from benchmarks._prediction_ranks import Case, predict
 from benchmarks.harness import Options, Report
 from lightning_memkit import ActivationCheckpointing, PureBF16Precision
-from lightning_memkit.plugins.prediction import predict_memory
+from lightning_memkit.plugins.planning.prediction import predict_memory
 from lightning_memkit.prediction.contained import contained
 
 STRATEGIES = ("ddp", "zero1", "stage 2", "stage 3")

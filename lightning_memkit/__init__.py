@@ -9,28 +9,28 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
-    "ActivationCheckpointing": "plugins.activation_checkpointing",
-    "ActivationOffload": "plugins.activation_offload",
+    "ActivationCheckpointing": "plugins.callbacks.activation_checkpointing",
+    "ActivationOffload": "plugins.callbacks.activation_offload",
     "Budget": "planning.budget",
-    "ChunkedLoss": "plugins.chunked_loss",
-    "ContaminationProbe": "plugins.contamination",
-    "FSDP2Strategy": "plugins.fsdp2",
-    "GradientRelease": "plugins.gradient_release",
-    "InitialWeights": "plugins.initial_weights",
-    "LoaderTuner": "plugins.loader_tuner",
+    "ChunkedLoss": "plugins.callbacks.chunked_loss",
+    "ContaminationProbe": "plugins.callbacks.contamination",
+    "FSDP2Strategy": "plugins.strategies.fsdp2",
+    "GradientRelease": "plugins.callbacks.gradient_release",
+    "InitialWeights": "plugins.callbacks.initial_weights",
+    "LoaderTuner": "plugins.data.loader_tuner",
     "LossPerplexity": "plugins.perplexity",
-    "MemkitCLI": "plugins.cli",
-    "MemoryBudget": "plugins.memory_budget",
-    "MemoryReport": "plugins.memory_report",
+    "MemkitCLI": "plugins.cli.memkit_cli",
+    "MemoryBudget": "plugins.memory_budget.callback",
+    "MemoryReport": "plugins.memory_report.callback",
     "NoEffectWarning": "utilities.errors",
-    "OnDeviceStrategy": "plugins.strategies",
-    "OptimizerOffload": "plugins.optimizer_offload",
+    "OnDeviceStrategy": "plugins.strategies.on_device",
+    "OptimizerOffload": "plugins.callbacks.optimizer_offload",
     "PackedBatch": "data.batching.batch",
-    "PackedDataModule": "plugins.packed_data",
+    "PackedDataModule": "plugins.data.packed_data",
     "Plan": "planning.plan",
-    "PureBF16Precision": "plugins.precision",
-    "StreamingCheckpointIO": "plugins.checkpoint_io",
-    "ZeRO1Strategy": "plugins.zero1",
+    "PureBF16Precision": "plugins.precision.pure_bf16",
+    "StreamingCheckpointIO": "plugins.strategies.checkpoint_io",
+    "ZeRO1Strategy": "plugins.strategies.zero1",
     "checkpoint_modules": "activations.checkpointing",
     "compensate": "optim.compensation",
     "linear_cross_entropy": "loss.head",
@@ -38,8 +38,8 @@ _HOME = {
     "offload_activations": "activations.offload",
     "pack": "data.packing.pack",
     "packed_attention": "attention",
-    "plan": "plugins.planning",
-    "predict_memory": "plugins.prediction",
+    "plan": "plugins.planning.planning",
+    "predict_memory": "plugins.planning.prediction",
     "use_chunked_loss": "loss.switch",
     "use_packed_attention": "attention.adapters",
 }
@@ -59,28 +59,30 @@ if TYPE_CHECKING:
     from lightning_memkit.optim.compensation import compensate as compensate
     from lightning_memkit.planning.budget import Budget as Budget
     from lightning_memkit.planning.plan import Plan as Plan
-    from lightning_memkit.plugins.activation_checkpointing import (
+    from lightning_memkit.plugins.callbacks.activation_checkpointing import (
         ActivationCheckpointing as ActivationCheckpointing,
     )
-    from lightning_memkit.plugins.activation_offload import ActivationOffload as ActivationOffload
-    from lightning_memkit.plugins.checkpoint_io import StreamingCheckpointIO as StreamingCheckpointIO
-    from lightning_memkit.plugins.chunked_loss import ChunkedLoss as ChunkedLoss
-    from lightning_memkit.plugins.cli import MemkitCLI as MemkitCLI
-    from lightning_memkit.plugins.contamination import ContaminationProbe as ContaminationProbe
-    from lightning_memkit.plugins.fsdp2 import FSDP2Strategy as FSDP2Strategy
-    from lightning_memkit.plugins.gradient_release import GradientRelease as GradientRelease
-    from lightning_memkit.plugins.initial_weights import InitialWeights as InitialWeights
-    from lightning_memkit.plugins.loader_tuner import LoaderTuner as LoaderTuner
-    from lightning_memkit.plugins.memory_budget import MemoryBudget as MemoryBudget
-    from lightning_memkit.plugins.memory_report import MemoryReport as MemoryReport
-    from lightning_memkit.plugins.optimizer_offload import OptimizerOffload as OptimizerOffload
-    from lightning_memkit.plugins.packed_data import PackedDataModule as PackedDataModule
+    from lightning_memkit.plugins.callbacks.activation_offload import ActivationOffload as ActivationOffload
+    from lightning_memkit.plugins.callbacks.chunked_loss import ChunkedLoss as ChunkedLoss
+    from lightning_memkit.plugins.callbacks.contamination import ContaminationProbe as ContaminationProbe
+    from lightning_memkit.plugins.callbacks.gradient_release import GradientRelease as GradientRelease
+    from lightning_memkit.plugins.callbacks.initial_weights import InitialWeights as InitialWeights
+    from lightning_memkit.plugins.callbacks.optimizer_offload import OptimizerOffload as OptimizerOffload
+    from lightning_memkit.plugins.cli.memkit_cli import MemkitCLI as MemkitCLI
+    from lightning_memkit.plugins.data.loader_tuner import LoaderTuner as LoaderTuner
+    from lightning_memkit.plugins.data.packed_data import PackedDataModule as PackedDataModule
+    from lightning_memkit.plugins.memory_budget.callback import MemoryBudget as MemoryBudget
+    from lightning_memkit.plugins.memory_report.callback import MemoryReport as MemoryReport
     from lightning_memkit.plugins.perplexity import LossPerplexity as LossPerplexity
-    from lightning_memkit.plugins.planning import plan as plan
-    from lightning_memkit.plugins.precision import PureBF16Precision as PureBF16Precision
-    from lightning_memkit.plugins.prediction import predict_memory as predict_memory
-    from lightning_memkit.plugins.strategies import OnDeviceStrategy as OnDeviceStrategy
-    from lightning_memkit.plugins.zero1 import ZeRO1Strategy as ZeRO1Strategy
+    from lightning_memkit.plugins.planning.planning import plan as plan
+    from lightning_memkit.plugins.planning.prediction import predict_memory as predict_memory
+    from lightning_memkit.plugins.precision.pure_bf16 import PureBF16Precision as PureBF16Precision
+    from lightning_memkit.plugins.strategies.checkpoint_io import (
+        StreamingCheckpointIO as StreamingCheckpointIO,
+    )
+    from lightning_memkit.plugins.strategies.fsdp2 import FSDP2Strategy as FSDP2Strategy
+    from lightning_memkit.plugins.strategies.on_device import OnDeviceStrategy as OnDeviceStrategy
+    from lightning_memkit.plugins.strategies.zero1 import ZeRO1Strategy as ZeRO1Strategy
     from lightning_memkit.utilities.errors import NoEffectWarning as NoEffectWarning
 
 

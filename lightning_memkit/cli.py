@@ -92,20 +92,20 @@ def _run(words: list[str]) -> int:
 
 
 def _fit() -> int:
-    from lightning_memkit.plugins.cli import MemkitCLI
+    from lightning_memkit.plugins.cli.memkit_cli import MemkitCLI
 
     MemkitCLI()
     return 0
 
 
 def _plan(words: list[str]) -> int:
-    from lightning_memkit.plugins.plan_command import run
+    from lightning_memkit.plugins.cli.plan_command import run
 
     return run(words)
 
 
 def _report(words: list[str]) -> int:
-    from lightning_memkit.plugins.report_command import run
+    from lightning_memkit.plugins.cli.report_command import run
 
     return run(words)
 
@@ -133,7 +133,9 @@ def _reported(command: Callable[[], int]) -> int:
 
 
 def _is_config_error(error: Exception) -> bool:
-    module = sys.modules.get("lightning_memkit.plugins.config_errors")  # absent where its import has failed
+    module = sys.modules.get(
+        "lightning_memkit.plugins.cli.config_errors"
+    )  # absent where its import has failed
     return module is not None and isinstance(error, module.ConfigError)
 
 
@@ -203,7 +205,7 @@ def _doctor(words: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     options = parser.parse_args(words)
 
-    from lightning_memkit.doctor import diagnose, summary
+    from lightning_memkit.plugins.cli.doctor import diagnose, summary
 
     diagnosis = diagnose()
     if options.json:

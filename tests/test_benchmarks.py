@@ -216,7 +216,7 @@ def test_the_gpu_part_of_predictions_sets_each_beside_its_measurement(monkeypatc
     from concurrent.futures import Future
 
     from benchmarks import _prediction_gpu
-    from lightning_memkit.plugins.prediction import predict_memory
+    from lightning_memkit.plugins.planning.prediction import predict_memory
     from lightning_memkit.prediction.result import Prediction
     from tests.plugins.test_prediction import Language, batch
 

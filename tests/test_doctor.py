@@ -6,10 +6,10 @@ from importlib.metadata import version
 import pytest
 import torch
 
-from lightning_memkit import doctor
 from lightning_memkit.attention import packed_attention
 from lightning_memkit.cli import main
 from lightning_memkit.memory.measure import Capacity
+from lightning_memkit.plugins.cli import doctor
 
 
 def choice(diagnosis, purpose):
@@ -144,6 +144,9 @@ def test_nothing_of_lightning_is_loaded():
     import subprocess
     import sys
 
-    code = "import sys; from lightning_memkit.doctor import diagnose; diagnose(); print('lightning' in sys.modules)"
+    code = (
+        "import sys; from lightning_memkit.plugins.cli.doctor import diagnose; diagnose(); "
+        "print('lightning' in sys.modules)"
+    )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert out.stdout.strip() == "False", out.stderr

@@ -28,7 +28,7 @@ from lightning_memkit.data.batching.batch import PackedBatch
 from lightning_memkit.data.batching.collate import collate
 from lightning_memkit.data.packing.pack import pack
 from lightning_memkit.data.sources.token_records import token_store
-from lightning_memkit.plugins.initial_weights import InitialWeights
+from lightning_memkit.plugins.callbacks.initial_weights import InitialWeights
 from tests.plugins import fake_ranks
 from tests.plugins.fake_accelerator import FakeAccelerator, on_fake_device
 from tests.plugins.ranks import whole

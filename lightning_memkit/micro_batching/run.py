@@ -1,7 +1,7 @@
 """What the engine knows of a training loop: a `Run` for all of it, a `Step` for each batch.
 
 Both are a plain torch loop's on one device. Another loop overrides what it does otherwise: Lightning's are in
-`plugins/_seam_run.py` and `plugins/_seam.py`.
+`plugins/seams/lightning_run.py` and `plugins/seams/training_loop.py`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

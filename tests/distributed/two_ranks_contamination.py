@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 
 from examples.pretrain_causal_lm.model import CausalLM
 from lightning_memkit.attention.contamination import ContaminationError
-from lightning_memkit.plugins.contamination import ContaminationProbe
+from lightning_memkit.plugins.callbacks.contamination import ContaminationProbe
 from tests.plugins.ranks import leave
 from tests.plugins.test_contamination import Batches, leaking, model
 from tests.plugins.toys import trainer

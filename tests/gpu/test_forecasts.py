@@ -8,7 +8,7 @@ import torch
 
 from lightning_memkit import MemoryBudget, MemoryReport
 from lightning_memkit.micro_batching.sizes.sizing import Foreseen
-from lightning_memkit.plugins import _forecast, memory_budget
+from lightning_memkit.plugins.memory_budget import _forecast, callback
 from tests.gpu.card import on_cpu, sized
 from tests.gpu.models import Language, batches, small
 from tests.gpu.runs import fit
@@ -37,7 +37,7 @@ def foreseen(monkeypatch: pytest.MonkeyPatch) -> list[Foreseen | None]:
         found.append(_forecast.foreseen(*args))
         return found[-1]
 
-    monkeypatch.setattr(memory_budget, "foreseen", noted)
+    monkeypatch.setattr(callback, "foreseen", noted)
     return found
 
 

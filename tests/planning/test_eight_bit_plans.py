@@ -83,7 +83,7 @@ def test_where_nothing_fits_it_says_what_8_bits_would_take():
 def test_optimizers_without_an_8_bit_equivalent_are_named(monkeypatch):
     with pytest.raises(ValueError, match="optimizer_states='8-bit' is unknown; write 'given' or 'open'"):
         plan(Language, batch(2, 32), LEAST, optimizer_states="8-bit")  # pyright: ignore
-    monkeypatch.setattr("lightning_memkit.plugins._planned_optimizer.find_spec", lambda name: None)
+    monkeypatch.setattr("lightning_memkit.plugins.planning._planned_optimizer.find_spec", lambda name: None)
     found = plan(Language, batch(2, 32), LEAST, trainer=FULL, optimizer_states="open")
     assert any("No choice of states here: bitsandbytes is not installed" in note for note in found.notes)
     monkeypatch.undo()

@@ -18,7 +18,7 @@ from lightning_memkit import (
 )
 from lightning_memkit.memory.allocator_trace import AllocatorTrace
 from lightning_memkit.planning.choices import RELEASED
-from lightning_memkit.plugins.optimizer_offload import OptimizerOffload
+from lightning_memkit.plugins.callbacks.optimizer_offload import OptimizerOffload
 from lightning_memkit.prediction.contained import contained
 from tests.plugins.test_prediction import Language, Loader, batch
 from tests.plugins.test_prediction_offload import SCALARS, Deep, measured

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
 from lightning_memkit import ActivationCheckpointing, MemoryBudget, NoEffectWarning
-from lightning_memkit.plugins.activation_offload import ActivationOffload
+from lightning_memkit.plugins.callbacks.activation_offload import ActivationOffload
 from tests.activations.offload_models import DEPTH, WIDTH, Deep, ids
 from tests.plugins.fake_accelerator import on_fake_device
 from tests.plugins.noise import NOISE
@@ -136,7 +136,7 @@ def test_auto_says_what_it_chose(device, tmp_path, capsys, monkeypatch):
     from lightning_memkit.activations.offload_choice import CopyRates
 
     said = []
-    monkeypatch.setattr("lightning_memkit.plugins.activation_offload.rank_zero_info", said.append)
+    monkeypatch.setattr("lightning_memkit.plugins.callbacks.activation_offload.rank_zero_info", said.append)
     monkeypatch.setattr(offload, "measure_copy_rates", lambda *_: CopyRates(to_host=1.0, to_device=1.0))
     plain, _ = fit(device, tmp_path)
     ours, _ = fit(device, tmp_path, ActivationOffload(SMALL, choose="auto"))

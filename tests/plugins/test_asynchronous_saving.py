@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning_memkit import StreamingCheckpointIO
 from lightning_memkit.checkpoints import files, sharded
 from lightning_memkit.checkpoints.errors import CheckpointError
-from lightning_memkit.plugins import _sharded_checkpoints
+from lightning_memkit.plugins.strategies import _sharded_checkpoints
 from tests.checkpoints.test_files import assert_same
 from tests.plugins.toys import TokenTagger, loader, trainer
 

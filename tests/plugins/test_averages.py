@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memkit.optim.consolidate import consolidate_checkpoint, float32_state_dict
-from lightning_memkit.plugins.precision import PureBF16Precision
+from lightning_memkit.plugins.precision.pure_bf16 import PureBF16Precision
 from tests.plugins.noise import NOISE
 
 pytestmark = [

@@ -10,7 +10,7 @@ from torchmetrics.text import Perplexity
 
 from lightning_memkit import MemoryBudget
 from lightning_memkit.loss.lazy_logits import LazyLogits
-from lightning_memkit.plugins.chunked_loss import ChunkedLoss
+from lightning_memkit.plugins.callbacks.chunked_loss import ChunkedLoss
 from lightning_memkit.plugins.perplexity import LossPerplexity
 from tests.plugins.noise import NOISE
 

@@ -17,7 +17,7 @@ from lightning_memkit import MemoryBudget, NoEffectWarning, packed_attention
 from lightning_memkit.attention.adapters import use_packed_attention
 from lightning_memkit.attention.contamination import ContaminationError
 from lightning_memkit.data.batching.batch import PackedBatch
-from lightning_memkit.plugins.contamination import ContaminationProbe
+from lightning_memkit.plugins.callbacks.contamination import ContaminationProbe
 from tests.attention.test_transformers import model_of
 from tests.distributed.launch import two_ranks
 from tests.plugins.noise import NOISE

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from lightning_memkit import OnDeviceStrategy, PureBF16Precision
 from lightning_memkit.cli import main
 from lightning_memkit.optim.eight_bit import adapt_bitsandbytes, adapter_of
-from lightning_memkit.plugins._optimizer_names import classes_named_in
+from lightning_memkit.plugins.cli._optimizer_names import classes_named_in
 from lightning_memkit.utilities.errors import MissingPackageError
 from tests.plugins.noise import NOISE
 

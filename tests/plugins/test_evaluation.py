@@ -20,9 +20,9 @@ from lightning_memkit.memory.measure import Capacity
 from lightning_memkit.memory.meter import ByteMeter
 from lightning_memkit.micro_batching.options import BudgetOptions
 from lightning_memkit.micro_batching.sizes.sizing import BudgetError
-from lightning_memkit.plugins import _predictions
-from lightning_memkit.plugins._evaluation import keep_budget_in_evaluation
-from lightning_memkit.plugins._predictions import bytes_of
+from lightning_memkit.plugins.memory_budget import _predictions
+from lightning_memkit.plugins.memory_budget._evaluation import keep_budget_in_evaluation
+from lightning_memkit.plugins.memory_budget._predictions import bytes_of
 from lightning_memkit.utilities.tensors import tensors_of
 from tests.plugins.toys import TokenTagger, loader, trainer
 

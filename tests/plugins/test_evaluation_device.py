@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_memkit.micro_batching.options import BudgetOptions
-from lightning_memkit.plugins._evaluation import keep_budget_in_evaluation
+from lightning_memkit.plugins.memory_budget._evaluation import keep_budget_in_evaluation
 from tests.plugins.fake_accelerator import on_fake_device
 from tests.plugins.toys import trainer
 from tests.testing.fake_device import FakeDevice, fake_device

@@ -18,7 +18,7 @@ from lightning_memkit import (
 from lightning_memkit.memory.sizing import Sizing
 from lightning_memkit.memory.units import parse_bytes
 from lightning_memkit.micro_batching.sizes.sizing import BudgetError, Foreseen
-from lightning_memkit.plugins import _forecast, memory_budget
+from lightning_memkit.plugins.memory_budget import _forecast, callback
 from lightning_memkit.prediction.residuals import keep_residual, residual_of
 from tests.plugins.test_prediction import Language, Loader, batch
 
@@ -36,7 +36,7 @@ def predicting(monkeypatch: pytest.MonkeyPatch) -> list[Foreseen | None]:
         found.append(_forecast.foreseen(*args))
         return found[-1]
 
-    monkeypatch.setattr(memory_budget, "foreseen", noted)
+    monkeypatch.setattr(callback, "foreseen", noted)
     return found
 
 
@@ -83,7 +83,7 @@ def test_the_predicted_size_is_verified_by_one_trial(predicting, monkeypatch, ca
     size, peak = sizing_of(budget).micro_batch_size, sizing_of(budget).peak_bytes
     assert 1 < size < ROWS
     assert peak == pytest.approx(found.peaks[size], rel=0.02)
-    monkeypatch.setattr(memory_budget, "foreseen", lambda *_: None)
+    monkeypatch.setattr(callback, "foreseen", lambda *_: None)
     torch.manual_seed(0)
     plain = MemoryBudget("4MiB")
     measured = trained(*callbacks(), plain, **options)
@@ -110,7 +110,7 @@ def test_training_is_the_same_with_a_prediction_and_without(predicting, monkeypa
         return trained(MemoryBudget("4MiB"), steps=3).state_dict()
 
     first = weights()
-    monkeypatch.setattr(memory_budget, "foreseen", lambda *_: None)
+    monkeypatch.setattr(callback, "foreseen", lambda *_: None)
     second = weights()
     assert all(torch.equal(first[name], second[name]) for name in first)
 
@@ -125,7 +125,7 @@ def test_a_wrong_prediction_is_corrected_by_what_was_measured(predicting, monkey
         assert found is not None
         return Foreseen(peaks={size: int(off * peak) for size, peak in found.peaks.items()})
 
-    monkeypatch.setattr(memory_budget, "foreseen", wrong)
+    monkeypatch.setattr(callback, "foreseen", wrong)
     sizing = measuring()
     assert sizing.micro_batch_size == right.micro_batch_size
     assert sizing.peak_bytes == right.peak_bytes

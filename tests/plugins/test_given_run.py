@@ -17,7 +17,8 @@ from lightning_memkit import (
     PureBF16Precision,
     checkpoint_modules,
 )
-from lightning_memkit.plugins import _forecast, _given_run
+from lightning_memkit.plugins.memory_budget import _forecast
+from lightning_memkit.plugins.planning import _given_run
 from lightning_memkit.prediction.contained import NO_AUTOGRAD_IN_FORKS
 from lightning_memkit.utilities.patching import replace_method, take_off_replacements
 from tests.plugins.test_prediction import Language, Loader, batch
@@ -80,7 +81,7 @@ def test_the_report_predicts_the_same_without_forks(recipe: str, monkeypatch: py
 
     forked, trained_beside = told()
     monkeypatch.setattr(_given_run, "contained", no_forks_for_autograd)
-    monkeypatch.setattr("lightning_memkit.plugins.prediction.contained", no_forks_for_autograd)
+    monkeypatch.setattr("lightning_memkit.plugins.planning.prediction.contained", no_forks_for_autograd)
     here, again = told()
     assert here == forked
     assert here.what == ""
@@ -100,7 +101,7 @@ def test_a_budget_forecasts_the_same_without_forks(monkeypatch: pytest.MonkeyPat
 
     forked, trained_beside = told()
     monkeypatch.setattr(_given_run, "contained", no_forks_for_autograd)
-    monkeypatch.setattr("lightning_memkit.plugins.prediction.contained", no_forks_for_autograd)
+    monkeypatch.setattr("lightning_memkit.plugins.planning.prediction.contained", no_forks_for_autograd)
     here, again = told()
     assert here == forked != {}
     assert torch.equal(again, trained_beside)

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from lightning_memkit import ActivationCheckpointing, MemoryBudget, PureBF16Precision
 from lightning_memkit.memory.meter import ByteMeter
 from lightning_memkit.optim.gradient_release import release_of
-from lightning_memkit.plugins.gradient_release import GradientRelease
+from lightning_memkit.plugins.callbacks.gradient_release import GradientRelease
 from tests.plugins.ranks import leave
 from tests.plugins.toys import ShardableTagger, TokenTagger, loader, tagged_rows, trained, trainer, weights
 

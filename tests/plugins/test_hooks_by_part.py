@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memkit import MemoryBudget, MemoryReport
-from lightning_memkit.plugins._checks import hooks_run_by_part
+from lightning_memkit.plugins.seams._checks import hooks_run_by_part
 from tests.plugins.toys import trained, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")

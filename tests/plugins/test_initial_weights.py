@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from lightning_memkit import MemkitCLI, OnDeviceStrategy, predict_memory
 from lightning_memkit.optim.split import split
-from lightning_memkit.plugins.initial_weights import InitialWeights
+from lightning_memkit.plugins.callbacks.initial_weights import InitialWeights
 from lightning_memkit.utilities.errors import WeightsError
 from tests.plugins.noise import NOISE
 from tests.plugins.several_ranks import LENGTH, Language, Loader

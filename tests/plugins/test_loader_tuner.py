@@ -22,9 +22,9 @@ from lightning_memkit.data.loading.load_times import LoadTimes
 from lightning_memkit.data.loading.resumable_loader import ResumableLoader
 from lightning_memkit.data.loading.worker_batches import BatchError
 from lightning_memkit.data.sources.shares import DocumentOptions
-from lightning_memkit.plugins import _training_loaders, loader_tuner
-from lightning_memkit.plugins.packed_data import BatchOptions
-from lightning_memkit.plugins.random_state import RandomState
+from lightning_memkit.plugins.callbacks.random_state import RandomState
+from lightning_memkit.plugins.data import _training_loaders, loader_tuner
+from lightning_memkit.plugins.data.packed_data import BatchOptions
 from tests.data.test_loader_tuning import simulated
 from tests.plugins.fake_accelerator import on_fake_device
 from tests.plugins.noise import NOISE

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_memkit import MemoryBudget, MemoryReport, PureBF16Precision
-from lightning_memkit.plugins._report_rates import tokens_of
+from lightning_memkit.plugins.memory_report._rates import tokens_of
 from tests.plugins.toys import ShardableTagger, TokenTagger, loader, trained
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_memkit import MemoryBudget, MemoryReport
 from lightning_memkit.memory.report import StepReport
-from lightning_memkit.plugins import _report_snapshot
+from lightning_memkit.plugins.memory_report import _snapshot
 from lightning_memkit.prediction.contained import contained
 from lightning_memkit.testing import fail_at
 from tests.plugins.fake_accelerator import on_fake_device
@@ -187,20 +187,20 @@ def test_snapshots_are_recorded_and_written_on_cuda_only(
     calls: list[Any] = []
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: calls.append(options))
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_text("x"))
-    monkeypatch.setattr(_report_snapshot, "_is_recording", lambda: False)
+    monkeypatch.setattr(_snapshot, "_is_recording", lambda: False)
     path = tmp_path / "snapshot.pickle"
-    _report_snapshot.record(torch.device("cpu"))()
-    assert not _report_snapshot.dump(torch.device("cpu"), path)
+    _snapshot.record(torch.device("cpu"))()
+    assert not _snapshot.dump(torch.device("cpu"), path)
     assert calls == []
-    end = _report_snapshot.record(CUDA)
+    end = _snapshot.record(CUDA)
     assert calls == [{"max_entries": 200_000, "stacks": "python"}]
-    assert _report_snapshot.dump(CUDA, path)
+    assert _snapshot.dump(CUDA, path)
     assert path.read_text() == "x"
     end()
     assert calls[-1] == {"enabled": None}
     # What the user records goes on.
-    monkeypatch.setattr(_report_snapshot, "_is_recording", lambda: True)
-    _report_snapshot.record(CUDA)()
+    monkeypatch.setattr(_snapshot, "_is_recording", lambda: True)
+    _snapshot.record(CUDA)()
     assert len(calls) == 2
 
 
@@ -210,13 +210,13 @@ def test_a_snapshot_that_can_not_be_written_is_a_warning(
     def refuse(*args: Any, **options: Any) -> None:
         raise RuntimeError("no driver")
 
-    monkeypatch.setattr(_report_snapshot, "_is_recording", lambda: False)  # asks for a driver
+    monkeypatch.setattr(_snapshot, "_is_recording", lambda: False)  # asks for a driver
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", refuse)
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", refuse)
     with pytest.warns(UserWarning, match="no snapshot of CUDA's allocator: no driver"):
-        _report_snapshot.record(CUDA)()
+        _snapshot.record(CUDA)()
     with pytest.warns(UserWarning, match="no driver"):
-        assert not _report_snapshot.dump(CUDA, tmp_path / "x")
+        assert not _snapshot.dump(CUDA, tmp_path / "x")
 
 
 def test_the_private_names_of_snapshots_are_there() -> None:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy
 
 from lightning_memkit import MemoryBudget, MemoryReport
-from lightning_memkit.plugins import _report_watch
+from lightning_memkit.plugins.memory_report import _watch
 from tests.plugins.toys import TokenTagger, loader, trained
 
 
@@ -141,7 +141,7 @@ def test_under_a_budget_the_watch_waits_until_sizes_are_settled(monkeypatch):
             kept.append(loss)
             return loss
 
-    enter = _report_watch.StepsWatch.enter
+    enter = _watch.StepsWatch.enter
 
     def watched(self, budget, batches):
         enter(self, budget, batches)
@@ -149,7 +149,7 @@ def test_under_a_budget_the_watch_waits_until_sizes_are_settled(monkeypatch):
         if self._entered:
             settled.append(batches > 0 and (tuning is None or tuning.fastest.settled is not None))
 
-    monkeypatch.setattr(_report_watch.StepsWatch, "enter", watched)
+    monkeypatch.setattr(_watch.StepsWatch, "enter", watched)
     trained(budget, report, module=lambda: KeepingElsewhere("nothing"), max_steps=60, data=loader(count=320))
     assert settled == [True] * 5
     (found,) = report.findings

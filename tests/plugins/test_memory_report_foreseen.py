@@ -17,7 +17,8 @@ from lightning_memkit import (
 )
 from lightning_memkit.memory.report import PredictedStep, StepReport
 from lightning_memkit.planning import choices
-from lightning_memkit.plugins import _forecast, _given_run
+from lightning_memkit.plugins.memory_budget import _forecast
+from lightning_memkit.plugins.planning import _given_run
 from tests.plugins.test_contamination import Batches
 from tests.plugins.test_contamination import model as packed_model
 from tests.plugins.test_prediction import Language, Loader, batch

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_memkit import MemoryBudget, MemoryReport
-from lightning_memkit.plugins import memory_report
-from lightning_memkit.plugins._report_rates import Rates, ideal_seconds, named_device
+from lightning_memkit.plugins.memory_report import callback
+from lightning_memkit.plugins.memory_report._rates import Rates, ideal_seconds, named_device
 from lightning_memkit.prediction.devices import DEVICES, Device
 from lightning_memkit.testing import fail_at
 from tests.plugins.toys import ShardableTagger, TokenTagger, loader, tagged_rows, trained
@@ -139,7 +139,7 @@ def test_operations_are_a_whole_step_s_and_give_the_share_of_the_peak(
     size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     sheet = Device(name="here", memory_bytes=2**33, flops_16=4e9, flops_32=1e9, bytes_per_second=1e9)
-    monkeypatch.setattr(memory_report, "known_device", lambda device: sheet)
+    monkeypatch.setattr(callback, "known_device", lambda device: sheet)
     report = MemoryReport()
     budget = MemoryBudget("1GiB", micro_batch_size=size)
     trained(

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from lightning_memkit import MemkitCLI, OnDeviceStrategy, PureBF16Precision
-from lightning_memkit.plugins.initial_weights import InitialWeights
+from lightning_memkit.plugins.callbacks.initial_weights import InitialWeights
 from tests.initialization.test_building import HAND_BUILT, assert_same_parameters, cast, transformers_build
 from tests.plugins.fake_accelerator import FakeAccelerator
 from tests.plugins.noise import NOISE

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memkit.optim.state_home import tensors_of
-from lightning_memkit.plugins.gradient_release import GradientRelease
-from lightning_memkit.plugins.optimizer_offload import OptimizerOffload
-from lightning_memkit.plugins.precision import PureBF16Precision
+from lightning_memkit.plugins.callbacks.gradient_release import GradientRelease
+from lightning_memkit.plugins.callbacks.optimizer_offload import OptimizerOffload
+from lightning_memkit.plugins.precision.pure_bf16 import PureBF16Precision
 from lightning_memkit.utilities.errors import NoEffectWarning
 from tests.plugins.fake_accelerator import on_fake_device
 from tests.plugins.noise import NOISE

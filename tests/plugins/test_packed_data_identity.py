@@ -9,7 +9,7 @@ import pytest
 
 from lightning_memkit.data.packing.pack import WorkLimit
 from lightning_memkit.data.sources.shares import DocumentOptions
-from lightning_memkit.plugins.packed_data import BatchOptions, PackedDataModule
+from lightning_memkit.plugins.data.packed_data import BatchOptions, PackedDataModule
 from tests.plugins.test_packed_data import documents
 
 ALL = DocumentOptions(validation=0.0)

@@ -33,7 +33,7 @@ from lightning_memkit.planning.times import (
     part_seconds,
     step_seconds,
 )
-from lightning_memkit.plugins.prediction import predict_memory
+from lightning_memkit.plugins.planning.prediction import predict_memory
 from lightning_memkit.prediction.contained import contained
 from lightning_memkit.prediction.devices import DEVICES
 from lightning_memkit.prediction.work import MADE_AGAIN, RECORDED, Operator, Work

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_memkit.plugins.precision import PureBF16Precision
+from lightning_memkit.plugins.precision.pure_bf16 import PureBF16Precision
 from lightning_memkit.utilities.errors import NoEffectWarning
 from tests.optim.helpers import copy_gradients
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_memkit.optim.consolidate import float32_state_dict
 from lightning_memkit.optim.consolidated_files import consolidate_file
 from lightning_memkit.optim.schedule_free import switch_in_float32
-from lightning_memkit.plugins.precision import PureBF16Precision
+from lightning_memkit.plugins.precision.pure_bf16 import PureBF16Precision
 from tests.plugins.noise import NOISE
 
 pytestmark = [

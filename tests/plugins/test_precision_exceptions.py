@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from lightning_memkit.plugins.precision import PureBF16Precision
+from lightning_memkit.plugins.precision.pure_bf16 import PureBF16Precision
 from tests.plugins.noise import NOISE
 
 pytestmark = NOISE

@@ -15,9 +15,9 @@ from lightning_memkit.activations import offload_visits
 from lightning_memkit.activations.offload import offload_activations
 from lightning_memkit.optim import state_home
 from lightning_memkit.optim.offload import offload_states
-from lightning_memkit.plugins.activation_offload import ActivationOffload
-from lightning_memkit.plugins.gradient_release import GradientRelease
-from lightning_memkit.plugins.optimizer_offload import OptimizerOffload
+from lightning_memkit.plugins.callbacks.activation_offload import ActivationOffload
+from lightning_memkit.plugins.callbacks.gradient_release import GradientRelease
+from lightning_memkit.plugins.callbacks.optimizer_offload import OptimizerOffload
 from lightning_memkit.prediction.contained import contained
 from tests.plugins.fake_accelerator import on_fake_device
 from tests.plugins.noise import NOISE

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_memkit.plugins.random_state import KEY, RandomState, capture, restore
+from lightning_memkit.plugins.callbacks.random_state import KEY, RandomState, capture, restore
 from tests.plugins.noise import NOISE
 
 pytestmark = NOISE

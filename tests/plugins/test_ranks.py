@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_memkit.micro_batching.ranks.agreement import ranks_of
-from lightning_memkit.plugins._seam_run import LightningRun
+from lightning_memkit.plugins.seams.lightning_run import LightningRun
 from tests.plugins.toys import trainer
 
 KINDS = ("ddp", "zero1", "fsdp2")

@@ -1,4 +1,4 @@
-"""Guards Lightning's private names that plugins/_seam.py relies on."""
+"""Guards Lightning's private names that plugins/seams/training_loop.py relies on."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""Guards Lightning's private names that plugins/_seam_evaluation.py relies on."""
+"""Guards Lightning's private names that plugins/seams/evaluation_loop.py relies on."""
 
 import inspect
 from typing import Any
@@ -13,7 +13,7 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 
-from lightning_memkit.plugins import _seam_evaluation as seam
+from lightning_memkit.plugins.seams import evaluation_loop as seam
 from tests.plugins.toys import TokenTagger, loader, trainer
 
 

@@ -1,4 +1,4 @@
-"""Guards Lightning's private names that plugins/_seam_loader.py relies on."""
+"""Guards Lightning's private names that plugins/seams/loaders.py relies on."""
 
 import inspect
 
@@ -8,7 +8,7 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer.connectors import data_connector
 from torch.utils.data import DataLoader
 
-from lightning_memkit.plugins import _seam_loader
+from lightning_memkit.plugins.seams import loaders
 from tests.plugins.noise import NOISE
 from tests.plugins.toys import TokenTagger, loader, trainer
 
@@ -40,13 +40,13 @@ def test_a_fit_shows_its_fetches_its_batches_and_its_loaders() -> None:
 
     class Looks(TokenTagger):
         def on_train_batch_end(self, *args: object) -> None:
-            left.append(_seam_loader.batches_left(self.trainer))
-            assert not _seam_loader.is_within_an_epoch(self.trainer)
-            assert [type(one) for one in _seam_loader.training_loaders(self.trainer)] == [DataLoader]
+            left.append(loaders.batches_left(self.trainer))
+            assert not loaders.is_within_an_epoch(self.trainer)
+            assert [type(one) for one in loaders.training_loaders(self.trainer)] == [DataLoader]
 
     fitted = trainer(max_steps=-1, max_epochs=1)
-    undo = _seam_loader.watch_fetches(fitted, lambda: calls.append("begins"), lambda: calls.append("ends"))
-    assert _seam_loader.training_loaders(fitted) == []
+    undo = loaders.watch_fetches(fitted, lambda: calls.append("begins"), lambda: calls.append("ends"))
+    assert loaders.training_loaders(fitted) == []
     fitted.fit(Looks(), loader(count=24))
     assert calls == ["begins", "ends"] * 3
     assert left == [2, 1, 0]
@@ -73,9 +73,9 @@ def test_the_states_of_loaders_lie_where_they_are_forgotten() -> None:
     fitted.fit(Saves(), Stateful(rows, batch_size=8))
     fitted._checkpoint_connector.dump_checkpoint()
     assert saved["loops"]["fit_loop"]["state_dict"]["combined_loader"] == [{"here": 1}]
-    _seam_loader.forget_loader_states(saved)
+    loaders.forget_loader_states(saved)
     assert "combined_loader" not in saved["loops"]["fit_loop"]["state_dict"]
-    _seam_loader.forget_loader_states({})
+    loaders.forget_loader_states({})
 
 
 def test_the_users_hooks_before_the_transfer_are_found() -> None:
@@ -85,6 +85,6 @@ def test_the_users_hooks_before_the_transfer_are_found() -> None:
 
     fitted = Trainer(logger=False, enable_checkpointing=False, accelerator="cpu", barebones=False)
     fitted.strategy._lightning_module = TokenTagger()
-    assert _seam_loader.transfer_hooks(fitted) == []
+    assert loaders.transfer_hooks(fitted) == []
     fitted.strategy._lightning_module = Hooked()
-    assert _seam_loader.transfer_hooks(fitted) == ["Hooked.transfer_batch_to_device"]
+    assert loaders.transfer_hooks(fitted) == ["Hooked.transfer_batch_to_device"]

@@ -14,7 +14,7 @@ from lightning_memkit.checkpoints import sharded
 from lightning_memkit.checkpoints.background import host_copies
 from lightning_memkit.checkpoints.errors import CheckpointError
 from lightning_memkit.distributed import own_group
-from lightning_memkit.plugins import _sharded_checkpoints
+from lightning_memkit.plugins.strategies import _sharded_checkpoints
 from tests.plugins import several_ranks
 from tests.plugins.several_ranks import Language
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_memkit import OnDeviceStrategy, PureBF16Precision
-from lightning_memkit.plugins.random_state import KEY, RandomState
-from lightning_memkit.plugins.strategies import parameter_dtype
+from lightning_memkit.plugins.callbacks.random_state import KEY, RandomState
+from lightning_memkit.plugins.strategies.on_device import parameter_dtype
 from tests.initialization.test_building import Float32Bytes
 from tests.plugins.noise import NOISE
 

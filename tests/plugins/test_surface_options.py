@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins import CheckpointIO, Precision
 
 from lightning_memkit import MemoryReport
-from lightning_memkit.plugins.initial_weights import InitialWeights
+from lightning_memkit.plugins.callbacks.initial_weights import InitialWeights
 from tests.test_package import OFFLOADING, TRAINED, Blocks, build, give_weights, where
 from tests.testing.fake_device import fake_device
 

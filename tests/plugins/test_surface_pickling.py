@@ -15,8 +15,8 @@ from lightning.fabric.utilities.data import get_all_subclasses
 from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_memkit import MemoryBudget, PureBF16Precision
-from lightning_memkit.plugins import _seam_loader
-from lightning_memkit.plugins.initial_weights import InitialWeights
+from lightning_memkit.plugins.callbacks.initial_weights import InitialWeights
+from lightning_memkit.plugins.seams import loaders
 from tests.test_package import OFFLOADING, TRAINED, Blocks, build, give_weights, quiet_trainer
 from tests.testing.fake_device import fake_device
 
@@ -118,7 +118,7 @@ def test_a_tuned_loader_is_copied_also_where_a_run_before_failed_in_the_user_s_l
             quiet_trainer([], elsewhere).fit(RaisesInItsLoader())
         trainer = quiet_trainer([plugin_named("LoaderTuner", elsewhere)], elsewhere)
         trainer.fit(Blocks())
-        (loader,) = _seam_loader.training_loaders(trainer)
+        (loader,) = loaders.training_loaders(trainer)
         assert any(name.startswith("__pl_") for name in vars(loader))
         for again in ROUND_TRIPS.values():
             assert again(trainer).global_step == trainer.global_step

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_memkit import MemoryBudget
-from lightning_memkit.plugins._worst_batch import scanned_once, worst_batch
+from lightning_memkit.plugins.seams._worst_batch import scanned_once, worst_batch
 from tests.plugins.toys import tagged_rows, trained
 
 

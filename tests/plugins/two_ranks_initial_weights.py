@@ -12,7 +12,7 @@ from lightning_memkit import FSDP2Strategy, MemkitCLI, PureBF16Precision
 from lightning_memkit.distributed.shards import local_box, local_part
 from lightning_memkit.initialization.building import build_empty
 from lightning_memkit.optim.split import LOW_HALF
-from lightning_memkit.plugins.initial_weights import InitialWeights
+from lightning_memkit.plugins.callbacks.initial_weights import InitialWeights
 from tests.plugins.ranks import leave
 from tests.plugins.several_ranks import Language, Loader
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_memkit import LoaderTuner
 from lightning_memkit.data.loading.host_memory import HostMemory
 from lightning_memkit.data.loading.load_times import LoadTimes
-from lightning_memkit.plugins import _training_loaders, loader_tuner
+from lightning_memkit.plugins.data import _training_loaders, loader_tuner
 from tests.data.test_loader_tuning import simulated
 from tests.plugins.ranks import leave
 from tests.plugins.toys import trainer

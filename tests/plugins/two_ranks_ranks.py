@@ -22,7 +22,7 @@ from lightning_memkit.memory.meter import ByteMeter
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.micro_batching.ranks.agreement import local_optimizer, ranks_of
 from lightning_memkit.optim.journal import journal_steps
-from lightning_memkit.plugins._seam_run import LightningRun
+from lightning_memkit.plugins.seams.lightning_run import LightningRun
 from tests.plugins.ranks import leave
 from tests.plugins.toys import trainer
 

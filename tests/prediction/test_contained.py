@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.utilities.seed import isolate_rng
 
-from lightning_memkit.plugins.prediction import predict_memory
+from lightning_memkit.plugins.planning.prediction import predict_memory
 from lightning_memkit.prediction.contained import contained
 from lightning_memkit.utilities.errors import PredictionError
 from tests.testing.cuda_in_use import cuda_in_use

@@ -1,0 +1,1 @@
+"""Callbacks of one technique each: activation checkpointing and offload, chunked loss, released gradients, ..."""

@@ -1,0 +1,99 @@
+"""The Lightning adapter of `probe_contamination`: once, at the first batch whose rows hold several documents."""
+
+import warnings
+from functools import partial
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+from lightning_memkit.attention.contamination import PROBED_ROWS, probe_contamination, probed_rows
+from lightning_memkit.data.batching.batch import PackedBatch
+from lightning_memkit.memory.out_of_memory import is_out_of_memory
+from lightning_memkit.micro_batching.ranks.agreement import any_rank
+from lightning_memkit.plugins.seams import training_loop
+from lightning_memkit.plugins.seams.lightning_run import LightningRun
+from lightning_memkit.utilities.errors import NoEffectWarning
+
+_TRIED_BATCHES = 8  # with packing="none" no batch has two documents in a row
+
+
+class ContaminationProbe(Callback):
+    """Stops the training at its start where packed documents see each other; costs four forwards of two rows.
+
+    It runs the module's own `training_step` on the first packed batch, with other tokens in some of the documents,
+    and watches the rest. Nothing is left of it: weights, random numbers, buffers, metrics and logs are as without.
+
+    Raises:
+        ContaminationError: at the first batch; it names the module in which documents see each other, and the remedy.
+    """
+
+    watches_only = True
+    probes_contamination = True
+
+    def __init__(self) -> None:
+        self._batches_left = _TRIED_BATCHES
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Each fit is probed."""
+        self._batches_left = _TRIED_BATCHES
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Probe, until a batch was told something by."""
+        if self._batches_left == 0:
+            return
+        self._batches_left -= 1
+        reason = _why_not(pl_module, batch)
+        if reason is not None:
+            self._batches_left = 0
+            warnings.warn(
+                f"ContaminationProbe has no effect: {reason}. Call "
+                "lightning_memkit.attention.contamination.probe_contamination by yourself.",
+                NoEffectWarning,
+                stacklevel=2,
+            )
+        elif self._probed(trainer, pl_module, batch):
+            self._batches_left = 0
+
+    def _probed(self, trainer: Trainer, pl_module: LightningModule, batch: PackedBatch) -> bool:
+        for rows in range(PROBED_ROWS, 0, -1):
+            part = probed_rows(batch, rows) or batch.split([batch.rows])[0]
+            try:
+                return _probe(trainer, pl_module, part)
+            except Exception as error:
+                # Another rank would wait for this one's forward: what fails there fails in training, too.
+                if trainer.world_size > 1 or not is_out_of_memory(error):
+                    raise
+        warnings.warn(
+            "ContaminationProbe has no effect: not even the forward of one row fits into memory.",
+            NoEffectWarning,
+            stacklevel=3,
+        )
+        return True
+
+
+def _why_not(pl_module: LightningModule, batch: Any) -> str | None:
+    if not isinstance(batch, PackedBatch):
+        return f"the batches are no PackedBatch but {type(batch).__name__}, which does not tell where documents end"
+    if not pl_module.automatic_optimization:
+        return "with manual optimization training_step steps the optimizer, which a probe must not"
+    return None
+
+
+def _probe(trainer: Trainer, pl_module: LightningModule, part: PackedBatch) -> bool:
+    arguments = [0] if is_param_in_hook_signature(pl_module.training_step, "batch_idx", min_args=2) else []
+    strategy = trainer.strategy
+    if "batch_to_device" in vars(strategy):  # batches are left on the host, to be moved part by part
+        part = type(strategy).batch_to_device(strategy, part, dataloader_idx=0)
+    with training_loop.logging_held(trainer), training_loop.loggers_silent(trainer):
+        return probe_contamination(
+            pl_module,
+            part,
+            lambda given: strategy.training_step(given, *arguments),
+            agree=partial(any_rank, LightningRun(trainer)),
+        )

@@ -1,0 +1,1 @@
+"""The command line over Lightning's own."""

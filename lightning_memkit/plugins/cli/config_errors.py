@@ -1,0 +1,173 @@
+"""One line for what is wrong in a config: jsonargparse's own message lists every type that it tried."""
+
+import inspect
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from difflib import get_close_matches
+from importlib import import_module
+from types import TracebackType
+from typing import Any, get_type_hints
+
+from jsonargparse import Namespace
+
+_UNION = "Does not validate against any of the Union subtypes"
+_UNINFORMATIVE = ("Expected a", "Not a valid subclass", "Import path None")
+_BUILDERS = ("jsonargparse", "lightning.pytorch.cli", "lightning_memkit.plugins.cli.memkit_cli")
+_FEW_OPTIONS = 12  # more are better looked up in --help
+_MOST_CHARACTERS = 1_000  # of what a class says
+
+
+class ConfigError(ValueError):
+    """A class of the config refuses its options; the message says where, which class, and its reason."""
+
+
+def explain(message: str, names: Iterable[str] = ()) -> str:
+    """The innermost cause in a message of jsonargparse, on one line.
+
+    Args:
+        message: the message of a parser's error.
+        names: the full names of the parser's options, to guess what an unknown one should have been.
+    """
+    return " ".join(_cause(message.strip(), tuple(names)).split())
+
+
+def refused_by_a_class(error: Exception, config: Mapping[str, Any]) -> ConfigError | None:
+    """The error of a constructor that jsonargparse has wrapped, with its place; None for every other error.
+
+    Args:
+        error: what building the classes of a config raised.
+        config: the parsed config, searched for the key under which the class stands.
+    """
+    if not str(error).startswith(_UNION):
+        return None
+    cause = _innermost(error)
+    refused = _class_built_in(cause.__traceback__)
+    if cause is error or refused is None:
+        return ConfigError(explain(str(error)))
+    where = next(_places(config, refused), refused.__qualname__)
+    kind = "" if isinstance(cause, ValueError) else f"{type(cause).__name__}: "
+    return ConfigError(_at_most(" ".join(f"{where}: {kind}{cause}".split())))
+
+
+def _cause(text: str, names: tuple[str, ...] = ()) -> str:
+    if match := re.match(r'Parser key "([^"]+)"(?: element \d+)?:\s*', text):
+        return f"{match[1]}: {_cause(_dedented(text[match.end() :]))}"
+    if text.startswith(_UNION):
+        return _cause_in_union(text)
+    if match := re.match(r"Problem with given class_path '([^']+)':\s*", text):
+        return _cause_in_class(match[1], _dedented(text[match.end() :]))
+    if match := re.fullmatch(r"Subcommand '\w+' does not accept option '([^']+)'", text):
+        group, _, _ = match[1].rpartition(".")
+        return _unknown(match[1], [name for name in names if name.startswith(group)], list_them=False)
+    if match := re.fullmatch(r"Expected an? (.+?)\. Got value: (.*)", text, re.DOTALL):
+        return f"{match[2]!r} is none of: {_plain(match[1])}"
+    return text
+
+
+def _cause_in_union(text: str) -> str:
+    """The one of the errors that says most; where none does, the value and the types it could have."""
+    errors = re.search(r"\nErrors:\n(.*)\nGiven value type:", text, re.DOTALL)
+    causes = [_dedented(part) for part in re.split(r"(?:^|\n)  - ", errors[1])[1:]] if errors else []
+    telling = [cause for cause in causes if not cause.startswith(_UNINFORMATIVE)]
+    if telling:
+        return _cause(telling[0])
+    types = re.search(r"\nSubtypes: \[(.*)\]\n", text)
+    value = re.search(r"\nGiven value: (.*)", text, re.DOTALL)
+    return f"{value[1] if value else 'the value'} is none of: {_plain(types[1]) if types else 'the types'}"
+
+
+def _cause_in_class(path: str, text: str) -> str:
+    cls = _imported(path)
+    if match := re.fullmatch(r"Option '([^']+)' is not accepted", text):
+        return _unknown(match[1], _options(cls), owner=path)
+    if match := re.fullmatch(r"Group '([^']+)' does not accept option '([^']+)'", text):
+        return _unknown(match[2], _options(_hints(cls).get(match[1])), owner=f"{match[1]} of {path}")
+    if re.fullmatch(r"No module named '[^']+'", text):
+        return f"{path}: {text}; your own classes are looked for in the folder that memkit is started in"
+    return f"{path}: {_cause(text)}"
+
+
+def _unknown(option: str, known: list[str], *, owner: str = "the config", list_them: bool = True) -> str:
+    accepts = f"; it accepts {', '.join(known)}" if list_them and 0 < len(known) <= _FEW_OPTIONS else ""
+    close = get_close_matches(option, known, n=1)
+    return f"{owner} has no option {option!r}{accepts}{f' (did you mean {close[0]!r}?)' if close else ''}"
+
+
+def _options(cls: Any) -> list[str]:
+    if not callable(cls):
+        return []
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [name for name, given in inspect.signature(cls).parameters.items() if given.kind not in variadic]
+
+
+def _hints(cls: Any) -> dict[str, Any]:
+    try:
+        return get_type_hints(getattr(cls, "__init__", cls))
+    except (NameError, TypeError):  # names that exist for type checkers only
+        return {}
+
+
+def _imported(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError):
+        return None
+
+
+def _innermost(error: BaseException) -> BaseException:
+    # jsonargparse chains only errors of its own; what a constructor raised `from` another is its own affair.
+    while str(error).startswith(_UNION) and error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _class_built_in(trace: TracebackType | None) -> type | None:
+    """The class in whose constructor an error was raised: the outermost, below those that build the config."""
+    while trace is not None:
+        frame = trace.tb_frame
+        builds = str(frame.f_globals.get("__name__")).startswith(_BUILDERS)
+        if frame.f_code.co_name == "__init__" and "self" in frame.f_locals and not builds:
+            return type(frame.f_locals["self"])
+        trace = trace.tb_next
+    return None
+
+
+def _class_paths(config: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Every class path of a config and the key it stands under, in order; items of a list share its key."""
+    if isinstance(config, (list, tuple)):
+        for item in config:
+            yield from _class_paths(item, key)
+    elif isinstance(config, (Namespace, dict)):
+        items = vars(config) if isinstance(config, Namespace) else config
+        if isinstance(items.get("class_path"), str):
+            yield key, items["class_path"]
+        for name, value in items.items():
+            inner = name if not key else key if name == "init_args" else f"{key}.{name}"
+            yield from _class_paths(value, inner)
+
+
+def _places(config: Any, refused: type) -> Iterator[str]:
+    """Where a class stands in a config, by its own class path or as the type of another's option."""
+    for key, path in _class_paths(config):
+        cls = _imported(path)
+        if cls is refused:
+            yield f"{key}: {path}"
+        yield from (f"{key}: {path}: {option}" for option, hint in _hints(cls).items() if hint is refused)
+
+
+def _at_most(text: str, characters: int = _MOST_CHARACTERS) -> str:
+    """The beginning of a text: transformers answers an unknown model_type with the names of all models."""
+    if len(text) <= characters:
+        return text
+    return f"{text[:characters].rstrip()} … ({len(text) - characters:,} more characters: --debug prints them)"
+
+
+def _dedented(text: str) -> str:
+    return inspect.cleandoc(text).strip()
+
+
+def _plain(types: str) -> str:
+    """`<class 'a.b.C'>` and `a.b.C` as `C`."""
+    types = re.sub(r"<class '([^']+)'>", r"\1", types).replace("NoneType", "null")
+    return re.sub(r"\b(?:[a-zA-Z_]\w*\.)+([A-Za-z_]\w*)", r"\1", types)

@@ -1,0 +1,306 @@
+"""LightningCLI whose models start on their device at their dtype, from unchanged YAML."""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial, update_wrapper
+from types import MethodType
+from typing import Any, NoReturn
+
+import torch
+from jsonargparse import Namespace
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
+from lightning.pytorch.cli import (
+    LightningArgumentParser,
+    LightningCLI,
+    _get_module_type,
+    _global_add_class_path,
+    _InstantiatorFn,
+    instantiate_class,
+)
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_memkit.initialization.building import build_empty, build_on
+from lightning_memkit.plugins.callbacks.initial_weights import InitialWeights
+from lightning_memkit.plugins.cli._config_checkpoint import readable_by_torch
+from lightning_memkit.plugins.cli._optimizer_names import classes_named_in
+from lightning_memkit.plugins.cli.config_errors import explain, refused_by_a_class
+from lightning_memkit.plugins.strategies._eight_bit import adapt_bitsandbytes_in
+from lightning_memkit.plugins.strategies.on_device import add_random_state, parameter_dtype
+
+_LAUNCHED_LATE = (
+    "spawn",
+    "fork",
+    "notebook",
+)  # the processes that train don't exist yet when the model is built
+
+
+class OneLineErrorParser(LightningArgumentParser):
+    """Prints the innermost cause of an error on one line; all of it where `MEMKIT_DEBUG` is set."""
+
+    first_optimizers: tuple[type[Optimizer], ...] = ()
+
+    def add_optimizer_args(
+        self,
+        optimizer_class: type[Optimizer] | tuple[type[Optimizer], ...] = (Optimizer,),
+        nested_key: str = "optimizer",
+        link_to: str = "AUTOMATIC",
+    ) -> None:
+        """Add the options of an optimizer; bare names are looked up in `first_optimizers` first."""
+        if optimizer_class == (Optimizer,):
+            optimizer_class = (*self.first_optimizers, Optimizer)
+        super().add_optimizer_args(optimizer_class, nested_key, link_to)
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Print the error and exit with 2; with `exit_on_error=False` raise it."""
+        if not self.exit_on_error:
+            super().error(message, ex)
+        if os.environ.get("MEMKIT_DEBUG"):
+            if ex is not None:
+                traceback.print_exception(ex)
+            print(message, file=sys.stderr)
+        parser = getattr(ex, "subcommand_parser", None) or self
+        names = [action.dest for action in parser._actions]
+        print(f"memkit: error: {explain(message, names)}", file=sys.stderr)
+        self.exit(2)
+
+
+class MemkitCLI(LightningCLI):
+    """LightningCLI that builds the model on its device at its dtype: no float32 copy, under every strategy.
+
+    It takes LightningCLI's arguments and YAML unchanged. What differs:
+
+    - the model of the config is built in `initialization.build_on`, with the dtype of `trainer.precision` or of
+      the precision plugin, on the device of this process (its local rank); where `InitialWeights` gives it all its
+      weights, in `build_empty`;
+    - `optimizer` and `lr_scheduler` are built when Lightning asks for them, so they hold the parameters of
+      models built in `configure_model`, too;
+    - random state is part of every checkpoint;
+    - class names of memkit's plugins need no module path, nor do those of bitsandbytes' 8-bit and paged
+      optimizers, which keep 32-bit states for embeddings;
+    - the saved config of an earlier run in the same folder is overwritten.
+
+    Raises:
+        ValueError: `trainer.precision` beside a precision plugin.
+        ConfigError: a class of the config refuses its options; a ValueError, too.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        _import_plugins()
+        kwargs.setdefault("parser_class", OneLineErrorParser)
+        self._first_optimizers = classes_named_in(kwargs.get("args"))
+        kwargs["save_config_kwargs"] = {"overwrite": True, **(kwargs.get("save_config_kwargs") or {})}
+        super().__init__(*args, **kwargs)
+
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        """The parser, which knows the optimizers that the arguments name."""
+        parser = super().init_parser(**kwargs)
+        if isinstance(parser, OneLineErrorParser):
+            parser.first_optimizers = self._first_optimizers
+        return parser
+
+    def before_instantiate_classes(self) -> None:
+        """Refuse two precisions before anything is built; called by subclasses that override it."""
+        refuse_two_precisions(self._get(self.config, "trainer", default=Namespace()))
+
+    def instantiate_classes(self) -> None:
+        """Build what the config names; an error says under which key and in which class."""
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            refused = refused_by_a_class(error, self.config.get(str(self.subcommand), self.config))
+            if refused is None:
+                raise
+            raise refused from error
+        device = target_device(self._get(self.config, "trainer", default=Namespace()))
+        for callback in self.trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
+            if isinstance(callback, InitialWeights):
+                callback.load_early(self.trainer, self.model, device)
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """The Trainer of the config, with the random state in its checkpoints."""
+        trainer = super().instantiate_trainer(**kwargs)
+        add_random_state(trainer)
+        return trainer
+
+    def _parse_ckpt_path(self) -> None:
+        with readable_by_torch(self.config) as path:
+            super()._parse_ckpt_path()
+        if path is not None:  # the config is another one now
+            self.config[self.config.subcommand]["ckpt_path"] = path
+
+    def _add_instantiators(self) -> None:
+        super()._add_instantiators()
+        trainer = self._get(self.config, "trainer", default=Namespace())
+        model_class = _get_module_type(self._model_class)
+        # Prepended, so that they are asked before the ones above; modules that are arguments of the model come
+        # first in the build and are covered by the second.
+        self.parser.add_instantiator(
+            _OnDeviceInstantiator(self, "model", trainer),
+            model_class,
+            subclasses=self.subclass_mode_model,
+            prepend=True,
+        )
+        self.parser.add_instantiator(_ModuleInstantiator(trainer), nn.Module, subclasses=True)
+
+    def _add_configure_optimizers_method_to_model(self, subcommand: str | None) -> None:
+        parser = self._parser(subcommand)
+        optimizers = [key for key, (_, link) in parser._optimizers.items() if link == "AUTOMATIC"]
+        schedulers = [key for key, (_, link) in parser._lr_schedulers.items() if link == "AUTOMATIC"]
+        if not self.auto_configure_optimizers or len(optimizers) != 1 or len(schedulers) > 1:
+            super()._add_configure_optimizers_method_to_model(subcommand)  # nothing to do, or its error
+            return
+        optimizer = self._class_and_arguments(parser._optimizers, optimizers[0])
+        if not optimizer:
+            return
+        scheduler = self._class_and_arguments(parser._lr_schedulers, schedulers[0]) if schedulers else None
+        if is_overridden("configure_optimizers", self.model):
+            rank_zero_warn(
+                f"{type(self.model).__name__}.configure_optimizers is not used: the config names an optimizer."
+            )
+        late = partial(
+            _configure_late, combine=self.configure_optimizers, optimizer=optimizer, scheduler=scheduler
+        )
+        update_wrapper(late, self.configure_optimizers)  # Lightning compares code to see what is overridden
+        self.model.configure_optimizers = MethodType(late, self.model)
+
+    def _class_and_arguments(self, register: Mapping[str, tuple[Any, str]], key: str) -> Any:
+        arguments = self._get(self.config_init, key)
+        cls = register[key][0]
+        return arguments if isinstance(cls, tuple) else _global_add_class_path(cls, arguments)
+
+
+class _OnDeviceInstantiator(_InstantiatorFn):
+    def __init__(self, cli: LightningCLI, key: str, trainer: Namespace) -> None:
+        super().__init__(cli, key)
+        self._trainer = trainer
+
+    def __call__(self, class_type: Any, *args: Any, applied_instantiation_links: dict, **kwargs: Any) -> Any:
+        with build_context(self._trainer):
+            return super().__call__(
+                class_type, *args, applied_instantiation_links=applied_instantiation_links, **kwargs
+            )
+
+
+class _ModuleInstantiator:
+    def __init__(self, trainer: Namespace) -> None:
+        self._trainer = trainer
+
+    def __call__(self, class_type: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with build_context(self._trainer):
+            return class_type(*args, **kwargs)
+
+
+@contextmanager
+def build_context(trainer: Namespace) -> Iterator[None]:
+    """Build modules as the `trainer` section of a parsed config will train them."""
+    dtype = target_dtype(trainer)
+    if dtype is None:
+        yield
+        return
+    build = build_empty if _starts_from_weights(trainer) else build_on
+    with build(target_device(trainer), dtype):
+        yield
+
+
+def target_dtype(trainer: Namespace) -> torch.dtype | None:
+    """The parameters' dtype under a `trainer` section; None where a foreign precision plugin decides it."""
+    plugin = precision_plugin(trainer)
+    if plugin is None:
+        precision = trainer.get("precision")
+        return parameter_dtype(None if precision is None else str(precision))
+    if isinstance(plugin, Precision):
+        return parameter_dtype(plugin)
+    name = plugin.get("init_args", Namespace()).get("precision") or _class_of(plugin).precision
+    return parameter_dtype(str(name))
+
+
+def target_device(trainer: Namespace, environ: Mapping[str, str] = os.environ) -> torch.device:
+    """The device on which this process will train; the CPU where the training processes start later."""
+    strategy = trainer.get("strategy")
+    name = strategy if isinstance(strategy, str) else ""
+    options = strategy.get("init_args", Namespace()) if isinstance(strategy, Namespace) else Namespace()
+    if any(word in name + str(options.get("start_method", "")) for word in _LAUNCHED_LATE):
+        return torch.device("cpu")
+    if options.get("device") not in (None, "auto"):
+        return torch.device(options.device)
+    accelerator = trainer.get("accelerator") or "auto"
+    if accelerator in ("auto", "gpu", "cuda") and CUDAAccelerator.is_available():
+        devices = trainer.get("devices") or "auto"
+        count = CUDAAccelerator.auto_device_count() if devices == "auto" else devices
+        indices = CUDAAccelerator.parse_devices(count) or [0]
+        rank = int(environ.get("LOCAL_RANK", environ.get("SLURM_LOCALID", 0)))
+        return torch.device("cuda", indices[rank % len(indices)])
+    if accelerator in ("auto", "gpu", "mps") and MPSAccelerator.is_available():
+        return torch.device("mps", 0)
+    return torch.device("cpu")
+
+
+def precision_plugin(trainer: Namespace) -> Any:
+    """The precision plugin in a `trainer` section: an instance, or the namespace of one; None without."""
+    strategy = trainer.get("strategy")
+    inside = strategy.get("init_args", Namespace()) if isinstance(strategy, Namespace) else Namespace()
+    plugins = trainer.get("plugins") or []
+    candidates = [
+        *(plugins if isinstance(plugins, (list, tuple)) else [plugins]),
+        inside.get("precision_plugin"),
+    ]
+    return next((plugin for plugin in candidates if _is_precision(plugin)), None)
+
+
+def refuse_two_precisions(trainer: Namespace) -> None:
+    """Raise where `precision` and a precision plugin are both given: Lightning would drop one or fail late."""
+    plugin, precision = precision_plugin(trainer), trainer.get("precision")
+    if plugin is not None and precision is not None:
+        name = type(plugin).__name__ if isinstance(plugin, Precision) else _class_of(plugin).__name__
+        raise ValueError(
+            f"trainer.precision={precision!r} stands beside the precision plugin {name}; a run has one precision: "
+            "remove trainer.precision."
+        )
+
+
+def _starts_from_weights(trainer: Namespace) -> bool:
+    """Whether files give every weight, so that a model needs none of its own."""
+    callbacks = trainer.get("callbacks") or []
+    named = [one for one in callbacks if isinstance(one, Namespace) and "class_path" in one]
+    return any(
+        _class_of(one) is InitialWeights and one.get("init_args", Namespace()).get("strict", True)
+        for one in named
+    )
+
+
+def _is_precision(plugin: Any) -> bool:
+    if isinstance(plugin, Namespace) and "class_path" in plugin:
+        cls = _class_of(plugin)
+        return isinstance(cls, type) and issubclass(cls, Precision)
+    return isinstance(plugin, Precision)
+
+
+def _class_of(plugin: Namespace) -> Any:
+    module, _, name = plugin.class_path.rpartition(".")
+    return getattr(__import__(module, fromlist=[name]), name)
+
+
+def _configure_late(
+    model: LightningModule, combine: Callable[..., Any], optimizer: dict, scheduler: dict | None
+) -> Any:
+    """`configure_optimizers` of the model: build now, from the parameters that it has now."""
+    built = instantiate_class(model.parameters(), optimizer)
+    adapt_bitsandbytes_in(model, [built])
+    schedule = instantiate_class(built, scheduler) if scheduler else None
+    return combine(model, optimizer=built, lr_scheduler=schedule)
+
+
+def _import_plugins() -> None:
+    """Import every public plugin: the parser knows classes by their bare names once they are imported."""
+    import lightning_memkit
+
+    for name in lightning_memkit.__all__:
+        getattr(lightning_memkit, name)

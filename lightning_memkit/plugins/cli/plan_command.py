@@ -1,0 +1,206 @@
+"""`memkit plan`: read a config as `memkit fit` does, plan for its model and first batch, write the planned config."""
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+import yaml
+from jsonargparse import Namespace
+from lightning.pytorch import LightningModule
+
+from lightning_memkit.initialization.building import build_on
+from lightning_memkit.micro_batching import batch_size, split_batch
+from lightning_memkit.planning.budget import Budget, Goal
+from lightning_memkit.planning.explained import beside_prediction, bytes_a_parameter
+from lightning_memkit.planning.plan import Plan
+from lightning_memkit.planning.problem import Row
+from lightning_memkit.plugins.cli.memkit_cli import MemkitCLI, target_dtype
+from lightning_memkit.plugins.planning.planning import OptimizerStates, plan
+from lightning_memkit.prediction.devices import DEVICES
+
+_DESCRIPTION = (
+    "The fastest configuration of a config's model that fits a budget, and all others with the reason against them. "
+    "Nothing is allocated, and the device need not be here. What the config says is kept. Further options are those "
+    "of `memkit fit`."
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's own options; all others are `memkit fit`'s."""
+    found = argparse.ArgumentParser(prog="memkit plan", description=_DESCRIPTION, allow_abbrev=False)
+    found.add_argument(
+        "--config", action="append", required=True, metavar="FILE.yaml", help="as for `memkit fit`"
+    )
+    found.add_argument(
+        "--budget", default="auto", help='such as 24GiB or 0.9; "auto": all that the device has'
+    )
+    found.add_argument("--device", default="auto", help=f"auto, cpu, {', '.join(DEVICES)}")
+    found.add_argument("--goal", default="speed", choices=get_args(Goal), help="what to be best at")
+    found.add_argument(
+        "--headroom", default=0.05, type=float, help="the fraction of the budget to leave free"
+    )
+    found.add_argument(
+        "--optimizer-states",
+        default="given",
+        choices=get_args(OptimizerStates),
+        help="open: in 8 bits, too, by bitsandbytes' optimizer in the place of torch's; changes numbers",
+    )
+    found.add_argument(
+        "--explain", action="store_true", help="the first by hand, term by term, beside its prediction"
+    )
+    found.add_argument(
+        "--output", metavar="FILE.yaml", help="write the planned config, which `memkit fit` runs"
+    )
+    return found
+
+
+def run(words: Sequence[str]) -> int:
+    """Run the command.
+
+    Returns:
+        0, or 2 where the budget, the device or the output is refused.
+
+    Raises:
+        PlanError: nothing fits.
+    """
+    options, further = parser().parse_known_args(list(words))
+    try:
+        budget = Budget(_size(options.budget), options.device, options.goal, options.headroom)
+        _check_folder(options.output)
+    except ValueError as error:
+        print(f"memkit: error: {error}", file=sys.stderr)
+        return 2
+    configs = [word for name in options.config for word in ("--config", name)]
+    cli = ConfiguredRun(["fit", *configs, *further])
+    found = cli.plan(budget, options.optimizer_states)
+    print(found)
+    if options.explain:
+        print(f"\n{bytes_a_parameter()}\n")
+        row = next((row for row in found.rows if row.prediction is not None), None)
+        if row is not None:
+            print(f"{row.family}, micro-batch {row.micro_batch_size}, by hand and as predicted:\n")
+            print(cli.beside_prediction(row, found.given))
+    found.best  # noqa: B018  raises where nothing fits
+    if options.output:
+        Path(options.output).write_text(cli.planned_yaml(found))
+        print(f"\nWritten: {options.output}; run it with `memkit fit --config {options.output}`.")
+    else:
+        print("\n--output FILE.yaml writes the first as a config that `memkit fit` runs.")
+    return 0
+
+
+def _check_folder(output: str | None) -> None:
+    if output is not None and not Path(output).absolute().parent.is_dir():
+        raise ValueError(f"--output {output} is in a folder that does not exist; make it first.")
+
+
+class ConfiguredRun(MemkitCLI):
+    """A config that was read, of which nothing is built until it is asked for."""
+
+    def __init__(self, words: list[str]) -> None:
+        self._batch: Any = None
+        previous, sys.argv = sys.argv, ["memkit", *words]  # LightningCLI reads them
+        try:
+            super().__init__(save_config_callback=None)
+        finally:
+            sys.argv = previous
+
+    def instantiate_classes(self) -> None:
+        """Nothing yet."""
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Nothing: what is run is the plan."""
+
+    def plan(self, budget: Budget, optimizer_states: OptimizerStates = "given") -> Plan:
+        """Plan for the model and the first batch of the training data."""
+        given = {
+            name: value for name, value in self._built("model").trainer.items() if self._says(name, value)
+        }
+        return plan(
+            self.build_model,
+            self.first_batch(),
+            budget,
+            trainer=given,
+            optimizer_states=optimizer_states,
+        )
+
+    def _add_instantiators(self) -> None:
+        super(MemkitCLI, self)._add_instantiators()  # those of `fit` choose a device, and allocate there
+
+    def build_model(self) -> LightningModule:
+        """The model at the dtype of the config, where tensors are made here, with the optimizer that it names."""
+        dtype = target_dtype(self._section.get("trainer", Namespace()))
+        with nullcontext() if dtype is None else build_on(None, dtype):
+            built = self._built("data", "trainer")
+        self.config_init = Namespace({str(self.subcommand): built})
+        self.model = self._get(self.config_init, "model")
+        self._add_configure_optimizers_method_to_model(self.subcommand)
+        return self.model
+
+    def first_batch(self) -> Any:
+        """The first batch of the config's data; of the model's own loader where there is no data."""
+        if self._batch is None:
+            self._batch = self._read_batch()
+        return self._batch
+
+    def _read_batch(self) -> Any:
+        source = self._built("model").get("data")
+        if source is None:
+            with torch.device("meta"):  # a loader needs no weights
+                source = self.build_model()
+        source.prepare_data()
+        source.setup("fit")
+        try:
+            return next(iter(source.train_dataloader()))
+        except StopIteration:
+            raise ValueError("The training data of the config gives no batch to plan for.") from None
+
+    def beside_prediction(self, row: Row, given: Mapping[str, Any]) -> str:
+        """A row by hand, beside its prediction."""
+        batch, size = self.first_batch(), row.micro_batch_size
+        rows = batch_size(batch)
+        part = batch if size >= rows else split_batch(batch, [size, rows - size])[0]
+        with torch.device("meta"):
+            return beside_prediction(row, self.build_model(), part, given)
+
+    def planned_yaml(self, found: Plan) -> str:
+        """The config with the best of the plan in it."""
+        text = self._subparser.dump(self._section, skip_none=True, skip_validation=True)
+        return yaml.safe_dump(_without_nothing(found.config(yaml.safe_load(text))), sort_keys=False)
+
+    @property
+    def _section(self) -> Namespace:
+        return self.config[str(self.subcommand)]
+
+    @property
+    def _subparser(self) -> Any:
+        return self._parser(self.subcommand)
+
+    def _built(self, *without: str) -> Namespace:
+        """What the config names, but for some of its sections."""
+        section = self._section.clone()
+        for name in without:
+            section.pop(name, None)
+        return self._subparser.instantiate(section)
+
+    def _says(self, name: str, value: Any) -> bool:
+        """Whether the config decides an argument of the Trainer, or leaves it as it is by default."""
+        return value is not None and value != self._subparser.get_default(f"trainer.{name}")
+
+
+def _without_nothing(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what the reader of a config does not take, or does not need."""
+    return {name: value for name, value in config.items() if value is not None and name != "config"}
+
+
+def _size(text: str) -> str | float:
+    """A fraction as a number."""
+    try:
+        number = float(text)
+    except ValueError:
+        return text
+    return number if number <= 1 else int(number)

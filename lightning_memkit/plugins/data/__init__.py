@@ -1,0 +1,1 @@
+"""Documents to batches, and loaders that tune themselves."""

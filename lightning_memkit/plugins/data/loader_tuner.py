@@ -1,0 +1,268 @@
+"""The Lightning adapter of `LoaderTuning`: it measures the training loop, and sets the workers of its loader."""
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_memkit.data.loading.host_memory import host_room
+from lightning_memkit.data.loading.load_times import LoadTimes, Measured
+from lightning_memkit.data.loading.loader_tuning import (
+    MOST_WORKERS,
+    Bounds,
+    LoaderPlan,
+    LoaderTuning,
+    of_all_ranks,
+    start_costs,
+)
+from lightning_memkit.data.loading.resumable_loader import ResumableLoader, with_other_ranks
+from lightning_memkit.memory.processors import usable_processors
+from lightning_memkit.micro_batching.ranks.agreement import any_rank, largest_of_ranks, values_of_ranks
+from lightning_memkit.plugins.data._training_loaders import TrainingLoaders
+from lightning_memkit.plugins.pickling import LeavesRunBehind
+from lightning_memkit.plugins.seams import loaders
+from lightning_memkit.plugins.seams.lightning_run import LightningRun
+from lightning_memkit.utilities.errors import NoEffectWarning
+
+_FIRST_LOOK, _NEXT_LOOK = 12, 4  # after so many batches, then after so many times as many
+_WARM_UP = 2  # batches that compile, allocate, fill queues
+
+
+class LoaderTuner(LeavesRunBehind, Callback):
+    """Sets workers and prefetch of the training loader by measured times; batches and their order stay the same.
+
+    After 12 batches, 48, 192 and so on, and between epochs, it compares how long a batch takes to build and to train
+    on, and takes the fewest workers that keep the loop waiting for less than `target_stall` of the time. No workers
+    at all is an answer. Their number stays within the processors that training leaves (affinity and cgroup quota,
+    shared with the machine's other ranks), RAM and shared memory; all ranks take one plan. The loggers get
+    ``loader/stall_fraction``, ``loader/num_workers`` and ``loader/load_ms``.
+
+    It works on `PackedDataModule` and on any ``DataLoader`` of a map-style data set, which then also resumes within
+    an epoch on the batch that would have come next. What a data set draws at random depends on the epoch, the batch
+    and the rank alone, whatever the workers; it is not what it draws without this callback. The price: some readings
+    of clocks a batch, and a fraction of a millisecond for those random numbers. With `copy_ahead` one more batch lies
+    on the device. That part is not yet verified on a GPU.
+
+    Args:
+        target_stall: Share of the time that the training loop may wait for data.
+        max_workers: Workers at the most, on each rank; null leaves it to processors and memory.
+        copy_ahead: On an accelerator batches are copied on a stream of their own while the one before is in use.
+            Where `MemoryBudget` or a hook of the user's expects them on the host, they are not.
+
+    Raises:
+        ValueError: An option is out of range.
+    """
+
+    watches_only = True
+    of_run = {"_undo": list}
+
+    def __init__(
+        self, target_stall: float = 0.02, max_workers: int | None = None, copy_ahead: bool = True
+    ) -> None:
+        if not 0 < target_stall < 1:
+            raise ValueError(f"target_stall={target_stall} is outside (0, 1); for 2 % write 0.02.")
+        if max_workers is not None and max_workers < 0:
+            raise ValueError(f"max_workers={max_workers} is below 0; 0 allows none, null leaves it open.")
+        self.target_stall = target_stall
+        self.max_workers = max_workers
+        self.copy_ahead = copy_ahead
+        self._undo: list[Callable[[], None]] = []
+        self._saved: dict[str, Any] = {}
+        self._reset()
+
+    def __repr__(self) -> str:
+        return (
+            f"LoaderTuner(target_stall={self.target_stall}, max_workers={self.max_workers}, "
+            f"copy_ahead={self.copy_ahead})"
+        )
+
+    @property
+    def plan(self) -> LoaderPlan:
+        """Workers and prefetch of the training loader: the present ones, or the last."""
+        return LoaderPlan() if self._tuning is None else self._tuning.plan
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Watch the loop, and take the training loaders when they are made."""
+        if stage != "fit":
+            return
+        self._reset()
+        self._undo = [
+            loaders.take_training_loaders(
+                trainer, lambda loader: self._take(trainer, loader), ResumableLoader
+            ),
+            loaders.watch_fetches(trainer, self._times.fetch_begins, self._times.fetch_ends),
+        ]
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say what can't be tuned, and which copies can't run ahead."""
+        self._logged_step = trainer.global_step
+        number = len(loaders.training_loaders(trainer))
+        if number > 1:
+            self._loaders.left.append(f"there are {number} training loaders, and it tunes one")
+        if self._loaders.left:
+            why = "; ".join(dict.fromkeys(self._loaders.left))
+            warnings.warn(
+                f"LoaderTuner leaves the workers as they are: {why}. It still logs loader/stall_fraction.",
+                NoEffectWarning,
+                stacklevel=2,
+            )
+        begins_again = self._loaders.state_dicts() and not self._loaders.has_resumed
+        if begins_again and loaders.is_within_an_epoch(trainer):
+            warnings.warn(
+                "The checkpoint was saved within an epoch and without LoaderTuner, so the loader begins the epoch "
+                "anew: some batches come twice. Resume from a checkpoint at an epoch's end.",
+                stacklevel=2,
+            )
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Lightning may have made new loaders; workers start anew in any case."""
+        self._loaders.look_again(trainer)
+        self._times.begins_anew()
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Log where loggers are due; look at the times after some batches."""
+        every = trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
+        if every and trainer.global_step // every != self._logged_step // every:
+            self._log(trainer)
+        self._batches += 1
+        if self._batches >= self._next_look:
+            self._next_look *= _NEXT_LOOK
+            self._look(trainer, loaders.batches_left(trainer), between_epochs=False)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Workers start anew for the next epoch: their number may change."""
+        self._look(trainer, float(trainer.num_training_batches), between_epochs=True)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log what came since."""
+        if trainer.global_step != self._logged_step:
+            self._log(trainer)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Validation is no part of a step."""
+        self._times.skip()
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Keep the loaders' positions, all ranks', in this callback's state only: it also loads without it."""
+        self._times.skip()
+        state = checkpoint.get("callbacks", {}).get(self.state_key, {})
+        if state.get("positions"):
+            of_ranks = values_of_ranks(LightningRun(trainer), state["positions"])
+            state["positions"] = [with_other_ranks(list(states)) for states in zip(*of_ranks, strict=True)]
+        stateful = [loader for loader in loaders.training_loaders(trainer) if hasattr(loader, "state_dict")]
+        if all(isinstance(loader, ResumableLoader) for loader in stateful):
+            loaders.forget_loader_states(checkpoint)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The plan, and where the loaders stand."""
+        if self._tuning is None:
+            return dict(self._saved)
+        return {**vars(self._tuning.plan), "positions": self._loaders.state_dicts()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep the plan and the positions for the loaders that are about to be made."""
+        self._saved = dict(state_dict)
+        self._loaders.load(state_dict.get("positions", []))
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Lightning calls no teardown after an error."""
+        self._stop()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Give Lightning its own way back."""
+        self._stop()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the loaders, which may have iterators and workers; their positions stay."""
+        times = LoadTimes()
+        loaders = TrainingLoaders(times, copy_ahead=self.copy_ahead)
+        loaders.load(self._loaders.state_dicts())
+        return {**super().__getstate__(), "_times": times, "_loaders": loaders}
+
+    def _reset(self) -> None:
+        self._times = LoadTimes()
+        self._loaders = TrainingLoaders(self._times, copy_ahead=self.copy_ahead)
+        self._tuning: LoaderTuning | None = None
+        self._batches, self._next_look = 0, _FIRST_LOOK
+        self._logged_step, self._said = 0, False
+
+    def _stop(self) -> None:
+        for undo in self._undo:
+            undo()
+        self._loaders.let_go()
+        self._undo, self._saved = [], {}
+
+    def _take(self, trainer: Trainer, loader: Any) -> Any:
+        taken = self._loaders.take(trainer, loader)
+        plan = self._loaders.plan
+        if self._tuning is None and plan is not None:
+            saved = {name: self._saved[name] for name in vars(plan) if name in self._saved}
+            self._tuning = LoaderTuning(LoaderPlan(**saved) if saved else plan, self.target_stall)
+        if self._tuning is not None:
+            self._loaders.set_workers(trainer, self._tuning.plan)
+        return taken
+
+    def _look(self, trainer: Trainer, batches: float, *, between_epochs: bool) -> None:
+        """Measure, and take another plan where that pays; all ranks come here at the same batch."""
+        if self._tuning is None or self._loaders.left:
+            return
+        measured, run = self._times.measured(_WARM_UP), LightningRun(trainer)
+        if any_rank(run, measured is None) or measured is None:
+            return
+        measured, bounds = of_all_ranks(
+            measured, self._bounds(trainer, measured), lambda values: largest_of_ranks(run, values)
+        )
+        before = self._tuning.plan
+        batches = math.inf if self._loaders.keep_workers else batches
+        changed = self._tuning.revise(measured, bounds, batches, between_epochs=between_epochs)
+        if changed:
+            self._loaders.set_workers(trainer, self._tuning.plan)
+            self._times.restart()
+        if changed or not self._said:
+            self._say(measured, before)
+
+    def _bounds(self, trainer: Trainer, measured: Measured) -> Bounds:
+        assert self._tuning is not None
+        ranks = max(1, trainer.num_devices)
+        start_seconds, worker_bytes = start_costs(self._loaders.context)
+        if self._tuning.plan.num_workers:
+            start_seconds = max(0.0, self._times.start_wait - measured.load_seconds)
+        most = MOST_WORKERS if self.max_workers is None else self.max_workers
+        return Bounds(
+            processors=usable_processors() / ranks,
+            room=host_room(ranks),
+            batch_bytes=self._loaders.batch_bytes,
+            worker_bytes=worker_bytes,
+            start_seconds=start_seconds,
+            most_workers=0 if self._loaders.no_workers else most,
+        )
+
+    def _say(self, measured: Measured, before: LoaderPlan) -> None:
+        assert self._tuning is not None
+        plan, self._said = self._tuning.plan, True
+        wanted = f" ({before} before)" if plan != before else ""
+        why_none = f" No workers can help: {self._loaders.no_workers}." if self._loaders.no_workers else ""
+        rank_zero_info(
+            f"LoaderTuner: {plan}{wanted}. A batch took {1000 * measured.load_seconds:.3g} ms to build and "
+            f"{1000 * measured.step_seconds:.3g} ms to train on; the loop waited {measured.stall_fraction:.1%} of the "
+            f"time.{why_none}"
+        )
+
+    def _log(self, trainer: Trainer) -> None:
+        self._logged_step = trainer.global_step
+        stall = self._times.taken_stall_fraction()
+        if stall is None:
+            return
+        values = {"loader/stall_fraction": stall}
+        measured = None if self._tuning is None else self._times.measured()
+        if self._tuning is not None and measured is not None:
+            values["loader/num_workers"] = float(self._tuning.plan.num_workers)
+            values["loader/load_ms"] = 1000 * measured.load_seconds
+        for logger in trainer.loggers:
+            # Lightning counts the steps of what a module logs from 0.
+            logger.log_metrics(values, step=trainer.global_step - 1)

@@ -1,0 +1,415 @@
+"""Documents to packed batches for Lightning: any source, every rank its share, resumable anywhere."""
+
+from dataclasses import dataclass, replace
+from inspect import signature
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
+from numpy.typing import NDArray
+
+from lightning_memkit.data.batching.batch import PackedBatch
+from lightning_memkit.data.batching.batch_plan import Padding, refuse_long_rows
+from lightning_memkit.data.batching.collate import full_batch, rounded_length
+from lightning_memkit.data.batching.stream_batches import Stream
+from lightning_memkit.data.batching.summary import summary_line
+from lightning_memkit.data.loading.host_memory import HostMemory, host_room, parse_room
+from lightning_memkit.data.loading.loader import LoaderOptions, PackedLoader, PackedRows
+from lightning_memkit.data.loading.stream_loader import StreamLoader
+from lightning_memkit.data.packing.pack import LongDocuments, PackingMode, WorkLimit, pack
+from lightning_memkit.data.sources.corpus import Corpus, shares_of
+from lightning_memkit.data.sources.shares import DocumentOptions, deal_documents, drawn_documents
+from lightning_memkit.data.sources.store import TokenStore
+from lightning_memkit.data.sources.stream_source import StreamDocuments, check_stream, is_stream
+from lightning_memkit.data.sources.tokenizers import load_tokenizer
+from lightning_memkit.plugins.asked import says
+from lightning_memkit.plugins.callbacks.contamination import ContaminationProbe
+from lightning_memkit.plugins.data._own_datasets import Source, own_datasets
+from lightning_memkit.plugins.data._packing_log import PackingLog
+from lightning_memkit.plugins.data._vocabulary import refuse_ids_beyond_embedding
+
+_ROWS = 16  # a batch, where nothing else limits it
+Loader = PackedLoader | StreamLoader
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions:
+    """How rows become batches.
+
+    Args:
+        num_workers: Processes that build batches ahead. Packing from memory takes microseconds: 0 often does.
+        prefetch: Batches that each of them builds ahead.
+        host_memory: What batches under way may take of RAM and of shared memory, such as "4GiB"; "auto" takes half
+            of what is free. Above it workers hand over parts of a batch.
+        drop_last: Leaves out an epoch's last training step if it has fewer rows than the others.
+        multiple_of: Rounds a batch's length up to a multiple, never beyond the context.
+    """
+
+    num_workers: int = 0
+    prefetch: int = 2
+    host_memory: str | int = "auto"
+    drop_last: bool = False
+    multiple_of: int = 1
+
+
+_ALL_DOCUMENTS, _PLAIN_BATCHES = DocumentOptions(), BatchOptions()
+
+
+class PackedDataModule(pl.LightningDataModule):
+    """Documents as packed rows, 99.9 % full where their lengths allow it; 2 bytes a token, on disk, mapped.
+
+    The batch is the *effective* one of a step and rank; ``MemoryBudget`` cuts it to what fits. Training rows
+    come in a new order every epoch, and resume exactly where they stopped. How full they are, documents, tokens and
+    truncations go to the trainer's loggers as ``packing/...``. A training whose model lets documents of a row see each
+    other stops at its first batch; that costs four forwards of two rows.
+
+    Args:
+        source: ``python-stdlib`` (the functions of Python's own standard library); the path of a ``.jsonl``,
+            ``.parquet``, ``.arrow`` or ``.txt`` file (documents between blank lines), or a folder of them (each
+            ``.txt`` file a document); a table of the ``datasets`` package; texts, records or sequences of token ids;
+            an iterable without a length, or a function that returns one (``packing="stream"``); another
+            LightningDataModule, whose data sets are packed; or a mapping that gives one of these for ``train``,
+            ``validation``, ``test`` and ``predict``.
+        tokenizer: ``bytes`` (vocabulary 259), or the name or path of a Hugging Face tokenizer. Token ids are
+            taken as they are.
+        context: Tokens a row can hold.
+        batch_size: Rows a step and rank, at the most; null: 16, or as many as ``batch_tokens`` allow.
+        packing: ``bfd`` fills rows by best-fit decreasing; ``stream`` window by window, as documents come; ``none``
+            gives each document its own row.
+        long_documents: What becomes of a document longer than the context: ``error`` refuses it, ``split`` cuts
+            it into pieces, ``truncate`` drops its end. The summary at setup counts them.
+        documents: Which documents are read, and for what.
+        batches: How rows become batches.
+        padding: ``longest`` batches any rows, ``bucket`` rows of about one length; either is padded to its longest.
+        batch_tokens: Tokens a step and rank, padding included, at the most: batches of shorter rows have more.
+        work_limit: Limits the rows' attention work, too, so that they take equal time; ``long_documents`` decides
+            about a document that is above it.
+
+    Raises:
+        ValueError: an option is out of range; at setup: the corpus is empty, a document is too long, or the
+            tokenizer can't be loaded; before the first step: a transformers model has no embedding for some token.
+        MissingPackageError: at setup: the tokenizer needs ``transformers``.
+    """
+
+    def __init__(
+        self,
+        source: Source = "python-stdlib",
+        tokenizer: str = "bytes",
+        context: int = 2048,
+        batch_size: int | None = None,
+        packing: PackingMode = "bfd",
+        long_documents: LongDocuments = "error",
+        documents: DocumentOptions = _ALL_DOCUMENTS,
+        batches: BatchOptions = _PLAIN_BATCHES,
+        padding: Padding = "longest",
+        batch_tokens: int | None = None,
+        work_limit: WorkLimit | None = None,
+    ) -> None:
+        super().__init__()
+        # Checks the options now, not at setup.
+        pack([], context, packing=packing, long_documents=long_documents, work_limit=work_limit)
+        rounded_length(context, context, batches.multiple_of)
+        parse_room(batches.host_memory)
+        self.source = source
+        self.tokenizer = tokenizer
+        self.context = context
+        self.batch_size = _ROWS if batch_size is None and batch_tokens is None else batch_size
+        self.packing: PackingMode = packing
+        self.long_documents: LongDocuments = long_documents
+        self.documents = documents
+        self.batches = batches
+        self.padding: Padding = padding
+        self.batch_tokens = batch_tokens
+        self.work_limit = work_limit
+        self._corpus = Corpus(tokenizer_name=tokenizer, options=documents)
+        self._splits: dict[str, PackedRows | Stream] = {}
+        self._train_loader: Loader | None = None
+        self._state_to_load: dict[str, Any] | None = None
+        self._is_prepared = False
+        self._log, self._probe = PackingLog(), ContaminationProbe()
+        self._loader_options(shuffle=True)
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Token ids are below this.
+
+        Raises:
+            ValueError: the source is a stream of token ids, which doesn't tell.
+        """
+        if not self._splits and isinstance(self.source, str):
+            return load_tokenizer(self.tokenizer).vocabulary_size
+        if not self._splits:
+            self.setup()
+        if self._corpus.tokenizer is not None:
+            return self._corpus.tokenizer.vocabulary_size
+        stores = [rows.store for rows in self._splits.values() if isinstance(rows, PackedRows)]
+        if not stores:
+            raise ValueError(
+                "source is a stream of token ids, which doesn't tell its vocabulary; take the tokenizer's."
+            )
+        return max(store.vocabulary for store in stores)
+
+    @property
+    def pad_id(self) -> int:
+        """The token that fills a row's end."""
+        return self._corpus.tokenizer.pad_id if self._corpus.tokenizer else 0
+
+    def prepare_data(self) -> None:
+        """Fills the caches in one process before the others read them."""
+        if isinstance(self.source, pl.LightningDataModule):
+            self.source.prepare_data()
+            return
+        for source in (shares_of(self.source) or {"all": self.source}).values():
+            if not is_stream(source):
+                self._corpus.read(source)
+        self._is_prepared = True
+
+    def setup(self, stage: str | None = None) -> None:
+        """Reads, tokenises and packs, once; says what came of it."""
+        self._add_callbacks(stage)
+        if stage == "fit":
+            self._train_loader = None  # of an earlier fit, whose counts are not this one's
+        if self._splits and not isinstance(self.source, pl.LightningDataModule):
+            return
+        before = dict(self._splits)
+        try:
+            self._read_shares(stage)
+        except BaseException:
+            self._splits = before  # so that another setup tries again
+            raise
+        if self._splits.keys() != before.keys():
+            rank_zero_info(self.summary())
+
+    def teardown(self, stage: str | None = None) -> None:
+        """Takes out of the trainer what setup put in."""
+        if self.trainer is not None:
+            callbacks = _callbacks(self.trainer)
+            callbacks[:] = [callback for callback in callbacks if callback not in (self._log, self._probe)]
+
+    def summary(self) -> str:
+        """The size of the vocabulary; what was read and packed, a line a share of the documents."""
+        try:
+            vocabulary = f"vocabulary: {self.vocabulary_size:,} token ids"
+        except ValueError:
+            vocabulary = "vocabulary: that of the stream's token ids"
+        return "\n".join((vocabulary, *(summary_line(name, rows) for name, rows in self._splits.items())))
+
+    def train_dataloader(self) -> Loader:
+        """Rows in a new order every epoch; where a checkpoint stopped, if one was loaded."""
+        if "train" not in self._splits:
+            raise ValueError(
+                f"There are no documents to train on (found: {list(self._splits)}); give 'train' a source, too."
+            )
+        self._refuse_ids()
+        # The same batches over and over is what overfit_batches asks for.
+        overfit = bool(self.trainer and getattr(self.trainer, "overfit_batches", 0))
+        loader = self._loader("train", shuffle=not overfit, drop_last=self.batches.drop_last)
+        if self._state_to_load is not None:
+            # Lightning itself never hands a loader its state where estimated_stepping_batches was asked for.
+            loader.load_state_dict(self._state_to_load)
+            self._state_to_load = None
+            if isinstance(loader, PackedLoader) and (note := loader.resumed_on_other_ranks):
+                rank_zero_info(f"train: {note}")
+        elif (
+            self._train_loader is not None
+        ):  # made anew in the midst of training: what was dealt still counts
+            before: Any = self._train_loader  # of the same kind
+            loader.go_on_after(before)
+        self._train_loader = self._log.loader = loader
+        return loader
+
+    def val_dataloader(self) -> Loader | list[Any]:
+        """The validation documents, in the same order every time."""
+        return self._loader("validation") if "validation" in self._splits else []
+
+    def test_dataloader(self) -> Loader | list[Any]:
+        """The test documents, in the same order every time; without a test share the validation documents."""
+        return self._loader("test") if "test" in self._splits else self.val_dataloader()
+
+    def predict_dataloader(self) -> Loader | list[Any]:
+        """The documents to predict on, in the same order every time; without such a share what is tested on."""
+        return self._loader("predict") if "predict" in self._splits else self.test_dataloader()
+
+    def worst_batch(self, rows: int) -> PackedBatch:
+        """Random tokens in the longest rows there are, each one document: what costs the most memory."""
+        lengths = [rows.longest_batch for rows in self._splits.values() if isinstance(rows, PackedRows)]
+        length = self.context if len(lengths) < len(self._splits) else max(lengths, default=self.context)
+        try:
+            vocabulary = self.vocabulary_size
+        except ValueError:
+            vocabulary = 1
+        return full_batch(rows, length, vocabulary=vocabulary, seed=self.documents.seed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the training loader stands; part of every checkpoint."""
+        return {} if self._train_loader is None else {"train_loader": self._train_loader.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keeps the position for the training loader, where one is about to be asked for."""
+        if self.trainer is None or self.trainer.state.fn == TrainerFn.FITTING:
+            self._state_to_load = state_dict.get("train_loader")
+
+    def __repr__(self) -> str:
+        arguments = ", ".join(f"{name}={getattr(self, name)!r}" for name in signature(type(self)).parameters)
+        return f"{type(self).__name__}({arguments})"
+
+    def _add_callbacks(self, stage: str | None) -> None:
+        if self.trainer is None:
+            return
+        callbacks = _callbacks(self.trainer)
+        if self._log not in callbacks:
+            # Before ModelCheckpoint, which saves what the log knows of a stream.
+            callbacks.insert(0, self._log)
+        probes = any(says(callback, "probes_contamination") for callback in callbacks)
+        if stage == "fit" and self.documents.kept_apart and not probes:
+            callbacks.append(self._probe)
+
+    def _refuse_ids(self) -> None:
+        rows = self._splits["train"]
+        module = None if self.trainer is None else getattr(self.trainer, "lightning_module", None)
+        if module is not None and isinstance(rows, PackedRows):
+            refuse_ids_beyond_embedding(module, max(rows.store.vocabulary, self.pad_id + 1), self.tokenizer)
+
+    def _read_shares(self, stage: str | None) -> None:
+        if isinstance(self.source, pl.LightningDataModule):
+            sources: dict[str, Any] | None = own_datasets(self.source, self.trainer, stage)
+        else:
+            sources = shares_of(self.source)
+        if sources is None:
+            self._deal_shares()
+            return
+        for share, source in sources.items():
+            if share in self._splits:
+                continue
+            if is_stream(source):
+                self._splits[share] = self._stream(source, None)
+            else:
+                store = self._store(source)
+                self._splits[share] = self._rows(
+                    share, store, drawn_documents(store.documents, self.documents)
+                )
+
+    def _deal_shares(self) -> None:
+        """One source to all shares."""
+        if is_stream(self.source):
+            self._splits["train"] = self._stream(self.source, "train")
+            if self.documents.validation:
+                self._splits["validation"] = self._stream(self.source, "validation")
+            if self.documents.test:
+                self._splits["test"] = self._stream(self.source, "test")
+            return
+        store = self._store(self.source)
+        for share, numbers in deal_documents(store.documents, self.documents).items():
+            if len(numbers) or share == "train":
+                self._splits[share] = self._rows(share, store, numbers)
+
+    def _store(self, source: Any) -> TokenStore:
+        # Under a trainer one process of a machine has compared the cache with its checksums in prepare_data.
+        is_alone = self.trainer is None or getattr(self.trainer, "local_rank", 0) == 0
+        return self._corpus.read(source, verify=is_alone and not self._is_prepared)
+
+    def _rows(self, share: str, store: TokenStore, numbers: NDArray[np.int64]) -> PackedRows:
+        try:
+            packing = pack(
+                store.lengths[numbers],
+                self.context,
+                packing=self.packing,
+                long_documents=self.long_documents,
+                work_limit=self.work_limit,
+                seed=self.documents.seed,
+            )
+        except ValueError as error:
+            raise ValueError(f"In the share {share!r}: {error}") from None
+        rows = PackedRows(
+            store=store,
+            packing=replace(packing, documents=numbers.astype(packing.documents.dtype)[packing.documents]),
+            pad_id=self.pad_id,
+            multiple_of=self.batches.multiple_of,
+            packed_by=self._packed_by(),
+            made_from=self._made_from(),
+        )
+        refuse_long_rows(rows.longest_batch if len(rows) else 0, self.batch_tokens)
+        return rows
+
+    def _packed_by(self) -> dict[str, Any]:
+        """What else than documents and context the rows follow from."""
+        limit = None if self.work_limit is None else repr(self.work_limit)
+        return {"packing": self.packing, "long_documents": self.long_documents, "work_limit": limit}
+
+    def _made_from(self) -> dict[str, Any]:
+        """What the documents follow from, beside the source's contents."""
+        options, tokenizer = self.documents, self._corpus.tokenizer
+        names = ("text_field", "kind", "mask_prompt", "limit", "validation", "test")
+        return {
+            "tokenizer": "none: token ids" if tokenizer is None else self.tokenizer,
+            **{name: getattr(options, name) for name in names},
+        }
+
+    def _stream(self, source: Any, share: str | None) -> Stream:
+        check_stream(source)
+        if self.packing != "stream":
+            raise ValueError(
+                f"source has no length, and packing={self.packing!r} needs all documents at once; take "
+                'packing="stream", which packs them as they come, or give a list of them.'
+            )
+        if self.documents.limit is not None:
+            raise ValueError(
+                f"limit={self.documents.limit} draws among all documents, whose number a stream does not tell; end "
+                "the stream earlier, or set the trainer's limit_train_batches."
+            )
+        tokenizer = self._corpus.tokenizer_for_stream(source)
+        stream = Stream(
+            read=StreamDocuments(source=source, tokenizer=tokenizer, options=self.documents, share=share),
+            context=self.context,
+            long_documents=self.long_documents,
+            seed=self.documents.seed,
+            pad_id=self.pad_id,
+            multiple_of=self.batches.multiple_of,
+            work_limit=self.work_limit,
+            made_from=self._made_from(),
+        )
+        StreamLoader(stream, self._loader_options(shuffle=False))  # checks the options now, not in training
+        return stream
+
+    def _loader(self, share: str, *, shuffle: bool = False, drop_last: bool = False) -> Loader:
+        trainer = self.trainer
+        ranks = (getattr(trainer, "distributed_sampler_kwargs", None) if trainer else None) or {}
+        options = self._loader_options(shuffle=shuffle, drop_last=drop_last)
+        where = {"rank": ranks.get("rank", 0), "world_size": ranks.get("num_replicas", 1)}
+        rows = self._splits[share]
+        if isinstance(rows, Stream):
+            return StreamLoader(rows, options, **where)
+        loader = PackedLoader(rows, options, **where)
+        if loader.dropped_rows and not drop_last:
+            rank_zero_info(
+                f"{share}: {loader.dropped_rows} of {len(loader.rows)} rows can't be shared by {loader.world_size} "
+                "ranks in batches of one row, and are left out, in every epoch others; a larger batch_size deals all."
+            )
+        if options.num_workers and share == "train":
+            rank_zero_info(f"{options.num_workers} workers: {loader.memory}")
+        return loader
+
+    def _loader_options(self, *, shuffle: bool, drop_last: bool = False) -> LoaderOptions:
+        trainer, batches = self.trainer, self.batches
+        room: HostMemory | None = None
+        if batches.num_workers > 0:
+            processes = getattr(trainer, "num_devices", 1) if trainer is not None else 1
+            room = parse_room(batches.host_memory) or host_room(processes)
+        return LoaderOptions(
+            batch_size=self.batch_size,
+            batch_tokens=self.batch_tokens,
+            padding=self.padding,
+            shuffle=shuffle,
+            seed=self.documents.seed,
+            drop_last=drop_last,
+            num_workers=batches.num_workers,
+            prefetch=batches.prefetch,
+            pin_memory=trainer is not None and trainer.strategy.root_device.type == "cuda",
+            room=room,
+        )
+
+
+def _callbacks(trainer: pl.Trainer) -> list[Any]:
+    return trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,77 @@
+"""Let ranks take evaluation batches together: under sharding, and under DDP where the step itself communicates."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from lightning.pytorch import Trainer
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_memkit.distributed.catch_up import why_no_catch_up
+from lightning_memkit.distributed.ddp import broadcast_buffers, local_gradients
+from lightning_memkit.distributed.fsdp2 import sharded_states
+from lightning_memkit.micro_batching.ranks.agreement import Unretried
+from lightning_memkit.micro_batching.ranks.alone import Ranks
+from lightning_memkit.micro_batching.ranks.together import Announced, Sharded
+from lightning_memkit.plugins.seams import training_loop
+from lightning_memkit.plugins.seams.lightning_run import LightningRun
+
+
+class EvaluationRanks:
+    """Makes what ranks agree through, once it is known that they have to; all ranks ask at the same batches.
+
+    Args:
+        trainer: its strategy has set the model up.
+        recover: whether batches are to be retried. Otherwise nothing is put into the engine.
+    """
+
+    def __init__(self, trainer: Trainer, *, recover: bool) -> None:
+        self._trainer = trainer
+        self._recover = recover
+        self._made: Ranks | None = None
+
+    def of(self, communicates: Callable[[], bool]) -> Ranks:
+        """What ranks do together in a loader's batches.
+
+        Args:
+            communicates: whether the user's step issues collectives; asked under DDP only, of all ranks.
+        """
+        if self._trainer.world_size == 1:
+            return Ranks()
+        sharded = training_loop.communicates_in_every_part(self._trainer)
+        if not sharded and not communicates():
+            return Ranks()
+        if self._made is None:
+            self._made = self._sharded() if sharded else self._announced()
+        return self._made
+
+    def _announced(self) -> Ranks:
+        return (
+            Announced()
+            if self._recover
+            else Unretried(LightningRun(self._trainer), "recover=False", meets=True)
+        )
+
+    def _sharded(self) -> Ranks:
+        model = self._trainer.strategy.model
+        if not self._recover or model is None:
+            return Unretried(LightningRun(self._trainer), "recover=False")
+        reason = why_no_catch_up(model) if sharded_states(model) else "it is not sharded by FSDP2"
+        return Unretried(LightningRun(self._trainer), reason) if reason else Sharded(model)
+
+    @contextmanager
+    def batch(self, *, counts: bool) -> Iterator[None]:
+        """Encloses all forwards of a batch; DDP's buffers are rank 0's before one that counts, and in no other."""
+        model = self._trainer.strategy.model
+        if not isinstance(model, DistributedDataParallel):
+            yield
+            return
+        if counts:
+            broadcast_buffers(model)
+        with local_gradients(model):
+            yield
+
+    def close(self) -> None:
+        """Give groups and the engine's own collectives back."""
+        if self._made is not None:
+            self._made.close()
+        self._made = None

@@ -1,0 +1,139 @@
+"""Run an evaluation batch once: whole, or in micro-batches whose logged values are joined to the whole's."""
+
+from functools import partial
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from lightning_memkit.micro_batching import batch_size, split_batch
+from lightning_memkit.micro_batching.parts.joining import Counted, JoinError, Joining
+from lightning_memkit.plugins.memory_budget._evaluation_comparison import (
+    ON_ANOTHER_RANK,
+    RETURNS,
+    Comparisons,
+    Counts,
+    Entries,
+    logged_values,
+    told_apart,
+)
+from lightning_memkit.plugins.memory_budget._evaluation_sizes import EvaluationSizes, Loader
+from lightning_memkit.plugins.memory_budget._evaluation_trials import EvaluationTrials
+from lightning_memkit.plugins.seams import evaluation_loop as seam
+
+_MOST_LOOKS = 4  # at one batch
+
+Logged = dict[str, list[Counted]]
+
+
+class EvaluationRuns:
+    """Runs batches as often as it is asked to; what they log and leave in their module counts each time.
+
+    Args:
+        trainer: the trainer whose loops they are.
+        sizes: compares some samples again, where it is in doubt how values are joined.
+        trials: runs the forwards, with other ranks where they meet in them.
+        comparisons: counts what micro-batches hold.
+    """
+
+    def __init__(
+        self, trainer: Trainer, sizes: EvaluationSizes, trials: EvaluationTrials, comparisons: Comparisons
+    ) -> None:
+        self._trainer = trainer
+        self._sizes = sizes
+        self._trials = trials
+        self._comparisons = comparisons
+
+    def whole(self, step: seam.EvaluationStep) -> Any:
+        """The batch's output, as Lightning runs it."""
+        if self._trainer.world_size == 1:
+            return step.forward(step.whole())
+
+        def run() -> tuple[Any, Entries]:
+            # Rank-averaged values are logged after the batch succeeds, so a retry does not count them twice.
+            with seam.logging_held(self._trainer) as logged:
+                return step.forward(step.whole()), logged
+
+        output, logged = self._trials.part(step, run)
+        for entry in logged:
+            seam.log_now(self._trainer, entry)
+        return output
+
+    def in_parts(self, step: seam.EvaluationStep, known: Loader, count: int) -> None:
+        """Run the batch in micro-batches, and log what it logs as a whole; it returns nothing.
+
+        Raises:
+            JoinError: its micro-batches don't give its results: a comparison of few samples had not told.
+        """
+        parts = split_batch(step.batch, _even(step.batch, count), split=self._comparisons.split)
+        counts = self._comparisons.counts(step.batch, parts)
+        apart = told_apart(counts)
+        if known.ranks.any(not apart <= known.told_apart):  # no comparison could tell these means apart
+            self._sizes.look(step, known)
+            known.told_apart |= apart
+
+        def run(part: Any) -> tuple[Entries, bool]:
+            with seam.logging_held(self._trainer) as entries:
+                return entries, step.forward(step.transfer(part)) is not None
+
+        ran = [self._trials.part(step, partial(run, part)) for part in parts]
+        for _ in range(count - len(parts)):  # ranks with more samples wait in theirs
+            self._trials.repeat(step, parts[0])
+        if known.ranks.any(any(returned for _, returned in ran)):
+            raise JoinError(RETURNS)
+        self._log(
+            ran[-1][0], self._joined(step, known, parts, [logged_values(one) for one, _ in ran], counts)
+        )
+
+    def _joined(
+        self, step: seam.EvaluationStep, known: Loader, parts: list[Any], logged: list[Logged], counts: Counts
+    ) -> Logged:
+        """The whole batch's values; where rules are in doubt, a comparison on one of its micro-batches settles it."""
+        if known.rules is None:
+            raise RuntimeError("MemoryBudget joins values before it has compared any.")
+        for look in range(_MOST_LOOKS + 1):
+            values, why = _join(known.rules, logged, counts)
+            doubtful = list(known.rules.doubtful)
+            if known.ranks.any(bool(why)):
+                raise JoinError(why or ON_ANOTHER_RANK)
+            if not known.ranks.any(bool(doubtful)):
+                return values
+            if look < _MOST_LOOKS:
+                self._sizes.look(step, known, parts[_unlike(logged, doubtful)[look % len(parts)]])
+        raise JoinError(
+            f"it is not known how {', '.join(doubtful) or 'a value on another rank'} comes from micro-batches: "
+            "several ways agree on all samples that were compared"
+        )
+
+    def _log(self, entries: Entries, values: Logged) -> None:
+        waiting = {name: list(counted) for name, counted in values.items()}
+        for entry in entries:
+            for counted in waiting.pop(entry["name"], ()):
+                # A mean's size is the batch's where the user names none.
+                seam.log_now(self._trainer, {**entry, "value": counted.value, "batch_size": counted.count})
+
+
+def _join(rules: Joining, parts: list[Logged], counts: Counts) -> tuple[Logged, str]:
+    """The values, or why there are none."""
+    try:
+        return rules.join(parts, counts), ""
+    except JoinError as error:
+        return {}, f"what it logs can't be told from micro-batches: {error}"
+
+
+def _unlike(logged: list[Logged], doubtful: list[str]) -> list[int]:
+    """The places of micro-batches, first those whose values are unlike the others': of an accuracy, where it is not 0.
+
+    Of these, rules that agree on a few samples give different values.
+    """
+    values = [
+        str([one.value for name in parts if any(name in said for said in doubtful) for one in parts[name]])
+        for parts in logged
+    ]
+    return sorted(range(len(values)), key=lambda place: values.count(values[place]))
+
+
+def _even(batch: Any, count: int) -> list[int]:
+    """The sizes of that many micro-batches, or of as many as there are samples, as even as possible."""
+    rows = batch_size(batch)
+    short, extra = divmod(rows, min(rows, count))
+    return [short + 1] * extra + [short] * (min(rows, count) - extra)

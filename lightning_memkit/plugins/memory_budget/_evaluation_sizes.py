@@ -1,0 +1,187 @@
+"""Whether a loader's evaluation batches are split, and into what: measured, compared, remembered."""
+
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_debug, rank_zero_info
+
+from lightning_memkit.memory.sizing import NothingFitsError, largest_fitting
+from lightning_memkit.memory.units import format_bytes
+from lightning_memkit.micro_batching import SplitError, batch_size
+from lightning_memkit.micro_batching.options import BudgetOptions
+from lightning_memkit.micro_batching.parts.joining import JoinError, Joining
+from lightning_memkit.micro_batching.ranks.alone import Ranks
+from lightning_memkit.micro_batching.sizes.sizing import BudgetError
+from lightning_memkit.plugins.memory_budget._evaluation_comparison import RETURNS, Comparisons, Pairs
+from lightning_memkit.plugins.memory_budget._evaluation_trials import EvaluationTrials
+from lightning_memkit.plugins.seams.evaluation_loop import EvaluationStep
+from lightning_memkit.utilities.tensors import tensors_of
+
+_MOST_TRIALS = 8
+
+
+@dataclass(kw_only=True)
+class Loader:
+    """What is known of one loader's batches in one kind of step."""
+
+    size: int = 0  # samples that a micro-batch may hold, or that ran whole; 0 before the first look
+    limited: bool = False  # larger ones did not fit
+    exceeds: bool = False  # its first batch was measured not to fit
+    measured: float = 0.0  # elements of the largest micro-batch whose peak was measured
+    pending: bool = True  # the first batch of a run: other things may be on the device than in the last run
+    told_apart: Pairs = frozenset()  # by comparisons
+    ranks: Ranks = field(default_factory=Ranks)
+    rules: Joining | None = None  # of logged values
+    unsplittable: str = ""  # why
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extent:
+    """How large a batch is: where ranks meet in each forward, the largest of all ranks', so that all decide alike.
+
+    Args:
+        rows: its samples; 0 where they can't be told.
+        elements: the numbers that its tensors hold.
+        unclear: why they can't be told.
+    """
+
+    rows: int
+    elements: int
+    unclear: str = ""
+
+    def parts_of(self, size: int) -> int:
+        """How many micro-batches of so many samples it makes."""
+        return max(1, -(-self.rows // size))
+
+
+class EvaluationSizes:
+    """Finds out whether a loader's batches may be split, and the largest micro-batches that fit.
+
+    Args:
+        trainer: the trainer whose loops they are.
+        options: the budget.
+        trials: runs micro-batches without a trace.
+        comparisons: finds out whether micro-batches give a batch's results.
+    """
+
+    def __init__(
+        self, trainer: Trainer, options: BudgetOptions, trials: EvaluationTrials, comparisons: Comparisons
+    ) -> None:
+        self._trainer = trainer
+        self._options = options
+        self._trials = trials
+        self._comparisons = comparisons
+
+    def first_look(self, step: EvaluationStep, known: Loader, extent: Extent) -> None:
+        """Measure the first batch whole; what to do where it does not fit is found out in its step."""
+        options = self._options
+        known.size = max(extent.rows, 1)
+        try:
+            peak = self._trials.peak_of(step, None, options.usable_bytes)
+        except Exception as error:  # a step may count on hooks that run between here and there
+            rank_zero_debug(f"MemoryBudget measures the first {step.hook} as it runs: {error!r}")
+            known.ranks.forget_part()
+            return
+        known.pending, known.measured = False, float(extent.elements)
+        known.exceeds = peak is None or peak > options.usable_bytes
+        if known.exceeds and extent.rows != 1 and step.hook == "predict_step":
+            known.exceeds = self.can_split(step, known, extent)
+
+    def settle(self, step: EvaluationStep, known: Loader, extent: Extent) -> None:
+        """A first batch that does not fit: micro-batches, if they give its results."""
+        known.exceeds = False
+        if extent.rows == 1 or self.can_split(step, known, extent):
+            self.choose(step, known, extent, parts=2)
+
+    def choose(self, step: EvaluationStep, known: Loader, extent: Extent, *, parts: int) -> None:
+        """Take the largest micro-batch that is measured to fit, so that there are at least so many."""
+        most, usable = -(-extent.rows // parts), self._options.usable_bytes
+        if self._options.micro_batch_size != "auto":
+            most = min(most, self._options.micro_batch_size)
+
+        def peak_of(size: int) -> int | None:
+            if size > most:  # known not to fit, or not wanted
+                return None
+            # One sample is measured without a limit: its peak says by how much the budget is short.
+            return self._trials.peak_of(step, size, None if size == 1 else usable)
+
+        try:
+            sizing = largest_fitting(peak_of, usable_bytes=usable, most=extent.rows, most_trials=_MOST_TRIALS)
+        except NothingFitsError as error:
+            short = _shortfall(step.hook, error.peak_bytes, usable, self._options.headroom)
+            raise BudgetError(short) from None
+        known.size, known.limited = sizing.micro_batch_size, True
+        known.measured = extent.elements / extent.rows * known.size
+        rank_zero_info(f"MemoryBudget in {step.hook}: {sizing}; without gradients.")
+
+    def can_split(self, step: EvaluationStep, known: Loader, extent: Extent) -> bool:
+        """Whether micro-batches give the whole batch's results, found out once; a warning where they don't."""
+        try:
+            if not extent.rows:
+                raise JoinError(extent.unclear)
+            if step.hook == "predict_step":
+                raise JoinError(RETURNS)
+            if known.rules is None and not known.unsplittable:
+                self.look(step, known)
+        except JoinError as error:
+            self.run_whole(step, known, extent, str(error))
+        return not known.unsplittable
+
+    def look(self, step: EvaluationStep, known: Loader, part: Any = None) -> None:
+        """Compare some samples of the batch, or all of one of its micro-batches; the rules learn from it.
+
+        Raises:
+            JoinError: micro-batches don't give the batch's results; says why.
+        """
+        known.rules = known.rules or self._comparisons.rules()
+        known.told_apart |= self._comparisons.compare(step, known.rules, part)
+
+    def run_whole(self, step: EvaluationStep, known: Loader, extent: Extent, why: str) -> None:
+        """From now on the loader's batches run whole; one warning says why, and what would help."""
+        if known.unsplittable:
+            return
+        known.unsplittable = why
+        rows = f" of {extent.rows} samples" if extent.rows else ""
+        warnings.warn(
+            f"{type(self._trainer.lightning_module).__name__}.{step.hook} runs its batches{rows} whole, which exceeds "
+            f"the budget's usable {format_bytes(self._options.usable_bytes)}: {why}. {remedy(step)}",
+            stacklevel=2,
+        )
+
+
+def remedy(step: EvaluationStep) -> str:
+    """What helps where a batch exceeds the budget and is not split."""
+    smaller = f"Use a smaller batch_size in dataloader {step.dataloader_idx}"
+    if step.hook == "predict_step":
+        return f"{smaller}: predictions are never split."
+    return (
+        f"{smaller}; or return None, and log means, sums, extremes and torchmetrics objects: a batch is split where "
+        "its micro-batches give the same values."
+    )
+
+
+def extent_of(batch: Any, ranks: Ranks) -> Extent:
+    """How large a batch is, or the largest of those that ranks are at together."""
+    rows, why = 0, ""
+    try:
+        rows = batch_size(batch)
+    except SplitError as error:
+        why = str(error)
+    elements = sum(tensor.numel() for tensor in tensors_of(batch))
+    most, many, unclear = ranks.largest_of([rows, elements, bool(why)])
+    if unclear:
+        return Extent(rows=0, elements=int(many), unclear=why or "another rank's batch can't be")
+    return Extent(rows=int(most), elements=int(many))
+
+
+def _shortfall(hook: str, peak: int | None, usable: int, headroom: float) -> str:
+    if peak is None:
+        return f"A part of 1 sample runs out of memory in {hook} on the device itself, without gradients."
+    enough = -(-peak / (1 - headroom) // 2**20)
+    return (
+        f"A part of 1 sample needs {format_bytes(peak)} in {hook}, {format_bytes(peak - usable)} more than the "
+        f"budget's usable {format_bytes(usable)}. What would help: weights in bf16, shorter samples, or budget=\""
+        f'{enough:.0f}MiB".'
+    )

@@ -1,0 +1,146 @@
+"""Trials of evaluation steps that leave no trace: what a part needs, and whether it communicates."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, TypeVar
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_debug
+
+from lightning_memkit.distributed.collectives import collectives_issued
+from lightning_memkit.memory.measure import PeakMeter, peak_meter
+from lightning_memkit.memory.meter import unmetered
+from lightning_memkit.memory.out_of_memory import is_out_of_memory
+from lightning_memkit.micro_batching import (
+    SplitError,
+    batch_size,
+    split_batch,
+)
+from lightning_memkit.micro_batching.parts.partition import Splitter
+from lightning_memkit.micro_batching.proof.trials import states_on
+from lightning_memkit.micro_batching.ranks.alone import Ranks
+from lightning_memkit.plugins.memory_budget._evaluation_state import EvaluationRollback
+from lightning_memkit.plugins.seams.evaluation_loop import EvaluationStep, logging_held, nothing_logged
+from lightning_memkit.utilities.tensors import tensors_of
+
+T = TypeVar("T")
+
+
+class EvaluationTrials:
+    """Runs an evaluation step's batch in ways that leave no trace in module, RNG and logs.
+
+    Args:
+        trainer: the trainer, within one of its evaluation loops.
+        split: the user's own splitter.
+    """
+
+    def __init__(self, trainer: Trainer, split: Splitter | None) -> None:
+        self.changing: frozenset[tuple[str, str]] | None = (
+            None  # the tensors that steps change; None: not known
+        )
+        self.ranks = Ranks()
+        self._trainer = trainer
+        self._split = split
+
+    @property
+    def _gets_batch_itself(self) -> bool:
+        """Whether steps are given the loader's own tensors, and not copies on a device."""
+        return self._trainer.strategy.root_device.type == "cpu"
+
+    def part(self, step: EvaluationStep, run: Callable[[], T]) -> T:
+        """Run what holds one forward; where ranks meet in it, all run one, and one's failure is all ranks'."""
+        return self.ranks.part(
+            run, kind=f"{step.hook} {step.dataloader_idx}", smallest=lambda: self._smallest(step)
+        )
+
+    def _smallest(self, step: EvaluationStep) -> None:
+        """A forward of one row, for nothing but its collectives."""
+        batch = self.rows_of(step.batch, 1)
+        with logging_held(self._trainer):
+            step.forward(step.transfer(batch))
+
+    def forward(self, step: EvaluationStep, batch: Any) -> Any:
+        """What the step returns for a batch."""
+        return self.part(step, lambda: step.forward(step.transfer(batch)))
+
+    def rows_of(self, batch: Any, size: int) -> Any:
+        """The first rows of a batch, or all of one that can't be split."""
+        try:
+            total = batch_size(batch)
+        except SplitError:
+            return batch
+        if size >= total:
+            return batch
+        return split_batch(batch, [size, total - size], split=self._split)[0]
+
+    def communicates(self, step: EvaluationStep) -> bool:
+        """Whether the user's step issues collectives, by a forward of one row."""
+        before = collectives_issued()
+        try:
+            with self.no_trace(step):
+                self._smallest(step)
+        except Exception as error:  # it may count on hooks that run later, or on more rows
+            rank_zero_debug(f"MemoryBudget can't try a row in {step.hook}: {error!r}")
+        after = collectives_issued()
+        return after is None or after != before
+
+    def repeat(self, step: EvaluationStep, batch: Any) -> None:
+        """A forward that counts for nothing, for peers whose batches have more parts."""
+        with self.no_trace(step):
+            self.forward(step, batch)
+
+    def rollback(self, step: EvaluationStep) -> EvaluationRollback:
+        """The state before a batch runs, of what trials have seen steps change; the batch as well, where they do."""
+        changes_batch = any(path == "batch" for path, _ in self.changing or ())
+        batches = [step.batch] if changes_batch else []
+        return EvaluationRollback(self._trainer.lightning_module, self.changing, batches=batches)
+
+    @contextmanager
+    def no_trace(self, step: EvaluationStep, *batches: Any) -> Iterator[EvaluationRollback]:
+        """Within it steps change and log nothing that lasts; `batches` are what they are given besides the step's."""
+        given = [step.batch, *batches] if self._gets_batch_itself else []
+        rollback = EvaluationRollback(self._trainer.lightning_module, batches=given)
+        try:
+            with (
+                unmetered(),
+                nothing_logged(self._trainer),
+                rollback.watching() if self._gets_batch_itself else nullcontext(),
+            ):
+                yield rollback
+        finally:
+            self.changing = (self.changing or frozenset()) | rollback.changed()
+            rollback.restore()
+
+    def meter(self, step: EvaluationStep, limit: int | None) -> PeakMeter:
+        """A meter that knows what is on the device besides the step's own tensors: states of metrics, outputs, too."""
+        device, module = self._trainer.strategy.root_device, self._trainer.lightning_module
+        held = [tensor for owner in module.modules() for tensor in tensors_of(vars(owner))]
+        held += [p.grad for p in module.parameters() if p.grad is not None]
+        held += tensors_of([step.batch, step.given])
+        held = [tensor for tensor in held if tensor.device.type == device.type]
+        for optimizer in self._trainer.optimizers:
+            held += states_on(device, optimizer)
+        return peak_meter(device, held, limit)
+
+    def peak_of(self, step: EvaluationStep, size: int | None, limit: int | None) -> int | None:
+        """The bytes that the first `size` samples need (None: the batch as it is); None where they run out."""
+        if self.ranks.meets and self.ranks.reason:
+            limit = None  # a rank that stops within a forward would leave the others waiting
+        batch = step.batch if size is None else self.rows_of(step.batch, size)
+        failed, peak = False, 0
+        with self.no_trace(step, batch):
+            meter = self.meter(step, limit)
+
+            def run() -> None:
+                with meter:
+                    step.forward(step.transfer(batch))
+
+            try:
+                self.part(step, run)
+                peak = meter.peak_bytes
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                failed = True
+        most = self.ranks.largest_of([float(failed), peak])
+        return None if most[0] else int(most[1])

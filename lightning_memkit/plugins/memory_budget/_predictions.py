@@ -1,0 +1,63 @@
+"""Price what `Trainer.predict` gathers: the outputs of every batch, on the host."""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_memkit.memory.measure import capacity
+from lightning_memkit.memory.units import format_bytes
+from lightning_memkit.micro_batching.sizes.sizing import BudgetError
+from lightning_memkit.plugins.seams.evaluation_loop import EvaluationStep, predictions_to_keep
+from lightning_memkit.utilities.tensors import tensors_of
+
+_REMEDY = (
+    "Trainer.predict(return_predictions=False) with a BasePredictionWriter(write_interval='batch'), or a predict_step "
+    "that returns less (class indices for logits; .clone() of a slice, which else keeps the whole tensor)"
+)
+
+
+def check_predictions(step: EvaluationStep, output: Any, budget_bytes: int) -> None:
+    """After a loader's first batch: what all its outputs will take, against the host's memory and the budget.
+
+    Lightning moves the outputs to the host and keeps them until the end, where they are returned or a writer waits
+    for the epoch. The estimate takes the first batch's bytes for every batch's.
+
+    Raises:
+        BudgetError: the host has not so much memory.
+    """
+    if step.hook != "predict_step":
+        return
+    batches = predictions_to_keep(step.trainer, step.dataloader_idx)
+    if batches in (0, float("inf")):
+        return
+    made, on_host = bytes_of(output), step.trainer.strategy.root_device.type == "cpu"
+    total, free = int(made * batches), capacity(torch.device("cpu")).free_bytes
+    what = (
+        f"Trainer.predict keeps the outputs of {batches:.0f} batches, about {format_bytes(total)} at "
+        f"{format_bytes(made)} a batch"
+    )
+    if total > free:
+        raise BudgetError(f"{what}, and the host has {format_bytes(free)} free. What would help: {_REMEDY}.")
+    if on_host and total > budget_bytes:
+        warnings.warn(
+            f"{what}, which passes the budget of {format_bytes(budget_bytes)}; it counts what steps need, not what "
+            f"is gathered. What would help: {_REMEDY}.",
+            stacklevel=2,
+        )
+
+
+def bytes_of(output: Any) -> int:
+    """The bytes that an output keeps alive: those of whole storages, which views share."""
+    storages: dict[int, int] = {}
+    for tensor in tensors_of(output):
+        storages.update(_storage(tensor))
+    return sum(storages.values())
+
+
+def _storage(tensor: Tensor) -> dict[int, int]:
+    if tensor.layout is not torch.strided:
+        return {id(tensor): tensor.numel() * tensor.element_size()}
+    storage = tensor.untyped_storage()
+    return {storage.data_ptr(): storage.nbytes()}

@@ -1,0 +1,264 @@
+"""Keep the effective batch and its exact result within a memory budget."""
+
+import copy
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from lightning_memkit.memory.limits import hard_cap
+from lightning_memkit.memory.measure import budget_bytes, check_budget
+from lightning_memkit.memory.sizing import Sizing
+from lightning_memkit.micro_batching import WeighBy, Weigher
+from lightning_memkit.micro_batching.engine import Engine, Record
+from lightning_memkit.micro_batching.history import PartsChange
+from lightning_memkit.micro_batching.options import BudgetOptions, Enforce, check_options
+from lightning_memkit.micro_batching.parts.partition import Splitter
+from lightning_memkit.micro_batching.run import Step
+from lightning_memkit.plugins.memory_budget._evaluation import Observer, keep_budget_in_evaluation
+from lightning_memkit.plugins.memory_budget._forecast import foreseen
+from lightning_memkit.plugins.pickling import LeavesRunBehind, nothing
+from lightning_memkit.plugins.seams import training_loop
+from lightning_memkit.plugins.seams._checks import check_accumulation, warn_of_inexactness
+from lightning_memkit.plugins.seams.lightning_run import LightningRun
+from lightning_memkit.utilities.patching import Undo
+
+
+class MemoryBudget(LeavesRunBehind, Callback):
+    """Trains the loader's batch in parts that fit the budget, with the unsplit batch's result up to rounding.
+
+    The DataLoader yields the effective batch (per rank). Each is split inside the optimizer step, so shuffling,
+    `global_step`, schedulers and logging don't change with the parts. Before step 1 a probe checks that the loss
+    may be split (two later batches are probed again), the peak of the worst batch is measured, and both leave no
+    trace. After an OOM the state before the step is restored and the same batch runs in smaller parts, on all ranks.
+
+    Price: one forward and backward more a part's size tried (at most 8), and the smaller kernels of smaller parts.
+    What is not exact: batch statistics (BatchNorm is warned about), random draws (dropout draws part by part), and
+    in bf16 the rounding of each part.
+
+    Args:
+        budget: the most bytes the device may use: `"22GiB"`, a fraction of its memory in (0, 1], a count of bytes,
+            or `"auto"` (what is free when training starts, and what this process holds of a GPU already). On CPU the
+            bytes of tensors are counted.
+        micro_batch_size: the most samples in a part, or `"auto"`: the fastest of those that fit, found on the first
+            training steps.
+        effective_batch_size: samples an optimizer step covers, if more than a loader batch: loader batches are
+            accumulated and weighed exactly. Must be a multiple of the loader's batch size.
+        weigh_by: what the loss is a mean over: `"samples"`, `"labels"`, `"causal_labels"` (see `micro_batches`),
+            `"sum"`, a callable from a part to a count, or `"auto"`: what the probe finds right.
+        split: from (batch, sizes) to parts, for batches that are to be cut in another way than row by row.
+        headroom: the fraction of the budget that the verified peak leaves free.
+        recover: retry a step that runs out of memory with smaller parts.
+        enforce: `"verified"`: count bytes before step 1 only. `"always"`: on CPU count them in every step too, also
+            of evaluation, and treat a byte over the budget as an OOM; costs tens of microseconds an operator. CUDA's
+            allocator enforces by itself.
+
+    Raises:
+        ValueError: an argument is outside its range, or the effective batch is not made of whole loader batches.
+        BudgetError: before the first step: the budget can't hold a micro-batch of 1, or the loss can't be split;
+            before a later one: the probe finds only then that the loss can't be split.
+    """
+
+    splits_batches = True
+    of_run = {"_engine": nothing, "_undo": list}
+
+    def __init__(
+        self,
+        budget: str | int | float = "auto",
+        micro_batch_size: int | Literal["auto"] = "auto",
+        effective_batch_size: int | None = None,
+        weigh_by: WeighBy | Weigher = "auto",
+        split: Splitter | None = None,
+        headroom: float = 0.05,
+        recover: bool = True,
+        enforce: Enforce = "verified",
+    ) -> None:
+        check_budget(budget)
+        check_options(micro_batch_size, effective_batch_size, weigh_by, headroom, enforce)
+        self.budget = budget
+        self.micro_batch_size: int | Literal["auto"] = micro_batch_size
+        self.effective_batch_size = effective_batch_size
+        self.weigh_by: WeighBy | Weigher = weigh_by
+        self.split = split
+        self.headroom = headroom
+        self.recover = recover
+        self.enforce: Enforce = enforce
+        self.budget_bytes = 0
+        self._record = Record()
+        self._resumed: dict[str, Any] = {}
+        self._copied: dict[str, Any] = {}  # the state of the one that this is a copy of
+        self._peaks: dict[int, int] = {}  # likewise
+        self._engine: Engine | None = None
+        self._undo: list[Undo] = []
+
+    def __repr__(self) -> str:
+        return (
+            f"MemoryBudget(budget={self.budget!r}, micro_batch_size={self.micro_batch_size!r}, "
+            f"effective_batch_size={self.effective_batch_size!r}, weigh_by={self.weigh_by!r}, "
+            f"split={self.split!r}, headroom={self.headroom!r}, recover={self.recover!r}, "
+            f"enforce={self.enforce!r})"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            **super().__getstate__(),
+            "_record": copy.deepcopy(self._record),
+            "_copied": self.state_dict(),
+            "_peaks": self.predicted_peaks,
+        }
+
+    @property
+    def averages_after_backward(self) -> bool:
+        """Whether DDP's gradients are averaged here, once all ranks agree that none ran out of memory."""
+        return self.recover
+
+    @property
+    def sizing(self) -> Sizing | None:
+        """The size that was verified before step 1."""
+        return self._record.sizing
+
+    @property
+    def peak_bytes(self) -> int:
+        """The verified peak; with `enforce="always"`, the largest of any step."""
+        return self._record.peak_bytes
+
+    @property
+    def retries(self) -> int:
+        """Steps that ran out of memory and were taken again."""
+        return self._record.retries
+
+    @property
+    def history(self) -> list[PartsChange]:
+        """From which step on micro-batches had which size."""
+        return self._record.history
+
+    @property
+    def is_tuning(self) -> bool:
+        """Whether sizes are still being timed, on training steps."""
+        tuning = None if self._engine is None else self._engine.choice.tuning
+        return tuning is not None and tuning.fastest.settled is None
+
+    @property
+    def predicted_peaks(self) -> dict[int, int]:
+        """Predicted bytes by micro-batch; empty where sizes were measured without a prediction."""
+        foreseen = None if self._engine is None else self._engine.choice.foreseen
+        return dict(self._peaks) if foreseen is None else dict(foreseen.peaks)
+
+    def usable_bytes_on(self, device: torch.device) -> int:
+        """The budget without its headroom."""
+        return int(budget_bytes(self.budget, device) * (1 - self.headroom))
+
+    # Lightning's hooks
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse what can't work, and take the seams of Lightning's loops."""
+        self._give_back()
+        self.budget_bytes = budget_bytes(self.budget, trainer.strategy.root_device)
+        options = BudgetOptions(
+            budget_bytes=self.budget_bytes,
+            budget=self.budget,
+            headroom=self.headroom,
+            split=self.split,
+            micro_batch_size=self.micro_batch_size,
+            effective_batch_size=self.effective_batch_size,
+            recover=self.recover,
+            weigh_by=self.weigh_by,
+            enforce=self.enforce,
+        )
+        self._undo = [
+            hard_cap(trainer.strategy.root_device, self.budget_bytes),
+            keep_budget_in_evaluation(trainer, options, self._observer(trainer)),
+        ]
+        if stage != "fit":
+            return
+        if not pl_module.automatic_optimization:
+            warnings.warn(
+                f"{type(pl_module).__name__} optimizes manually: MemoryBudget stands aside. Split in training_step "
+                "with lightning_memkit.micro_batches(batch, size), which yields (part, weight).",
+                stacklevel=2,
+            )
+            return
+        check_accumulation(trainer, self.effective_batch_size)
+        warn_of_inexactness(trainer, pl_module)
+        transfer, undo_transfer = training_loop.keep_batches_on_host(trainer)
+        run = LightningRun(trainer, transfer)
+        self._record.history = []
+        self._engine = Engine(
+            run,
+            options,
+            record=self._record,
+            resumed=self._resumed,
+            foresee=lambda step, sizes: foreseen(trainer, options, step.batch, sizes),
+            retried=partial(self._log_retries, trainer),
+        )
+        self._undo += [training_loop.install(trainer, run, self), undo_transfer, self._engine.close]
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Lightning calls no teardown after an error."""
+        self._give_back()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Give the seams back."""
+        self._give_back()
+
+    def _give_back(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sizes in use, which a resumed run repeats; while tuning is under way, those it goes on to time."""
+        if self._engine is None or not self._engine.prepared:
+            return dict(self._resumed or self._copied)
+        return self._engine.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the sizes of the run that is resumed, instead of measuring anew."""
+        self._resumed.clear()
+        self._resumed.update(state_dict)
+        self._record.retries = int(state_dict.get("retries", 0))
+
+    # The seam's driver
+
+    def prepare(self, step: Step) -> None:
+        """Prove that the loss may be split, and choose a size: before the first step, and where a batch is new."""
+        self._of_run.prepare(step)
+
+    def around(self, step: Step) -> AbstractContextManager[None]:
+        """Count every byte of the step where the budget is enforced always."""
+        return self._of_run.around(step)
+
+    def run(self, step: Step) -> tuple[Tensor | None, dict[str, Any]]:
+        """Run the step's batch in parts."""
+        return self._of_run.run(step)
+
+    def drive(self, step: Step, optimize: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Take the optimizer step; again with smaller parts where it runs out of memory."""
+        return self._of_run.drive(step, optimize)
+
+    @property
+    def _of_run(self) -> Engine:
+        if self._engine is None:
+            raise RuntimeError("MemoryBudget is asked for a step before its setup.")
+        return self._engine
+
+    def _observer(self, trainer: Trainer) -> Observer:
+        """Evaluation's retries count with training's, and so do its peaks where all bytes are counted."""
+
+        def measured(peak_bytes: int) -> None:
+            if self.enforce == "always":
+                self._record.peak_bytes = max(self.peak_bytes, peak_bytes)
+
+        def retried() -> None:
+            self._record.retries += 1
+            self._log_retries(trainer)
+
+        return Observer(retried=retried, measured=measured)
+
+    def _log_retries(self, trainer: Trainer) -> None:
+        for logger in trainer.loggers:
+            logger.log_metrics({"memory_budget/retries": float(self.retries)}, step=trainer.global_step)

@@ -1,0 +1,75 @@
+"""What a report prints and writes when training ends, or fails."""
+
+import warnings
+from pathlib import Path
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from lightning_memkit.memory.page import page
+from lightning_memkit.memory.report import StepReport
+from lightning_memkit.memory.report_table import tables
+from lightning_memkit.memory.units import format_bytes
+from lightning_memkit.plugins.asked import budget_of
+from lightning_memkit.plugins.cli.report_command import FAILED, REPORT
+from lightning_memkit.plugins.memory_report._line import Printer
+from lightning_memkit.plugins.memory_report._snapshot import dump
+from lightning_memkit.utilities.atomic_write import write_whole
+
+
+class ReportFiles:
+    """Prints a report, and writes it beside the run's logs; on the first rank.
+
+    Args:
+        trainer: whose run it is.
+        path: the JSON file that the user wants; None for one in the folder of logs.
+        printer: prints.
+    """
+
+    def __init__(self, trainer: Trainer, path: str | None, printer: Printer) -> None:
+        self._trainer = trainer
+        # Asked on every rank, when training starts: a logger's folder is broadcast from the first.
+        folder = Path(trainer.log_dir or trainer.default_root_dir)
+        self._path = Path(path) if path is not None else folder / REPORT
+        self._printer = printer
+
+    @rank_zero_only
+    def write(self, report: StepReport) -> None:
+        """Print the tables, and write JSON and page."""
+        self._write(report, self._path)
+        for table in tables(report):
+            self._printer.show(self._trainer, table)
+        self._printer.show(
+            self._trainer, f"memory report: {self._path}, {self._path.with_suffix('.html').name}"
+        )
+        budget, peak = budget_of(self._trainer), report.anatomy.peak_bytes
+        if budget is not None and peak > budget.budget_bytes:
+            over = format_bytes(peak - budget.budget_bytes)
+            warnings.warn(
+                f"The metered step's peak is {over} over the budget {budget.budget!r}.", stacklevel=2
+            )
+
+    def write_failed(self, report: StepReport) -> None:
+        """Write JSON and page of a step that ran out of memory, on the rank that did, and what torch knows of it."""
+        rank = self._trainer.global_rank
+        path = self._path.with_name(FAILED)
+        path = path.with_stem(f"{path.stem}_rank{rank}") if rank else path
+        self._write(report, path)
+        dump(self._trainer.strategy.root_device, path.with_name(f"{path.stem}_snapshot.pickle"))
+        self._printer.show(
+            self._trainer,
+            f"memory report: what lived when step {report.run.step} failed: {path.with_suffix('.html')}",
+        )
+
+    @rank_zero_only
+    def write_snapshot(self) -> None:
+        """Write what torch knows of CUDA's allocator in the metered step, while that is recorded."""
+        device = self._trainer.strategy.root_device
+        if device.type == "cuda":
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            dump(device, self._path.with_name(f"{self._path.stem}_snapshot.pickle"))
+
+    def _write(self, report: StepReport, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        report.to_json(path)
+        write_whole(path.with_suffix(".html"), page(report))

@@ -1,0 +1,320 @@
+"""Show where every byte of a training step went, and how the run goes, in the field's terms."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_memkit.memory.anatomy import Anatomy
+from lightning_memkit.memory.experts import ExpertBytes, expert_bytes
+from lightning_memkit.memory.findings import Finding, fragmentation
+from lightning_memkit.memory.measure import fixed_bytes, process_bytes
+from lightning_memkit.memory.origins import Place, places
+from lightning_memkit.memory.out_of_memory import is_out_of_memory
+from lightning_memkit.memory.report import StepReport
+from lightning_memkit.memory.units import parse_bytes
+from lightning_memkit.plugins.asked import budget_of
+from lightning_memkit.plugins.memory_report._facts import device_bytes, facts
+from lightning_memkit.plugins.memory_report._files import ReportFiles
+from lightning_memkit.plugins.memory_report._foresight import Foresight
+from lightning_memkit.plugins.memory_report._line import Printer, in_bar, line, show_in_bar, to_loggers
+from lightning_memkit.plugins.memory_report._meter import BatchMeter, census, is_compiled
+from lightning_memkit.plugins.memory_report._rates import Rates, known_device
+from lightning_memkit.plugins.memory_report._watch import StepsWatch
+from lightning_memkit.plugins.pickling import LeavesRunBehind, nothing
+from lightning_memkit.plugins.seams import training_loop
+from lightning_memkit.utilities.patching import Undo
+
+
+def _no_time() -> float:
+    return 0.0
+
+
+class MemoryReport(LeavesRunBehind, Callback):
+    """Prints a live line while training and at the end a table of the peak by category; one metered step.
+
+    The live line has loss, tokens (or samples) a second, the share of the device's peak operations (MFU, where the
+    peak is known), memory, peak and budget, the share of real tokens, the share of time spent waiting for the
+    loader, and MemoryBudget's retries; the same values go to the loggers, a few to the progress bar. One step is
+    metered operator by operator (tens of microseconds each). When training ends it is printed by category, by kind of
+    operator and by module, and written as JSON and as a page that needs nothing but a browser: what was alive when.
+    With it come findings, a line each: what is wasteful, its bytes, the line that makes it, and the remedy. Tensors
+    that every step leaves behind are looked for in the first steps. Of a mixture of experts it tells what is resident
+    from what a token finds active. A step that runs out of memory gets a page of its own: what lived when it failed.
+
+    Args:
+        measured_step: the training batch that is metered, counted from 0; the second one by default, when the
+            optimizer's state exists. So are those before it where neither MemoryBudget nor torch.compile minds, to
+            tell what lived if they run out of memory.
+        live: print the line every `trainer.log_every_n_steps` batches.
+        path: the JSON file, the page lies beside it; by default `memory_report.json` in the logger's folder, or the
+            trainer's.
+        loss_name: the logged value that the line shows; by default what `training_step` returns.
+        watched_steps: training batches in which every tensor is followed, to find those that are never let go (tens
+            of microseconds an operator); the first ones, or under MemoryBudget the first after it has settled. 0
+            looks for none.
+        least_bytes: waste within a step that is smaller is not named, as a size ("1MiB") or a count of bytes.
+        predict: predict the metered step, too, and show both side by side; takes seconds, once, in a fork.
+        advise: predict what single changes would save and cost, and list them; takes about ten predictions.
+    """
+
+    watches_only = True
+    of_run = {
+        "_meter": nothing,
+        "_watch": lambda: StepsWatch(0),
+        "_outer": set,
+        "_batch": nothing,
+        "_rates": Rates,
+        "_in_bar": dict,
+        "_waited": lambda: _no_time,
+        "_undo": list,
+        "_files": nothing,
+    }
+
+    sees_micro_batches = True
+
+    def __init__(
+        self,
+        measured_step: int = 1,
+        live: bool = True,
+        path: str | None = None,
+        loss_name: str | None = None,
+        watched_steps: int = 5,
+        least_bytes: int | str = "1MiB",
+        predict: bool = False,
+        advise: bool = False,
+    ) -> None:
+        if measured_step < 0:
+            raise ValueError(f"measured_step={measured_step} is negative; batches are counted from 0.")
+        StepsWatch.check(watched_steps)
+        parse_bytes(least_bytes)
+        self.measured_step = measured_step
+        self.live = live
+        self.path = path
+        self.loss_name = loss_name
+        self.watched_steps = watched_steps
+        self.least_bytes = least_bytes
+        self.predict = predict
+        self.advise = advise
+        self.report: StepReport | None = None
+        self.failed: StepReport | None = None
+        self.findings: tuple[Finding, ...] = ()
+        self._meter: BatchMeter | None = None
+        self._foresight = Foresight(predict=predict, advise=advise)
+        self._watch = StepsWatch(0)
+        self._outer: set[Place] = set()
+        self._batches = 0
+        self._batch: Any = None  # under way: Lightning holds it, too
+        self._process_bytes = self._live_bytes = 0
+        self._rates = Rates()
+        self._in_bar: dict[str, str] = {}
+        self._waited = _no_time
+        self._undo: list[Undo] = []
+        self._printer = Printer()
+        self._files: ReportFiles | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"MemoryReport(measured_step={self.measured_step!r}, live={self.live!r}, path={self.path!r}, "
+            f"loss_name={self.loss_name!r}, watched_steps={self.watched_steps!r}, least_bytes={self.least_bytes!r}, "
+            f"predict={self.predict!r}, advise={self.advise!r})"
+        )
+
+    @property
+    def anatomy(self) -> Anatomy | None:
+        """The metered step's peak, taken apart; None before there is one."""
+        return None if self.report is None else self.report.anatomy
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note what the process holds besides tensors, and time the waits for data."""
+        self._give_back()
+        self.report, self.failed, self.findings, self._batches = None, None, (), 0
+        self._outer = places()
+        self._watch = StepsWatch(self.watched_steps, self._outer)
+        self._foresight = Foresight(predict=self.predict, advise=self.advise)
+        held = sum(t.untyped_storage().nbytes() for t in [*pl_module.parameters(), *pl_module.buffers()])
+        self._process_bytes = max(0, process_bytes() - held)
+        self._waited, undo = training_loop.time_data_waits(trainer)
+        self._in_bar = {}
+        self._files = ReportFiles(trainer, self.path, self._printer)
+        self._undo += [undo, show_in_bar(trainer, self._in_bar)]
+        self._rates = Rates()
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Enter the meter for the measured step, and the watch for leaks in the first ones."""
+        self._batch = batch
+        if self._batches == 0:
+            self._foresight.before_first(trainer, batch)
+        self._watch.enter(budget_of(trainer), self._batches)
+        if self._batches > self.measured_step or self._meter is not None:
+            return
+        if self._batches < self.measured_step and (budget_of(trainer) or is_compiled(pl_module)):
+            return
+        self._meter = BatchMeter(trainer, batch, least_bytes=parse_bytes(self.least_bytes), outer=self._outer)
+        self._meter.enter()
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """The forward of a part ends."""
+        if self._meter is not None:
+            self._meter.end_forward()
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The backward of a part ends; another part's forward may follow."""
+        if self._meter is not None:
+            self._meter.end_backward()
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
+    ) -> None:
+        """The optimizer's step begins."""
+        if self._meter is not None:
+            self._meter.begin_optimizer()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Leave the meter and the watch; log and print the live line."""
+        self._leave_meter(trainer, batch)
+        self._batch = None
+        self._watch.leave()
+        if self._watch.is_complete:
+            self._judge(trainer, pl_module)
+        self._batches += 1
+        self._rates.count(batch)
+        every: int = vars(trainer)["log_every_n_steps"]  # 0, as barebones=True sets it, is never
+        if not every or self._batches % every:
+            return
+        flops = None if self.report is None else self.report.flops
+        values = self._rates.take(self._waited(), flops, known_device(trainer.strategy.root_device))
+        values |= device_bytes(trainer, self.anatomy, self._live_bytes)
+        to_loggers(trainer, values)
+        self._in_bar.update(in_bar(values))
+        if self.report is not None:
+            self.report = replace(self.report, rates=values)
+        if self.live:
+            self._printer.show(trainer, line(trainer, self._loss(trainer, outputs), values))
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print what validation has logged: the values whose names begin with "val"."""
+        found = {
+            name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val")
+        }
+        if self.live and found and not trainer.sanity_checking:
+            cells = [f"{name} {value:.4f}" for name, value in found.items()]
+            self._printer.show(trainer, " | ".join([f"step {trainer.global_step} validation", *cells]))
+        self._rates.restart(self._waited())
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """A batch whose start ended the epoch was not stepped."""
+        self._drop_meter()
+        self._watch.drop()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print the tables and the findings, and write JSON and page."""
+        self._drop_meter()
+        self._judge(trainer, pl_module)
+        device = trainer.strategy.root_device
+        torn = fragmentation(torch.cuda.memory_stats(device)) if device.type == "cuda" else None
+        self.findings += (torn,) if torn is not None else ()
+        if self.report is not None and self._files is not None:
+            run = replace(self.report.run, retries=facts(trainer, self._batches).retries)
+            self.report = replace(self.report, run=run).with_findings(self.findings)
+            self._files.write(self.report)
+        experts = expert_bytes(pl_module)
+        self._print_lines(trainer, self.findings if experts is None else (*self.findings, experts))
+
+    def on_out_of_memory(self, trainer: Trainer, error: BaseException) -> None:
+        """Take the step apart that ran out of memory, while what it had is still there: MemoryBudget tells of it."""
+        try:
+            self._take_apart(trainer, error)
+        except Exception as own:  # the step's own error, or its retry, is what matters
+            warnings.warn(f"MemoryReport can't tell what lived when memory ran out: {own}", stacklevel=2)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Take a step apart that ran out of memory; Lightning calls no teardown after an error."""
+        try:
+            is_known = self.failed is not None and self.failed.run.step == self._batches
+            if is_out_of_memory(exception) and not is_known:
+                self.on_out_of_memory(trainer, exception)
+        finally:
+            self._give_back()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Give the profiler's hooks back."""
+        self._give_back()
+
+    def _take_apart(self, trainer: Trainer, error: BaseException) -> None:
+        fixed, metered = self._fixed_bytes(trainer), self._meter is not None
+        step = (
+            self._meter.failed_step(fixed) if self._meter is not None else census(trainer, self._batch, fixed)
+        )
+        self.failed = StepReport(
+            step=step,
+            run=facts(trainer, self._batches),
+            metered=metered,
+            failure=f"{type(error).__name__}: {error}",
+        )
+        if self._files is not None:
+            self._files.write_failed(self.failed)
+
+    def _give_back(self) -> None:
+        self._drop_meter()
+        self._watch.drop()
+        self._batch = None
+        while self._undo:
+            self._undo.pop()()
+
+    def _drop_meter(self) -> None:
+        """A step that failed or was skipped must not leave its meter active."""
+        if self._meter is not None:
+            self._meter.leave()
+            self._meter = None
+
+    def _leave_meter(self, trainer: Trainer, batch: Any) -> None:
+        if self._meter is None:
+            return
+        meter, self._meter = self._meter, None
+        if self._batches == self.measured_step and self._files is not None:
+            self._files.write_snapshot()
+        meter.leave()
+        if self._batches == self.measured_step:
+            self._foresight.after_metered(trainer, batch)
+            self.report = StepReport(
+                step=meter.step(self._fixed_bytes(trainer)),
+                run=facts(trainer, self._batches),
+                flops=meter.flops,
+                predicted=self._foresight.found.predicted,
+                advice=self._foresight.found.advice,
+                advised=self.advise,
+            )
+            self.findings += tuple(meter.findings())
+            self._live_bytes = meter.live_bytes
+        meter.forget()
+
+    def _fixed_bytes(self, trainer: Trainer) -> int:
+        device = trainer.strategy.root_device
+        return fixed_bytes(device) if device.type == "cuda" else self._process_bytes
+
+    def _judge(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Name what the watched steps have left behind; said at once, since it grows."""
+        found = self._watch.findings(trainer, pl_module)
+        self.findings += found
+        if self.live:
+            self._print_lines(trainer, found)
+
+    def _print_lines(self, trainer: Trainer, lines: Sequence[Finding | ExpertBytes]) -> None:
+        for one in lines:
+            self._printer.show(trainer, f"memory report: {one}")
+
+    def _loss(self, trainer: Trainer, outputs: Any) -> float | None:
+        value = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if self.loss_name is not None:
+            value = trainer.callback_metrics.get(self.loss_name)
+        return float(value) * trainer.accumulate_grad_batches if isinstance(value, Tensor) else None

@@ -1,0 +1,1 @@
+"""Predictions and plans of a LightningModule's training."""

@@ -1,0 +1,116 @@
+"""The run under way as a new Trainer would be given it, which is what predictions of it start from."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_memkit.plugins.asked import splits_batches
+from lightning_memkit.prediction.contained import NO_AUTOGRAD_IN_FORKS, contained
+from lightning_memkit.utilities.patching import take_off_replacements
+
+T = TypeVar("T")
+
+_OURS, _LIGHTNINGS = "lightning_memkit.", "lightning."
+_KEPT_CALLBACKS = (_OURS, "lightning.pytorch.callbacks.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenRun:
+    """A module without our plugins on it, and the arguments of a Trainer that has them.
+
+    Attributes:
+        module: as the user gave it.
+        arguments: precision, callbacks and clipping; accumulation over two parts at least, since from the second on
+            gradients are there.
+        accumulated: batches of the loader in a step.
+    """
+
+    module: LightningModule
+    arguments: dict[str, Any]
+    accumulated: int
+
+
+def predict_apart(trainer: Trainer, work: Callable[[GivenRun], T], *, timeout_s: float) -> T:
+    """What `work` finds of a run that is under way, which goes on as if nothing had been asked.
+
+    A fork does the work. Where autograd works in none any more (this process has run a backward and has an
+    accelerator: a second fit, a notebook) it is done here, on a copy of the module that shares its tensors; `work` may
+    not write to them. Predictions make them fake.
+
+    Raises:
+        PredictionError: the fork ended without a result.
+        Exception: what `work` raises, and where it is done here, what a module raises that can't be copied.
+    """
+    try:
+        return contained(lambda: work(_in_fork(trainer)), timeout_s=timeout_s)
+    except RuntimeError as error:
+        if NO_AUTOGRAD_IN_FORKS not in str(error):
+            raise
+    return work(_beside(trainer))
+
+
+def is_automatic(callback: Callback) -> bool:
+    """Whether the run itself chooses what is saved."""
+    return _predictable(callback) is not callback
+
+
+def _in_fork(trainer: Trainer) -> GivenRun:
+    """Take our plugins off the module, for good."""
+    module, callbacks = trainer.lightning_module, _callbacks(trainer)
+    for callback in reversed([one for one in callbacks if type(one).__module__.startswith(_OURS)]):
+        callback.teardown(trainer, module, "fit")
+    trainer.precision_plugin.teardown()
+    for parameter in module.parameters():
+        parameter.grad = None
+    return _given(trainer, module, _kept(callbacks), trainer.precision_plugin)
+
+
+def _beside(trainer: Trainer) -> GivenRun:
+    """Copy what our plugins are on, and take them off the copy; the run's own module keeps them."""
+    module = trainer.lightning_module
+    shared = [*module.parameters(), *module.buffers()]
+    memo: dict[int, Any] = {id(trainer): None, **{id(tensor): tensor for tensor in shared}}
+    module, callbacks, precision = copy.deepcopy(
+        (module, _kept(_callbacks(trainer)), _anew(trainer.precision_plugin)), memo
+    )
+    take_off_replacements(module)
+    return _given(trainer, module, callbacks, precision)
+
+
+def _given(trainer: Trainer, module: LightningModule, callbacks: list[Callback], precision: Any) -> GivenRun:
+    known = type(precision).__module__.startswith(_LIGHTNINGS)
+    algorithm: Any = trainer.gradient_clip_algorithm
+    arguments = {
+        **({"precision": str(precision.precision)} if known else {"plugins": [_anew(precision)]}),
+        "callbacks": [_predictable(one) for one in callbacks],
+        "accumulate_grad_batches": max(2, trainer.accumulate_grad_batches),
+        "gradient_clip_val": trainer.gradient_clip_val,
+        "gradient_clip_algorithm": None if algorithm is None else algorithm.value,
+    }
+    return GivenRun(module=module, arguments=arguments, accumulated=trainer.accumulate_grad_batches)
+
+
+def _callbacks(trainer: Trainer) -> list[Callback]:
+    return vars(trainer)["callbacks"]
+
+
+def _kept(callbacks: list[Callback]) -> list[Callback]:
+    return [
+        one
+        for one in callbacks
+        if type(one).__module__.startswith(_KEPT_CALLBACKS) and not splits_batches(one)
+    ]
+
+
+def _anew(precision: Any) -> Any:
+    """A plugin with its options and without the run's optimizers, whose states a prediction would count once more."""
+    anew = getattr(precision, "without_run", None)
+    return precision if anew is None else anew()
+
+
+def _predictable(callback: Callback) -> Callback:
+    as_predicted = getattr(callback, "as_predicted", None)
+    return callback if as_predicted is None else as_predicted()

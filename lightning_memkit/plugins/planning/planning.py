@@ -1,0 +1,252 @@
+"""Plan the training of a LightningModule: the fastest configuration whose predicted peak fits."""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, get_args
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_memkit.data.batching.sampling_order import GlobalNumbers
+from lightning_memkit.memory.sizing import part_sizes
+from lightning_memkit.memory.units import format_bytes
+from lightning_memkit.micro_batching import SplitError, batch_size
+from lightning_memkit.planning import choices
+from lightning_memkit.planning.budget import Budget
+from lightning_memkit.planning.choices import COLUMNS, GIVEN, Choice, Family, refusal
+from lightning_memkit.planning.floor import Floor
+from lightning_memkit.planning.plan import Plan
+from lightning_memkit.planning.problem import Problem, Row, UnavailableError
+from lightning_memkit.planning.search import search
+from lightning_memkit.planning.times import Times, TimesByRates, TimesHere
+from lightning_memkit.plugins.asked import budgets_among, plan_columns
+from lightning_memkit.plugins.planning._planned_optimizer import eight_bit_for
+from lightning_memkit.plugins.planning._planned_predictions import Parts, Predictions, listed
+from lightning_memkit.plugins.strategies.fsdp2 import FSDP2Strategy
+from lightning_memkit.prediction.devices import Device
+from lightning_memkit.prediction.residuals import residual_of
+
+OptimizerStates = Literal["given", "open"]
+
+_TOLD = 0.005  # a residual of less is not worth a note
+
+
+def plan(
+    module: LightningModule | Callable[[], LightningModule],
+    batch: Any,
+    budget: Budget | str | int | float = "auto",
+    *,
+    trainer: Mapping[str, Any] | None = None,
+    optimizer_states: OptimizerStates = "given",
+) -> Plan:
+    """The fastest configuration that fits a budget, and all others with the reason against them; nothing is allocated.
+
+    Precision, compensation, activation checkpointing, the loss, the micro-batch, gradient release, on a GPU offload,
+    and DDP and FSDP2 where `devices` are several, are enumerated. Each is predicted as `predict_memory` does it, some
+    seconds a prediction, unless its weights and gradients alone are too much. What fits is ranked by the time of its
+    operators: on this machine's CPU they are measured one by one, for a GPU they follow from its rates. What is given
+    in `trainer` is kept: a precision, a strategy, a plugin or a callback of a kind leaves nothing of that kind to
+    choose. So is the optimizer, unless its states are left open.
+
+    Args:
+        module: a LightningModule, or a function without arguments that builds one.
+        batch: what the loader will yield: the effective batch, which is trained in parts where it does not fit.
+        budget: a `Budget`, or its memory.
+        trainer: arguments of the `Trainer` that will train.
+        optimizer_states: ``"given"``: as the module's optimizer has them; ``"open"``: in 8 bits, too, by the optimizer
+            of bitsandbytes that takes the same steps (for Adam, AdamW and SGD with momentum). Changes numbers.
+
+    Returns:
+        The plan: `Trainer(**plan(...).trainer_kwargs())` trains as planned.
+
+    Raises:
+        PredictionError: the module's step can't be predicted.
+        ValueError: the budget or an argument is outside its range.
+    """
+    if optimizer_states not in get_args(OptimizerStates):
+        known = " or ".join(map(repr, get_args(OptimizerStates)))
+        raise ValueError(f"optimizer_states={optimizer_states!r} is unknown; write {known}.")
+    budget = budget if isinstance(budget, Budget) else Budget(budget)
+    given = dict(trainer or {})
+    device, (ranks, nodes) = budget.target(), _ranks(given)
+    seen = _looked_at(module)
+    rows, sizes, notes = _sizes(batch, given, seen)
+    predictions = Predictions(module, Parts(batch, rows, on_cpu=device is None), given, device or "cpu")
+    ask = partial(predictions.ask, rows=sizes[0])
+    columns, missing = _columns(given, device, ranks, ask if optimizer_states == "open" else None)
+    families = [one for one in choices.families(columns) if budget.goal != "exact" or not one.changes]
+    residual = residual_of("cpu" if device is None else device.name)
+    if abs(residual - 1) >= _TOLD:
+        notes.append(f"Bytes are {residual:.1%} of what is predicted, as earlier runs on this device had it.")
+    problem = Problem(
+        predict=predictions,
+        rows=rows,
+        sizes=sizes,
+        usable_bytes=budget.usable_bytes(),
+        beside_bytes=0 if device is None else device.context_bytes,
+        floor=Floor(seen, ranks, on_host=_may_offload(given.get("strategy"))),
+        times=_times(budget, device, nodes),
+        goal=budget.goal,
+        host_bytes_per_second=1.0 if device is None else device.host_bytes_per_second,
+        residual=residual,
+    )
+    found, unavailable = search(families, problem)
+    notes += [f"No choice of {column} here: {reason}" for column, reason in (missing | unavailable).items()]
+    closed = optimizer_states == "given" and budget.goal != "exact"
+    hint = _hint(found, problem, ask) if closed and not any(row.fits for row in found) else ""
+    return Plan(budget=budget, rows=found, rows_of_batch=rows, given=given, notes=tuple(notes), hint=hint)
+
+
+def _times(budget: Budget, device: Device | None, nodes: int) -> Times:
+    """Measured where the device is here; by its rates where it is not."""
+    if device is None:
+        return TimesHere()
+    by_rates = TimesByRates(device, nodes)
+    return TimesHere("cuda", by_rates) if budget.device == "auto" else by_rates
+
+
+def _columns(
+    given: Mapping[str, Any], device: Device | None, ranks: int, ask: Callable[[Callback], None] | None
+) -> tuple[dict[str, tuple[Choice, ...]], dict[str, str]]:
+    """What may be chosen, column by column, and why nothing of some; `ask` says that the states are open."""
+    columns = {
+        "precision": choices.precisions(device),
+        "ranks": choices.shardings() if ranks > 1 else (Choice(column="ranks", name=""),),
+        "offload": choices.offloads(device),
+        "gradients": choices.releases(),
+        "checkpointing": choices.checkpointings(),
+        "loss": choices.losses(),
+    }
+    decided, missing = _given_columns(given), dict[str, str]()
+    if "gradients" not in decided and (why := _why_unreleased(given, device)):
+        columns["gradients"], missing["gradients"] = columns["gradients"][:1], why
+    if ask is not None:
+        try:
+            columns["states"] = choices.optimizer_states(eight_bit_for(ask))
+        except UnavailableError as error:
+            missing[error.column] = error.reason
+    kept = {name: (Choice(column=name, name=GIVEN),) for name in decided}
+    if "ranks" in kept:
+        kept["ranks"] = (Choice(column="ranks", name=GIVEN, shards=_shards(given.get("strategy"))),)
+    return columns | kept, missing
+
+
+def _hint(rows: Sequence[Row], problem: Problem, ask: Callable[[Callback], None]) -> str:
+    """What 8-bit states would make of the least that there is, where the optimizer has them and they take less."""
+    least = min((row for row in rows if row.taken_bytes), key=lambda row: row.taken_bytes, default=None)
+    if least is None:
+        return ""
+    try:
+        instead = eight_bit_for(ask)
+    except Exception:  # there is none, or the user's step fails, which the rows tell
+        return ""
+    _, choice = choices.optimizer_states(instead)
+    family = Family(tuple(choice if one.column == choice.column else one for one in least.family.choices))
+    row = Row(family=family) if refusal(family) else problem.row(family, least.micro_batch_size)
+    if not 0 < row.taken_bytes < least.taken_bytes:
+        return ""
+    return (
+        f"{instead.replaces} could keep its states in 8 bits, which changes numbers and is yours to choose; "
+        f"{row.family}, micro-batch {row.micro_batch_size}, takes {format_bytes(row.taken_bytes)}: "
+        'optimizer_states="open" (memkit plan --optimizer-states open) plans with them.'
+    )
+
+
+def _ranks(given: Mapping[str, Any]) -> tuple[int, int]:
+    """How many ranks will train, and on how many nodes."""
+    devices, nodes = given.get("devices"), int(given.get("num_nodes") or 1)
+    if isinstance(devices, (list, tuple)):
+        return len(devices) * nodes, nodes
+    counted = str(devices) if devices is not None else ""
+    return (int(counted) if counted.isdecimal() else 1) * nodes, nodes
+
+
+def _shards(strategy: Any) -> bool:
+    """Whether a strategy shares weights out among the ranks."""
+    return strategy == FSDP2Strategy.strategy_name or isinstance(strategy, ModelParallelStrategy)
+
+
+def _may_offload(strategy: Any) -> bool:
+    """Whether a strategy may keep weights in the host's memory."""
+    sharding = getattr(strategy, "shards_by", None)
+    if sharding is not None:
+        return sharding.cpu_offload
+    return isinstance(strategy, ModelParallelStrategy)  # which shards as the module says
+
+
+def _given_columns(given: Mapping[str, Any]) -> list[str]:
+    """The columns that the user has decided."""
+    callbacks, plugins = listed(given.get("callbacks")), listed(given.get("plugins"))
+    found = []
+    if given.get("precision") is not None or any(isinstance(one, (Precision, str)) for one in plugins):
+        found.append("precision")
+    if given.get("strategy") not in (None, "auto"):
+        found.append("ranks")
+    found += plan_columns(callbacks)
+    return [column for column in COLUMNS if column in found]
+
+
+def _sizes(
+    batch: Any, given: Mapping[str, Any], module: torch.nn.Module
+) -> tuple[int, tuple[int, ...], list[str]]:
+    """The rows of the batch, the micro-batches that may be chosen, and what is to be said of them."""
+    try:
+        rows = batch_size(batch)
+    except SplitError as error:
+        return 1, (1,), [f"The batch is taken whole: {error}"]
+    whole = _why_whole(given, module)
+    if whole:
+        return rows, (rows,), [f"The batch is taken whole: {whole}."]
+    for budget in budgets_among(listed(given.get("callbacks"))):
+        note = f"The MemoryBudget that was given stays: its budget is {budget.budget!r}"
+        if budget.micro_batch_size == "auto":
+            return rows, tuple(part_sizes(rows)), [f"{note}, its micro-batch is found by itself."]
+        return rows, (min(int(budget.micro_batch_size), rows),), [f"{note}, its micro-batch kept."]
+    if any(isinstance(one, _BatchNorm) for one in module.modules()):
+        note = "Batch normalization takes the statistics of each part: results change with the micro-batch."
+        return rows, tuple(size for size in part_sizes(rows) if size > 1 or rows == 1), [note]
+    return rows, tuple(part_sizes(rows)), []
+
+
+def _releases(given: Mapping[str, Any]) -> bool:
+    return "gradients" in plan_columns(listed(given.get("callbacks")))
+
+
+def _why_whole(given: Mapping[str, Any], module: torch.nn.Module) -> str:
+    if not getattr(module, "automatic_optimization", True):
+        return f"{type(module).__name__} optimizes manually, and splits by itself (micro_batches)"
+    if _releases(given):
+        return "GradientRelease takes one part a step"
+    return ""
+
+
+def _why_unreleased(given: Mapping[str, Any], device: Device | None) -> str:
+    """What is given that released gradients can't go with, and that a prediction does not show."""
+    if budgets_among(listed(given.get("callbacks"))):
+        return "the trial step of the MemoryBudget that was given has all gradients alive."
+    precisions = [
+        given.get("precision"),
+        *(getattr(one, "precision", one) for one in listed(given.get("plugins"))),
+    ]
+    if device is not None and any(str(one) in ("16", "16-mixed") for one in precisions):
+        return "the scaler of float16 looks for overflows in all gradients before the step."
+    return ""
+
+
+def _looked_at(module: Any) -> torch.nn.Module:
+    """The module, or what a function builds, without memory; an empty one where that can't be."""
+    if isinstance(module, LightningModule):
+        return module
+    numbers = GlobalNumbers()  # a constructor may draw
+    with warnings.catch_warnings(), torch.device("meta"):
+        warnings.simplefilter("ignore")
+        try:
+            return module()
+        except Exception:  # the prediction will tell
+            return torch.nn.Module()
+        finally:
+            numbers.restore()

@@ -1,0 +1,1 @@
+"""Pure bfloat16 over the user's own optimizer."""

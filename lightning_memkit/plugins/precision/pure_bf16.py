@@ -1,0 +1,374 @@
+"""Pure bfloat16 training under any Lightning strategy, over the user's own optimizers."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, Literal, get_args
+
+import torch
+from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_memkit.distributed.shards import sharded_like
+from lightning_memkit.initialization.building import build_on
+from lightning_memkit.initialization.casting import cast_inputs, cast_module
+from lightning_memkit.optim.compensation import (
+    Compensation,
+    compensate,
+    compensation_of,
+    refuse_unsupported,
+)
+from lightning_memkit.optim.consolidate import NAMES_KEY, parameter_names
+from lightning_memkit.optim.float32_checkpoints import capture_low_halves, take_low_halves
+from lightning_memkit.optim.methods import uses_closure_its_own_way
+from lightning_memkit.optim.pieces import is_compensated, slots
+from lightning_memkit.optim.shadow import Mode, States
+from lightning_memkit.plugins.precision._averages import average_in_float32, reload_averages
+from lightning_memkit.plugins.seams.lightning_run import averages_after_backward
+from lightning_memkit.plugins.strategies._eight_bit import adapt_bitsandbytes_in
+
+GradDtype = Literal["auto", "float32", "bfloat16"]
+
+
+class PureBF16Precision(Precision):
+    """Weights, gradients and optimizer states in bfloat16 with no update lost: 10 bytes a parameter for AdamW.
+
+    The module is cast in place, except for what must stay float32 (`casting.cast_module`); float32 inputs are
+    cast where a layer's weights need it, integers, float64 and targets never. The default dtype stays float32.
+    The optimizers that `configure_optimizers` gives keep stepping, in float32 on the compensated weights
+    (`optim.compensation.compensate`). Manual optimization works with any number of optimizers, through
+    ``self.optimizers()`` or the optimizers themselves. Checkpoints hold every state bit for bit.
+
+    Args:
+        compensation: ``"kahan"`` and ``"split"`` keep 2 bytes a parameter more; split is the exact float32
+            weight. ``"stochastic"`` rounds at random for 0 bytes. ``"none"`` loses small updates.
+        states: ``"compact"`` keeps moments in bfloat16, the second stochastically rounded (10 bytes a
+            parameter with compensation); ``"exact"`` keeps them in float32 (14 bytes).
+        grad_dtype: ``"auto"`` accumulates gradients in float32 (2 bytes a parameter more) where an optimizer
+            step has more than one part or batch, and in bfloat16 otherwise. DDP by itself can't reduce float32
+            gradients of bfloat16 weights, nor can FSDP2: there "auto" warns and "float32" is refused at setup,
+            unless `MemoryBudget` averages DDP's gradients after the backward (``recover=True``).
+        fp32_exceptions: Glob patterns of module, parameter, buffer or class names to keep in float32.
+
+    Raises:
+        ValueError: An option has an unknown value. At setup, where an optimizer compares evaluations of its closure
+            (LBFGS, line searches) and ``compensation`` is not ``"split"``, or its moments are compact.
+        TypeError: At setup, where an optimizer's step evaluates its closure in a way of its own (SAM, LBFGS) and its
+            parameters are sharded.
+    """
+
+    precision: Literal["bf16-true"] = "bf16-true"
+
+    def __init__(
+        self,
+        compensation: Mode = "kahan",
+        states: States = "compact",
+        grad_dtype: GradDtype = "auto",
+        fp32_exceptions: Sequence[str] = (),
+    ) -> None:
+        for name, value, known in (
+            ("compensation", compensation, get_args(Mode)),
+            ("states", states, get_args(States)),
+            ("grad_dtype", grad_dtype, get_args(GradDtype)),
+        ):
+            if value not in known:
+                raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(map(repr, known))}.")
+        if isinstance(fp32_exceptions, str):
+            raise ValueError(
+                f"fp32_exceptions={fp32_exceptions!r} is one string; write a list of patterns: "
+                f"[{fp32_exceptions!r}]."
+            )
+        self.compensation: Mode = compensation
+        self.states: States = states
+        self.grad_dtype: GradDtype = grad_dtype
+        self.fp32_exceptions = tuple(fp32_exceptions)
+        self.compensations: list[Compensation] = []
+        self._optimizers: list[Optimizer] = []
+        self._module: nn.Module | None = None
+        self._low_halves: dict[nn.Parameter, Tensor] = {}
+        self._undo: list[Callable[[], None]] = []
+        self._batches_per_step = 1
+        self._gradient_parts = 1
+        self._float32_gradients = False
+        self._no_float32_gradients: str | None = None  # why they can't be set, where they can't
+        self._announced = False
+
+    def __repr__(self) -> str:
+        return (
+            f"PureBF16Precision(compensation={self.compensation!r}, states={self.states!r}, "
+            f"grad_dtype={self.grad_dtype!r}, fp32_exceptions={self.fp32_exceptions!r})"
+        )
+
+    def without_run(self) -> "PureBF16Precision":
+        """The same options without a run's optimizers, whose states a prediction would count once more."""
+        if type(self) is not PureBF16Precision:  # of a subclass the options are not known
+            return self
+        return PureBF16Precision(self.compensation, self.states, self.grad_dtype, self.fp32_exceptions)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "compensations": [], "_undo": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        found = [compensation_of(optimizer) for optimizer in self._optimizers]
+        self.compensations = [compensation for compensation in found if compensation is not None]
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Cast the module in place and keep what the cast drops from float32 weights until a fit takes it."""
+        self._undo_all()
+        # The module stays cast after the run: its float32 bits live in the optimizer's states, and the next fit
+        # has new optimizers. Without a fit they are kept, too, since one may follow.
+        wants_low = self.compensation in ("kahan", "split")
+        if wants_low and _is_fitting(module):
+            self._low_halves.update(take_low_halves(module, self.compensations))
+        cast_module(
+            module,
+            torch.bfloat16,
+            keep_float32=self.fp32_exceptions,
+            low_halves=self._low_halves if wants_low else None,
+        )
+        _announce_dtype(module, torch.bfloat16)
+        self._undo.append(cast_inputs(module, torch.bfloat16))
+        return module
+
+    def follow_sharding(self, before: Mapping[str, nn.Parameter], module: nn.Module) -> None:
+        """Keep this rank's part of what the cast dropped, for the parameters that sharding has made.
+
+        Args:
+            before: the parameters that were cast, by name.
+            module: the module, sharded.
+        """
+        for name, parameter in module.named_parameters():
+            low = self._low_halves.pop(before[name], None) if name in before else None
+            if low is not None:
+                self._low_halves[parameter] = sharded_like(low, parameter)
+
+    def tensor_init_context(self) -> AbstractContextManager:
+        """Parameters made inside are bfloat16 at once; the default dtype stays float32."""
+        return build_on(None, torch.bfloat16)
+
+    def module_init_context(self) -> AbstractContextManager:
+        """Parameters made in `configure_model` are bfloat16 at once; the default dtype stays float32."""
+        return self.tensor_init_context()
+
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        """Compensate the optimizers of a fit and set the dtype of their gradients."""
+        for optimizer in optimizers:
+            refuse_unsupported(optimizer)
+        if optimizers and _is_fitting(model):
+            self._module = _unwrapped(model)
+            adapt_bitsandbytes_in(self._module, optimizers)
+            self._optimizers = optimizers  # a compensation alone doesn't keep its optimizer alive
+            self.compensations = [self._compensation_for(optimizer) for optimizer in optimizers]
+            self._undo.append(_full_precision_reductions())
+            self._undo.append(self._default_gradients)
+            self._no_float32_gradients = _why_no_float32_gradients(model)
+            self._batches_per_step, self._announced = _batches_per_step(model), False
+            self.set_gradient_parts(1)
+            self._low_halves.clear()
+        if (trainer := _trainer_of(model)) is not None:  # callbacks lend their averages after a fit, too
+            self._undo.append(average_in_float32(trainer, self._optimizers))
+        return model, optimizers, lr_schedulers
+
+    def set_gradient_parts(self, parts: int) -> None:
+        """Say how many backward passes add up to one step's gradients.
+
+        With ``grad_dtype="auto"``, more than one makes gradients float32 (2 bytes a parameter more), since sums
+        in bfloat16 stall, and one makes them bfloat16 again. Gradients that exist are converted. The first
+        step with float32 gradients prints it.
+        """
+        self._gradient_parts = parts = max(parts, self._batches_per_step)
+        wanted = self.grad_dtype == "float32" or (self.grad_dtype == "auto" and parts > 1)
+        if wanted != self._float32_gradients and self._can_set_grad_dtype():
+            for parameter in self._trainable_parameters():
+                _set_grad_dtype(parameter, torch.float32 if wanted else parameter.dtype)
+            self._float32_gradients = wanted
+
+    def optimizer_step(
+        self,
+        optimizer: Any,
+        model: LightningModule,
+        closure: Callable[[], Any],
+        **kwargs: Any,
+    ) -> Any:
+        """Run the closure, then Lightning's hooks and clipping, then the step.
+
+        Where `training_step` returned None and no gradient was accumulated before, there is nothing to step. A step
+        that evaluates its closure in a way of its own (SAM, LBFGS) gets it, hooks and clipping included.
+        """
+        if uses_closure_its_own_way(optimizer):
+            return optimizer.step(closure=partial(self._evaluated, model, optimizer, closure), **kwargs)
+        result = self._wrap_closure(model, optimizer, closure)
+        nothing = all(p.grad is None for group in optimizer.param_groups for p in group["params"])
+        if result is None and model.automatic_optimization and nothing:
+            return result
+        self._announce_gradients()
+        optimizer.step(closure=lambda: result, **kwargs)
+        return result
+
+    def _evaluated(self, model: LightningModule, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+        result = self._wrap_closure(model, optimizer, closure)
+        self._announce_gradients()
+        return result
+
+    def state_dict(self) -> dict[str, Any]:
+        """The names of the optimizers' parameters, for `memkit consolidate`, and where rounding noise stands."""
+        if self._module is None:
+            return {}
+        noise = [compensation.engine.rounding.state_dict() for compensation in self.compensations]
+        return {NAMES_KEY: parameter_names(self._module, self._optimizers), "rounding": noise}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue the noise; the optimizers' own state dicts say it, too, but sharded training drops that."""
+        for compensation, noise in zip(self.compensations, state_dict.get("rounding", ()), strict=False):
+            compensation.engine.rounding.load_state_dict(noise)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep what a module that was built in bfloat16 drops of a checkpoint's float32 tensors."""
+        if self._module is not None:
+            capture_low_halves(checkpoint, self._module, self.compensations)
+            if (trainer := _trainer_of(self._module)) is not None:
+                reload_averages(trainer, checkpoint)
+
+    def teardown(self) -> None:
+        """Remove hooks and restore torch's flags; optimizers stay compensated, so they can still be saved."""
+        self._undo_all()
+
+    def _compensation_for(self, optimizer: Optimizer) -> Compensation:
+        existing = compensation_of(optimizer)
+        if existing is not None:
+            return existing
+        return compensate(
+            optimizer,
+            mode=self.compensation,
+            states=self.states,
+            low_halves=self._low_halves,
+            seed=int(os.environ.get("PL_GLOBAL_SEED", 0)),
+        )
+
+    def _compensated_parameters(self) -> list[nn.Parameter]:
+        return [
+            slot.parameter
+            for compensation in self.compensations
+            for slot in slots(compensation.optimizer)
+            if is_compensated(slot.parameter)
+        ]
+
+    def _trainable_parameters(self) -> set[nn.Parameter]:
+        """What the optimizers step, and what may join them later (BackboneFinetuning)."""
+        module = self._module
+        later = [] if module is None else [p for p in module.parameters() if is_compensated(p)]
+        return {*self._compensated_parameters(), *later}
+
+    def _default_gradients(self) -> None:
+        self._float32_gradients = False
+        for parameter in self._trainable_parameters():
+            _set_grad_dtype(parameter, parameter.dtype)
+
+    def _announce_gradients(self) -> None:
+        """Say once a fit what float32 gradients cost; not when they are set, since that may be a trial."""
+        if not self._float32_gradients or self._announced:
+            return
+        self._announced = True
+        auto = self.grad_dtype == "auto"
+        reason = f"{self._gradient_parts} parts add up to a step" if auto else "grad_dtype='float32'"
+        count = sum(parameter.numel() for parameter in self._compensated_parameters())
+        rank_zero_info(
+            f"Gradients of {count:,} bfloat16 parameters are float32, since {reason}: +2 bytes a parameter."
+        )
+
+    def _can_set_grad_dtype(self) -> bool:
+        if self._no_float32_gradients is None:
+            return True
+        if self.grad_dtype == "float32":
+            raise ValueError(
+                f"grad_dtype='float32' is not possible: {self._no_float32_gradients}; write grad_dtype='bfloat16'."
+            )
+        if not self._announced:
+            self._announced = True
+            rank_zero_warn(
+                f"The gradients of {self._gradient_parts} parts add up in bfloat16, where small parts get lost, "
+                f"since {self._no_float32_gradients}. Write grad_dtype='bfloat16' to accept that."
+            )
+        return False
+
+    def _undo_all(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+
+def _trainer_of(module: nn.Module) -> Trainer | None:
+    """The trainer of a LightningModule, or of the one that a strategy has wrapped."""
+    trainer = getattr(_unwrapped(module), "_trainer", None)
+    return trainer if isinstance(trainer, Trainer) else None
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    return module if isinstance(module, LightningModule) else getattr(module, "module", module)
+
+
+def _is_fitting(module: nn.Module) -> bool:
+    trainer = _trainer_of(module)
+    return trainer is None or trainer.state.fn == TrainerFn.FITTING
+
+
+def _batches_per_step(module: nn.Module) -> int:
+    """The most batches that Lightning's own accumulation adds up in this fit."""
+    trainer = _trainer_of(module)
+    if trainer is None:
+        return 1
+    most = trainer.accumulate_grad_batches
+    for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
+        if isinstance(callback, GradientAccumulationScheduler):
+            most = max(most, *callback.scheduling.values())
+    return most
+
+
+def _announce_dtype(module: nn.Module, dtype: torch.dtype) -> None:
+    """Let ``self.dtype`` of LightningModules say what their weights are, as Lightning's own casts do."""
+    for part in module.modules():
+        if isinstance(part, _DeviceDtypeModuleMixin):
+            part.__dict__["_dtype"] = dtype
+
+
+def _full_precision_reductions() -> Callable[[], None]:
+    """Have CUDA's bfloat16 matmuls add up in float32 throughout."""
+    flags = torch.backends.cuda.matmul
+    before = flags.allow_bf16_reduced_precision_reduction
+    flags.allow_bf16_reduced_precision_reduction = False
+
+    def undo() -> None:
+        flags.allow_bf16_reduced_precision_reduction = before
+
+    return undo
+
+
+def _why_no_float32_gradients(model: nn.Module) -> str | None:
+    """Why gradients of bfloat16 weights can't be float32 here; None where they can."""
+    if not hasattr(Tensor, "grad_dtype"):
+        return f"torch {torch.__version__} lacks Tensor.grad_dtype"
+    trainer = _trainer_of(model)
+    if isinstance(model, DistributedDataParallel) and not (
+        trainer is not None and averages_after_backward(trainer, model)
+    ):
+        return "DistributedDataParallel reduces gradients of the weights' dtype only"
+    if any(hasattr(parameter, "placements") for parameter in model.parameters()):
+        return "FSDP2 gives gradients of the weights' dtype only"
+    return None
+
+
+def _set_grad_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    gradient, parameter.grad = parameter.grad, None
+    parameter.grad_dtype = dtype
+    if gradient is not None:
+        parameter.grad = gradient.to(dtype)

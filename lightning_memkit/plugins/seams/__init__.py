@@ -1,0 +1,1 @@
+"""The private names of Lightning's loops, and what the engine asks of them."""

@@ -1,0 +1,182 @@
+"""The one place that touches private names of Lightning's evaluation loops.
+
+`tests/plugins/test_seam_evaluation.py` guards them. Validation, test and prediction loops hand a batch to the
+strategy twice: to be moved to the device, and to be stepped. `install` replaces both calls by ones that ask a driver.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import BasePredictionWriter
+
+from lightning_memkit.plugins.seams.training_loop import calls_held, finder_runs, keep_logged, loggers_silent
+from lightning_memkit.utilities.patching import Undo
+
+HOOKS = ("validation_step", "test_step", "predict_step")
+
+
+class EvaluationStep:
+    """One batch of a validation, test or prediction loop, as pieces that may run several times.
+
+    Args:
+        trainer: the trainer whose loop it is.
+        hook: one of `HOOKS`.
+        batch: the batch as it comes from the loader, on the host.
+        dataloader_idx: which of the loop's loaders it comes from.
+        stock: the strategy's own step.
+        transfer: moves a part to the device, with the user's transfer hooks.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        hook: str,
+        batch: Any,
+        dataloader_idx: int,
+        stock: Callable[..., Any],
+        transfer: Callable[[Any], Any],
+    ) -> None:
+        self.trainer = trainer
+        self.hook = hook
+        self.batch = batch
+        self.given = batch  # what the loop goes on with: the same batch, or it on the device
+        self.dataloader_idx = dataloader_idx
+        self.transfer = transfer
+        self._stock = stock
+        loop: Any = trainer._active_loop
+        self.starts_run = loop.batch_progress.current.ready == 0
+        several = getattr(loop, "_is_sequential", True) and loop.num_dataloaders > 1
+        kwargs = loop._build_kwargs(batch, 0, dataloader_idx if several else None)
+        self._rest: tuple[Any, ...] = loop._build_step_args_from_hook_kwargs(kwargs, hook)[1:]
+
+    def called_with(self, rest: tuple[Any, ...]) -> None:
+        """Take the batch's index, and what else the loop passes besides the batch."""
+        self._rest = rest
+
+    def whole(self) -> Any:
+        """The unsplit batch on the device."""
+        return self.transfer(self.batch) if self.given is self.batch else self.given
+
+    def forward(self, part: Any) -> Any:
+        """The user's step on a part that is on the device."""
+        module = self.trainer.lightning_module
+        before, module._current_fx_name = module._current_fx_name, self.hook
+        try:
+            return self._stock(part, *self._rest)
+        finally:
+            module._current_fx_name = before
+
+
+class Driver(Protocol):
+    """What decides how a batch is run."""
+
+    def stays_on_host(self, step: EvaluationStep) -> bool:
+        """Called when a batch comes from the loader; may run trials that leave no trace."""
+        ...
+
+    def run(self, step: EvaluationStep) -> Any:
+        """The batch's output; what it logs is counted."""
+        ...
+
+
+def install(trainer: Trainer, driver: Driver) -> Undo:
+    """Let a driver run every batch of validation, test and prediction; returns the undo."""
+    strategy = trainer.strategy
+    transfer, stands_aside = strategy.batch_to_device, finder_runs(trainer)
+    stock = {hook: getattr(strategy, hook) for hook in HOOKS}
+    before = {name: vars(strategy)[name] for name in ("batch_to_device", *HOOKS) if name in vars(strategy)}
+    arrived: list[EvaluationStep] = []
+
+    def batch_to_device(batch: Any, *args: Any, **kwargs: Any) -> Any:
+        hook, module = _evaluating(trainer), trainer.lightning_module
+        # A callback that moves a batch of its own does not come by way of the loop.
+        if hook is None or stands_aside() or module._current_fx_name != "batch_to_device":
+            return transfer(batch, *args, **kwargs)
+        index = kwargs.get("dataloader_idx", 0)
+        move = partial(transfer, **{**kwargs, "dataloader_idx": index})
+        step = EvaluationStep(trainer, hook, batch, index, stock[hook], move)
+        step.given = batch if driver.stays_on_host(step) else move(batch)
+        arrived[:] = [step]
+        return step.given
+
+    def run(hook: str, *args: Any, **kwargs: Any) -> Any:
+        step = arrived.pop() if arrived else None
+        # `validation_step(dataloader_iter)` fetches by itself: there is nothing to split.
+        if step is None or step.hook != hook or not args or args[0] is not step.given:
+            return stock[hook](*args, **kwargs)
+        step.called_with(args[1:])
+        return driver.run(step)
+
+    strategy.batch_to_device = batch_to_device
+    for hook in HOOKS:
+        setattr(strategy, hook, partial(run, hook))
+
+    def undo() -> None:
+        for name in ("batch_to_device", *HOOKS):
+            vars(strategy).pop(name, None)
+        vars(strategy).update(before)
+
+    return undo
+
+
+def _evaluating(trainer: Trainer) -> str | None:
+    """The step of the loop that runs; None while training."""
+    if trainer.validating or trainer.sanity_checking:
+        return "validation_step"
+    if trainer.testing:
+        return "test_step"
+    return "predict_step" if trainer.predicting else None
+
+
+@contextmanager
+def logging_held(trainer: Trainer) -> Iterator[list[dict[str, Any]]]:
+    """Collects the calls of `self.log` instead of counting them; each is the keywords of one call."""
+    results: Any = trainer._results
+    if results is None:  # prediction logs nothing
+        yield []
+        return
+    with calls_held(results) as held:
+        yield held
+
+
+@contextmanager
+def nothing_logged(trainer: Trainer) -> Iterator[list[dict[str, Any]]]:
+    """For trials: `self.log` is collected and resets nothing, and loggers hear nothing."""
+    results: Any = trainer._results
+    connector = trainer._logger_connector
+    current = connector._current_fx
+    if results is not None:
+        vars(results)["reset"] = lambda *args, **kwargs: None
+    try:
+        with loggers_silent(trainer), logging_held(trainer) as held:
+            yield held
+    finally:
+        connector._current_fx = current
+        if results is not None:
+            vars(results).pop("reset", None)
+
+
+def keep_results(trainer: Trainer) -> Undo:
+    """Returns a function that puts the values logged so far back to what they are now."""
+    results: Any = trainer._results
+    return keep_logged(results) if results is not None else lambda: None
+
+
+def log_now(trainer: Trainer, entry: dict[str, Any]) -> None:
+    """Count one entry that `logging_held` has collected."""
+    results: Any = trainer._results
+    results.log(**entry)
+
+
+def predictions_to_keep(trainer: Trainer, dataloader_idx: int) -> float:
+    """How many batches' outputs Lightning will keep of a loader; 0 where it keeps none, or has begun to."""
+    writers = [
+        callback for callback in vars(trainer)["callbacks"] if isinstance(callback, BasePredictionWriter)
+    ]
+    loop = trainer.predict_loop
+    if not loop.return_predictions and not any(writer.interval.on_epoch for writer in writers):
+        return 0
+    return 0 if loop._predictions[dataloader_idx] else loop.max_batches[dataloader_idx]

@@ -1,0 +1,299 @@
+"""FSDP2 for any LightningModule: its blocks are found, cast, sharded, and only then given their optimizers."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from lightning_memkit.checkpoints.atomic import recover, remove
+from lightning_memkit.checkpoints.places import folder_of_ranks, place_of, remove_place
+from lightning_memkit.checkpoints.sharded import is_sharded
+from lightning_memkit.distributed.own_group import own_group
+from lightning_memkit.distributed.sharding import Sharding, shard_blocks
+from lightning_memkit.distributed.timeouts import give_timeout
+from lightning_memkit.initialization.building import build_empty, build_on
+from lightning_memkit.initialization.materialization import materialize
+from lightning_memkit.plugins.seams import training_loop
+from lightning_memkit.plugins.strategies import _sharded_checkpoints
+from lightning_memkit.plugins.strategies._eight_bit import adapt_bitsandbytes_in
+from lightning_memkit.plugins.strategies.checkpoint_io import StreamingCheckpointIO
+from lightning_memkit.plugins.strategies.on_device import (
+    add_random_state,
+    parameter_dtype,
+    tell_epoch,
+)
+
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+class FSDP2Strategy(ModelParallelStrategy):
+    """Each of n ranks keeps 1/n of weights, gradients and optimizer states, and gathers a block when it is needed.
+
+    Any LightningModule, with no code for it: its repeated blocks are found and sharded with `fully_shard`, and the
+    rest of it as one. Optimizers are made afterwards, from what is sharded. A module that shards itself in
+    `configure_model` is left as it is. All ranks share one copy by default, on one node and on several. The price:
+    every block is gathered twice a step (stage 2: once) and its gradients are reduced, which hides behind the
+    arithmetic where the links are fast. On one device it is what offloads parameters and gradients.
+    `Trainer(strategy="memkit_fsdp2")` names it once this class is imported. Not yet verified on a GPU.
+
+    Args:
+        stage: ZeRO's. 3 frees a block's gathered weights after its forward; 2 keeps them until its backward.
+        blocks: names of the blocks in place of those found: globs over module names (`encoder.layers.*`) and class
+            names.
+        replicas: how many copies of the model there are (hybrid sharding); `"nodes"`: one a node, so that weights
+            are gathered within it, and only gradients cross the network.
+        cpu_offload: keep shards of weights, gradients and states in the host's memory, where the optimizer steps.
+        mixed_precision: the dtypes that weights are gathered and used in (`param_dtype`) and gradients reduced in
+            (`reduce_dtype`); by default those that the precision gives the weights.
+        save_distributed_checkpoint: each rank writes its shard into a folder; else rank 0 writes one file.
+        process_group_backend: as in Lightning; by default NCCL on CUDA and gloo on the CPU.
+        timeout: of collectives.
+
+    Raises:
+        ValueError: an argument is outside its range, the ranks can't be divided by `replicas`, or (at setup) an
+            optimizer holds parameters that are not the sharded module's, or is one of bitsandbytes.
+
+    Source: torch.distributed.fsdp.fully_shard; Rajbhandari et al., ZeRO, 2020, arXiv:1910.02054.
+    """
+
+    strategy_name = "memkit_fsdp2"
+
+    def __init__(
+        self,
+        stage: int = 3,
+        blocks: Sequence[str] | None = None,
+        replicas: int | Literal["nodes"] = 1,
+        cpu_offload: bool = False,
+        mixed_precision: MixedPrecisionPolicy | None = None,
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
+        super().__init__(
+            tensor_parallel_size=1,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        self.sharding = Sharding(stage=stage, blocks=blocks, cpu_offload=cpu_offload)
+        if replicas != "nodes" and (not isinstance(replicas, int) or replicas < 1):
+            raise ValueError(f'replicas={replicas!r} is no number of copies; write 1, 2, ... or "nodes".')
+        self.replicas: int | Literal["nodes"] = replicas
+        self.mixed_precision = mixed_precision
+        # Set by `InitialWeights`, and run once.
+        self.initial_weights: Callable[[nn.Module, torch.device], None] | None = None
+
+    def __repr__(self) -> str:
+        sharding = self.sharding
+        blocks = None if sharding.blocks is None else list(sharding.blocks)
+        return (
+            f"{type(self).__name__}(stage={sharding.stage}, blocks={blocks!r}, replicas={self.replicas!r}, "
+            f"cpu_offload={sharding.cpu_offload}, mixed_precision={self.mixed_precision!r}, "
+            f"save_distributed_checkpoint={self._save_distributed_checkpoint})"
+        )
+
+    def connect(self, model: LightningModule) -> None:
+        """Attach the model, and the callback that keeps the random state in checkpoints."""
+        super().connect(model)
+        trainer = getattr(model, "_trainer", None)
+        if isinstance(trainer, Trainer):
+            add_random_state(trainer)
+
+    def setup_environment(self) -> None:
+        """Make the mesh: all ranks take part in data parallelism."""
+        ranks = self.num_nodes * self.num_processes
+        copies = self.num_nodes if self.replicas == "nodes" else self.replicas
+        if ranks % copies:
+            raise ValueError(
+                f"replicas={self.replicas!r} copies can't be spread over {ranks} ranks: they have to divide them."
+            )
+        self._data_parallel_size = ranks
+        super().setup_environment()
+        give_timeout(self.device_mesh)
+        trainer = getattr(self.lightning_module, "_trainer", None)
+        if ranks == 1 and isinstance(trainer, Trainer):
+            training_loop.keep_samplers(trainer)
+
+    def setup(self, trainer: Trainer) -> None:
+        """Cast, shard, and only then make the optimizers."""
+        assert self.model is not None
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        module = self.lightning_module
+        assert isinstance(module, LightningModule)
+        if self._save_distributed_checkpoint and _sharded_checkpoints.is_asynchronous(self.checkpoint_io):
+            own_group()  # of which a thread will need one
+        if not any(parameter.is_meta for parameter in module.parameters()):
+            self._load_initial_weights(module)  # before the cast, of which a precision may keep the rest
+        self.model = self.precision_plugin.convert_module(self.model)
+        if not any(isinstance(part, FSDPModule) for part in module.modules()):
+            whole = dict(module.named_parameters())
+            methods = [name for name in _STEPS if callable(getattr(module, name, None))]
+            shard_blocks(
+                module,
+                self.sharding_mesh,
+                self.sharding,
+                mixed_precision=self.mixed_precision,
+                forward_methods=methods,
+            )
+            follow: Any = getattr(self.precision_plugin, "follow_sharding", None)
+            if follow is not None:
+                follow(whole, module)
+        self._load_initial_weights(module)
+        materialize(module, self._home)
+        self.model_to_device()
+        self.barrier()
+        fits = trainer.state.fn == TrainerFn.FITTING
+        if fits:
+            self.setup_optimizers(trainer)
+            _refuse_stale(self.optimizers, module)
+            adapt_bitsandbytes_in(module, self.optimizers)  # which refuses them: their steps know no shards
+        self.setup_precision_plugin()
+        if fits and not self.sharding.cpu_offload:
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Modules made inside are on the device at the precision's dtype; empty, their parameters have no memory."""
+        dtype = parameter_dtype(self.precision_plugin)
+        if dtype is None:
+            with super().tensor_init_context(empty_init):
+                yield
+            return
+        build = build_empty if empty_init or self.initial_weights is not None else build_on
+        with self.precision_plugin.tensor_init_context(), build(self.root_device, dtype):
+            yield
+
+    def _load_initial_weights(self, module: LightningModule) -> None:
+        load, self.initial_weights = self.initial_weights, None
+        if load is not None:
+            load(module, self._home)
+
+    @property
+    def _home(self) -> torch.device:
+        return torch.device("cpu") if self.sharding.cpu_offload else self.root_device
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Tell the sampler its epoch now; Lightning does when a resumed run has begun to read, in epoch 0's order."""
+        tell_epoch(self.lightning_module, dataloader)
+        return dataloader
+
+    @property
+    def shards_by(self) -> Sharding:
+        """How weights are shared out, for who asks what a strategy does."""
+        return self.sharding
+
+    @property
+    def sharding_mesh(self) -> DeviceMesh:
+        """The ranks that share a copy; with several copies the first dimension counts those."""
+        copies = self.num_nodes if self.replicas == "nodes" else self.replicas
+        if copies == 1:
+            return self.device_mesh["data_parallel"]
+        shape = (copies, self.world_size // copies)
+        mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=("replicate", "shard"))
+        give_timeout(mesh)
+        return mesh
+
+    def model_to_device(self) -> None:
+        """Move what is not sharded; shards are where they belong."""
+        assert self.model is not None
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            if not isinstance(tensor, DTensor) and tensor.device != self.root_device:
+                tensor.data = tensor.data.to(self.root_device)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
+    ) -> None:
+        """Write a folder to which every rank adds its share, or one file; the last one stays until it is whole."""
+        path = self.broadcast(filepath)
+        if not self._save_distributed_checkpoint:
+            if self.is_global_zero:
+                place = place_of(path, **(storage_options or {}))
+                stock = not isinstance(self.checkpoint_io, StreamingCheckpointIO)
+                if stock and isinstance(place, Path) and is_sharded(place):
+                    remove(place)  # Lightning's own would write into the folder
+                self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+        elif storage_options is not None:
+            raise TypeError(
+                f"storage_options={storage_options!r} is for a CheckpointIO, and ranks that write together use none; "
+                "set save_distributed_checkpoint=False."
+            )
+        else:
+            _sharded_checkpoints.save(checkpoint, Path(path), self.checkpoint_io)
+
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load a folder or a file, whatever number of ranks has saved it; nothing in it is run."""
+        path = self.broadcast(checkpoint_path)
+        assert self.model is not None
+        assert self.lightning_module is not None
+        strict = self.lightning_module.strict_loading
+        io = self.checkpoint_io
+        if isinstance(io, StreamingCheckpointIO) and io.asynchronous:
+            _sharded_checkpoints.wait_on_all_ranks(io)
+        place = place_of(path)
+        if isinstance(place, Path):
+            recover(place)
+        if place.is_dir() if isinstance(place, Path) else place[0].isdir(place[1]):
+            folder = folder_of_ranks(path)
+            return _sharded_checkpoints.load_folder(folder, self.model, self.optimizers, weights_only, strict)
+        if weights_only is False and not isinstance(io, StreamingCheckpointIO):
+            return super().load_checkpoint(path, weights_only=weights_only)
+        io = io if isinstance(io, StreamingCheckpointIO) else StreamingCheckpointIO()
+        checkpoint = io.load_checkpoint(path, weights_only=weights_only)
+        return _sharded_checkpoints.load_file(checkpoint, self.model, self.optimizers, strict)
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Remove a checkpoint; a folder loses its name first, and stays until what is being written is whole."""
+        if not self.is_global_zero:
+            return
+        if self._save_distributed_checkpoint and not isinstance(self.checkpoint_io, StreamingCheckpointIO):
+            remove_place(place_of(filepath))
+        else:
+            self.checkpoint_io.remove_checkpoint(filepath)
+
+    def teardown(self) -> None:
+        """End as Lightning does, and wait for a checkpoint that is being written."""
+        super().teardown()
+        self.checkpoint_io.teardown()
+
+    def _get_process_group_backend(self) -> str:
+        backend = super()._get_process_group_backend()
+        # Norms of what lies on the host are reduced there.
+        return "cpu:gloo,cuda:nccl" if self.sharding.cpu_offload and backend == "nccl" else backend
+
+
+def _refuse_stale(optimizers: Sequence[Any], module: nn.Module) -> None:
+    """An optimizer made before sharding holds parameters that no step uses: it would train nothing, silently."""
+    own = set(module.parameters())
+    stale = sum(parameter not in own for parameter in _parameters(optimizers))
+    if stale:
+        raise ValueError(
+            f"{stale} parameter(s) of the optimizer are not the sharded module's, so that nothing would be trained: "
+            "make the optimizer in configure_optimizers, from self.parameters(); with LightningCLI use memkit "
+            "(MemkitCLI), which makes the config's optimizer there."
+        )
+
+
+def _parameters(optimizers: Sequence[Any]) -> Iterator[nn.Parameter]:
+    return chain.from_iterable(
+        group["params"] for optimizer in optimizers for group in optimizer.param_groups
+    )
+
+
+if FSDP2Strategy.strategy_name not in StrategyRegistry.available_strategies():
+    StrategyRegistry.register(FSDP2Strategy.strategy_name, FSDP2Strategy)
