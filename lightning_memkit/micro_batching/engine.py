@@ -18,6 +18,7 @@ from lightning_memkit.micro_batching.options import BudgetOptions
 from lightning_memkit.micro_batching.parts.partition import WHOLE, Cut, Partition
 from lightning_memkit.micro_batching.parts.runner import PartsRunner
 from lightning_memkit.micro_batching.parts.value_looks import ValueLooks
+from lightning_memkit.micro_batching.proof.survey import Surveys
 from lightning_memkit.micro_batching.proof.trials import Trials
 from lightning_memkit.micro_batching.ranks.agreement import local_optimizer, ranks_of
 from lightning_memkit.micro_batching.recovery import Recovery
@@ -81,6 +82,7 @@ class Engine:
         self.window = AccumulationWindow(options.effective_batch_size)
         self.window.open_early(run)
         self.trials = Trials(run, options.usable_bytes)
+        self._surveys = Surveys(run, self.trials)
         self.runner = PartsRunner(
             run,
             Partition(micro_batch_size=WHOLE, split=options.split),
@@ -167,7 +169,7 @@ class Engine:
         if partition.rules is None:
             raise RuntimeError("The engine surveys a batch before its loss is known.")
         with unmetered():
-            return self.trials.survey(step, cut, partition, partition.rules)
+            return self._surveys(step, cut, partition, partition.rules)
 
     def _journal(self, step: Step) -> None:
         """Let the optimizer's own step survive an OOM; where it can't, no step is retried."""

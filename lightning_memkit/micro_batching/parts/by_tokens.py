@@ -11,6 +11,7 @@ from lightning_memkit.micro_batching.graph.loss_walk import terms_of
 from lightning_memkit.micro_batching.parts.partition import Partition
 from lightning_memkit.micro_batching.parts.token_parts import TokenPart, extent_of, take_part, wide_tensors
 from lightning_memkit.micro_batching.proof.comparison import SCALE, Comparison, Miss, spans_of
+from lightning_memkit.micro_batching.proof.optimizer_trial import optimizer_state
 from lightning_memkit.micro_batching.proof.trials import StepFailedError, Trials
 from lightning_memkit.micro_batching.proof.without_noise import LEVELS, quiet
 from lightning_memkit.micro_batching.ranks.agreement import any_rank, largest_of_ranks
@@ -66,7 +67,7 @@ def form_by_tokens(
 def _keep_where_it_fits(step: Step, trials: Trials, partition: Partition, usable_bytes: int) -> None:
     largest = max(partition.cut(step.batch).parts, key=batch_size)
     resident = list(tensors_of(step.batch))
-    with trials.optimizer_state(step) as (states, _):
+    with optimizer_state(step) as (states, _):
         peak = trials.peak_of(step, largest, [*states, *resident], usable_bytes)
     if any_rank(step.run, peak is None or peak > usable_bytes):
         partition.row_tokens = None

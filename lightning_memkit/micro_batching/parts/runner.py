@@ -37,7 +37,7 @@ _UNTOLD_TERMS = (
 )
 
 
-# Reads off forwards without a backward, and without a trace, what a batch counts: `Trials.survey`.
+# Reads off forwards without a backward, and without a trace, what a batch counts: `Surveys`.
 Survey = Callable[[Step, Cut], list[float]]
 
 

@@ -24,9 +24,11 @@ from lightning_memkit.micro_batching.parts.partition import Splitter
 from lightning_memkit.micro_batching.parts.returned_values import ReturnedValues
 from lightning_memkit.micro_batching.proof import decomposability, verdicts
 from lightning_memkit.micro_batching.proof.decomposability import Verdict
+from lightning_memkit.micro_batching.proof.learning import learn_counts, learn_rests
 from lightning_memkit.micro_batching.proof.novelty import Novelties
 from lightning_memkit.micro_batching.proof.probed_rows import in_order_of, probed_rows, told_apart
-from lightning_memkit.micro_batching.proof.row_trials import NothingCountsError, Outcome, Rows, RowTrials
+from lightning_memkit.micro_batching.proof.row_runs import NothingCountsError, Outcome, Rows
+from lightning_memkit.micro_batching.proof.row_trials import RowTrials
 from lightning_memkit.micro_batching.proof.trials import StepFailedError, Trials
 from lightning_memkit.micro_batching.proof.without_noise import LEVELS, quiet
 from lightning_memkit.micro_batching.ranks.agreement import any_rank, largest_of_ranks
@@ -283,7 +285,7 @@ class Weighing:
         self.unproven = ""
         self.rules, self.state = outcome.rules, outcome.state
         if outcome.rules is not None:
-            rows.learn_counts(self.foretold, outcome, outcome.rules)
+            learn_counts(probed, self.foretold, outcome, outcome.rules)
         self._open = outcome.ways
         self.weigh_by = self._open[0]
         self._learn_values(step, probed, rows, outcome)
@@ -298,7 +300,7 @@ class Weighing:
         if outcome.rules is not None:
             if self.rests is None or self.rests.pieces != len(outcome.rules.rules) + 1:
                 self.rests = RestRules(len(outcome.rules.rules))
-            rows.learn_rests(self.rests, outcome, allowed)
+            learn_rests(probed, self.rests, outcome, allowed)
         self.logs.compare(outcome.whole.logged, [part.logged for part in parts], shares, sizes, allowed)
         self.returned.compare(
             outcome.whole.returned, [part.returned for part in parts], _counts(probed, outcome), allowed

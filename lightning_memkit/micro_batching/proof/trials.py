@@ -3,61 +3,35 @@
 import random
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lightning_memkit.memory.measure import AllocatorMeter, PeakMeter, peak_meter
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
-from lightning_memkit.micro_batching import SplitError, SplittableBatch, batch_size, split_batch
-from lightning_memkit.micro_batching.changes.composition import Left, compose
+from lightning_memkit.micro_batching import split_batch
 from lightning_memkit.micro_batching.changes.rollback import Rollback
 from lightning_memkit.micro_batching.changes.state_walk import Keys
 from lightning_memkit.micro_batching.changes.step_changes import StepChange, label
-from lightning_memkit.micro_batching.graph.loss_rules import Law, LossRules
-from lightning_memkit.micro_batching.graph.loss_walk import terms_of
 from lightning_memkit.micro_batching.graph.term_values import TermValues
-from lightning_memkit.micro_batching.parts.partition import Cut, Partition, rows_together
 from lightning_memkit.micro_batching.proof import decomposability
-from lightning_memkit.micro_batching.proof.without_noise import quiet
+from lightning_memkit.micro_batching.proof.noted_changes import NotedChanges
+from lightning_memkit.micro_batching.proof.optimizer_trial import allocate_gradients, states_on
+from lightning_memkit.micro_batching.proof.some_rows import count_of_rows, one_row
 from lightning_memkit.micro_batching.ranks.agreement import (
     Ranks,
-    any_rank,
-    largest_of_ranks,
     local_optimizer,
-    sum_of_ranks,
 )
 from lightning_memkit.micro_batching.run import Run, Step
-from lightning_memkit.micro_batching.shares.batch_counts import Foretelling
-from lightning_memkit.micro_batching.shares.foreseen import ForeseenWronglyError, UnforeseenLossError
-from lightning_memkit.micro_batching.shares.lone_counts import WHOLE, LoneCounts, Look, saving_shapes_only
-from lightning_memkit.micro_batching.shares.step_shares import least_divisors, looked_at
-from lightning_memkit.optim.closures import trial_step
-from lightning_memkit.optim.compensation import compensation_of
-from lightning_memkit.optim.journal import journal_of
+from lightning_memkit.micro_batching.shares.foreseen import ForeseenWronglyError
 from lightning_memkit.optim.methods import uses_closure_its_own_way
-from lightning_memkit.optim.snapshots import (
-    forget_new_states,
-    known_states,
-    restore_snapshot,
-    take_snapshot,
-)
 from lightning_memkit.utilities.generators import Generators
 from lightning_memkit.utilities.tensors import tensors_of
-
-_Named = tuple[str, str]  # a change's kind and name
-_TAKEN_FOR_A_SUM = (
-    "MemoryBudget takes a term of the loss for a sum over the batch: training_step divides (or multiplies) it by the "
-    "same number in each micro-batch, and in two of them as one. The whole batch, which would prove it, does not fit. "
-    "A constant is all right; of a count that is kept from being less (clamp(min=...), max(n, ...)), divide by a "
-    "number that adds up, or keep micro_batch_size at the loader's batch size."
-)
 
 
 class PassedOverError(ForeseenWronglyError):
@@ -120,12 +94,7 @@ class Trials:
         self.limited = False
         self.ranks = Ranks()
         self._has_watched = False
-        self._took_for_sums = False  # which was said
-        self._too_many_rows: float = float("inf")  # of a whole batch that can't be run
-        self._differentiates = False  # the step does within itself, and needs all that autograd saves
-        self._once: set[_Named] = set()  # changes that a second step does not repeat
-        self._always: dict[_Named, StepChange] = {}
-        self._judged: set[_Named] = set()  # those of which it is known whether they compose
+        self._noted = NotedChanges(run, self)
         self._run = run
         self._budget_bytes = budget_bytes
 
@@ -134,11 +103,19 @@ class Trials:
         return self._run.module
 
     @contextmanager
-    def _no_trace(
+    def no_trace(
         self, step: Step, *parts: Any, seen: bool = False, after_backward: bool = False
     ) -> Iterator[list[dict[str, Any]]]:
+        """Within it a step leaves nothing behind; yields what it logs.
+
+        Args:
+            step: the step at hand.
+            parts: what it will run on besides the step's batch.
+            seen: also where compiled functions would hide writes, it is watched.
+            after_backward: gradients that are there are the step's own, and stay.
+        """
         unwatched = self._has_watched and self._sees_too_little() and not seen
-        rollback = self._rollback = self._kept(step, *parts, changing=self.changing if unwatched else None)
+        rollback = self._rollback = self.kept(step, *parts, changing=self.changing if unwatched else None)
         # The last step's gradients are zeroed before they are used: held beside the trial's they would cost twice.
         # A step that uses its closure in a way of its own may look at them before.
         zeroed = step.starts_window and not after_backward and not uses_closure_its_own_way(step.optimizer)
@@ -168,7 +145,7 @@ class Trials:
                 stacklevel=2,
             )
 
-    def _kept(self, step: Step, *parts: Any, changing: Keys | None = None) -> Rollback:
+    def kept(self, step: Step, *parts: Any, changing: Keys | None = None) -> Rollback:
         """The state before a step that a trial puts back."""
         return Rollback(
             self._module, changing, batches=[step.batch, *parts], beside=step.run.changed_beside()
@@ -181,12 +158,12 @@ class Trials:
         So the first step draws their weights itself, from the random numbers that it has without trials. Costs a
         forward, and nothing where no module is lazy.
         """
-        rollback = self._kept(step)
+        rollback = self.kept(step)
         lazy = rollback.uninitialized()
         if not lazy:
             yield
             return
-        rows = _rows(step.batch)
+        rows = count_of_rows(step.batch)
         some = split_batch(step.batch, [2, rows - 2])[0] if rows > 2 else step.batch
         try:
             with self._run.logging_held(), self._run.loggers_silent(), rollback.watching():
@@ -211,7 +188,7 @@ class Trials:
         numbers, and leaves behind what it leaves behind; `handed_on` names the attributes that it has set. `look` is
         given the loss, and what it returns is differentiated.
         """
-        with self._no_trace(step, batch, after, seen=True) as self.logged:
+        with self.no_trace(step, batch, after, seen=True) as self.logged:
             if seed is not None:
                 random.seed(seed)
                 np.random.seed(seed)
@@ -220,7 +197,7 @@ class Trials:
             if after is not None:
                 self._run_before(step, after)
             try:
-                skipped = not self._try(step, batch, self._limit(step), look)
+                skipped = not self.run(step, batch, self._limit(step), look)
                 if skipped:
                     raise ValueError("training_step returned None")
             except Exception as error:
@@ -228,7 +205,7 @@ class Trials:
             gradient = decomposability.sampled_gradient(self._module.parameters())
             self.captured = None if self.capture is None else self.capture()
             returned, values = self.returned, self.values
-            self._note_changes(step, batch, self.logged)
+            self._noted.note(step, batch, self._rollback, self.logged)
             self.returned, self.values = returned, values  # not what further steps gave
             return gradient
 
@@ -240,97 +217,13 @@ class Trials:
             losses.append(float(loss.detach()))
             return loss
 
-        with self._no_trace(step, batch, seen=True):
+        with self.no_trace(step, batch, seen=True):
             try:
-                self._try(step, batch, self._limit(step), look)
+                self.run(step, batch, self._limit(step), look)
             except Exception as error:  # of a row alone: what the step makes of several is asked elsewhere
                 self._run.debug(f"MemoryBudget can't try a row by itself: {error!r}")
                 return None
         return losses[0] if losses else None
-
-    def _note_changes(self, step: Step, batch: Any, logged: list[dict[str, Any]]) -> None:
-        """Tell what every step changes from what only the first one does, and what composes from micro-batches.
-
-        Costs three more steps, once for all changes of a name; none where a step changes nothing.
-        """
-        self.changing |= self._rollback.changed()  # before further runs put something back
-        found, rows, count = self._rollback.changes(), _rows(batch), len(logged)
-        # One or two rows can't be split into unlike parts: what composes is asked for again when there are more.
-        known = self._once | self._judged | (self._always.keys() if rows < 3 else set())
-        unknown = {_named(change) for change in found} - known
-        if not self.ranks.reason and self.ranks.any(bool(unknown)):
-            again = self._changes_of_a_second_step(step, batch)
-            del logged[count:]
-            if again is not None:
-                # What was judged without batch statistics is not judged again with them.
-                again = {named: change for named, change in again.items() if named not in self._judged}
-                self._always.update(again)
-                self._judged |= again.keys() if rows > 2 else set()
-                self._once = (self._once | unknown) - self._always.keys()
-                found = (*found, *again.values())
-        self.changes = tuple(
-            {self._always.get(_named(c), c): None for c in found if _named(c) not in self._once}
-        )
-
-    def _changes_of_a_second_step(self, step: Step, batch: Any) -> dict[_Named, StepChange] | None:
-        """What the step changes on other rows, after the first; and which of it parts of them change alike."""
-        rows = other_rows(step.batch, batch)
-        rollback = self._kept(step, rows)
-        try:
-            with rollback.watching():
-                self._try(step, rows)
-        except Exception as error:  # on these rows only: the first step itself went well
-            self._run.debug(f"MemoryBudget can't try a second step: {error!r}")
-            return None
-        again, left = rollback.changes(), rollback.left_behind()
-        self.changing |= rollback.changed()
-        composed = self._composed(step, rows, rollback, left) if again else frozenset()
-        if set(again) - composed:
-            composed |= self._composed_without_noise(step, rows)
-        return {_named(change): replace(change, composes=change in composed) for change in again}
-
-    def _composed_without_noise(self, step: Step, rows: Any) -> frozenset[StepChange]:
-        """The changes that parts leave as their whole in eval mode: dropout draws other numbers for a part."""
-        with quiet(self._module, 2):
-            rollback = self._kept(step, rows)
-            try:
-                with rollback.watching():
-                    self._try(step, rows)
-            except Exception as error:  # a module may not be made for a step in eval mode
-                self._run.debug(f"MemoryBudget can't try a step in eval mode: {error!r}")
-                return frozenset()
-            return self._composed(step, rows, rollback, rollback.left_behind())
-
-    def _composed(self, step: Step, rows: Any, rollback: Rollback, left: Left) -> frozenset[StepChange]:
-        """The changes that two micro-batches of unlike size leave as the whole of them does.
-
-        What the second leaves by itself, too, it may have put in the place of what the first has left: of such changes
-        the micro-batches run in the other order as well.
-        """
-        total = _rows(rows)
-        if total < 3:
-            return frozenset()
-        # Two equal halves would pass off a mean of means as the mean.
-        first = total // 2 if total % 2 else total // 2 - 1
-        rollback.restore()
-        try:
-            one, other = split_batch(rows, [first, total - first])
-            with rollback.watching():
-                self._try(step, one)
-                self._try(step, other)
-            composed = compose(left, rollback.left_behind())
-            if not composed:
-                return composed
-            rollback.restore()
-            with rollback.watching():
-                self._try(step, other)
-                doubtful = compose(left, rollback.left_behind()) & composed
-                if doubtful:
-                    self._try(step, one)
-            return composed - doubtful | (doubtful & compose(left, rollback.left_behind()))
-        except Exception as error:  # a part may have too few rows for the module
-            self._run.debug(f"MemoryBudget can't try a step in parts: {error!r}")
-            return frozenset()
 
     def values_of(self, step: Step, batch: Any, *, gradient: bool) -> Values:
         """What a step logs and returns of some rows, by a forward after the batch's own backward; gradients stay.
@@ -343,7 +236,7 @@ class Trials:
         Raises:
             StepFailedError: the step fails on them, or passes them over.
         """
-        with self._no_trace(step, batch, after_backward=True) as logged:
+        with self.no_trace(step, batch, after_backward=True) as logged:
             generators = Generators()
             try:
                 with torch.set_grad_enabled(gradient):
@@ -355,129 +248,9 @@ class Trials:
             drew, elsewhere = generators.drawn_from()
             return Values(logged=list(logged), returned=returned, drew=drew, drew_elsewhere=elsewhere)
 
-    def survey(self, step: Step, cut: Cut, partition: Partition, rules: LossRules) -> list[float]:
-        """What the terms of a loss count in all micro-batches together: a forward of each, without a backward.
-
-        Ranks have one batch between them: it is what all count, divided by the number of ranks. Each forward begins
-        with the same state, as in training. Where nothing tells whether a micro-batch counts what it is divided by,
-        one more forward of it and another as one, or of the whole batch, in which autograd saves shapes alone.
-
-        Raises:
-            UnforeseenLossError: a micro-batch's loss has other terms, or such a look failed.
-        """
-        told = partition.foretold
-        found = self._lone_counts(step, partition, rules)
-        with self._no_trace(step, *cut.parts):
-            if partition.state is not None:
-                partition.state.begin()
-            for counts, lone, _ in self._each_counted(step, cut.parts, partition, rules):
-                found.counts.append(counts)
-                found.lone.append(lone)
-            while any_rank(self._run, bool(found.looks())):
-                asked = found.looks()
-                self._look(step, cut, partition, found)
-                if not any_rank(self._run, found.looks() != asked):
-                    break  # these can't be run
-            self.ranks.forget_part()
-        totals = found.totals()
-        if any_rank(self._run, totals is None) or totals is None:
-            raise UnforeseenLossError(found.why)
-        for index in found.terms:
-            shown = found.shown(index, totals[index])
-            if index in found.sums:
-                told.confirm_sum(index, shown)
-            else:
-                told.confirm(index, step.batch, totals[index], shown)
-        if found.unproven and not self._took_for_sums:
-            self._took_for_sums = True
-            warnings.warn(_TAKEN_FOR_A_SUM, stacklevel=2)
-        return self._of_all_ranks(totals, [found.least(index) for index in range(len(totals))])
-
-    def _of_all_ranks(self, totals: Sequence[float], least: Sequence[float]) -> list[float]:
-        """Totals averaged as gradients are; where they come to less, the least that the batch is divided by."""
-        run = self._run
-        summed, kept = sum_of_ranks(run, totals), largest_of_ranks(run, least)
-        return [max(pair, key=abs) / run.world_size for pair in zip(summed, kept, strict=True)]
-
-    def _lone_counts(self, step: Step, partition: Partition, rules: LossRules) -> LoneCounts:
-        """What is to be looked up, of no micro-batch yet."""
-        told, is_alone = partition.foretold, self._run.world_size == 1
-        of_no_law = {index for index in rules.looked_up if rules.rules[index].law is Law.OWN}
-        return LoneCounts(
-            counts=[],
-            lone=[],
-            whole=told.unlike() | of_no_law,
-            sums=rules.looked_up - of_no_law,
-            doubted=told.doubted() if is_alone else frozenset(),
-            runs_whole=not is_alone or _rows(step.batch) < self._too_many_rows,
-            adjacent=partition.split is not None or isinstance(step.batch, SplittableBatch),
-            adds_up=not is_alone,
-        )
-
-    def _look(self, step: Step, cut: Cut, partition: Partition, found: LoneCounts) -> None:
-        """Run micro-batches as one, as far as this can be; nothing is learned of those that can't."""
-        assert partition.rules is not None
-        looks, rows = [], []
-        for look in found.looks():
-            together = _rows_of(step.batch, cut, partition, look, adjacent=found.adjacent)
-            if together is not None:
-                looks.append(look)
-                rows.append(together)
-        try:
-            saved = nullcontext() if self._differentiates else saving_shapes_only()
-            with self._within_budget(step) or nullcontext(), saved:
-                for index, (_, _, told) in enumerate(
-                    self._each_counted(step, rows, partition, partition.rules)
-                ):
-                    found.learn(looks[index], told)
-        except Exception as error:
-            # Two micro-batches may be more than there is memory for, or than the step allows. Ranks retry together.
-            if self._run.world_size > 1 or isinstance(error, ForeseenWronglyError):
-                raise
-            self._run.debug(f"MemoryBudget can't look at parts as one: {error!r}")
-            if WHOLE in looks and found.runs_whole:
-                found.runs_whole = False
-                self._too_many_rows = min(self._too_many_rows, _rows(step.batch))
-
-    def _each_counted(
-        self, step: Step, parts: Sequence[Any], partition: Partition, rules: LossRules
-    ) -> Iterator[tuple[tuple[float, ...], frozenset[int], tuple[float, ...]]]:
-        """Of each of some rows, what terms count, which are divided by 1 for an unknown reason, and `looked_at`."""
-        least = [_one_row(step.batch)]  # for ranks that have nothing to run while others do
-        for index in range(self.ranks.most_parts(len(parts))):
-            part = (parts or least)[min(index, max(len(parts) - 1, 0))]
-            if partition.state is not None:
-                partition.state.begin_anew()
-            found = self.ranks.part(
-                lambda part=part: self._counted(step, part, rules, partition.foretold),
-                counts=False,
-                smallest=lambda part=part: step.forward(self._run.transfer(_one_row(part))),
-                kind="survey",
-            )
-            if index < len(parts):
-                yield found
-
-    def _counted(
-        self, step: Step, part: Any, rules: LossRules, foretold: Foretelling
-    ) -> tuple[tuple[float, ...], frozenset[int], tuple[float, ...]]:
-        with TermValues() as noted:
-            loss, _ = step.forward(self._run.transfer(part))
-        self._differentiates = self._differentiates or noted.differentiates
-        if loss is None:
-            nothing = (0.0,) * len(rules.rules)
-            return nothing, frozenset(), nothing
-        reading = rules.read(terms_of(loss))
-        own = list(rules.counts(reading, loss, noted.values))
-        least = least_divisors(rules, reading, foretold, part)
-        for index in least.lone:
-            own[index] = reading.divisors[index]
-        for index, count in least.counts.items():
-            own[index] = count
-        return tuple(own), least.lone, looked_at(rules, reading, own)
-
     def _run_before(self, step: Step, batch: Any) -> None:
         generators = Generators()
-        self._try(step, batch, self._limit(step))
+        self.run(step, batch, self._limit(step))
         generators.restore()
         if self.between is not None:
             self.between()
@@ -487,9 +260,10 @@ class Trials:
 
     def _limit(self, step: Step) -> PeakMeter | None:
         """What refuses a probe that needs more than training may, where no allocator does."""
-        return self._within_budget(step) if self.limited else None
+        return self.within_budget(step) if self.limited else None
 
-    def _within_budget(self, step: Step) -> PeakMeter | None:
+    def within_budget(self, step: Step) -> PeakMeter | None:
+        """What refuses more than the budget on a CPU; None elsewhere, or without one."""
         device = self._run.device
         if self._budget_bytes is None or device.type != "cpu":
             return None
@@ -497,7 +271,7 @@ class Trials:
         held += states_on(device, local_optimizer(step.optimizer))
         return peak_meter(device, held, self._budget_bytes)
 
-    def _try(
+    def run(
         self,
         step: Step,
         batch: Any,
@@ -523,80 +297,7 @@ class Trials:
             with meter:
                 return run(batch)
 
-        return self.ranks.part(measured, smallest=lambda: run(_one_row(batch)))
-
-    @contextmanager
-    def optimizer_state(self, step: Step) -> Iterator[tuple[list[Tensor], int]]:
-        """Within it the optimizer's state exists as after a step, taken without gradient; then all is put back.
-
-        Weights, states, group scalars and compensation are bitwise as before; their copies lie on the host
-        meanwhile. Yields the state's tensors and the peak of the step.
-        """
-        optimizer = local_optimizer(step.optimizer)
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        gradients = [(p, p.grad) for p in parameters]
-        known = known_states(optimizer)
-        try:
-            peak = self._stepped_and_back(step, parameters)
-            yield states_on(self._run.device, optimizer), peak
-        finally:
-            for p, gradient in gradients:
-                p.grad = gradient
-            forget_new_states(optimizer, known)
-
-    def _stepped_and_back(self, step: Step, parameters: list[nn.Parameter]) -> int:
-        """The peak of a step; what it has changed is as before, what it has made stays.
-
-        Its copies are gone before parts are tried: on a CPU the host is the device.
-        """
-        optimizer = local_optimizer(step.optimizer)
-        owner: Any = compensation_of(optimizer)
-        host = torch.device("cpu")
-        snapshot = owner.snapshot(device=host) if owner else take_snapshot(optimizer, device=host)
-        try:
-            return self._step_without_gradient(step, parameters)
-        finally:
-            if owner:
-                owner.restore(snapshot, keep_new=True)
-            else:
-                restore_snapshot(optimizer, snapshot, keep_new=True)
-
-    def _step_without_gradient(self, step: Step, parameters: list[nn.Parameter]) -> int:
-        self._allocate_gradients(parameters)
-        held = [*self._module.parameters(), *self._module.buffers(), *tensors_of(step.batch)]
-        held += [p.grad for p in parameters if p.grad is not None]
-        device = self._run.device
-        # ZeRO's own step would send what is put back here to ranks that have no copy of it.
-        optimizer = local_optimizer(step.optimizer)
-        held += states_on(device, optimizer)
-        meter = peak_meter(device, held)
-        try:
-            with meter, _without_hooks(optimizer):
-                journal = journal_of(optimizer)
-                # A device that is too full for copies leaves them to the host: they need not fit.
-                counts_copies = device.type == "cpu" or journal is None
-                with nullcontext() if counts_copies or journal is None else journal.paused():
-                    # A journal knows a trial by its gradients, and gives it the closure that it may ask for.
-                    trial_step(optimizer) if journal is None else optimizer.step()
-                if journal is not None:
-                    with journal.measuring():
-                        optimizer.step()
-                    if journal.needed and counts_copies:  # those of states, which a first step does not have
-                        optimizer.step()
-        except (RuntimeError, TypeError) as error:  # sparse gradients only, or a closure is asked for
-            if is_out_of_memory(error):
-                raise
-            warnings.warn(
-                f"MemoryBudget could not try a step of {type(optimizer).__name__} ({error}); its state is "
-                "not in the verified peak.",
-                stacklevel=2,
-            )
-        return meter.peak_bytes
-
-    def _allocate_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        for p in parameters:
-            if p.requires_grad:
-                p.grad = torch.zeros_like(p, dtype=getattr(p, "grad_dtype", None) or p.dtype)
+        return self.ranks.part(measured, smallest=lambda: run(one_row(batch)))
 
     def peak_of(self, step: Step, batch: Any, resident: list[Tensor], budget_bytes: int | None) -> int | None:
         """The peak of forward and backward of one part, weights, gradients and `resident` included; None: OOM.
@@ -608,13 +309,13 @@ class Trials:
         if self._sees_too_little():
             self._watch_first(step, batch)
         failed = False
-        with self._no_trace(step, batch) as logged:
-            self._allocate_gradients(self._module.parameters())  # in a step's later parts all are alive
+        with self.no_trace(step, batch) as logged:
+            allocate_gradients(self._module.parameters())  # in a step's later parts all are alive
             held = [*self._module.parameters(), *self._module.buffers(), *resident]
             held += [p.grad for p in self._module.parameters() if p.grad is not None]
             meter = peak_meter(self._run.device, held, budget_bytes)
             try:
-                self._try(step, batch, meter)
+                self.run(step, batch, meter)
             except ForeseenWronglyError:
                 self._run.debug("MemoryBudget measures a batch that the module passes over.")
             except Exception as error:
@@ -623,12 +324,12 @@ class Trials:
                 failed = True
             if not failed:
                 self._has_watched = True
-                self._note_changes(step, batch, logged)
+                self._noted.note(step, batch, self._rollback, logged)
         return None if failed else meter.peak_bytes
 
     def _raise(self, step: Step, batch: Any, error: Exception) -> NoReturn:
         """The user's own error, of the whole batch as it is."""
-        if _rows(batch) < _rows(step.batch):
+        if count_of_rows(batch) < count_of_rows(step.batch):
             raise StepFailedError(error, skipped=False) from error
         raise error
 
@@ -644,56 +345,6 @@ class Trials:
         """
         if self._has_watched:
             return
-        with self._no_trace(step, batch), suppress(RuntimeError, MemoryError):
-            self._try(step, batch)
+        with self.no_trace(step, batch), suppress(RuntimeError, MemoryError):
+            self.run(step, batch)
             self._has_watched = True
-
-
-def states_on(device: torch.device, optimizer: Optimizer) -> list[Tensor]:
-    """The states of an optimizer that are in a device's memory; others may be kept in the host's."""
-    return [state for state in tensors_of(dict(optimizer.state)) if state.device.type == device.type]
-
-
-@contextmanager
-def _without_hooks(optimizer: Optimizer) -> Iterator[None]:
-    """The user's step hooks (an EMA, say) are not to hear of a trial."""
-    hooks: tuple[Any, ...] = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    kept = [dict(registered) for registered in hooks]
-    for registered in hooks:
-        registered.clear()
-    try:
-        yield
-    finally:
-        for registered, before in zip(hooks, kept, strict=True):
-            registered.update(before)
-
-
-def other_rows(whole: Any, batch: Any) -> Any:
-    """As many rows of the whole batch as a trial's have, others as far as there are: its last ones."""
-    total, rows = _rows(whole), _rows(batch)
-    return split_batch(whole, [total - rows, rows])[1] if 0 < rows < total else batch
-
-
-def _rows_of(batch: Any, cut: Cut, partition: Partition, look: Look, *, adjacent: bool) -> Any:
-    """The rows of a look; None where they can't be put together."""
-    if look is None:  # `WHOLE`
-        return batch
-    together = rows_together(batch, cut, partition.split, *sorted(look), adjacent=adjacent)
-    return None if together is None else together[0]
-
-
-def _one_row(batch: Any) -> Any:
-    rows = batch_size(batch)
-    return split_batch(batch, [1, rows - 1])[0] if rows > 1 else batch
-
-
-def _rows(batch: Any) -> int:
-    """How many rows there are to split, 0 where that is not known."""
-    try:
-        return batch_size(batch)
-    except SplitError:
-        return 0
-
-
-def _named(change: StepChange) -> _Named:
-    return change.kind, change.name

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightning_memkit.memory.sizing import Trial
 from lightning_memkit.memory.units import format_bytes
-from lightning_memkit.micro_batching.proof.trials import states_on
+from lightning_memkit.micro_batching.proof.optimizer_trial import states_on
 from lightning_memkit.micro_batching.run import Step
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from lightning_memkit.memory.sizing import Forecast, NothingFitsError, Sizing, Trial, largest_fitting
 from lightning_memkit.memory.speed import smaller_sizes
 from lightning_memkit.micro_batching import batch_size
+from lightning_memkit.micro_batching.proof.optimizer_trial import optimizer_state
 from lightning_memkit.micro_batching.proof.trials import StepFailedError, Trials
 from lightning_memkit.micro_batching.ranks.agreement import any_rank, largest_of_ranks
 from lightning_memkit.micro_batching.run import Run, Step
@@ -75,7 +76,7 @@ def choose_size(
     policy, forecast = AutomaticPolicy(step.run), None
     if foreseen is not None and foreseen.peaks:
         forecast = Forecast(foreseen.peaks.__getitem__, foreseen.residual)
-    with trials.optimizer_state(step) as (states, step_peak):
+    with optimizer_state(step) as (states, step_peak):
         peaks = _Peaks(step, trials, states, step_peak, total)
 
         def search() -> Sizing | None:
@@ -247,7 +248,7 @@ def verify_whole(step: Step, trials: Trials, *, budget_bytes: int, headroom: flo
     """
     usable = int(budget_bytes * (1 - headroom))
     step.run.set_gradient_parts(1)
-    with trials.optimizer_state(step) as (states, step_peak):
+    with optimizer_state(step) as (states, step_peak):
         part_peak = trials.peak_of(step, step.batch, [*states, *tensors_of(step.batch)], None)
         peak = _largest_of_ranks(step.run, None if part_peak is None else max(part_peak, step_peak))
         if peak is None or peak > usable:

@@ -17,7 +17,7 @@ from lightning_memkit.micro_batching import (
     split_batch,
 )
 from lightning_memkit.micro_batching.parts.partition import Splitter
-from lightning_memkit.micro_batching.proof.trials import states_on
+from lightning_memkit.micro_batching.proof.optimizer_trial import states_on
 from lightning_memkit.micro_batching.ranks.alone import Ranks
 from lightning_memkit.plugins.memory_budget._evaluation_state import EvaluationRollback
 from lightning_memkit.plugins.seams.evaluation_loop import EvaluationStep, logging_held, nothing_logged

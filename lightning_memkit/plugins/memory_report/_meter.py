@@ -14,7 +14,7 @@ from lightning_memkit.memory.flops import StepFlops
 from lightning_memkit.memory.meter import Category, storages_of
 from lightning_memkit.memory.origins import Place
 from lightning_memkit.memory.step_meter import MeteredStep, StepMeter
-from lightning_memkit.micro_batching.proof.trials import states_on
+from lightning_memkit.micro_batching.proof.optimizer_trial import states_on
 from lightning_memkit.optim.modes import LOW_STATES
 from lightning_memkit.plugins.memory_report._rates import samples_of, tokens_of
 from lightning_memkit.plugins.memory_report._snapshot import record

@@ -1,0 +1,62 @@
+"""What a comparison of rows tells of batches to come: numbers that foretell divisors, and what has no gradient."""
+
+from lightning_memkit.micro_batching.graph.loss_rules import LossRules
+from lightning_memkit.micro_batching.graph.rests import Rest, RestRules
+from lightning_memkit.micro_batching.graph.term_values import rounding_of_terms, weighed_value
+from lightning_memkit.micro_batching.proof.by_terms import counts_of
+from lightning_memkit.micro_batching.proof.row_runs import (
+    Outcome,
+    Rows,
+    TrialStep,
+)
+from lightning_memkit.micro_batching.shares.batch_counts import Foretelling
+
+
+def learn_counts(rows: Rows, foretold: Foretelling, outcome: Outcome, rules: LossRules) -> None:
+    """Let numbers of the batch be compared with what each term counted in it and in its parts."""
+    present = outcome.present
+    counts = [
+        counts_of(rules, outcome.whole),
+        *(counts_of(rules, outcome.parts[index]) for index in present),
+    ]
+    batches = [rows.whole, *(rows.parts[index] for index in present)]
+    foretold.learn(
+        batches,
+        [
+            [count[index] for count in counts] if index in {*rules.means} - outcome.kept else None
+            for index in range(len(rules.rules))
+        ],
+        [(rule.name, rule.index, rule.branch) for rule in rules.rules],
+    )
+
+
+def learn_rests(compared: Rows, rests: RestRules, outcome: Outcome, noise: float) -> None:
+    """Let rules of what has no gradient in the loss learn from a comparison by what the loss shows.
+
+    Args:
+        compared: the rows.
+        rests: the rules.
+        outcome: of the comparison.
+        noise: of a number that is computed from rows, relative.
+    """
+    rules = outcome.rules
+    assert rules is not None
+    sizes = [compared.sizes[index] for index in outcome.present]
+    parts = [outcome.parts[index] for index in outcome.present]
+    runs = [run for run in (outcome.whole, *parts) if run is not None]
+    found = [_rest_of(rules, run, rows) for run, rows in zip(runs, [sum(sizes), *sizes], strict=True)]
+    told = [rest for rest in found if rest is not None]
+    if len(told) < len(runs):
+        return
+    readings = [rules.read(run.terms) for run in runs]
+    rounding = max(
+        rounding_of_terms(reading, run.values, run.loss) for reading, run in zip(readings, runs, strict=True)
+    )
+    rests.learn(rules, told[0], told[1:], rounding, max(noise, 1e-6))
+
+
+def _rest_of(rules: LossRules, run: TrialStep, rows: int) -> Rest | None:
+    reading = rules.read(run.terms)
+    counts = counts_of(rules, run)
+    found = weighed_value(run.loss, reading, [1.0] * len(counts), run.values)
+    return None if found is None or found[1] is None else Rest(pieces=found[1], counts=counts, rows=rows)

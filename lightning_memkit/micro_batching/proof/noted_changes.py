@@ -1,0 +1,135 @@
+"""What a step changes besides gradients, each time that it runs, and what of it composes from micro-batches."""
+
+from dataclasses import replace
+from typing import Any, Protocol
+
+from lightning_memkit.micro_batching import split_batch
+from lightning_memkit.micro_batching.changes.composition import Left, compose
+from lightning_memkit.micro_batching.changes.rollback import Rollback
+from lightning_memkit.micro_batching.changes.state_walk import Keys
+from lightning_memkit.micro_batching.changes.step_changes import StepChange
+from lightning_memkit.micro_batching.proof.some_rows import count_of_rows, other_rows
+from lightning_memkit.micro_batching.proof.without_noise import quiet
+from lightning_memkit.micro_batching.ranks.alone import Ranks
+from lightning_memkit.micro_batching.run import Run, Step
+
+_Named = tuple[str, str]  # a change's kind and name
+
+
+class Steps(Protocol):
+    """What runs a step on some rows, and knows what steps change: `Trials`."""
+
+    changes: tuple[StepChange, ...]
+    changing: Keys
+    ranks: Ranks
+
+    def kept(self, step: Step, *parts: Any) -> Rollback:
+        """What a step may change, as it is before."""
+        ...
+
+    def run(self, step: Step, batch: Any) -> bool:
+        """Forward and backward of some rows."""
+        ...
+
+
+class NotedChanges:
+    """Tells what a step changes from what only a first one does; sets the `changes` of what runs it.
+
+    Args:
+        run: the loop.
+        trials: run steps on other rows.
+    """
+
+    def __init__(self, run: Run, trials: Steps) -> None:
+        self._run, self._trials = run, trials
+        self._once: set[_Named] = set()  # changes that a second step does not repeat
+        self._always: dict[_Named, StepChange] = {}
+        self._judged: set[_Named] = set()  # those of which it is known whether they compose
+
+    def note(self, step: Step, batch: Any, rollback: Rollback, logged: list[dict[str, Any]]) -> None:
+        """Tell what every step changes from what only the first one does, and what composes from micro-batches.
+
+        Costs three more steps, once for all changes of a name; none where a step changes nothing.
+        """
+        self._trials.changing |= rollback.changed()  # before further runs put something back
+        found, rows, count = rollback.changes(), count_of_rows(batch), len(logged)
+        # One or two rows can't be split into unlike parts: what composes is asked for again when there are more.
+        known = self._once | self._judged | (self._always.keys() if rows < 3 else set())
+        unknown = {_named(change) for change in found} - known
+        if not self._trials.ranks.reason and self._trials.ranks.any(bool(unknown)):
+            again = self._changes_of_a_second_step(step, batch)
+            del logged[count:]
+            if again is not None:
+                # What was judged without batch statistics is not judged again with them.
+                again = {named: change for named, change in again.items() if named not in self._judged}
+                self._always.update(again)
+                self._judged |= again.keys() if rows > 2 else set()
+                self._once = (self._once | unknown) - self._always.keys()
+                found = (*found, *again.values())
+        self._trials.changes = tuple(
+            {self._always.get(_named(c), c): None for c in found if _named(c) not in self._once}
+        )
+
+    def _changes_of_a_second_step(self, step: Step, batch: Any) -> dict[_Named, StepChange] | None:
+        """What the step changes on other rows, after the first; and which of it parts of them change alike."""
+        rows = other_rows(step.batch, batch)
+        rollback = self._trials.kept(step, rows)
+        try:
+            with rollback.watching():
+                self._trials.run(step, rows)
+        except Exception as error:  # on these rows only: the first step itself went well
+            self._run.debug(f"MemoryBudget can't try a second step: {error!r}")
+            return None
+        again, left = rollback.changes(), rollback.left_behind()
+        self._trials.changing |= rollback.changed()
+        composed = self._composed(step, rows, rollback, left) if again else frozenset()
+        if set(again) - composed:
+            composed |= self._composed_without_noise(step, rows)
+        return {_named(change): replace(change, composes=change in composed) for change in again}
+
+    def _composed_without_noise(self, step: Step, rows: Any) -> frozenset[StepChange]:
+        """The changes that parts leave as their whole in eval mode: dropout draws other numbers for a part."""
+        with quiet(self._run.module, 2):
+            rollback = self._trials.kept(step, rows)
+            try:
+                with rollback.watching():
+                    self._trials.run(step, rows)
+            except Exception as error:  # a module may not be made for a step in eval mode
+                self._run.debug(f"MemoryBudget can't try a step in eval mode: {error!r}")
+                return frozenset()
+            return self._composed(step, rows, rollback, rollback.left_behind())
+
+    def _composed(self, step: Step, rows: Any, rollback: Rollback, left: Left) -> frozenset[StepChange]:
+        """The changes that two micro-batches of unlike size leave as the whole of them does.
+
+        What the second leaves by itself, too, it may have put in the place of what the first has left: of such changes
+        the micro-batches run in the other order as well.
+        """
+        total = count_of_rows(rows)
+        if total < 3:
+            return frozenset()
+        # Two equal halves would pass off a mean of means as the mean.
+        first = total // 2 if total % 2 else total // 2 - 1
+        rollback.restore()
+        try:
+            one, other = split_batch(rows, [first, total - first])
+            with rollback.watching():
+                self._trials.run(step, one)
+                self._trials.run(step, other)
+            composed = compose(left, rollback.left_behind())
+            if not composed:
+                return composed
+            rollback.restore()
+            with rollback.watching():
+                self._trials.run(step, other)
+                doubtful = compose(left, rollback.left_behind()) & composed
+                if doubtful:
+                    self._trials.run(step, one)
+            return composed - doubtful | (doubtful & compose(left, rollback.left_behind()))
+        except Exception as error:  # a part may have too few rows for the module
+            self._run.debug(f"MemoryBudget can't try a step in parts: {error!r}")
+            return frozenset()
+
+
+def _named(change: StepChange) -> _Named:
+    return change.kind, change.name

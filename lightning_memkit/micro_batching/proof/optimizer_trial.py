@@ -1,0 +1,124 @@
+"""A step of the optimizer on trial: its states and its peak, with weights and states bitwise as before."""
+
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_memkit.memory.measure import peak_meter
+from lightning_memkit.memory.out_of_memory import is_out_of_memory
+from lightning_memkit.micro_batching.ranks.agreement import (
+    local_optimizer,
+)
+from lightning_memkit.micro_batching.run import Step
+from lightning_memkit.optim.closures import trial_step
+from lightning_memkit.optim.compensation import compensation_of
+from lightning_memkit.optim.journal import journal_of
+from lightning_memkit.optim.snapshots import (
+    forget_new_states,
+    known_states,
+    restore_snapshot,
+    take_snapshot,
+)
+from lightning_memkit.utilities.tensors import tensors_of
+
+
+@contextmanager
+def optimizer_state(step: Step) -> Iterator[tuple[list[Tensor], int]]:
+    """Within it the optimizer's state exists as after a step, taken without gradient; then all is put back.
+
+    Weights, states, group scalars and compensation are bitwise as before; their copies lie on the host
+    meanwhile. Yields the state's tensors and the peak of the step.
+    """
+    optimizer = local_optimizer(step.optimizer)
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    gradients = [(p, p.grad) for p in parameters]
+    known = known_states(optimizer)
+    try:
+        peak = _stepped_and_back(step, parameters)
+        yield states_on(step.run.device, optimizer), peak
+    finally:
+        for p, gradient in gradients:
+            p.grad = gradient
+        forget_new_states(optimizer, known)
+
+
+def _stepped_and_back(step: Step, parameters: list[nn.Parameter]) -> int:
+    """The peak of a step; what it has changed is as before, what it has made stays.
+
+    Its copies are gone before parts are tried: on a CPU the host is the device.
+    """
+    optimizer = local_optimizer(step.optimizer)
+    owner: Any = compensation_of(optimizer)
+    host = torch.device("cpu")
+    snapshot = owner.snapshot(device=host) if owner else take_snapshot(optimizer, device=host)
+    try:
+        return _step_without_gradient(step, parameters)
+    finally:
+        if owner:
+            owner.restore(snapshot, keep_new=True)
+        else:
+            restore_snapshot(optimizer, snapshot, keep_new=True)
+
+
+def _step_without_gradient(step: Step, parameters: list[nn.Parameter]) -> int:
+    allocate_gradients(parameters)
+    held = [*step.run.module.parameters(), *step.run.module.buffers(), *tensors_of(step.batch)]
+    held += [p.grad for p in parameters if p.grad is not None]
+    device = step.run.device
+    # ZeRO's own step would send what is put back here to ranks that have no copy of it.
+    optimizer = local_optimizer(step.optimizer)
+    held += states_on(device, optimizer)
+    meter = peak_meter(device, held)
+    try:
+        with meter, _without_hooks(optimizer):
+            journal = journal_of(optimizer)
+            # A device that is too full for copies leaves them to the host: they need not fit.
+            counts_copies = device.type == "cpu" or journal is None
+            with nullcontext() if counts_copies or journal is None else journal.paused():
+                # A journal knows a trial by its gradients, and gives it the closure that it may ask for.
+                trial_step(optimizer) if journal is None else optimizer.step()
+            if journal is not None:
+                with journal.measuring():
+                    optimizer.step()
+                if journal.needed and counts_copies:  # those of states, which a first step does not have
+                    optimizer.step()
+    except (RuntimeError, TypeError) as error:  # sparse gradients only, or a closure is asked for
+        if is_out_of_memory(error):
+            raise
+        warnings.warn(
+            f"MemoryBudget could not try a step of {type(optimizer).__name__} ({error}); its state is "
+            "not in the verified peak.",
+            stacklevel=2,
+        )
+    return meter.peak_bytes
+
+
+def allocate_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Give parameters gradients of zeros, in the dtype that they are summed in."""
+    for p in parameters:
+        if p.requires_grad:
+            p.grad = torch.zeros_like(p, dtype=getattr(p, "grad_dtype", None) or p.dtype)
+
+
+def states_on(device: torch.device, optimizer: Optimizer) -> list[Tensor]:
+    """The states of an optimizer that are in a device's memory; others may be kept in the host's."""
+    return [state for state in tensors_of(dict(optimizer.state)) if state.device.type == device.type]
+
+
+@contextmanager
+def _without_hooks(optimizer: Optimizer) -> Iterator[None]:
+    """The user's step hooks (an EMA, say) are not to hear of a trial."""
+    hooks: tuple[Any, ...] = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    kept = [dict(registered) for registered in hooks]
+    for registered in hooks:
+        registered.clear()
+    try:
+        yield
+    finally:
+        for registered, before in zip(hooks, kept, strict=True):
+            registered.update(before)

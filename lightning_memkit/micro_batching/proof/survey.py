@@ -1,0 +1,174 @@
+"""What the terms of a loss count in a batch, read off forwards before its micro-batches run."""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+from lightning_memkit.micro_batching import SplittableBatch
+from lightning_memkit.micro_batching.graph.loss_rules import Law, LossRules
+from lightning_memkit.micro_batching.graph.loss_walk import terms_of
+from lightning_memkit.micro_batching.graph.term_values import TermValues
+from lightning_memkit.micro_batching.parts.partition import Cut, Partition, rows_together
+from lightning_memkit.micro_batching.proof.some_rows import count_of_rows, one_row
+from lightning_memkit.micro_batching.proof.trials import Trials
+from lightning_memkit.micro_batching.ranks.agreement import (
+    any_rank,
+    largest_of_ranks,
+    sum_of_ranks,
+)
+from lightning_memkit.micro_batching.run import Run, Step
+from lightning_memkit.micro_batching.shares.batch_counts import Foretelling
+from lightning_memkit.micro_batching.shares.foreseen import ForeseenWronglyError, UnforeseenLossError
+from lightning_memkit.micro_batching.shares.lone_counts import WHOLE, LoneCounts, Look, saving_shapes_only
+from lightning_memkit.micro_batching.shares.step_shares import least_divisors, looked_at
+
+_TAKEN_FOR_A_SUM = (
+    "MemoryBudget takes a term of the loss for a sum over the batch: training_step divides (or multiplies) it by the "
+    "same number in each micro-batch, and in two of them as one. The whole batch, which would prove it, does not fit. "
+    "A constant is all right; of a count that is kept from being less (clamp(min=...), max(n, ...)), divide by a "
+    "number that adds up, or keep micro_batch_size at the loader's batch size."
+)
+
+
+class Surveys:
+    """Surveys batches by trials that leave no trace: a forward of each micro-batch, and looks at several as one.
+
+    Args:
+        run: the loop.
+        trials: run what leaves no trace.
+    """
+
+    def __init__(self, run: Run, trials: Trials) -> None:
+        self._run, self._trials = run, trials
+        self._has_warned = False  # of what was taken for a sum
+        self._too_many_rows: float = float("inf")  # of a whole batch that can't be run
+        self._differentiates = False  # the step does within itself, and needs all that autograd saves
+
+    def __call__(self, step: Step, cut: Cut, partition: Partition, rules: LossRules) -> list[float]:
+        """What the terms of a loss count in all micro-batches together: a forward of each, without a backward.
+
+        Ranks have one batch between them: it is what all count, divided by the number of ranks. Each forward begins
+        with the same state, as in training. Where nothing tells whether a micro-batch counts what it is divided by,
+        one more forward of it and another as one, or of the whole batch, in which autograd saves shapes alone.
+
+        Raises:
+            UnforeseenLossError: a micro-batch's loss has other terms, or such a look failed.
+        """
+        told = partition.foretold
+        found = self._lone_counts(step, partition, rules)
+        with self._trials.no_trace(step, *cut.parts):
+            if partition.state is not None:
+                partition.state.begin()
+            for counts, lone, _ in self._each_counted(step, cut.parts, partition, rules):
+                found.counts.append(counts)
+                found.lone.append(lone)
+            while any_rank(self._run, bool(found.looks())):
+                asked = found.looks()
+                self._look(step, cut, partition, found)
+                if not any_rank(self._run, found.looks() != asked):
+                    break  # these can't be run
+            self._trials.ranks.forget_part()
+        totals = found.totals()
+        if any_rank(self._run, totals is None) or totals is None:
+            raise UnforeseenLossError(found.why)
+        for index in found.terms:
+            shown = found.shown(index, totals[index])
+            if index in found.sums:
+                told.confirm_sum(index, shown)
+            else:
+                told.confirm(index, step.batch, totals[index], shown)
+        if found.unproven and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(_TAKEN_FOR_A_SUM, stacklevel=2)
+        return self._of_all_ranks(totals, [found.least(index) for index in range(len(totals))])
+
+    def _of_all_ranks(self, totals: Sequence[float], least: Sequence[float]) -> list[float]:
+        """Totals averaged as gradients are; where they come to less, the least that the batch is divided by."""
+        run = self._run
+        summed, kept = sum_of_ranks(run, totals), largest_of_ranks(run, least)
+        return [max(pair, key=abs) / run.world_size for pair in zip(summed, kept, strict=True)]
+
+    def _lone_counts(self, step: Step, partition: Partition, rules: LossRules) -> LoneCounts:
+        """What is to be looked up, of no micro-batch yet."""
+        told, is_alone = partition.foretold, self._run.world_size == 1
+        of_no_law = {index for index in rules.looked_up if rules.rules[index].law is Law.OWN}
+        return LoneCounts(
+            counts=[],
+            lone=[],
+            whole=told.unlike() | of_no_law,
+            sums=rules.looked_up - of_no_law,
+            doubted=told.doubted() if is_alone else frozenset(),
+            runs_whole=not is_alone or count_of_rows(step.batch) < self._too_many_rows,
+            adjacent=partition.split is not None or isinstance(step.batch, SplittableBatch),
+            adds_up=not is_alone,
+        )
+
+    def _look(self, step: Step, cut: Cut, partition: Partition, found: LoneCounts) -> None:
+        """Run micro-batches as one, as far as this can be; nothing is learned of those that can't."""
+        assert partition.rules is not None
+        looks, rows = [], []
+        for look in found.looks():
+            together = _rows_of(step.batch, cut, partition, look, adjacent=found.adjacent)
+            if together is not None:
+                looks.append(look)
+                rows.append(together)
+        try:
+            saved = nullcontext() if self._differentiates else saving_shapes_only()
+            with self._trials.within_budget(step) or nullcontext(), saved:
+                for index, (_, _, told) in enumerate(
+                    self._each_counted(step, rows, partition, partition.rules)
+                ):
+                    found.learn(looks[index], told)
+        except Exception as error:
+            # Two micro-batches may be more than there is memory for, or than the step allows. Ranks retry together.
+            if self._run.world_size > 1 or isinstance(error, ForeseenWronglyError):
+                raise
+            self._run.debug(f"MemoryBudget can't look at parts as one: {error!r}")
+            if WHOLE in looks and found.runs_whole:
+                found.runs_whole = False
+                self._too_many_rows = min(self._too_many_rows, count_of_rows(step.batch))
+
+    def _each_counted(
+        self, step: Step, parts: Sequence[Any], partition: Partition, rules: LossRules
+    ) -> Iterator[tuple[tuple[float, ...], frozenset[int], tuple[float, ...]]]:
+        """Of each of some rows, what terms count, which are divided by 1 for an unknown reason, and `looked_at`."""
+        least = [one_row(step.batch)]  # for ranks that have nothing to run while others do
+        for index in range(self._trials.ranks.most_parts(len(parts))):
+            part = (parts or least)[min(index, max(len(parts) - 1, 0))]
+            if partition.state is not None:
+                partition.state.begin_anew()
+            found = self._trials.ranks.part(
+                lambda part=part: self._counted(step, part, rules, partition.foretold),
+                counts=False,
+                smallest=lambda part=part: step.forward(self._run.transfer(one_row(part))),
+                kind="survey",
+            )
+            if index < len(parts):
+                yield found
+
+    def _counted(
+        self, step: Step, part: Any, rules: LossRules, foretold: Foretelling
+    ) -> tuple[tuple[float, ...], frozenset[int], tuple[float, ...]]:
+        with TermValues() as noted:
+            loss, _ = step.forward(self._run.transfer(part))
+        self._differentiates = self._differentiates or noted.differentiates
+        if loss is None:
+            nothing = (0.0,) * len(rules.rules)
+            return nothing, frozenset(), nothing
+        reading = rules.read(terms_of(loss))
+        own = list(rules.counts(reading, loss, noted.values))
+        least = least_divisors(rules, reading, foretold, part)
+        for index in least.lone:
+            own[index] = reading.divisors[index]
+        for index, count in least.counts.items():
+            own[index] = count
+        return tuple(own), least.lone, looked_at(rules, reading, own)
+
+
+def _rows_of(batch: Any, cut: Cut, partition: Partition, look: Look, *, adjacent: bool) -> Any:
+    """The rows of a look; None where they can't be put together."""
+    if look is None:  # `WHOLE`
+        return batch
+    together = rows_together(batch, cut, partition.split, *sorted(look), adjacent=adjacent)
+    return None if together is None else together[0]
