@@ -21,12 +21,12 @@ from lightning_memkit.activations.policies import (
     CompiledBlocks,
     EveryKthBlock,
     Policy,
-    SavedBytes,
+    SavedBytesLimit,
     SavedOperators,
     matches,
     parse_policy,
 )
-from lightning_memkit.activations.whole_blocks import Switch, run_checkpointed, without_empty_cache
+from lightning_memkit.activations.whole_blocks import BlockSwitch, run_checkpointed, without_empty_cache
 from lightning_memkit.utilities.errors import NoEffectWarning
 from lightning_memkit.utilities.patching import replace_method
 
@@ -41,7 +41,7 @@ _COMPILED_TWICE = (
 )
 
 
-_Runner = Callable[[nn.Module, Callable[..., Any], tuple, dict[str, Any], Switch], Any]
+_Runner = Callable[[nn.Module, Callable[..., Any], tuple, dict[str, Any], BlockSwitch], Any]
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ def checkpoint_modules(
         _report_nothing(module, blocks)
         return Checkpointed(lambda: None)
     _refuse_second_checkpointing(module)
-    switch = Switch()
-    plan = BudgetPlan(parsed, module, len(chosen), switch) if isinstance(parsed, SavedBytes) else None
+    switch = BlockSwitch()
+    plan = BudgetPlan(parsed, module, len(chosen), switch) if isinstance(parsed, SavedBytesLimit) else None
     runners, root = _runners(plan or parsed, [block for _, block in chosen])
     undos = [_patch(block, "forward", run, switch) for (_, block), run in zip(chosen, runners, strict=True)]
     if root is not None:
@@ -178,7 +178,9 @@ def _runners(policy: Policy | BudgetPlan, blocks: list[nn.Module]) -> tuple[list
 def _compiled(compiled: CompiledForward) -> _Runner:
     refuse = _refuse_compiler(_COMPILED_TWICE)
 
-    def run(block: nn.Module, plain: Callable, args: tuple, kwargs: dict[str, Any], switch: Switch) -> Any:
+    def run(
+        block: nn.Module, plain: Callable, args: tuple, kwargs: dict[str, Any], switch: BlockSwitch
+    ) -> Any:
         refuse()
         # A cache is asked by the number of the layer: with one, every block would be compiled for itself.
         return compiled(plain, *without_empty_cache(block, args, kwargs, switch))
@@ -187,7 +189,9 @@ def _compiled(compiled: CompiledForward) -> _Runner:
 
 
 def _root(plan: BudgetPlan, refuse: Callable[[], None]) -> _Runner:
-    def run(module: nn.Module, plain: Callable, args: tuple, kwargs: dict[str, Any], switch: Switch) -> Any:
+    def run(
+        module: nn.Module, plain: Callable, args: tuple, kwargs: dict[str, Any], switch: BlockSwitch
+    ) -> Any:
         refuse()
         return plan.run_root(plain, args, kwargs)
 
@@ -195,7 +199,9 @@ def _root(plan: BudgetPlan, refuse: Callable[[], None]) -> _Runner:
 
 
 def _planned(plan: BudgetPlan, index: int, refuse: Callable[[], None]) -> _Runner:
-    def run(block: nn.Module, plain: Callable, args: tuple, kwargs: dict[str, Any], switch: Switch) -> Any:
+    def run(
+        block: nn.Module, plain: Callable, args: tuple, kwargs: dict[str, Any], switch: BlockSwitch
+    ) -> Any:
         refuse()
         if _has_wrappers(block, args, kwargs):
             return _run_opaque(block, plain, args, kwargs, switch)
@@ -227,7 +233,9 @@ def _selective(policy: SavedOperators, blocks: int) -> _Runner:
     ran: set[str] = set()
     seen: WeakSet[nn.Module] = WeakSet()
 
-    def run(block: nn.Module, plain: Callable, args: tuple, kwargs: dict[str, Any], switch: Switch) -> Any:
+    def run(
+        block: nn.Module, plain: Callable, args: tuple, kwargs: dict[str, Any], switch: BlockSwitch
+    ) -> Any:
         if torch.compiler.is_compiling():  # the compiler has its own way to save by operator
             return checkpoint(plain, *args, use_reentrant=False, context_fn=contexts, **kwargs)
         if _has_wrappers(block, args, kwargs):
@@ -240,7 +248,7 @@ def _selective(policy: SavedOperators, blocks: int) -> _Runner:
     return run
 
 
-def _report_unmatched(policy: SavedOperators, ran: set[str], switch: Switch) -> None:
+def _report_unmatched(policy: SavedOperators, ran: set[str], switch: BlockSwitch) -> None:
     for pattern, _ in policy.save:
         if not any(matches(name, pattern) for name in ran):
             switch.say_once(
@@ -254,7 +262,7 @@ def _whole(block: nn.Module) -> _Runner:
     if has_router(block):
         # Experts are chosen once: a router that runs again could choose others, and the recomputation would fail.
         def run(
-            block: nn.Module, plain: Callable, args: tuple, kwargs: dict[str, Any], switch: Switch
+            block: nn.Module, plain: Callable, args: tuple, kwargs: dict[str, Any], switch: BlockSwitch
         ) -> Any:
             if torch.compiler.is_compiling() or _has_wrappers(block, args, kwargs):
                 return run_checkpointed(block, plain, args, kwargs, switch)
@@ -285,7 +293,7 @@ def _has_wrappers(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool
 
 
 def _run_opaque(
-    block: nn.Module, plain: Callable[..., Any], args: tuple, kwargs: dict[str, Any], switch: Switch
+    block: nn.Module, plain: Callable[..., Any], args: tuple, kwargs: dict[str, Any], switch: BlockSwitch
 ) -> Any:
     switch.say_once(
         f"{type(block).__name__} computes with tensors that stand for several (DTensor, quantized weights), of which "
@@ -295,7 +303,7 @@ def _run_opaque(
     return run_checkpointed(block, plain, args, kwargs, switch)
 
 
-def _patch(module: nn.Module, name: str, run: _Runner, switch: Switch) -> Callable[[], None]:
+def _patch(module: nn.Module, name: str, run: _Runner, switch: BlockSwitch) -> Callable[[], None]:
     def call(self: nn.Module, plain: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if not (switch.on and self.training and torch.is_grad_enabled()):
             return plain(*args, **kwargs)

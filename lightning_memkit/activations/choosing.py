@@ -14,7 +14,7 @@ _EXACT_UP_TO = 160  # operators of a block; above it, candidates are ranked once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class OperatorChoice:
     """One way to run a block.
 
     Args:
@@ -30,7 +30,7 @@ class Choice:
     whole: bool = False
 
 
-def choices(operators: Sequence[OperatorCost], *, whole: bool = False) -> list[Choice]:
+def choices(operators: Sequence[OperatorCost], *, whole: bool = False) -> list[OperatorChoice]:
     """Ways to run a block of which none is both larger and slower than another; the smallest first.
 
     Where the host is the device, a way takes the time of the operators that run again. An accelerator and its host
@@ -43,24 +43,24 @@ def choices(operators: Sequence[OperatorCost], *, whole: bool = False) -> list[C
         operators: of the block.
         whole: it may also run whole again, which takes no tape; counted on an accelerator only.
     """
-    everything = Choice(keep=None, size_bytes=sum(op.saved_bytes for op in operators), seconds=0.0)
+    everything = OperatorChoice(keep=None, size_bytes=sum(op.saved_bytes for op in operators), seconds=0.0)
     found = [everything]
     pinned = frozenset(index for index, op in enumerate(operators) if op.pinned)
     found += _growing(operators, pinned)
     found += _shrinking(operators, frozenset(i for i, op in enumerate(operators) if any(op.saves)) | pinned)
     if whole and not pinned and _has_queue(operators):
         again = _more_seconds(operators, range(len(operators)), taped=False)
-        found.append(Choice(keep=frozenset(), size_bytes=0, seconds=again, whole=True))
+        found.append(OperatorChoice(keep=frozenset(), size_bytes=0, seconds=again, whole=True))
     # Stable: of equal ways the first is taken, so that a tape, which runs no Python again, comes before whole blocks.
     found.sort(key=lambda choice: (choice.size_bytes, choice.seconds))
-    front: list[Choice] = []
+    front: list[OperatorChoice] = []
     for choice in found:
         if not front or choice.seconds < front[-1].seconds:
             front.append(choice)
     return front
 
 
-def choose(fronts: Sequence[Sequence[Choice]], budget_bytes: int) -> list[Choice]:
+def choose(fronts: Sequence[Sequence[OperatorChoice]], budget_bytes: int) -> list[OperatorChoice]:
     """One choice a block, of the least time that fits; the smallest of each where nothing fits."""
     least = [front[0] for front in fronts]
     spare = budget_bytes - sum(choice.size_bytes for choice in least)
@@ -78,7 +78,7 @@ def choose(fronts: Sequence[Sequence[Choice]], budget_bytes: int) -> list[Choice
                 times[row, width:] = best[: _BINS + 1 - width] + choice.seconds
         taken.append(times.argmin(axis=0))
         best = times.min(axis=0)
-    chosen: list[Choice] = []
+    chosen: list[OperatorChoice] = []
     left = _BINS
     for front, rows in zip(reversed(fronts), reversed(taken), strict=True):
         choice = front[int(rows[left])]
@@ -87,7 +87,7 @@ def choose(fronts: Sequence[Sequence[Choice]], budget_bytes: int) -> list[Choice
     return chosen[::-1]
 
 
-def _growing(operators: Sequence[OperatorCost], keep: frozenset[int]) -> list[Choice]:
+def _growing(operators: Sequence[OperatorCost], keep: frozenset[int]) -> list[OperatorChoice]:
     """From keeping nothing: each time the operator that saves the most time a byte."""
     steps = [_choice(operators, keep)]
     candidates = {i for i, op in enumerate(operators) if i not in keep}
@@ -121,7 +121,7 @@ def _growing(operators: Sequence[OperatorCost], keep: frozenset[int]) -> list[Ch
     return steps
 
 
-def _shrinking(operators: Sequence[OperatorCost], keep: frozenset[int]) -> list[Choice]:
+def _shrinking(operators: Sequence[OperatorCost], keep: frozenset[int]) -> list[OperatorChoice]:
     """From keeping what autograd keeps: each time the operator that costs the least time a byte."""
     steps = [_choice(operators, keep)]
     if len(operators) > _EXACT_UP_TO:
@@ -138,13 +138,13 @@ def _shrinking(operators: Sequence[OperatorCost], keep: frozenset[int]) -> list[
     return steps
 
 
-def _choice(operators: Sequence[OperatorCost], keep: frozenset[int]) -> Choice:
+def _choice(operators: Sequence[OperatorCost], keep: frozenset[int]) -> OperatorChoice:
     needed = _needed(operators, keep)
     held = {
         (index, position) for index in keep for position, saved in enumerate(operators[index].saves) if saved
     }
     held.update(place for index in needed for place in operators[index].inputs if place[0] in keep)
-    return Choice(
+    return OperatorChoice(
         keep=keep,
         size_bytes=sum(operators[index].sizes[position] for index, position in held),
         seconds=_more_seconds(operators, needed, taped=True),

@@ -15,12 +15,12 @@ from torch._guards import CompileContext
 from lightning_memkit.activations.compiled_peak import (
     NO_BOUND,
     Compiled,
-    Verdict,
+    PeakVerdict,
     can_measure,
     choose_budget,
     peak_of_row,
 )
-from lightning_memkit.activations.randomness import RandomState
+from lightning_memkit.activations.randomness import OperatorRandomState
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.utilities.errors import NoEffectWarning
 
@@ -99,7 +99,7 @@ class BoundedBackend:
                 candidates[budget] = _compile(copy.deepcopy(graph), inputs, budget)
             return peak_of_row(candidates[budget], inputs, self._blocks)
 
-        with RandomState.of(tuple(inputs)).restored():  # runs draw, and so may compilations
+        with OperatorRandomState.of(tuple(inputs)).restored():  # runs draw, and so may compilations
             verdict = choose_budget(self.budget, peak_of)
         if verdict is None:
             return compiled
@@ -107,7 +107,7 @@ class BoundedBackend:
         self._say(verdict)
         return candidates[verdict.used]
 
-    def _say(self, verdict: Verdict) -> None:
+    def _say(self, verdict: PeakVerdict) -> None:
         if self._said or verdict.used == verdict.asked and verdict.helps:
             return
         self._said = True  # once, and not for every graph that a forward falls into

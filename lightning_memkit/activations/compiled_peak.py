@@ -31,7 +31,7 @@ class BlockBytes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class PeakVerdict:
     """The budget to use, and the predicted peaks of the blocks by budget, in bytes (infinite: out of memory)."""
 
     asked: float
@@ -44,7 +44,7 @@ class Verdict:
         return _lowers(self.peaks[self.used], self.peaks[NO_BOUND])
 
 
-def choose_budget(asked: float, peak_of: Callable[[float], float | None]) -> Verdict | None:
+def choose_budget(asked: float, peak_of: Callable[[float], float | None]) -> PeakVerdict | None:
     """The asked budget if it lowers the peak by 2 %; else the best of a few larger ones, or none.
 
     Args:
@@ -62,14 +62,14 @@ def choose_budget(asked: float, peak_of: Callable[[float], float | None]) -> Ver
     if not add(asked) or not add(NO_BOUND):
         return None
     if _lowers(peaks[asked], peaks[NO_BOUND]):
-        return Verdict(asked=asked, used=asked, peaks=peaks)
+        return PeakVerdict(asked=asked, used=asked, peaks=peaks)
     for budget in _SEARCHED:
         if budget > asked:
             add(budget)
     used = min(peaks, key=lambda budget: peaks[budget])
     if not _lowers(peaks[used], peaks[NO_BOUND]):
         used = asked if peaks[asked] <= peaks[NO_BOUND] else NO_BOUND
-    return Verdict(asked=asked, used=used, peaks=peaks)
+    return PeakVerdict(asked=asked, used=used, peaks=peaks)
 
 
 def peak_of_row(compiled: Compiled, inputs: Sequence[Any], blocks: int) -> float | None:

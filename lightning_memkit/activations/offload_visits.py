@@ -48,7 +48,7 @@ class OffloadCounts:
 
 
 @dataclass(slots=True)
-class _Kept:
+class _KeptActivation:
     """A saved tensor that stays; autograd checks no versions of its own where hooks are set."""
 
     tensor: Tensor
@@ -156,7 +156,7 @@ class Traffic:
             self._elsewhere = set() if root is None else stored_weights(root)
         self.visits += 1
 
-        def pack(tensor: Tensor) -> _Kept | _Ticket:
+        def pack(tensor: Tensor) -> _KeptActivation | _Ticket:
             with self._lock:
                 return self._pack(tensor, visit, block)
 
@@ -172,11 +172,11 @@ class Traffic:
             for parcel in visit.parcels if visit is not None else ():
                 parcel.park()
 
-    def _pack(self, tensor: Tensor, visit: _Visit, block: nn.Module) -> _Kept | _Ticket:
+    def _pack(self, tensor: Tensor, visit: _Visit, block: nn.Module) -> _KeptActivation | _Ticket:
         parcel = self._parcel(tensor, visit, block) if self._may_move(tensor) else None
         if parcel is None:
             # detach: a reference to an input's history would be a cycle
-            return _Kept(tensor.detach() if tensor.requires_grad else tensor, tensor._version)
+            return _KeptActivation(tensor.detach() if tensor.requires_grad else tensor, tensor._version)
         visit.add(parcel)
         return _Ticket(
             parcel, visit, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
@@ -224,8 +224,8 @@ class Traffic:
         self._known[storage._cdata] = parcel
         return parcel
 
-    def _unpack(self, saved: _Kept | _Ticket) -> Tensor:
-        if isinstance(saved, _Kept):
+    def _unpack(self, saved: _KeptActivation | _Ticket) -> Tensor:
+        if isinstance(saved, _KeptActivation):
             if saved.tensor._version != saved.version:
                 raise _modified(saved.tensor.shape)
             return saved.tensor

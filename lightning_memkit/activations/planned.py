@@ -13,13 +13,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from lightning_memkit.activations.blocks import has_router
-from lightning_memkit.activations.choosing import Choice, choices, choose
-from lightning_memkit.activations.policies import SavedBytes, SavedOperators
+from lightning_memkit.activations.choosing import OperatorChoice, choices, choose
+from lightning_memkit.activations.policies import SavedBytesLimit, SavedOperators
 from lightning_memkit.activations.profiling import BlockProfile, Profiler
 from lightning_memkit.activations.recorded import Operator, is_plain
 from lightning_memkit.activations.second_run import SecondRun
 from lightning_memkit.activations.tape import Tape
-from lightning_memkit.activations.whole_blocks import Switch, cache_in, run_checkpointed
+from lightning_memkit.activations.whole_blocks import BlockSwitch, cache_in, run_checkpointed
 from lightning_memkit.memory.meter import storages_of
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.utilities.errors import NoEffectWarning
@@ -65,13 +65,13 @@ class BudgetPlan:
         switch: shared by the blocks.
     """
 
-    def __init__(self, policy: SavedBytes, module: nn.Module, blocks: int, switch: Switch) -> None:
+    def __init__(self, policy: SavedBytesLimit, module: nn.Module, blocks: int, switch: BlockSwitch) -> None:
         self._policy = policy
         self._module = module
         self._resident_bytes = 0
         self._profiles: dict[int, list[BlockProfile]] = {}
-        self._chosen: dict[float, dict[int, Choice]] = {}
-        self._fronts: dict[int, list[Choice]] = {}
+        self._chosen: dict[float, dict[int, OperatorChoice]] = {}
+        self._fronts: dict[int, list[OperatorChoice]] = {}
         self._profiler = Profiler()
         self._once: set[int] = set()  # blocks whose Python must not run a second time
         self._blocks = blocks
@@ -180,19 +180,19 @@ class BudgetPlan:
 
     # --- the choice ------------------------------------------------------------------------------------------
 
-    def _plan(self, scale: float) -> dict[int, Choice]:
+    def _plan(self, scale: float) -> dict[int, OperatorChoice]:
         scale = scale if self._policy.size_bytes is not None else 1.0
         if scale not in self._chosen:
             if not self._fronts:
                 self._counted.clear()
-                known: dict[Any, list[Choice]] = {}
+                known: dict[Any, list[OperatorChoice]] = {}
                 for index, calls in self._profiles.items():
                     operators, whole = key = calls[0].operators, index not in self._once
                     self._fronts[index] = known[key] = known.get(key) or choices(operators, whole=whole)
             self._chosen[scale] = self._choose(scale)
         return self._chosen[scale]
 
-    def _choose(self, scale: float) -> dict[int, Choice]:
+    def _choose(self, scale: float) -> dict[int, OperatorChoice]:
         profiles = self._profiles.values()
         fixed = self._outside_bytes + sum(call.input_bytes for calls in profiles for call in calls)
         saved = sum(call.saved_bytes for calls in profiles for call in calls)
@@ -220,7 +220,7 @@ class BudgetPlan:
             warnings.warn(
                 "No block saves an activation; the budget changes nothing.", NoEffectWarning, stacklevel=2
             )
-        smallest: dict[int, Choice] = {}
+        smallest: dict[int, OperatorChoice] = {}
         for index, choice in zip(indices, chosen, strict=True):
             if index not in smallest or choice.size_bytes < smallest[index].size_bytes:
                 smallest[index] = choice
@@ -245,7 +245,7 @@ def resident_bytes(module: nn.Module) -> int:
 class _Follow:
     """Keeps what a choice names, as long as the forward runs the operators that it was made for."""
 
-    def __init__(self, choice: Choice, profile: BlockProfile) -> None:
+    def __init__(self, choice: OperatorChoice, profile: BlockProfile) -> None:
         self._keep = choice.keep or frozenset()
         self._operators = profile.operators
         self._follows = True

@@ -74,7 +74,7 @@ class SavedOperators:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SavedBytes:
+class SavedBytesLimit:
     """Save at most this much, at the least recomputation that measuring finds.
 
     Args:
@@ -117,7 +117,7 @@ class CompiledBlocks:
             )
 
 
-Policy = EveryKthBlock | SavedOperators | SavedBytes | CompiledBlocks
+Policy = EveryKthBlock | SavedOperators | SavedBytesLimit | CompiledBlocks
 
 
 def parse_policy(policy: str) -> Policy:
@@ -138,15 +138,15 @@ def parse_policy(policy: str) -> Policy:
     if name == "budget" and rest:
         number = _number(rest)
         if number is not None and number <= 100:  # larger numbers are counts of bytes
-            return SavedBytes(fraction=number)
-        return SavedBytes(size_bytes=_size(rest, policy))
+            return SavedBytesLimit(fraction=number)
+        return SavedBytesLimit(size_bytes=_size(rest, policy))
     if policy == "auto":
         raise ValueError(
             'policy="auto" needs the bytes of a step: write a size, such as "auto:22GiB"; in Lightning put a '
             "MemoryBudget beside it."
         )
     if name == "auto" and rest:
-        return SavedBytes(size_bytes=_size(rest, policy), whole_step=True)
+        return SavedBytesLimit(size_bytes=_size(rest, policy), whole_step=True)
     if name == "compile" and (number := _number(rest)) is not None:
         return CompiledBlocks(budget=number)
     raise ValueError(f"policy={policy!r} is unknown; the policies are {POLICIES}.")

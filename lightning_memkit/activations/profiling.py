@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_memkit.activations.recorded import Operator, Place, Value
+from lightning_memkit.activations.recorded import Operator, Value, ValuePlace
 from lightning_memkit.activations.tape import Tape
 from lightning_memkit.memory.clocks import Clocks, Took, clocks_of, launched
 
@@ -181,7 +181,7 @@ def _seconds(run: Callable[[], object]) -> float:
 
 def _key(operator: Operator) -> Any:
     def of(value: Any) -> Any:
-        if isinstance(value, Place):
+        if isinstance(value, ValuePlace):
             return (tuple(value.size), value.stride, value.dtype, value.device)
         if isinstance(value, (list, tuple)):
             return tuple(of(item) for item in value)

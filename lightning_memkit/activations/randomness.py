@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class RandomState:
+class OperatorRandomState:
     """The states of the generators an operator may draw from: the host's, its device's, those that it is given."""
 
     def __init__(self, devices: set[torch.device], generators: Iterable[torch.Generator] = ()) -> None:
@@ -21,7 +21,7 @@ class RandomState:
         }
 
     @classmethod
-    def of(cls, arguments: Any) -> "RandomState":
+    def of(cls, arguments: Any) -> "OperatorRandomState":
         """The states now, for the devices and the generators among an operator's arguments."""
         found = list(_sources(arguments))
         generators = [one for one in found if isinstance(one, torch.Generator)]
@@ -31,7 +31,7 @@ class RandomState:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Run from this state, then go on from the one before."""
-        now = RandomState(set(self._devices), [generator for generator, _ in self._generators])
+        now = OperatorRandomState(set(self._devices), [generator for generator, _ in self._generators])
         self._set()
         try:
             yield

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_memkit.activations.operators import Kind
-from lightning_memkit.activations.randomness import RandomState
+from lightning_memkit.activations.randomness import OperatorRandomState
 from lightning_memkit.memory import recomputation
 from lightning_memkit.memory.meter import tensors_in
 
@@ -63,7 +63,7 @@ class Value:
             self.storage = self.guard = None
 
 
-class Place:
+class ValuePlace:
     """Where a tensor lies within a value, and how what lies there is read: as it is, conjugated, negated."""
 
     __slots__ = ("conjugated", "device", "dtype", "negated", "offset", "size", "stride", "value")
@@ -88,7 +88,7 @@ class Note:
 
     __slots__ = ("__weakref__", "pending", "place", "storage", "tape")
 
-    def __init__(self, tape: Any, place: Place) -> None:
+    def __init__(self, tape: Any, place: ValuePlace) -> None:
         self.tape = tape  # held by notes alone: a tape ends with its graph
         self.place = place
         self.storage = place.value.storage
@@ -117,7 +117,7 @@ class Operator:
         self.inputs: list[Value] = []
         self.outputs: list[Value | None] = []  # None where an output lies in an input's storage
         self.pinned = kind.once
-        self.random: RandomState | None = None
+        self.random: OperatorRandomState | None = None
         self.grad = (
             torch.is_grad_enabled()
         )  # some kernels ask for it: oneDNN's LSTM makes a workspace or none
@@ -189,8 +189,8 @@ def alive(references: Iterable[weakref.ref[Note]]) -> Iterator[Note]:
             yield note
 
 
-def _places(value: Any) -> Iterator[Place]:
-    if isinstance(value, Place):
+def _places(value: Any) -> Iterator[ValuePlace]:
+    if isinstance(value, ValuePlace):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
@@ -198,7 +198,7 @@ def _places(value: Any) -> Iterator[Place]:
 
 
 def _filled(value: Any, storages: dict[Value, torch.UntypedStorage]) -> Any:
-    if isinstance(value, Place):
+    if isinstance(value, ValuePlace):
         return value.over(storages[value.value])
     if isinstance(value, list):
         return [_filled(item, storages) for item in value]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_memkit.activations.buffers import buffers_replaced
-from lightning_memkit.activations.randomness import RandomState
+from lightning_memkit.activations.randomness import OperatorRandomState
 from lightning_memkit.activations.tape import Tape
 from lightning_memkit.activations.whole_blocks import attributes
 
@@ -36,7 +36,9 @@ class SecondRun:
         values = tree_leaves((args, kwargs))
         devices = {value.device for value in values if isinstance(value, Tensor)}
         generators = [one for one in attributes(block, tuple(values)) if isinstance(one, torch.Generator)]
-        self._random = RandomState({one for one in devices if one.type not in ("cpu", "meta")}, generators)
+        self._random = OperatorRandomState(
+            {one for one in devices if one.type not in ("cpu", "meta")}, generators
+        )
         self._found = self._state()
 
     def gives(self, out: Any, plain: Callable[..., Any]) -> bool:

@@ -19,8 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memkit.activations.operators import Kind, kind_of
-from lightning_memkit.activations.randomness import RandomState
-from lightning_memkit.activations.recorded import Note, Operator, Place, Value, alive, copied, is_plain
+from lightning_memkit.activations.randomness import OperatorRandomState
+from lightning_memkit.activations.recorded import Note, Operator, Value, ValuePlace, alive, copied, is_plain
 from lightning_memkit.memory.meter import tensors_in
 
 # What Python does beside an operator, with a core of an AMD EPYC: where a GPU computes, its host may be the slower.
@@ -102,7 +102,7 @@ class Tape(TorchDispatchMode):
                 name: self._described(value, operator.inputs) for name, value in kwargs.items()
             }
         if kind.random:
-            operator.random = RandomState.of((args, kwargs))
+            operator.random = OperatorRandomState.of((args, kwargs))
         written = _written(kind, args, kwargs) if kind.written_names else {}
         for key, tensor in written.items():
             self._before_write(self._values[key], tensor.device)
@@ -117,7 +117,7 @@ class Tape(TorchDispatchMode):
         if isinstance(value, Tensor) and is_plain(value):
             known = self._value(value)
             inputs.append(known)
-            return Place(known, value)
+            return ValuePlace(known, value)
         if isinstance(value, (list, tuple)):
             return [self._described(item, inputs) for item in value]
         return value
@@ -177,7 +177,7 @@ class Tape(TorchDispatchMode):
         if value is None or value.operator is None:
             return tensor
         _pin_unfilled(value)
-        note = Note(self, Place(value, tensor))
+        note = Note(self, ValuePlace(value, tensor))
         reference = weakref.ref(note)
         value.notes.append(reference)
         self.notes.append(reference)
@@ -258,7 +258,10 @@ def _written(kind: Kind, args: tuple, kwargs: dict[str, Any] | None) -> dict[int
 def _below_autograd(operators: list[Operator], default_dtype: torch.dtype) -> Iterator[None]:
     """As operators run below autograd and autocast, with the default dtype of the forward."""
     devices = {
-        place.device.type for operator in operators for place in operator.args if isinstance(place, Place)
+        place.device.type
+        for operator in operators
+        for place in operator.args
+        if isinstance(place, ValuePlace)
     }
     before = torch.get_default_dtype()
     with ExitStack() as stack:

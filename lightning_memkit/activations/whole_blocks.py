@@ -12,12 +12,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from lightning_memkit.activations.buffers import Snapshot, StatefulBuffers, buffers_replaced
-from lightning_memkit.activations.randomness import RandomState
+from lightning_memkit.activations.randomness import OperatorRandomState
 from lightning_memkit.utilities.errors import NoEffectWarning
 
 
 @dataclass(slots=True)
-class Switch:
+class BlockSwitch:
     """Shared by the blocks of one call: whether checkpointing is on, and what was already said."""
 
     on: bool = True
@@ -38,7 +38,7 @@ class Switch:
 
 
 def run_checkpointed(
-    block: nn.Module, plain: Callable[..., Any], args: tuple, kwargs: dict[str, Any], switch: Switch
+    block: nn.Module, plain: Callable[..., Any], args: tuple, kwargs: dict[str, Any], switch: BlockSwitch
 ) -> Any:
     """A forward that keeps its inputs only and runs as a whole again."""
     cache = cache_in(args, kwargs)
@@ -54,7 +54,7 @@ def run_checkpointed(
 
 
 def without_empty_cache(
-    block: nn.Module, args: tuple, kwargs: dict[str, Any], switch: Switch
+    block: nn.Module, args: tuple, kwargs: dict[str, Any], switch: BlockSwitch
 ) -> tuple[tuple, dict[str, Any]]:
     """The arguments of a block, an empty KV cache left out: in training nothing reads it."""
     cache = cache_in(args, kwargs)
@@ -83,7 +83,7 @@ def _rerun(
         return checkpoint(run, *values, use_reentrant=False)
     snapshot = buffers.snapshot(block)
     generators = [one for one in attributes(block, values) if isinstance(one, torch.Generator)]
-    recompute = _AsInForward(block, snapshot, RandomState(set(), generators) if generators else None)
+    recompute = _AsInForward(block, snapshot, OperatorRandomState(set(), generators) if generators else None)
 
     def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
         return nullcontext(), recompute
@@ -99,7 +99,7 @@ def _rerun(
 class _AsInForward(AbstractContextManager):
     """What a recompute must find as the forward did, beyond what torch restores; entered once a backward."""
 
-    def __init__(self, block: nn.Module, snapshot: Snapshot, own_random: RandomState | None) -> None:
+    def __init__(self, block: nn.Module, snapshot: Snapshot, own_random: OperatorRandomState | None) -> None:
         self._block = block
         self._snapshot = snapshot
         self._own_random = own_random

@@ -11,7 +11,7 @@ _MOST_BYTES = 5 << 17  # of all tables; larger blocks take fewer bytes, and comp
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table:
+class BlockTable:
     """For each block of tokens the places of others.
 
     Attributes:
@@ -41,10 +41,10 @@ class BlockTables:
     """
 
     size: int
-    seen: Table
-    seen_whole: Table
-    seeing: Table
-    seeing_whole: Table
+    seen: BlockTable
+    seen_whole: BlockTable
+    seeing: BlockTable
+    seeing_whole: BlockTable
 
     @property
     def nbytes(self) -> int:
@@ -71,13 +71,13 @@ def block_tables(documents: Documents, bounds: np.ndarray) -> BlockTables:
 
 
 def _of_size(documents: Documents, bounds: np.ndarray, size: int) -> BlockTables:
-    blocks = _Blocks(documents, bounds, size)
+    blocks = _MaskBlocks(documents, bounds, size)
     seen, seen_whole = blocks.met(before=True, after=not documents.causal)
     seeing, seeing_whole = blocks.met(before=False, after=True) if documents.causal else (seen, seen_whole)
     return BlockTables(size=size, seen=seen, seen_whole=seen_whole, seeing=seeing, seeing_whole=seeing_whole)
 
 
-class _Blocks:
+class _MaskBlocks:
     """Where blocks begin and end, and in which documents."""
 
     def __init__(self, documents: Documents, bounds: np.ndarray, size: int) -> None:
@@ -88,7 +88,7 @@ class _Blocks:
         self._last = np.searchsorted(bounds[1:], self._ends - 1, side="right")
         self._lowest, self._highest = bounds[self._first], bounds[self._last + 1]  # tokens that may be met
 
-    def met(self, *, before: bool, after: bool) -> tuple[Table, Table]:
+    def met(self, *, before: bool, after: bool) -> tuple[BlockTable, BlockTable]:
         """In part and as a whole: of a block itself, of those before it, and of those after it."""
         lowest = self._lowest if before else self._begins
         highest = self._highest if after else self._ends
@@ -112,9 +112,9 @@ class _Blocks:
             whole &= (np.abs(places - rows) + 1) * self._size - 1 < self._window
         return whole
 
-    def _table(self, rows: np.ndarray, places: np.ndarray) -> Table:
+    def _table(self, rows: np.ndarray, places: np.ndarray) -> BlockTable:
         """Pairs in the order of their rows."""
         counts = np.bincount(rows, minlength=len(self._begins))
         table = np.zeros((len(counts), max(1, int(counts.max(initial=0)))), np.int32)
         table[rows, np.arange(len(rows)) - np.repeat(counts.cumsum() - counts, counts)] = places
-        return Table(counts=counts.astype(np.int32), places=table)
+        return BlockTable(counts=counts.astype(np.int32), places=table)

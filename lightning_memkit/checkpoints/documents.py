@@ -61,7 +61,7 @@ def encode(state: Any) -> Document:
     Raises:
         CheckpointError: something in it is neither a tensor nor a primitive.
     """
-    encoder = _Encoder()
+    encoder = _DocumentEncoder()
     encoder.document.structure = encoder.encode(state, ())
     return encoder.document
 
@@ -76,7 +76,7 @@ def decode(structure: Any, tensor_of: Callable[[str], Tensor]) -> Any:
     return _Decoder(tensor_of).decode(structure)
 
 
-class _Encoder:
+class _DocumentEncoder:
     def __init__(self) -> None:
         self.document = Document()
         self._names: dict[Any, str] = {}  # of tensors by their place in memory

@@ -70,7 +70,7 @@ def remove_place(place: Path | tuple[Any, str]) -> None:
         place[0].rm(place[1], recursive=True)
 
 
-class _Announced:
+class _AnnouncedSave:
     """Files that a thread will write; whoever asks whether they exist hears yes.
 
     ModelCheckpoint asks fsspec's local file system before it chooses a name. Two of them that want one name would
@@ -113,4 +113,4 @@ class _Announced:
                 self._asked = None
 
 
-announced = _Announced()
+announced = _AnnouncedSave()

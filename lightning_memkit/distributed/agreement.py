@@ -17,7 +17,7 @@ _GOODBYE = timedelta(seconds=5)  # how long a rank that ends waits for its peers
 _GOODBYE_SHARE = 1 / 5  # of the group's timeout: this rank may have waited that long already
 
 
-class Outcome(IntEnum):
+class StepOutcome(IntEnum):
     """How a rank's attempt went."""
 
     DONE = 0
@@ -74,33 +74,33 @@ class Agreement:
         # Every meeting is one message of the same size: a rank that ends doesn't know which one its peers are at.
         self._numbers = torch.zeros(self.world + counts, dtype=torch.float64)
 
-    def meet(self, outcome: Outcome = Outcome.DONE, counts: Sequence[float] = ()) -> Meeting:
+    def meet(self, outcome: StepOutcome = StepOutcome.DONE, counts: Sequence[float] = ()) -> Meeting:
         """Tell how this rank's attempt went and hear of the others'; `counts` are added up over the ranks."""
         with unmetered(), waiting_for_ranks("the ranks agreed on how a step went", self.group):
             distributed.all_reduce(self._message(outcome, counts), group=self.group)
         told = self._numbers.tolist()
         outcomes, totals = told[: self.world], told[self.world :]
-        ended = [str(rank) for rank, found in enumerate(outcomes) if found == Outcome.ENDED]
+        ended = [str(rank) for rank, found in enumerate(outcomes) if found == StepOutcome.ENDED]
         if ended:
             raise PeerEndedError(
                 f"Rank {', '.join(ended)} ended with an error that can't be retried, which its own log shows; "
                 f"rank {self.rank} can't go on without it."
             )
 
-        def ranks(wanted: Outcome) -> tuple[int, ...]:
+        def ranks(wanted: StepOutcome) -> tuple[int, ...]:
             return tuple(rank for rank, found in enumerate(outcomes) if found == wanted)
 
         return Meeting(
-            failed=ranks(Outcome.OUT_OF_MEMORY),
+            failed=ranks(StepOutcome.OUT_OF_MEMORY),
             counts=tuple(totals[: len(counts)]),
-            unforeseen=ranks(Outcome.UNFORESEEN),
+            unforeseen=ranks(StepOutcome.UNFORESEEN),
         )
 
     def end(self) -> None:
         """Tell the peers that this rank ends; takes 5 s, or less, where they don't listen. Then raise."""
         try:
             with unmetered():
-                message = self._message(Outcome.ENDED, ())
+                message = self._message(StepOutcome.ENDED, ())
                 work = distributed.all_reduce(message, group=self.group, async_op=True)
                 if work is not None:
                     work.wait(self._goodbye)
@@ -131,7 +131,7 @@ class Agreement:
             distributed.all_reduce(numbers, op=operation, group=self.group)
             return numbers.tolist()
 
-    def _message(self, outcome: Outcome, counts: Sequence[float]) -> Tensor:
+    def _message(self, outcome: StepOutcome, counts: Sequence[float]) -> Tensor:
         """What this rank says, in a tensor that is kept: a rank out of host memory still speaks."""
         numbers = self._numbers.numpy()
         numbers[:] = 0

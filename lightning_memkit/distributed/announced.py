@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_memkit.distributed.agreement import Agreement, Outcome, PeerEndedError
+from lightning_memkit.distributed.agreement import Agreement, PeerEndedError, StepOutcome
 from lightning_memkit.distributed.catch_up import CannotCatchUpError
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 
@@ -88,7 +88,7 @@ def together(agreement: Agreement, run: Callable[[], T]) -> T:
         raise CannotCatchUpError(f"Memory ran out within a collective, where peers may wait. {failure}")
     failed = announcing.failed
     if not failed:
-        failed = agreement.meet(Outcome.OUT_OF_MEMORY if failure else Outcome.DONE).failed
+        failed = agreement.meet(StepOutcome.OUT_OF_MEMORY if failure else StepOutcome.DONE).failed
     if failed:
         own = failure if agreement.rank in failed else ""
         others = ", ".join(str(rank) for rank in failed)

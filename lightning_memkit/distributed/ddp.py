@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_memkit.distributed.agreement import Agreement, Meeting, Outcome
+from lightning_memkit.distributed.agreement import Agreement, Meeting, StepOutcome
 from lightning_memkit.distributed.timeouts import waiting_for_ranks
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 
@@ -92,7 +92,7 @@ class LateReduction:
         # Two, so that one is filled while the other travels; bytes, since gradients may change their dtype.
         self._buffers = [torch.zeros(largest, dtype=torch.uint8, device=device) for _ in range(2)]
 
-    def agree(self, agreement: Agreement, outcome: Outcome) -> Meeting:
+    def agree(self, agreement: Agreement, outcome: StepOutcome) -> Meeting:
         """Let all ranks know who failed, and make the gradients alike: zeros where only other ranks have one.
 
         Two meetings where ranks differ in which gradients they have; making the zeros may be what fails.
@@ -104,7 +104,7 @@ class LateReduction:
         partly = [0 < count < agreement.world for count in meeting.counts]
         if not any(partly):
             return meeting
-        outcome = Outcome.DONE
+        outcome = StepOutcome.DONE
         try:
             for parameter, wanted in zip(self.parameters, partly, strict=True):
                 if wanted and parameter.grad is None:
@@ -113,7 +113,7 @@ class LateReduction:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            outcome = Outcome.OUT_OF_MEMORY
+            outcome = StepOutcome.OUT_OF_MEMORY
         return agreement.meet(outcome)
 
     @torch.no_grad()

@@ -12,7 +12,7 @@ from lightning_memkit.distributed.shards import local_box, local_part
 from lightning_memkit.initialization.building import settle
 from lightning_memkit.initialization.materialization import give_memory
 from lightning_memkit.initialization.weight_files import IndexedFiles, open_file
-from lightning_memkit.initialization.weight_source import Entry, Source, pieces, whole
+from lightning_memkit.initialization.weight_source import Entry, WeightSource, pieces, whole
 from lightning_memkit.utilities.errors import WeightsError
 from lightning_memkit.utilities.progress import ProgressBar
 
@@ -38,7 +38,7 @@ class LoadedWeights:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Place:
+class _ParameterPlace:
     """Where the values of a tensor are: its name in the source, and the names of those that have to be the same."""
 
     stored: str
@@ -110,7 +110,7 @@ def load_weights(
     return result
 
 
-def open_source(path: Path) -> Source:
+def open_source(path: Path) -> WeightSource:
     """Read the headers of what weights a path names.
 
     Raises:
@@ -158,7 +158,7 @@ def _match(
     targets: Mapping[str, Tensor],
     rename: dict[str, str | None],
     tables: set[str],
-) -> tuple[dict[str, _Place], LoadedWeights]:
+) -> tuple[dict[str, _ParameterPlace], LoadedWeights]:
     """The module's names, each with the source's; ties by the first name that the source has."""
     renamed: dict[str, str] = {}
     for stored in entries:
@@ -169,15 +169,17 @@ def _match(
             )
         if name is not None:
             renamed[name] = stored
-    plan: dict[str, _Place] = {}
-    filled: dict[int, _Place] = {}
+    plan: dict[str, _ParameterPlace] = {}
+    filled: dict[int, _ParameterPlace] = {}
     for name, target in targets.items():
         if name not in renamed:
             continue
         if id(target) in filled:
             filled[id(target)].others.append(renamed[name])
         else:
-            plan[name] = filled[id(target)] = _Place(stored=renamed[name], entry=entries[renamed[name]])
+            plan[name] = filled[id(target)] = _ParameterPlace(
+                stored=renamed[name], entry=entries[renamed[name]]
+            )
     missing = [name for name, target in targets.items() if id(target) not in filled]
     unexpected = [stored for name, stored in renamed.items() if name not in targets and name not in tables]
     return plan, LoadedWeights(list(plan), missing, unexpected)
@@ -194,7 +196,7 @@ def _renamed(name: str, rename: dict[str, str | None]) -> str | None:
 
 def _refuse(
     source: str,
-    plan: Mapping[str, _Place],
+    plan: Mapping[str, _ParameterPlace],
     result: LoadedWeights,
     targets: Mapping[str, Tensor],
 ) -> None:
@@ -219,7 +221,7 @@ def _refuse(
 
 
 def _refuse_unlike_ties(
-    source: str, opened: Source, plan: Mapping[str, _Place], targets: Mapping[str, Tensor]
+    source: str, opened: WeightSource, plan: Mapping[str, _ParameterPlace], targets: Mapping[str, Tensor]
 ) -> None:
     for name, place in plan.items():
         for other in place.others:
@@ -232,7 +234,7 @@ def _refuse_unlike_ties(
                 )
 
 
-def _differ(opened: Source, place: _Place, other: str, dtype: torch.dtype) -> bool:
+def _differ(opened: WeightSource, place: _ParameterPlace, other: str, dtype: torch.dtype) -> bool:
     """Whether two stored tensors give a tensor of a dtype different values; of the whole, so that all ranks agree."""
     box = whole(place.entry)
     for part in pieces(box, dtype.itemsize):

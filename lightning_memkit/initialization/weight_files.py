@@ -16,7 +16,7 @@ from lightning_memkit.checkpoints.checksums import Checksums
 from lightning_memkit.checkpoints.errors import CheckpointError
 from lightning_memkit.checkpoints.streamed import FORMAT, WITHOUT_CHECKSUMS
 from lightning_memkit.checkpoints.tables import read_table
-from lightning_memkit.initialization.weight_source import Box, Entry, Source, copy_in_pieces
+from lightning_memkit.initialization.weight_source import Box, Entry, WeightSource, copy_in_pieces
 from lightning_memkit.utilities.errors import WeightsError
 
 _DTYPES = {
@@ -192,7 +192,7 @@ def leaves_folder(name: str) -> bool:
     return os.path.isabs(name) or os.path.normpath(name).split(os.sep)[0] == os.pardir
 
 
-def open_file(path: Path) -> Source:
+def open_file(path: Path) -> WeightSource:
     """Open one file by its name and its beginning: safetensors, or else what `torch.save` wrote."""
     with path.open("rb") as file:
         start = file.read(

@@ -25,7 +25,7 @@ class Entry:
     dtype: torch.dtype
 
 
-class Source(Protocol):
+class WeightSource(Protocol):
     """Files whose headers were read and found whole; no values were."""
 
     entries: dict[str, Entry]

@@ -92,7 +92,7 @@ def linear_cross_entropy(
     targets = _shifted(labels, ignore_index) if shift else labels
     flat = targets.reshape(-1)
     rows = _counted_rows(flat, ignore_index, weight.size(0))
-    plan = _Plan(
+    plan = _ChunkPlan(
         terms=terms,
         dtype=_product_dtype(hidden, weight, bias),
         by_token=reduction == "none",
@@ -122,7 +122,7 @@ def linear_cross_entropy(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Plan:
+class _ChunkPlan:
     """What forward and backward are told beside tensors."""
 
     terms: HeadTerms
@@ -149,7 +149,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels: Tensor,
         rows: Tensor | None,
         divisor: Tensor | float,
-        plan: _Plan,
+        plan: _ChunkPlan,
     ) -> Tensor:
         ctx.plan, ctx.divisor = plan, divisor
         ctx.save_for_backward(hidden, weight, bias, labels, rows)
@@ -186,7 +186,7 @@ def _run(
 ) -> tuple[Tensor, HeadGradients]:
     """Losses and gradients of the tokens that count; the hidden states' gradient has a row for all tokens."""
     hidden, weight, bias, labels, rows = tensors
-    plan: _Plan = ctx.plan
+    plan: _ChunkPlan = ctx.plan
     ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
     with torch.autocast(hidden.device.type, enabled=False):
         problem = HeadProblem(

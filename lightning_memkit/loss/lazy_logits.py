@@ -29,7 +29,7 @@ _VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})  # propertie
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class LogitsRecipe:
     """How lazy logits come about.
 
     Args:
@@ -71,11 +71,11 @@ class LazyLogits(Tensor):
     `linear_cross_entropy`; anything else computes the logits, once, as if they had been there all along.
     """
 
-    _recipe: Recipe
+    _recipe: LogitsRecipe
     _value: Tensor | None
 
     @staticmethod
-    def __new__(cls, recipe: Recipe, shape: torch.Size, dtype: torch.dtype) -> "LazyLogits":
+    def __new__(cls, recipe: LogitsRecipe, shape: torch.Size, dtype: torch.dtype) -> "LazyLogits":
         """A tensor of this shape that holds nothing but the recipe."""
         weight: Any = recipe.head.weight
         differentiable = torch.is_grad_enabled() and (recipe.hidden.requires_grad or weight.requires_grad)
@@ -158,7 +158,7 @@ def lazy_linear(
         with torch.set_grad_enabled(enabled), torch.autocast(kind, dtype=cast_dtype, enabled=cast):
             return plain(hidden)
 
-    recipe = Recipe(head=head, hidden=hidden, compute=compute, backend=backend, report=report)
+    recipe = LogitsRecipe(head=head, hidden=hidden, compute=compute, backend=backend, report=report)
     weight: Any = head.weight
     double = torch.float64 in (hidden.dtype, weight.dtype)
     dtype = cast_dtype if cast and not double else hidden.dtype

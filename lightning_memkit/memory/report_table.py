@@ -24,7 +24,9 @@ def comparison_tables(
     yield from map(_drawn, of_memory.comparison_tables(one, other, names))
 
 
-def _drawn(table: of_memory.Table, title: str | None = None, caption: str | None = None) -> rich.table.Table:
+def _drawn(
+    table: of_memory.ReportTable, title: str | None = None, caption: str | None = None
+) -> rich.table.Table:
     drawn = rich.table.Table(
         title=title or table.title,
         title_justify="left",

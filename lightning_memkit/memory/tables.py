@@ -23,7 +23,7 @@ _NONE_BETTER = "No single change that the planner knows would lower the peak."
 
 
 @dataclass(frozen=True)
-class Table:
+class ReportTable:
     """One table; `note` lies below it, and `total` is its last row.
 
     Args:
@@ -43,7 +43,7 @@ class Table:
     by_category: bool = False
 
 
-def tables(report: StepReport) -> Iterator[Table]:
+def tables(report: StepReport) -> Iterator[ReportTable]:
     """All tables of a report that have something to say; findings are `finding_table`'s."""
     yield category_table(report)
     if any(kind.allocated for kind in report.step.kinds.values()):
@@ -54,7 +54,7 @@ def tables(report: StepReport) -> Iterator[Table]:
         yield advice_table(report)
 
 
-def category_table(report: StepReport) -> Table:
+def category_table(report: StepReport) -> ReportTable:
     """Each category at the peak and at its own largest, beside what was predicted."""
     anatomy, predicted = report.anatomy, report.predicted
     columns = ["category", "then" if report.failure else "at the peak", "share", "at its largest"]
@@ -79,10 +79,10 @@ def category_table(report: StepReport) -> Table:
             cells += [] if predicted is None else [format_bytes(foreseen), difference(foreseen, size)]
             rows.append([_spelt(name), *cells, CATEGORIES[name]])
     columns, classes, total = [*columns, "what it is"], [*classes, "wide"], [*total, ""]
-    return Table("By category", columns, classes, rows, total, note, by_category=True)
+    return ReportTable("By category", columns, classes, rows, total, note, by_category=True)
 
 
-def kind_table(report: StepReport) -> Table:
+def kind_table(report: StepReport) -> ReportTable:
     """What each kind of operator has saved and made."""
     columns = ("kind", _saved_then(report), "saved at most", "allocated in the step", "what it is")
     rows = [
@@ -90,10 +90,10 @@ def kind_table(report: StepReport) -> Table:
         for name, one in report.step.kinds.items()
         if one.allocated
     ]
-    return Table("By kind of operator", columns, ("", "n", "n", "n", "wide"), rows)
+    return ReportTable("By kind of operator", columns, ("", "n", "n", "n", "wide"), rows)
 
 
-def module_table(report: StepReport) -> Table:
+def module_table(report: StepReport) -> ReportTable:
     """The modules that saved most."""
     modules = {name: one for name, one in report.step.modules.items() if one.saved_at_most}
     whole, groups = sum(one.saved_at_most for one in modules.values()), alike(modules)
@@ -106,17 +106,19 @@ def module_table(report: StepReport) -> Table:
     columns = ("module", "how many", "saved at most", "share", _saved_then(report))
     note = f"{rest} more are in the JSON, each module by itself." if rest > 0 else ""
     title = "Modules that saved most for the backward"
-    return Table(title, columns, ("", "n", "n", "n", "n wide"), rows, note=note)
+    return ReportTable(title, columns, ("", "n", "n", "n", "n wide"), rows, note=note)
 
 
-def finding_table(report: StepReport) -> Table:
+def finding_table(report: StepReport) -> ReportTable:
     """What is wasteful, and what to write instead."""
     found = report.anatomy.findings
     rows = [(one.what, format_bytes(one.size_bytes), one.where, one.remedy) for one in found]
-    return Table("Findings", ("what", "bytes", "where", "what to write instead"), ("", "n", "", ""), rows)
+    return ReportTable(
+        "Findings", ("what", "bytes", "where", "what to write instead"), ("", "n", "", ""), rows
+    )
 
 
-def advice_table(report: StepReport) -> Table:
+def advice_table(report: StepReport) -> ReportTable:
     """What would save how much for how much time."""
     columns = ("change", "peak", "time of a step", "changes", "how")
     rows = [
@@ -124,10 +126,10 @@ def advice_table(report: StepReport) -> Table:
         for one in report.advice
     ]  # fmt: skip
     note = "Each change alone, beside the run as it is." if rows else _NONE_BETTER
-    return Table("Advice, as predicted", columns, ("", "n", "n", "", ""), rows, note=note)
+    return ReportTable("Advice, as predicted", columns, ("", "n", "n", "", ""), rows, note=note)
 
 
-def comparison_tables(one: StepReport, other: StepReport, names: tuple[str, str]) -> Iterator[Table]:
+def comparison_tables(one: StepReport, other: StepReport, names: tuple[str, str]) -> Iterator[ReportTable]:
     """Two reports side by side, with what the second has more."""
     both = (one, other)
     sizes = {_spelt(name): [own.anatomy.at_peak.get(name, 0) for own in both] for name in CATEGORIES}
@@ -142,18 +144,20 @@ def comparison_tables(one: StepReport, other: StepReport, names: tuple[str, str]
     if all(own.flops.units for own in both):
         each = (flops_words(own.flops.model / own.flops.units) for own in both)
         rows.append(("operations a token, or sample", *each))
-    yield Table("The peak", ("", *names), ("", "", ""), rows)
+    yield ReportTable("The peak", ("", *names), ("", "", ""), rows)
 
 
 def _beside(
     title: str, columns: Sequence[str], sizes: dict[str, list[int]], peaks: Sequence[int] = ()
-) -> Table:
+) -> ReportTable:
     def row(name: str, before: int, after: int) -> tuple[str, ...]:
         return name, format_bytes(before), format_bytes(after), difference(before, after)
 
     rows = [row(name, *pair) for name, pair in sizes.items() if any(pair)]
     total = row("peak", *peaks) if peaks else ()
-    return Table(title, (*columns, "difference"), ("", "n", "n", "n"), rows, total, by_category=bool(peaks))
+    return ReportTable(
+        title, (*columns, "difference"), ("", "n", "n", "n"), rows, total, by_category=bool(peaks)
+    )
 
 
 def _saved_then(report: StepReport) -> str:

@@ -134,7 +134,7 @@ def _is_conventional(function: Any, owner: type | None) -> bool:
     if not isinstance(definition, ast.FunctionDef) or definition.name != inner.__name__:
         return False
     try:
-        reading = _Reading(definition, owner, inner)
+        reading = _ClosureReading(definition, owner, inner)
         reading.statements(definition.body)
     except _Unproven:
         return False
@@ -155,7 +155,7 @@ def _unwrapped(function: Any) -> Any:
         function = inner
 
 
-class _Reading:
+class _ClosureReading:
     """Reads a step's statements in order, and raises where they are not the convention's."""
 
     def __init__(self, definition: ast.FunctionDef, owner: type | None, function: Any) -> None:

@@ -101,7 +101,7 @@ def try_comparisons(optimizer: Optimizer) -> Tried | None:
         return Tried(compares=True)
     generators = Generators()
 
-    def stepped(change: float = 0.0, loss_change: float = 0.0) -> _Problem:
+    def stepped(change: float = 0.0, loss_change: float = 0.0) -> _TestProblem:
         generators.restore()
         return _stepped(optimizer, change, loss_change)
 
@@ -125,9 +125,9 @@ def try_comparisons(optimizer: Optimizer) -> Tried | None:
     return Tried(compares, frozenset(constant.rounded_states))
 
 
-def _stepped(optimizer: Optimizer, change: float, loss_change: float) -> "_Problem":
+def _stepped(optimizer: Optimizer, change: float, loss_change: float) -> "_TestProblem":
     tiny = tiny_copy(optimizer)
-    problem = _Problem(tiny, change, loss_change)
+    problem = _TestProblem(tiny, change, loss_change)
     step = with_closure(stock_step(tiny), problem.closure)
     try:
         for _ in range(_STEPS):
@@ -145,7 +145,7 @@ def _stepped(optimizer: Optimizer, change: float, loss_change: float) -> "_Probl
     return problem
 
 
-class _Problem:
+class _TestProblem:
     """A made-up gradient of norm 1, and a loss that has nothing to do with it.
 
     Args:
@@ -196,7 +196,7 @@ def _alternating(like: Tensor) -> Tensor:
     return flat.view(like.shape)
 
 
-def _differ(one: _Problem, other: _Problem) -> bool:
+def _differ(one: _TestProblem, other: _TestProblem) -> bool:
     moves = one.move(), other.move()
     if one.endless or other.endless:
         return True

@@ -57,7 +57,7 @@ def _switch(stock: Callable[[Any], Any]) -> Callable[[Any], None]:
     return switch
 
 
-class _Shown:
+class _ShownWeights:
     """What a method of an optimizer sees in its place: other parameters and states, everything else its own."""
 
     def __init__(self, optimizer: Any, params: list[list[Tensor]], state: Mapping[Tensor, Any]) -> None:
@@ -71,11 +71,11 @@ class _Shown:
         return getattr(self._optimizer, name)
 
 
-def _shown_in_turn(optimizer: Any) -> Iterator[_Shown]:
+def _shown_in_turn(optimizer: Any) -> Iterator[_ShownWeights]:
     """First all parameters that are no bfloat16, then the float32 form of each other one, written back after."""
     groups = [group["params"] for group in optimizer.param_groups]
     plain = [[p for p in group if p.dtype != torch.bfloat16] for group in groups]
-    yield _Shown(optimizer, [*plain], {p: optimizer.state[p] for group in plain for p in group})
+    yield _ShownWeights(optimizer, [*plain], {p: optimizer.state[p] for group in plain for p in group})
     for index, group in enumerate(groups):
         for parameter in group:
             state = optimizer.state.get(parameter)
@@ -84,7 +84,9 @@ def _shown_in_turn(optimizer: Any) -> Iterator[_Shown]:
             shadow = Parameter(float32_weight(parameter, state), requires_grad=False)
             params: list[list[Tensor]] = [[] for _ in groups]
             params[index] = [shadow]
-            yield _Shown(optimizer, params, {shadow: {name: _wide(value) for name, value in state.items()}})
+            yield _ShownWeights(
+                optimizer, params, {shadow: {name: _wide(value) for name, value in state.items()}}
+            )
             set_float32_weight(parameter, state, shadow)
 
 

@@ -34,7 +34,7 @@ from lightning_memkit.optim.stochastic_rounding import StochasticRounding
 
 
 @dataclass
-class _Progress:
+class _StepProgress:
     """A parameter's state while its pieces are stepped one after the other.
 
     Attributes:
@@ -135,7 +135,7 @@ class OpenStep:
         self._stock_step = stock_step
         self._home = home_of(optimizer)
         self._scratch = Scratch()
-        self._progress: dict[Parameter, _Progress] = {}
+        self._progress: dict[Parameter, _StepProgress] = {}
         self._scalars = group_scalars(optimizer)
         self._numbers = own_numbers(optimizer) if engine.under_identity else {}
         self._shared = {key: copied(value) for key, value in _of_no_parameter(optimizer)}
@@ -312,7 +312,7 @@ class OpenStep:
         parameter = piece.slot.parameter
         if parameter not in self._progress:
             state = self._optimizer.state[parameter] if parameter in self._optimizer.state else {}
-            self._progress[parameter] = _Progress(
+            self._progress[parameter] = _StepProgress(
                 before={name: value for name, value in state.items() if name not in LOW_STATES},
                 low={name: state[name] for name in LOW_STATES if name in state},
             )
@@ -393,7 +393,7 @@ class OpenStep:
         elif source.data_ptr() != target.data_ptr() or source.dtype != target.dtype:
             target.copy_(source)
 
-    def _narrow(self, piece: Piece, master: Tensor, progress: _Progress) -> None:
+    def _narrow(self, piece: Piece, master: Tensor, progress: _StepProgress) -> None:
         """Write the float32 master into the weight and what is left over into the low half."""
         mode, parameter = self._engine.mode, piece.slot.parameter.detach()
         assert mode is not None

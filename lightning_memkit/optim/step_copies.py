@@ -63,7 +63,7 @@ class StepCopies:
         self._weights: list[tuple[Parameter, Tensor, Tensor | None]] = []
         self._states: list[tuple[Any, Any]] = []  # a parameter and its state; None where it has none
         self._keep_all(shown)
-        self._values = _Values(self._tensors, on_host, Room() if room is None else room)
+        self._values = _CopiedValues(self._tensors, on_host, Room() if room is None else room)
 
     def restore(self) -> None:
         """Put everything back; where the copies lie beside the tensors, no memory is taken."""
@@ -188,7 +188,7 @@ def restore_own_attributes(optimizer: Optimizer, own: dict[str, Any]) -> None:
     attributes.update(own)
 
 
-class _Values:
+class _CopiedValues:
     """Copies of tensors' values: on their device one tensor a dtype, so that many small ones take one call."""
 
     def __init__(self, tensors: list[Tensor], on_host: bool, room: "Room") -> None:

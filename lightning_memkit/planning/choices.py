@@ -30,7 +30,7 @@ _HEAVIER = {
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Part:
+class PluginSpec:
     """A plugin or callback, as LightningCLI writes it."""
 
     name: str
@@ -61,8 +61,8 @@ class Choice:
     name: str
     changes: str = ""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    plugins: tuple[Part, ...] = ()
-    callbacks: tuple[Part, ...] = ()
+    plugins: tuple[PluginSpec, ...] = ()
+    callbacks: tuple[PluginSpec, ...] = ()
     optimizer: EightBit | None = None
     shards: bool = False
 
@@ -124,13 +124,17 @@ def precisions(device: Device | None) -> tuple[Choice, ...]:
             column="precision",
             name="bfloat16, exact sums",
             changes="bfloat16 arithmetic and gradients",
-            plugins=(Part(name="PureBF16Precision", options={"compensation": "split", "states": "exact"}),),
+            plugins=(
+                PluginSpec(name="PureBF16Precision", options={"compensation": "split", "states": "exact"}),
+            ),
         ),
         Choice(
             column="precision",
             name="bfloat16, Kahan",
             changes="bfloat16 arithmetic, gradients and states",
-            plugins=(Part(name="PureBF16Precision", options={"compensation": "kahan", "states": "compact"}),),
+            plugins=(
+                PluginSpec(name="PureBF16Precision", options={"compensation": "kahan", "states": "compact"}),
+            ),
         ),
     )
 
@@ -149,7 +153,7 @@ def offloads(device: Device | None) -> tuple[Choice, ...]:
     plain = Choice(column="offload", name="")
     if device is None:
         return (plain,)
-    states, activations = Part(name="OptimizerOffload"), Part(name="ActivationOffload")
+    states, activations = PluginSpec(name="OptimizerOffload"), PluginSpec(name="ActivationOffload")
     return (
         plain,
         Choice(column="offload", name=ACTIVATIONS, callbacks=(activations,)),
@@ -162,7 +166,7 @@ def releases() -> tuple[Choice, ...]:
     """Gradients that wait for the step, and such that are used up as they come."""
     return (
         Choice(column="gradients", name=""),
-        Choice(column="gradients", name=RELEASED, callbacks=(Part(name="GradientRelease"),)),
+        Choice(column="gradients", name=RELEASED, callbacks=(PluginSpec(name="GradientRelease"),)),
     )
 
 
@@ -178,7 +182,7 @@ def checkpointings() -> tuple[Choice, ...]:
     """From none to what saves the most."""
     found = [Choice(column="checkpointing", name="none")]
     for policy in ("selective", "every:2", "full"):
-        part = Part(name="ActivationCheckpointing", options={"policy": policy})
+        part = PluginSpec(name="ActivationCheckpointing", options={"policy": policy})
         found.append(Choice(column="checkpointing", name=policy, callbacks=(part,)))
     return tuple(found)
 
@@ -191,7 +195,7 @@ def losses() -> tuple[Choice, ...]:
             column="loss",
             name="chunked",
             changes="the loss in float32",
-            callbacks=(Part(name="ChunkedLoss"),),
+            callbacks=(PluginSpec(name="ChunkedLoss"),),
         ),
     )
 

@@ -9,7 +9,7 @@ import lightning_memkit
 from lightning_memkit.distributed.sharding import Sharding
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.planning.budget import Budget
-from lightning_memkit.planning.choices import Part
+from lightning_memkit.planning.choices import PluginSpec
 from lightning_memkit.planning.problem import Row
 from lightning_memkit.utilities.errors import PlanError
 
@@ -65,7 +65,7 @@ class Plan:
         """The configurations that fit, the best first."""
         return tuple(row for row in self.rows if row.fits)
 
-    def parts(self, row: Row | None = None) -> dict[str, list[Part]]:
+    def parts(self, row: Row | None = None) -> dict[str, list[PluginSpec]]:
         """The plugins and callbacks of a row, the best by default."""
         row = row or self.best
         plugins = [part for choice in row.family.choices for part in choice.plugins]
@@ -108,7 +108,7 @@ class Plan:
         trainer = found.setdefault("trainer", {}) or {}
         for name, value in self._arguments(row).items():
             if name not in self.given:
-                trainer[name] = value.as_yaml() if isinstance(value, Part) else value
+                trainer[name] = value.as_yaml() if isinstance(value, PluginSpec) else value
         for kind, parts in self.parts(row).items():
             kept = trainer.get(kind) or []
             kept = kept if isinstance(kept, list) else [kept]
@@ -146,7 +146,7 @@ class Plan:
         return "\n".join(line.rstrip() for line in lines)
 
     def _arguments(self, row: Row) -> dict[str, Any]:
-        """Of the Trainer, without plugins and callbacks; a strategy of memkit's own as a `Part`."""
+        """Of the Trainer, without plugins and callbacks; a strategy of memkit's own as a `PluginSpec`."""
         arguments = {
             name: value for name, value in self.given.items() if name not in ("plugins", "callbacks")
         }
@@ -154,17 +154,17 @@ class Plan:
             arguments.update(choice.arguments)
         sharding = arguments.get("strategy")
         if isinstance(sharding, Sharding):
-            arguments["strategy"] = Part(name="FSDP2Strategy", options={"stage": sharding.stage})
+            arguments["strategy"] = PluginSpec(name="FSDP2Strategy", options={"stage": sharding.stage})
         return arguments
 
-    def _memory_budget(self, row: Row) -> Iterator[Part]:
+    def _memory_budget(self, row: Row) -> Iterator[PluginSpec]:
         """What keeps the plan while training; the user's own stays alone."""
         own = {type(callback).__name__ for callback in _listed(self.given.get("callbacks"))}
         # Its trial step has all gradients alive, and what steps within backward can't be repeated.
         if "MemoryBudget" in own or row.family.is_released:
             return
         size = self.budget.bytes()
-        yield Part(
+        yield PluginSpec(
             name="MemoryBudget",
             options={
                 "budget": f"{size // _MIB}MiB" if size % _MIB == 0 else size,
@@ -175,7 +175,7 @@ class Plan:
 
 
 def _built(value: Any) -> Any:
-    return getattr(lightning_memkit, value.name)(**value.options) if isinstance(value, Part) else value
+    return getattr(lightning_memkit, value.name)(**value.options) if isinstance(value, PluginSpec) else value
 
 
 def _write_the_optimizer(row: Row) -> str:

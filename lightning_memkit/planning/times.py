@@ -17,7 +17,7 @@ from lightning_memkit.activations.tape import RECORDING_SECONDS, RUNNING_AGAIN_S
 from lightning_memkit.memory.clocks import DeviceClocks, Took, launched
 from lightning_memkit.prediction.contained import contained
 from lightning_memkit.prediction.devices import Device
-from lightning_memkit.prediction.work import MADE_AGAIN, RECORDED, Operator, TensorShape, Work
+from lightning_memkit.prediction.work import MADE_AGAIN, RECORDED, OperatorWork, TensorShape, Work
 from lightning_memkit.utilities.errors import PredictionError
 
 # Of the data sheet's peaks, what large matrix products and copies reach.
@@ -34,11 +34,11 @@ _CHAIN, _CHAIN_RUNS, _SMALL = 32, 10, TensorShape((8, 8), (8, 1), torch.float32)
 class Times(Protocol):
     """Says how long an operator takes."""
 
-    def seconds(self, operator: Operator) -> float:
+    def seconds(self, operator: OperatorWork) -> float:
         """Of one run, on the device that computes."""
         ...
 
-    def host_seconds(self, operator: Operator) -> float:
+    def host_seconds(self, operator: OperatorWork) -> float:
         """Until the host has launched one run; 0 where the host is the device."""
         ...
 
@@ -58,13 +58,13 @@ def step_seconds(work: Work, times: Times) -> float:
     return max(_sum(work.step, times.seconds), _sum(work.step, times.host_seconds))
 
 
-def _sum(operators: Mapping[Operator, float], seconds: Callable[[Operator], float]) -> float:
+def _sum(operators: Mapping[OperatorWork, float], seconds: Callable[[OperatorWork], float]) -> float:
     return sum(count * seconds(operator) for operator, count in operators.items())
 
 
-def reduced(gradient_bytes: int) -> Operator:
+def reduced(gradient_bytes: int) -> OperatorWork:
     """DDP's sum of the gradients over ranks: each byte is sent about twice, whatever their number."""
-    return Operator("c10d.allreduce_.default", (), (), 0, 2 * gradient_bytes, is_16_bit=False)
+    return OperatorWork("c10d.allreduce_.default", (), (), 0, 2 * gradient_bytes, is_16_bit=False)
 
 
 class TimesByRates:
@@ -87,7 +87,7 @@ class TimesByRates:
         link = device.link_bytes_per_second if nodes == 1 else device.network_bytes_per_second
         self._sent = link * _OF_PEAK_BYTES
 
-    def seconds(self, operator: Operator) -> float:
+    def seconds(self, operator: OperatorWork) -> float:
         """Of one run, on the device that computes."""
         if operator.is_python:
             return 0.0
@@ -96,7 +96,7 @@ class TimesByRates:
         computes = operator.flops / self._flops[operator.is_16_bit]
         return max(computes, operator.moved_bytes / self._bytes, _LAUNCH_SECONDS)
 
-    def host_seconds(self, operator: Operator) -> float:
+    def host_seconds(self, operator: OperatorWork) -> float:
         """Until the host has launched one run."""
         return _TAPING_SECONDS.get(operator.name, _LAUNCH_SECONDS)
 
@@ -116,23 +116,23 @@ class TimesHere:
     def __init__(self, device: str = "cpu", others: Times | None = None) -> None:
         self._device = torch.device(device)
         self._others = others
-        self._known: dict[Operator, Took] = {}
+        self._known: dict[OperatorWork, Took] = {}
         self._clocks: DeviceClocks | None = None
 
-    def seconds(self, operator: Operator) -> float:
+    def seconds(self, operator: OperatorWork) -> float:
         """Of one run, on the device that computes."""
         return self._took(operator).device
 
-    def host_seconds(self, operator: Operator) -> float:
+    def host_seconds(self, operator: OperatorWork) -> float:
         """Until the host has launched one run; 0 where the host is the device."""
         return self._took(operator).host
 
-    def _took(self, operator: Operator) -> Took:
+    def _took(self, operator: OperatorWork) -> Took:
         if operator not in self._known:
             self._known[operator] = self._measured(operator)
         return self._known[operator]
 
-    def _measured(self, operator: Operator) -> Took:
+    def _measured(self, operator: OperatorWork) -> Took:
         on_host = self._device.type == "cpu"
         if operator.is_python:  # a GPU does not wait for it as long as it has enough to do
             taping = _taping_here()[operator.name]
@@ -152,12 +152,12 @@ class TimesHere:
         except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
             return Took(self._estimated(operator), launch)
 
-    def _estimated(self, operator: Operator) -> float:
+    def _estimated(self, operator: OperatorWork) -> float:
         flops, moved = _rates_here(self._device, operator.is_16_bit)
         return max(operator.flops / flops, operator.moved_bytes / moved)
 
 
-def _call(function: Any, operator: Operator, device: torch.device) -> Callable[[], object]:
+def _call(function: Any, operator: OperatorWork, device: torch.device) -> Callable[[], object]:
     with device:
         args, kwargs = _real(operator.args), {name: _real(value) for name, value in operator.kwargs}
     return lambda: function(*args, **kwargs)
@@ -170,7 +170,7 @@ def _same_random_state(device: torch.device) -> AbstractContextManager[None]:
     return torch.random.fork_rng(devices=[current], device_type=device.type)
 
 
-def _timed(function: Any, operator: Operator, device: torch.device = _CPU) -> float:
+def _timed(function: Any, operator: OperatorWork, device: torch.device = _CPU) -> float:
     with device:
         args, kwargs = _real(operator.args), {name: _real(value) for name, value in operator.kwargs}
     function(*args, **kwargs)
@@ -239,7 +239,7 @@ def _taping() -> dict[str, float]:
         plain, recorded, again = (
             _best(lambda keep=keep: _chain(keep)) for keep in (None, lambda _: True, lambda _: False)
         )
-        alone = _timed(torch.ops.aten.tanh.default, Operator("", (_SMALL,), (), 0, 0, is_16_bit=False))
+        alone = _timed(torch.ops.aten.tanh.default, OperatorWork("", (_SMALL,), (), 0, 0, is_16_bit=False))
     return {
         RECORDED: max(0.0, recorded - plain) / _CHAIN,
         MADE_AGAIN: max(0.0, (again - recorded) / _CHAIN - alone),
@@ -274,8 +274,8 @@ def _rates_here(device: torch.device, is_16_bit: bool) -> tuple[float, float]:
     dtype = torch.bfloat16 if is_16_bit else torch.float32
     square = TensorShape((1024, 1024), (1024, 1), dtype)
     long = TensorShape((1 << 24,), (1,), torch.float32)
-    product = Operator("aten.mm.default", (square, square), (), 2 * 1024**3, 0, is_16_bit)
-    copy = Operator("aten.copy_.default", (long, long), (), 0, 8 << 24, is_16_bit=False)
+    product = OperatorWork("aten.mm.default", (square, square), (), 2 * 1024**3, 0, is_16_bit)
+    copy = OperatorWork("aten.copy_.default", (long, long), (), 0, 8 << 24, is_16_bit=False)
     return (
         product.flops / _timed(torch.ops.aten.mm.default, product, device),
         copy.moved_bytes / _timed(torch.ops.aten.copy_.default, copy, device),

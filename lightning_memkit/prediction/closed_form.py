@@ -7,14 +7,21 @@ from torch import nn
 
 from lightning_memkit.memory.anatomy import CATEGORIES
 from lightning_memkit.memory.units import format_bytes
-from lightning_memkit.prediction.by_hand import Blocks, ParameterCounts, Recipe, Term, VocabularyHead, as_term
+from lightning_memkit.prediction.by_hand import (
+    HandRecipe,
+    HandTerm,
+    ModelBlocks,
+    ParameterCounts,
+    VocabularyHead,
+    as_term,
+)
 from lightning_memkit.prediction.result import Prediction
 
 _CLOSE, _SMALL = 0.01, 1 << 20  # what counts as agreement: a share, or bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class FormRow:
     """A category by hand and as predicted, in bytes; `why` says what makes the difference, where there is one."""
 
     name: str
@@ -29,16 +36,16 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class FormComparison:
     """A calculation by hand beside a prediction, category by category; prints as a table."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[FormRow, ...]
 
     @property
-    def total(self) -> Row:
+    def total(self) -> FormRow:
         """The sums; predicted are the bytes that the device is asked for."""
         by_hand = sum(row.by_hand_bytes for row in self.rows)
-        return Row(
+        return FormRow(
             name="total", by_hand_bytes=by_hand, predicted_bytes=sum(row.predicted_bytes for row in self.rows)
         )
 
@@ -58,7 +65,7 @@ class ClosedForm:
         terms: each with its formula; those of 0 bytes are left out.
     """
 
-    terms: tuple[Term, ...]
+    terms: tuple[HandTerm, ...]
 
     @property
     def total_bytes(self) -> int:
@@ -75,7 +82,7 @@ class ClosedForm:
             raise KeyError(f"category={category!r} is none of {', '.join(CATEGORIES)}.")
         return sum(term.size_bytes for term in self.terms if term.category == category)
 
-    def beside(self, prediction: Prediction) -> Comparison:
+    def beside(self, prediction: Prediction) -> FormComparison:
         """Each category at the predicted peak beside the same by hand, with what explains the difference."""
         anatomy, rows = prediction.anatomy, []
         for category in CATEGORIES:
@@ -83,7 +90,7 @@ class ClosedForm:
             if by_hand or predicted:
                 why = _why(category, by_hand, prediction)
                 name = category.replace("_", " ")
-                rows.append(Row(name=name, by_hand_bytes=by_hand, predicted_bytes=predicted, why=why))
+                rows.append(FormRow(name=name, by_hand_bytes=by_hand, predicted_bytes=predicted, why=why))
         beside = {
             "allocator": (
                 max(prediction.reserved_bytes - prediction.library_bytes - prediction.peak_bytes, 0),
@@ -94,8 +101,8 @@ class ClosedForm:
         }
         for name, (size, why) in beside.items():
             if size:
-                rows.append(Row(name=name, by_hand_bytes=0, predicted_bytes=size, why=why))
-        return Comparison(rows=tuple(rows))
+                rows.append(FormRow(name=name, by_hand_bytes=0, predicted_bytes=size, why=why))
+        return FormComparison(rows=tuple(rows))
 
     def __str__(self) -> str:
         rows = [(term.name, term.formula, format_bytes(term.size_bytes), term.source) for term in self.terms]
@@ -106,8 +113,8 @@ class ClosedForm:
 def closed_form(
     parameters: ParameterCounts | nn.Module,
     *,
-    recipe: Recipe | None = None,
-    blocks: Blocks | None = None,
+    recipe: HandRecipe | None = None,
+    blocks: ModelBlocks | None = None,
     head: VocabularyHead | None = None,
     inputs_bytes: int = 0,
 ) -> ClosedForm:
@@ -127,7 +134,7 @@ def closed_form(
         raise ValueError(f"inputs_bytes={inputs_bytes} is negative; write 0 to leave the batch out.")
     if isinstance(parameters, nn.Module):
         parameters = ParameterCounts.of(parameters)
-    terms = [*(recipe or Recipe()).terms(parameters)]
+    terms = [*(recipe or HandRecipe()).terms(parameters)]
     for part in (blocks, head):
         terms += () if part is None else part.terms()
     terms.append(as_term("inputs", "batch", f"{inputs_bytes:,}", inputs_bytes))

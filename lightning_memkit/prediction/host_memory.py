@@ -30,7 +30,7 @@ _ENOUGH = 1 << 60  # bytes: the host that the GPU will be in is not this one
 _ALL_OFFLOADED = "blocks that are chosen by time are offloaded, as they are in the first three steps"
 
 
-class HostMemory:
+class PredictedHostMemory:
     """Storages that are the host's, and how many bytes they take.
 
     Attributes:
@@ -115,7 +115,7 @@ class Saved(Protocol):
 
 
 @contextmanager
-def offloads(host: HostMemory, saved: "Saved", assumed: dict[str, str]) -> Iterator[None]:
+def offloads(host: PredictedHostMemory, saved: "Saved", assumed: dict[str, str]) -> Iterator[None]:
     """Within it the offloads of states and of activations work on fake tensors as on a GPU's.
 
     Args:

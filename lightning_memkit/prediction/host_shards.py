@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_memkit.prediction.host_memory import HostMemory
+from lightning_memkit.prediction.host_memory import PredictedHostMemory
 from lightning_memkit.prediction.replaced import replaced
 
 _Moved = Callable[[Tensor, bool], Tensor]  # of a tensor, and whether its place on the host is pinned
 
 
 @contextmanager
-def host_shards(host: HostMemory) -> Iterator[None]:
+def host_shards(host: PredictedHostMemory) -> Iterator[None]:
     """Within it what FSDP2 offloads is the host's."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam

@@ -21,7 +21,7 @@ from lightning_memkit.optim.modes import LOW_STATES
 from lightning_memkit.prediction.caching_allocator import replay
 from lightning_memkit.prediction.devices import Device
 from lightning_memkit.prediction.fakes import Fakes, casts_in_place, fake_in_place
-from lightning_memkit.prediction.host_memory import HostMemory, offloads
+from lightning_memkit.prediction.host_memory import PredictedHostMemory, offloads
 from lightning_memkit.prediction.known_values import KnownValues
 from lightning_memkit.prediction.own_kernels import without_kernels
 from lightning_memkit.prediction.persona import as_on_cuda, steps_as_on_cuda
@@ -52,7 +52,7 @@ class Simulation(AnatomyMeter):
         self.values = KnownValues(self._constant)
         self.workspaces = Workspaces()
         self.work = WorkLog()
-        self.host = HostMemory()
+        self.host = PredictedHostMemory()
         self._library: dict[bool, Allocation] = {}  # workspaces, by whether the thread is the backward's
         self._parts = 0  # of the step under way
         self._has_stepped = False

@@ -34,7 +34,7 @@ class TensorShape:
 
 
 @dataclass(frozen=True)
-class Operator:
+class OperatorWork:
     """One operator on operands of given shapes.
 
     Attributes:
@@ -72,8 +72,8 @@ class Work:
         step: how often each runs in the optimizer's step.
     """
 
-    part: dict[Operator, float] = field(default_factory=dict)
-    step: dict[Operator, float] = field(default_factory=dict)
+    part: dict[OperatorWork, float] = field(default_factory=dict)
+    step: dict[OperatorWork, float] = field(default_factory=dict)
 
     @property
     def part_flops(self) -> float:
@@ -90,8 +90,8 @@ class WorkLog:
 
     def __init__(self) -> None:
         self.weight = 1.0
-        self._known: dict[Any, Operator | None] = {}
-        self._counts: dict[bool, Counter[Operator]] = {False: Counter(), True: Counter()}
+        self._known: dict[Any, OperatorWork | None] = {}
+        self._counts: dict[bool, Counter[OperatorWork]] = {False: Counter(), True: Counter()}
 
     def note(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any, *, of_optimizer: bool) -> None:
         """An operator has run on fake tensors."""
@@ -109,12 +109,12 @@ class WorkLog:
 
     def note_kernel(self, name: str, moved_bytes: int) -> None:
         """A kernel of memkit's own would have run in the optimizer's step."""
-        operator = Operator(name, (), (), 0, moved_bytes, is_16_bit=True)
+        operator = OperatorWork(name, (), (), 0, moved_bytes, is_16_bit=True)
         self._counts[True][operator] += 1
 
     def note_python(self, name: str) -> None:
         """Python has done something beside an operator of a part: `RECORDED` or `MADE_AGAIN`."""
-        self._counts[False][Operator(name, (), (), 0, 0, is_16_bit=False)] += 1
+        self._counts[False][OperatorWork(name, (), (), 0, 0, is_16_bit=False)] += 1
 
     def forget(self) -> None:
         """Begin anew."""
@@ -131,7 +131,7 @@ class WorkLog:
 
 def _operator(
     func: Any, args: Any, kwargs: dict[str, Any], out: Any, shapes: tuple[Any, Any]
-) -> Operator | None:
+) -> OperatorWork | None:
     """None for what only makes a view, or room."""
     if func.overloadpacket in _MOVE_NOTHING:
         return None
@@ -141,7 +141,7 @@ def _operator(
     if not (operands or results) or (not is_written and results and _is_view(operands, results)):
         return None
     moved = sum(_spanned_bytes(tensor) for tensor in (*operands, *results))
-    return Operator(
+    return OperatorWork(
         str(func), shapes[0], shapes[1], flops_of(func, args, kwargs, out), moved,
         is_16_bit=bool(operands) and operands[0].dtype.itemsize == 2,
     )  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 from torch import distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_memkit.distributed.agreement import Meeting, Outcome, PeerEndedError
+from lightning_memkit.distributed.agreement import Meeting, PeerEndedError, StepOutcome
 from lightning_memkit.distributed.announced import together
 from lightning_memkit.distributed.catch_up import CannotCatchUpError
 from lightning_memkit.distributed.collectives import collectives_issued
@@ -21,15 +21,15 @@ class Peers:
 
     def __init__(self, fails_at: int | None = None, ends_at: int | None = None) -> None:
         self.fails_at, self.ends_at = fails_at, ends_at
-        self.told: list[Outcome] = []
+        self.told: list[StepOutcome] = []
         self.ended = False
 
-    def meet(self, outcome: Outcome = Outcome.DONE) -> Meeting:
+    def meet(self, outcome: StepOutcome = StepOutcome.DONE) -> Meeting:
         if len(self.told) == self.ends_at:
             raise PeerEndedError("Rank 1 ended.")
         failed = (1,) if len(self.told) == self.fails_at else ()
         self.told.append(outcome)
-        return Meeting(failed=failed + (0,) * (outcome == Outcome.OUT_OF_MEMORY), counts=())
+        return Meeting(failed=failed + (0,) * (outcome == StepOutcome.OUT_OF_MEMORY), counts=())
 
     def end(self) -> None:
         self.ended = True
@@ -58,7 +58,7 @@ def issues(value: torch.Tensor) -> list[torch.Tensor]:
 def test_other_operators_are_not_announced_and_barriers_are() -> None:
     peers = Peers()
     run_together(peers, lambda: (torch.ones(2).sum().item(), distributed.barrier()))
-    assert peers.told == [Outcome.DONE] * 2
+    assert peers.told == [StepOutcome.DONE] * 2
 
 
 def test_a_compiled_function_runs_compiled_again_afterwards() -> None:
@@ -86,7 +86,7 @@ def test_a_compiled_function_runs_compiled_again_afterwards() -> None:
 def test_ranks_meet_before_each_collective_and_at_the_end() -> None:
     peers = Peers()
     assert torch.equal(run_together(peers, lambda: issues(torch.ones(3)))[0], torch.full((3,), 2.0))
-    assert peers.told == [Outcome.DONE] * 3
+    assert peers.told == [StepOutcome.DONE] * 3
 
 
 @pytest.mark.parametrize("fails_at", [0, 1, 2])
@@ -96,7 +96,7 @@ def test_a_peer_s_failure_is_heard_before_the_collective_it_does_not_join(fails_
         run_together(peers, lambda: issues(torch.ones(3)))
     assert before is not None
     assert collectives_issued() == before + fails_at
-    assert peers.told == [Outcome.DONE] * (fails_at + 1)
+    assert peers.told == [StepOutcome.DONE] * (fails_at + 1)
 
 
 def test_a_step_that_swallows_what_it_hears_fails_all_the_same() -> None:
@@ -121,7 +121,7 @@ def test_this_rank_s_failure_is_told_once_and_raised_in_its_own_words() -> None:
     peers = Peers()
     with pytest.raises(torch.OutOfMemoryError, match="^the device is full$"):
         run_together(peers, fails)
-    assert peers.told == [Outcome.DONE, Outcome.DONE, Outcome.OUT_OF_MEMORY]
+    assert peers.told == [StepOutcome.DONE, StepOutcome.DONE, StepOutcome.OUT_OF_MEMORY]
 
 
 class Full(TorchDispatchMode):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_memkit.distributed.agreement import Agreement, Outcome
+from lightning_memkit.distributed.agreement import Agreement, StepOutcome
 from lightning_memkit.distributed.collectives import collectives_issued
 from lightning_memkit.distributed.ddp import LateReduction, broadcast_buffers, local_gradients
 from lightning_memkit.memory.meter import ByteMeter
@@ -72,7 +72,7 @@ def late(option: str, dtype: torch.dtype, agreement: Agreement, bucket_bytes: in
         for part in range(2):
             loss_of(ddp, part).backward()
     issued = collectives_issued()
-    meeting = reduction.agree(agreement, Outcome.DONE)
+    meeting = reduction.agree(agreement, StepOutcome.DONE)
     with ByteMeter() as meter:
         reduction.reduce()
     found = gradients(ddp)
@@ -100,7 +100,7 @@ def float32_gradients(agreement: Agreement) -> dict[str, Any]:
             both = [torch.empty_like(gradient) for _ in range(2)]
             distributed.all_gather(both, gradient)
             mean[name] = both[0] / 2 + both[1] / 2
-    reduction.agree(agreement, Outcome.DONE)
+    reduction.agree(agreement, StepOutcome.DONE)
     reduction.reduce()
     return {"mean": mean, "found": {k: v for k, v in gradients(ddp).items() if v is not None}}
 
@@ -113,10 +113,10 @@ def failures(agreement: Agreement) -> dict[str, Any]:
     with local_gradients(ddp):
         loss_of(ddp, 0).backward()
     before = gradients(ddp)
-    meeting = reduction.agree(agreement, Outcome.OUT_OF_MEMORY if rank == 1 else Outcome.DONE)
+    meeting = reduction.agree(agreement, StepOutcome.OUT_OF_MEMORY if rank == 1 else StepOutcome.DONE)
     after = gradients(ddp)
     with ByteMeter(fail_at=0 if rank == 0 else None):  # rank 0 lacks what rank 1 alone has used
-        at_zeros = reduction.agree(agreement, Outcome.DONE)
+        at_zeros = reduction.agree(agreement, StepOutcome.DONE)
     untouched = [torch.equal(a, b) for a, b in zip(before.values(), after.values(), strict=True)
                  if a is not None and b is not None]  # fmt: skip
     return {"failed": meeting.failed, "at_zeros": at_zeros.failed, "untouched": untouched}
@@ -127,7 +127,7 @@ def overflow(agreement: Agreement) -> Tensor:
     ddp = DistributedDataParallel(nn.Linear(1, 1, bias=False))
     reduction = LateReduction(ddp)
     ddp.module.weight.grad = torch.tensor([[3e38]])
-    reduction.agree(agreement, Outcome.DONE)
+    reduction.agree(agreement, StepOutcome.DONE)
     reduction.reduce()
     assert ddp.module.weight.grad is not None
     return ddp.module.weight.grad
@@ -141,7 +141,7 @@ def strided(agreement: Agreement) -> dict[str, Tensor]:
         reduction = LateReduction(ddp, bucket_bytes)
         values = torch.arange(108.0).view(4, 3, 3, 3) * (1 + 2 * distributed.get_rank())
         ddp.module.weight.grad = values.to(memory_format=torch.channels_last)
-        reduction.agree(agreement, Outcome.DONE)
+        reduction.agree(agreement, StepOutcome.DONE)
         with ByteMeter() as meter:
             reduction.reduce()
         found[str(bucket_bytes)] = ddp.module.weight.grad if meter.allocations == 0 else torch.empty(0)

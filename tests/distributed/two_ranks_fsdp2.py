@@ -13,7 +13,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from lightning_memkit.distributed.agreement import Agreement, Outcome
+from lightning_memkit.distributed.agreement import Agreement, StepOutcome
 from lightning_memkit.distributed.catch_up import CatchUp, why_no_catch_up
 from lightning_memkit.distributed.clipping import can_clip, clip_sharded_gradients
 from lightning_memkit.memory.meter import ByteMeter
@@ -96,7 +96,7 @@ class Runner:
             failed = self.part(rows, meter)
             if failed:
                 self.catch_up.finish(self.smallest_part)
-            outcome = Outcome.OUT_OF_MEMORY if failed else Outcome.DONE
+            outcome = StepOutcome.OUT_OF_MEMORY if failed else StepOutcome.DONE
             if self.agreement.meet(outcome).any_failed:
                 self.catch_up.reset()
                 return False
@@ -298,7 +298,7 @@ def clipping() -> dict[str, Any]:
     agreement = Agreement()
 
     def any_failed(failed: bool) -> bool:
-        return agreement.meet(Outcome.OUT_OF_MEMORY if failed else Outcome.DONE).any_failed
+        return agreement.meet(StepOutcome.OUT_OF_MEMORY if failed else StepOutcome.DONE).any_failed
 
     for dtype in (torch.float32, torch.bfloat16):
         for most in (0.01, 0.3, 100.0):

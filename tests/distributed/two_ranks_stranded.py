@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import fully_shard
 
-from lightning_memkit.distributed.agreement import Agreement, Outcome
+from lightning_memkit.distributed.agreement import Agreement, StepOutcome
 from lightning_memkit.distributed.catch_up import CannotCatchUpError, CatchUp
 
 
@@ -52,7 +52,7 @@ def main(folder: str, how: str) -> None:
                 failed = True
             if failed:
                 catch_up.finish()
-            agreement.meet(Outcome.OUT_OF_MEMORY if failed else Outcome.DONE)
+            agreement.meet(StepOutcome.OUT_OF_MEMORY if failed else StepOutcome.DONE)
         told = "all is well"
     except (RuntimeError, CannotCatchUpError) as error:
         told = f"{type(error).__name__}: {error}"

@@ -23,7 +23,7 @@ from lightning_memkit.planning.problem import Problem, UnavailableError
 from lightning_memkit.planning.search import search
 from lightning_memkit.prediction.devices import DEVICES
 from lightning_memkit.prediction.result import Prediction
-from lightning_memkit.prediction.work import Operator, Work
+from lightning_memkit.prediction.work import OperatorWork, Work
 
 KEPT = {"none": 100, "selective": 60, "every:2": 50, "full": 20}  # bytes a row
 MORE = {"none": 10, "selective": 11, "every:2": 12, "full": 13}  # seconds a row
@@ -33,10 +33,10 @@ SIZES = (1, 2, 3, 4, 5, 6, 8, 11, 16, 32)
 class Counted:
     """Seconds are what an operator is said to move."""
 
-    def seconds(self, operator: Operator) -> float:
+    def seconds(self, operator: OperatorWork) -> float:
         return float(operator.moved_bytes)
 
-    def host_seconds(self, operator: Operator) -> float:
+    def host_seconds(self, operator: OperatorWork) -> float:
         return 0.0
 
 
@@ -60,8 +60,8 @@ class Formula:
         each = MORE[family["checkpointing"].name] + (1 if family["loss"].name == "chunked" else 0)
         slow = 2 if family["precision"].name == "float32" else 1
         work = Work(
-            part={Operator("part", (), (), 0, slow * each * rows + 5, False): 1},
-            step={Operator("step", (), (), 0, 7, False): 1},
+            part={OperatorWork("part", (), (), 0, slow * each * rows + 5, False): 1},
+            step={OperatorWork("step", (), (), 0, 7, False): 1},
         )
         anatomy = Anatomy(
             peak_bytes=taken, peak_phase="backward", peak_operator="mm", at_peak={"weights": taken}
@@ -186,7 +186,7 @@ def test_where_larger_parts_gain_nothing_what_computes_more_is_not_searched():
             found = super().__call__(family, rows)
             each = MORE[family["checkpointing"].name]
             return replace(
-                found, work=Work(part={Operator("part", (), (), 0, 10**6 * each * rows, False): 1})
+                found, work=Work(part={OperatorWork("part", (), (), 0, 10**6 * each * rows, False): 1})
             )
 
     formula = Large()

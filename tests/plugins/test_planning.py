@@ -36,7 +36,7 @@ from lightning_memkit.planning.times import (
 from lightning_memkit.plugins.planning.prediction import predict_memory
 from lightning_memkit.prediction.contained import contained
 from lightning_memkit.prediction.devices import DEVICES
-from lightning_memkit.prediction.work import MADE_AGAIN, RECORDED, Operator, Work
+from lightning_memkit.prediction.work import MADE_AGAIN, RECORDED, OperatorWork, Work
 from lightning_memkit.utilities.errors import PlanError
 from tests.plugins.test_prediction import Language, Loader, batch
 
@@ -392,9 +392,9 @@ def test_work_of_parts_and_steps_is_told_apart():
 def test_rates_say_the_roofline():
     device = DEVICES["a100-40gb"]
     times = TimesByRates(device)
-    product = Operator("aten.mm.default", (), (), flops=10**15, moved_bytes=10**9, is_16_bit=True)
-    copy = Operator("aten.copy_.default", (), (), flops=0, moved_bytes=10**12, is_16_bit=False)
-    tiny = Operator("aten.add.Tensor", (), (), flops=0, moved_bytes=8, is_16_bit=False)
+    product = OperatorWork("aten.mm.default", (), (), flops=10**15, moved_bytes=10**9, is_16_bit=True)
+    copy = OperatorWork("aten.copy_.default", (), (), flops=0, moved_bytes=10**12, is_16_bit=False)
+    tiny = OperatorWork("aten.add.Tensor", (), (), flops=0, moved_bytes=8, is_16_bit=False)
     assert times.seconds(product) == pytest.approx(10**15 / (0.6 * device.flops_16))
     assert times.seconds(copy) == pytest.approx(10**12 / (0.8 * device.bytes_per_second))
     assert 0 < times.seconds(tiny) < 1e-4
@@ -405,7 +405,7 @@ def test_every_operator_of_a_step_has_a_time_here():
     times = TimesHere()
     for operator in (*work.part, *work.step):
         assert 0 < times.seconds(operator) < 10
-    unknown = Operator("nobody.knows.this", (), (), flops=10**9, moved_bytes=10**6, is_16_bit=False)
+    unknown = OperatorWork("nobody.knows.this", (), (), flops=10**9, moved_bytes=10**6, is_16_bit=False)
     assert times.seconds(unknown) > 0
 
 
@@ -447,7 +447,7 @@ def test_what_python_does_for_recorded_operators_is_counted():
     recorded, again = counted(ActivationCheckpointing("selective"))
     assert recorded > again > 0
     assert counted(ActivationCheckpointing("full")) == (0, 0)
-    both = [Operator(name, (), (), 0, 0, is_16_bit=False) for name in (RECORDED, MADE_AGAIN)]
+    both = [OperatorWork(name, (), (), 0, 0, is_16_bit=False) for name in (RECORDED, MADE_AGAIN)]
     here, there = TimesHere(), TimesByRates(DEVICES["t4"])
     assert all(0 <= here.seconds(operator) < 1e-2 for operator in both)
     assert [here.host_seconds(operator) for operator in both] == [0, 0]  # the host is the device
@@ -457,10 +457,10 @@ def test_what_python_does_for_recorded_operators_is_counted():
 
 def test_a_step_takes_as_long_as_the_slower_of_device_and_host():
     """A tape's bookkeeping costs nothing beside large products, and is all of the time beside small ones."""
-    recorded = Operator(RECORDED, (), (), 0, 0, is_16_bit=False)
+    recorded = OperatorWork(RECORDED, (), (), 0, 0, is_16_bit=False)
     times = TimesByRates(DEVICES["h200"])
     for flops, is_bound_by_host in ((10**13, False), (10**6, True)):
-        product = Operator("aten.mm.default", (), (), flops, 0, is_16_bit=True)
+        product = OperatorWork("aten.mm.default", (), (), flops, 0, is_16_bit=True)
         work = Work(part={product: 50.0, recorded: 50.0}, step={product: 1.0})
         device = 50 * times.seconds(product)
         host = 50 * (times.host_seconds(product) + times.host_seconds(recorded))

@@ -22,7 +22,7 @@ class EpochBatches:
             yield step, self._epoch.batch(step, self._rank)
 
 
-class Parts:
+class JobParts:
     """The same in parts of so many tokens, each padded as the whole batch is."""
 
     def __init__(self, batches: EpochBatches, rows: PackedRows, tokens: int) -> None:

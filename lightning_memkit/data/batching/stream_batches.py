@@ -70,7 +70,7 @@ class Position:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Row:
+class _StreamRow:
     store: TokenStore
     packing: Packing
     number: int
@@ -134,10 +134,10 @@ class StreamBatches:
             position = self._behind(position, shares)
             yield self._collated(shares[self._rank]), position
 
-    def _steps(self) -> Iterator[list[_Row]]:
+    def _steps(self) -> Iterator[list[_StreamRow]]:
         """The rows of each step over all ranks; what is left at the end is shared by all, at least a row each."""
         full = self._size * self._ranks
-        held: deque[_Row] = deque()
+        held: deque[_StreamRow] = deque()
         steps = self._begin.batches
         for row in self._rows():
             held.append(row)
@@ -164,7 +164,7 @@ class StreamBatches:
                 f"drop_last={self._drop_last}; add documents, or lower the batch size or the context."
             )
 
-    def _rows(self) -> Iterator[_Row]:
+    def _rows(self) -> Iterator[_StreamRow]:
         begin, is_reached = self._begin, self._begin.batches == 0
         truncated = (begin.truncated_documents, begin.truncated_tokens)
         for store, window in self._windows():
@@ -179,7 +179,7 @@ class StreamBatches:
                     truncated[1] + packing.truncated_tokens,
                 )
             for number in range(begin.rows if is_begun else 0, packing.rows):
-                yield _Row(
+                yield _StreamRow(
                     store=store,
                     packing=packing,
                     number=number,
@@ -227,7 +227,7 @@ class StreamBatches:
             yield held[0], window
             held = [_without(held[0], window.documents)]
 
-    def _behind(self, position: Position, shares: list[list[_Row]]) -> Position:
+    def _behind(self, position: Position, shares: list[list[_StreamRow]]) -> Position:
         last = shares[-1][-1]
         rows = [row for share in shares for row in share]
         return Position(
@@ -246,10 +246,10 @@ class StreamBatches:
             window_crc=last.window_crc,
         )
 
-    def _length(self, rows: list[_Row]) -> int:
+    def _length(self, rows: list[_StreamRow]) -> int:
         return rounded_length(max(row.tokens for row in rows), self._stream.context, self._stream.multiple_of)
 
-    def _collated(self, rows: list[_Row]) -> PackedBatch:
+    def _collated(self, rows: list[_StreamRow]) -> PackedBatch:
         length, parts = self._length(rows), []
         for _, group in groupby(rows, key=lambda row: id(row.packing)):
             of_window = list(group)
@@ -279,7 +279,7 @@ def _crc(store: TokenStore, documents: int) -> str:
     return checksum_of(crcs if store.learned is None else [*crcs, crc_of(store.learned[:end])])
 
 
-def _cut(rows: list[_Row], number: int) -> list[_Row]:
+def _cut(rows: list[_StreamRow], number: int) -> list[_StreamRow]:
     """So many rows of the same documents, cut between them; the rows as they are where there are too few pieces."""
     cut = list(rows)
     while len(cut) < number:

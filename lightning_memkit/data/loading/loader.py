@@ -15,7 +15,7 @@ from typing import Any
 from lightning_memkit.data.batching.batch import PackedBatch
 from lightning_memkit.data.batching.batch_plan import Epoch, Ordered, PlanOptions
 from lightning_memkit.data.batching.identity import refuse_other_data, refuse_other_kind, with_usual
-from lightning_memkit.data.batching.packed_jobs import EpochBatches, Parts, build
+from lightning_memkit.data.batching.packed_jobs import EpochBatches, JobParts, build
 from lightning_memkit.data.batching.packed_rows import PackedRows
 from lightning_memkit.data.batching.planned import Planned, planned, planned_as_saved, refuse_other_steps
 from lightning_memkit.data.batching.progress import Progress
@@ -237,7 +237,7 @@ class PackedLoader:
             for _, rows in batches:
                 yield self.rows[rows].pin_memory() if options.pin_memory else self.rows[rows]
             return
-        parts = Parts(batches, self.rows, self._part) if self._part < self.plan.most_tokens else None
+        parts = JobParts(batches, self.rows, self._part) if self._part < self.plan.most_tokens else None
         workers = self._workers(pin_memory=options.pin_memory and parts is None)
         if parts is None:
             yield from map(self._noted_batch, workers.batches(batches))

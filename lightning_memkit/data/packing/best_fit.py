@@ -74,7 +74,7 @@ def _by_row_sorted(longest_first: NDArray, placements: list[_Placement], rows: i
     return longest_first[by_row], lengths[by_row], offsets_of(np.bincount(row_of, minlength=rows))
 
 
-class _Run(NamedTuple):
+class _RowRun(NamedTuple):
     """Rows that stand side by side and have the same left."""
 
     begin: int
@@ -87,10 +87,10 @@ class _Waiting:
     """The rows with space left: a queue of runs for every amount of it."""
 
     def __init__(self) -> None:
-        self._queues: dict[int, deque[_Run]] = {}
+        self._queues: dict[int, deque[_RowRun]] = {}
         self._spaces = 0  # bit s is set while rows with space for s tokens wait
 
-    def take(self, length: int) -> _Run | None:
+    def take(self, length: int) -> _RowRun | None:
         """The first run of the rows with the least space that is enough."""
         at_least = self._spaces >> length
         if not at_least:
@@ -102,12 +102,12 @@ class _Waiting:
             self._spaces &= ~(1 << space)
         return run
 
-    def put_back(self, space: int, run: _Run) -> None:
+    def put_back(self, space: int, run: _RowRun) -> None:
         """The rest of a run that was taken: it stays the first."""
         self._queues[space].appendleft(run)
         self._spaces |= 1 << space
 
-    def put(self, space: int, run: _Run) -> None:
+    def put(self, space: int, run: _RowRun) -> None:
         """Rows behind those that have had so much space for longer."""
         queue = self._queues.setdefault(space, deque())
         if queue and queue[-1].end == run.begin and queue[-1][2:] == run[2:]:
@@ -125,14 +125,14 @@ def _place(histogram: NDArray, limits: RowLimits) -> tuple[list[_Placement], int
     limit, waiting, rows = limits.work, _Waiting(), 0
     placements: list[_Placement] = []
 
-    def space(run: _Run) -> int:
+    def space(run: _RowRun) -> int:
         return min(run.tokens, limit.longest(run.work)) if limit else run.tokens
 
     for length in np.flatnonzero(histogram)[::-1].tolist():
         left = int(histogram[length])
         work = limit.of(length) if limit else 0
         while left:
-            run = waiting.take(length) or _Run(rows, -1, limits.context, limit.most if limit else 0)
+            run = waiting.take(length) or _RowRun(rows, -1, limits.context, limit.most if limit else 0)
             fill = min(run.tokens // length, run.work // work) if limit else run.tokens // length
             if run.end < 0:
                 rows += -(-left // fill)
@@ -147,7 +147,7 @@ def _place(histogram: NDArray, limits: RowLimits) -> tuple[list[_Placement], int
                 waiting.put_back(space(run), run._replace(begin=stop))
             for begin, end, each in parts:
                 placements.append((begin, end, each, length))
-                filled = _Run(begin, end, run.tokens - each * length, run.work - each * work)
+                filled = _RowRun(begin, end, run.tokens - each * length, run.work - each * work)
                 if rest := space(filled):
                     waiting.put(rest, filled)
     return placements, rows

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from lightning_memkit.data.sources.source import Numbered, Part, Record, Source, file_identity
+from lightning_memkit.data.sources.source import Numbered, Record, Source, SourcePart, file_identity
 
 _BYTES_A_PART = 2**20
 _BLANK_LINES = re.compile(r"\n[ \t]*(?:\n[ \t]*)+")
@@ -21,21 +21,21 @@ class JsonLines(Source):
         self.work = sum(file.stat().st_size for file in files)
         self.identity = [file_identity(file) for file in files]
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[SourcePart]:
         """Some lines of a file each, as bytes."""
         for path in self._files:
             with path.open("rb") as file:
                 number = 1
                 while lines := file.readlines(_BYTES_A_PART):
-                    yield Part(first=number, content=lines, work=sum(map(len, lines)), file=path.name)
+                    yield SourcePart(first=number, content=lines, work=sum(map(len, lines)), file=path.name)
                     number += len(lines)
 
-    def records(self, part: Part) -> list[Numbered]:
+    def records(self, part: SourcePart) -> list[Numbered]:
         """The objects of these lines."""
         lines = enumerate(part.content, part.first)
         return [(number, self._record(line, part, number)) for number, line in lines if line.strip()]
 
-    def _record(self, line: bytes, part: Part, number: int) -> Record:
+    def _record(self, line: bytes, part: SourcePart, number: int) -> Record:
         try:
             record = json.loads(line)
         except ValueError as error:
@@ -57,19 +57,19 @@ class Texts(Source):
         self.work = sum(file.stat().st_size for file in self._files)
         self.identity = [file_identity(file) for file in self._files]
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[SourcePart]:
         """Texts of about a megabyte together."""
         texts, size, first = [], 0, 0
         for text in self._texts():
             texts.append(text)
             size += len(text)
             if size > _BYTES_A_PART:
-                yield Part(first=first, content=texts, work=size)
+                yield SourcePart(first=first, content=texts, work=size)
                 first, texts, size = first + len(texts), [], 0
         if texts:
-            yield Part(first=first, content=texts, work=size)
+            yield SourcePart(first=first, content=texts, work=size)
 
-    def records(self, part: Part) -> list[Numbered]:
+    def records(self, part: SourcePart) -> list[Numbered]:
         """These texts."""
         return list(enumerate(part.content, part.first))
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar, get_args
 import numpy as np
 
 from lightning_memkit.data.sources.chat import conversation_of
-from lightning_memkit.data.sources.source import Numbered, Part, Source
+from lightning_memkit.data.sources.source import Numbered, Source, SourcePart
 from lightning_memkit.data.sources.store import TokenStore, joined
 from lightning_memkit.data.sources.token_records import (
     Column,
@@ -63,7 +63,7 @@ class Encoder:
         tokenizer = self.tokenizer.key if self.tokenizer else None
         return {"source": self.source.identity, "tokenizer": tokenizer, **asdict(self.options)}
 
-    def __call__(self, part: Part) -> TokenStore:
+    def __call__(self, part: SourcePart) -> TokenStore:
         """The documents of a part, blank ones left out.
 
         Raises:
@@ -74,7 +74,7 @@ class Encoder:
         groups = groupby(self.source.records(part), key=lambda numbered: self._kind(part, *numbered))
         return joined(self._encoded(kind, part, list(group)) for kind, group in groups)
 
-    def _encoded(self, kind: str, part: Part, group: list[Numbered]) -> TokenStore:
+    def _encoded(self, kind: str, part: SourcePart, group: list[Numbered]) -> TokenStore:
         first, records = group[0][0], [record for _, record in group]
         if kind == "input_ids":
             if self.tokenizer is not None:
@@ -99,7 +99,11 @@ class Encoder:
         return self._each(lambda some, _: tokenizer.tokenize_conversations(some), part, group, conversations)
 
     def _each(
-        self, make: Callable[[list[Any], int], _Made], part: Part, group: list[Numbered], items: list[Any]
+        self,
+        make: Callable[[list[Any], int], _Made],
+        part: SourcePart,
+        group: list[Numbered],
+        items: list[Any],
     ) -> _Made:
         """What is made of all items at once; if that fails, the error of the first item that fails alone."""
         try:
@@ -112,13 +116,13 @@ class Encoder:
                     raise ValueError(f"{self.source.where(part, number)}: {error}") from None
             raise ValueError(f"{part.file or self.source.name}: {of_all}") from None
 
-    def _of_columns(self, table: Any, part: Part) -> TokenStore:
+    def _of_columns(self, table: Any, part: SourcePart) -> TokenStore:
         names = [name for name in _ID_COLUMNS if name in table.column_names]
         return store_of_columns(
             {name: self._flat(name, table.column(name), part) for name in names}, part.first
         )
 
-    def _flat(self, name: str, column: Any, part: Part) -> Column:
+    def _flat(self, name: str, column: Any, part: SourcePart) -> Column:
         lists = column.combine_chunks()
         lists = lists.chunk(0) if hasattr(lists, "chunk") else lists
         counts = lists.value_lengths().fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
@@ -136,7 +140,7 @@ class Encoder:
             )
         return values.to_numpy(zero_copy_only=False), counts
 
-    def _kind(self, part: Part, number: int, record: Any) -> str:
+    def _kind(self, part: SourcePart, number: int, record: Any) -> str:
         kinds = kinds_of(record, self.options.text_field)
         wanted = self.options.kind
         if wanted != "auto":

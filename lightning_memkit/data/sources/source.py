@@ -20,7 +20,7 @@ Numbered = tuple[int, Record]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class SourcePart:
     """Some documents that stand one behind the other.
 
     Attributes:
@@ -52,18 +52,18 @@ class Source(ABC):
     identity: Any
 
     @abstractmethod
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[SourcePart]:
         """All documents, in order."""
 
     @abstractmethod
-    def records(self, part: Part) -> list[Numbered]:
+    def records(self, part: SourcePart) -> list[Numbered]:
         """The documents of a part, each with its number."""
 
-    def columns(self, part: Part) -> Any:
+    def columns(self, part: SourcePart) -> Any:
         """The part as Arrow columns, where it is a table that holds token ids; else None."""
         return None
 
-    def where(self, part: Part, number: int) -> str:
+    def where(self, part: SourcePart, number: int) -> str:
         """A document of a part, for errors."""
         return f"{part.file or self.name}, {self.unit} {number}"
 
@@ -85,12 +85,12 @@ class Listed(Source):
             digest.update(repr(self.records(part)).encode())
         return digest.hexdigest()
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[SourcePart]:
         """Ranges of numbers."""
         for begin, end in pairwise([*range(0, self.work, RECORDS_A_PART), self.work]):
-            yield Part(first=begin, content=(begin, end), work=end - begin)
+            yield SourcePart(first=begin, content=(begin, end), work=end - begin)
 
-    def records(self, part: Part) -> list[Numbered]:
+    def records(self, part: SourcePart) -> list[Numbered]:
         """The records of these numbers."""
         return [(number, self._records[number]) for number in range(*part.content)]
 

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from lightning_memkit.data.sources.source import Numbered, Part, Source
+from lightning_memkit.data.sources.source import Numbered, Source, SourcePart
 
 _EXTRACTOR = 1  # part of the corpus's name: raise it when the documents change
 _SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
@@ -35,14 +35,14 @@ class StandardLibrary(Source):
         self._files = sorted(_source_files(Path(sysconfig.get_path("stdlib"))))
         self.work = len(self._files) or 1
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[SourcePart]:
         """A module each."""
         if not self._files:
-            yield Part(first=0, content=_help_topics(), work=1)
+            yield SourcePart(first=0, content=_help_topics(), work=1)
         for path in self._files:
-            yield Part(first=0, content=path, work=1, file=path.name)
+            yield SourcePart(first=0, content=path, work=1, file=path.name)
 
-    def records(self, part: Part) -> list[Numbered]:
+    def records(self, part: SourcePart) -> list[Numbered]:
         """The module's functions."""
         content = part.content
         return list(enumerate(_functions_of(content) if isinstance(content, Path) else content))

@@ -9,7 +9,7 @@ import numpy as np
 
 from lightning_memkit.data.sources.records import Encoder, RecordOptions
 from lightning_memkit.data.sources.shares import DocumentOptions, is_of_share
-from lightning_memkit.data.sources.source import Numbered, Part, Source
+from lightning_memkit.data.sources.source import Numbered, Source, SourcePart
 from lightning_memkit.data.sources.store import TokenStore, offsets_of
 from lightning_memkit.data.sources.tokenizers import Tokenizer
 
@@ -34,7 +34,7 @@ class StreamDocuments:
     _encoder: Encoder = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        encoder = Encoder(source=_Given(), tokenizer=self.tokenizer, options=self.options.records)
+        encoder = Encoder(source=_GivenStream(), tokenizer=self.tokenizer, options=self.options.records)
         object.__setattr__(self, "_encoder", encoder)
 
     def __call__(self, epoch: int, first_document: int) -> Iterator[TokenStore]:
@@ -50,7 +50,7 @@ class StreamDocuments:
         if self.share is not None:
             wanted &= is_of_share(numbers, self.share, self.options)
         chosen = [(first + index, records[index]) for index in np.flatnonzero(wanted)]
-        store = self._encoder(Part(first=first, content=chosen, work=0))
+        store = self._encoder(SourcePart(first=first, content=chosen, work=0))
         lengths = np.zeros(len(records), np.int64)
         lengths[wanted] = store.lengths
         return TokenStore(tokens=store.tokens, offsets=offsets_of(lengths), learned=store.learned)
@@ -92,13 +92,13 @@ def _is_blank(record: Any, options: RecordOptions) -> bool:
     return isinstance(text, str) and not text.strip()
 
 
-class _Given(Source):
+class _GivenStream(Source):
     """Records that are there already."""
 
     name, unit, work, identity = "the stream", "document", 0, None
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[SourcePart]:
         return iter(())
 
-    def records(self, part: Part) -> list[Numbered]:
+    def records(self, part: SourcePart) -> list[Numbered]:
         return part.content

@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning_memkit.data.sources.source import RECORDS_A_PART, Numbered, Part, Source, file_identity
+from lightning_memkit.data.sources.source import RECORDS_A_PART, Numbered, Source, SourcePart, file_identity
 
 
-class Table(Source):
+class TextTable(Source):
     """Rows of a table; a part travels as Arrow's own bytes.
 
     Args:
@@ -24,20 +24,20 @@ class Table(Source):
     def __init__(self, name: str, identity: Any, rows: int, read: Callable[[], Iterator[Any]]) -> None:
         self.name, self.identity, self.work, self._read = name, identity, rows, read
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[SourcePart]:
         """A thousand rows each."""
         first = 0
         for rows in self._read():
             for begin in range(0, rows.num_rows, RECORDS_A_PART):
                 some = rows.slice(begin, RECORDS_A_PART)
-                yield Part(first=first, content=_as_bytes(some), work=some.num_rows)
+                yield SourcePart(first=first, content=_as_bytes(some), work=some.num_rows)
                 first += some.num_rows
 
-    def records(self, part: Part) -> list[Numbered]:
+    def records(self, part: SourcePart) -> list[Numbered]:
         """The rows, a mapping each."""
         return list(enumerate(_of_bytes(part.content).to_pylist(), part.first))
 
-    def columns(self, part: Part) -> Any:
+    def columns(self, part: SourcePart) -> Any:
         """The rows as Arrow columns, where one holds token ids."""
         rows = _of_bytes(part.content)
         return rows if "input_ids" in rows.column_names else None
@@ -52,12 +52,12 @@ def is_table(source: Any) -> bool:
     )
 
 
-def table_of_dataset(table: Any) -> Table:
+def table_of_dataset(table: Any) -> TextTable:
     """A ``datasets.Dataset``, known by its fingerprint."""
-    return Table("dataset", table._fingerprint, len(table), partial(_of_dataset, table))
+    return TextTable("dataset", table._fingerprint, len(table), partial(_of_dataset, table))
 
 
-def table_of_files(files: list[Path], name: str) -> Table:
+def table_of_files(files: list[Path], name: str) -> TextTable:
     """Parquet or Arrow files (of either kind: stream or file), one behind the other.
 
     Raises:
@@ -72,7 +72,7 @@ def table_of_files(files: list[Path], name: str) -> Table:
                 f"{files[0].name} {sorted(first)}; write them with the same ones, or give one of the files."
             )
         first, rows = columns, rows + more
-    return Table(name, [file_identity(path) for path in files], rows, partial(_of_files, files, name))
+    return TextTable(name, [file_identity(path) for path in files], rows, partial(_of_files, files, name))
 
 
 def _of_dataset(table: Any) -> Iterator[Any]:

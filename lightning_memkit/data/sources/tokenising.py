@@ -9,7 +9,7 @@ from itertools import chain
 from lightning_memkit.data.loading.worker_batches import BatchError, WorkerBatches, WorkerOptions
 from lightning_memkit.data.sources.cache import cache_key, cached
 from lightning_memkit.data.sources.records import Encoder
-from lightning_memkit.data.sources.source import Part
+from lightning_memkit.data.sources.source import SourcePart
 from lightning_memkit.data.sources.store import TokenStore, joined
 from lightning_memkit.memory.processors import usable_processors
 from lightning_memkit.utilities.progress import ProgressBar
@@ -53,7 +53,7 @@ def encoded(encoder: Encoder, processes: int) -> Iterator[tuple[TokenStore, int]
 
 
 def _by_processes(
-    encoder: Encoder, parts: Iterator[Part], processes: int
+    encoder: Encoder, parts: Iterator[SourcePart], processes: int
 ) -> Iterator[tuple[TokenStore, int]]:
     # A forked process need not import the user's script again, which may have no guard against that.
     options = WorkerOptions(num_workers=processes, prefetch=_PARTS_AHEAD, on_start=_without_threads)
@@ -70,7 +70,7 @@ def _by_processes(
         ) from error
 
 
-def _or_error(parts: Iterator[Part]) -> Iterator[tuple[int, Part | Exception]]:
+def _or_error(parts: Iterator[SourcePart]) -> Iterator[tuple[int, SourcePart | Exception]]:
     """The parts, and what went wrong in reading them: errors travel as values, so that they arrive as they were."""
     try:
         yield from enumerate(parts)
@@ -78,7 +78,7 @@ def _or_error(parts: Iterator[Part]) -> Iterator[tuple[int, Part | Exception]]:
         yield 0, error
 
 
-def _encode(encoder: Encoder, job: tuple[int, Part | Exception]) -> tuple[TokenStore, int] | Exception:
+def _encode(encoder: Encoder, job: tuple[int, SourcePart | Exception]) -> tuple[TokenStore, int] | Exception:
     _, part = job
     if isinstance(part, Exception):
         return part

@@ -20,7 +20,7 @@ _LOOKS_IF_UNSURE = 6  # where the rules left agree, but may fit by chance
 
 
 @dataclass(kw_only=True)
-class Given:
+class GivenValues:
     """What the parts of a batch have logged and returned.
 
     Attributes:
@@ -69,7 +69,7 @@ class PartValues:
         self._failed = 0  # looks that told nothing
 
     def of_batch(
-        self, step: Step, given: Given, shares: Sequence[float], known: Container[tuple[str, str]]
+        self, step: Step, given: GivenValues, shares: Sequence[float], known: Container[tuple[str, str]]
     ) -> tuple[Entries, dict[str, Any]]:
         """What the batch logs, and what it returns beside its loss.
 
@@ -101,7 +101,7 @@ class PartValues:
         """Whether rules hold of which too few comparisons have told."""
         return self.look is not None and bool(self.logs.unsure or self.returned.unsure)
 
-    def _looked(self, step: Step, given: Given, tried: set[tuple[int, int]]) -> bool:
+    def _looked(self, step: Step, given: GivenValues, tried: set[tuple[int, int]]) -> bool:
         """Whether two parts that were not `tried`, run as one, have told more of how values go together."""
         adjacent = given.split is not None or isinstance(step.batch, SplittableBatch)
         places = given.parts_logged

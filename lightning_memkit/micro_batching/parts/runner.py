@@ -13,7 +13,7 @@ from lightning_memkit.micro_batching import batch_size, joined, normalized, spli
 from lightning_memkit.micro_batching.graph import observation
 from lightning_memkit.micro_batching.graph.loss_rules import UnseenValueError
 from lightning_memkit.micro_batching.graph.term_values import TermValues
-from lightning_memkit.micro_batching.parts.part_values import Given, PartValues
+from lightning_memkit.micro_batching.parts.part_values import GivenValues, PartValues
 from lightning_memkit.micro_batching.parts.partition import Cut, Partition
 from lightning_memkit.micro_batching.ranks.agreement import Ranks, any_rank, sum_of_ranks
 from lightning_memkit.micro_batching.run import Run, Step
@@ -59,7 +59,7 @@ class _Window:
 
 
 @dataclass(kw_only=True)
-class _Attempt(Given):
+class _Attempt(GivenValues):
     """What one try at a batch has come to."""
 
     losses: list[Tensor] = field(default_factory=list)

@@ -17,7 +17,12 @@ from lightning_memkit.micro_batching.proof.comparison import (
     Comparison,
     Miss,
 )
-from lightning_memkit.micro_batching.proof.row_runs import Outcome, RowRuns, TrialStep, several_count
+from lightning_memkit.micro_batching.proof.row_runs import (
+    ComparisonOutcome,
+    RowRuns,
+    TrialStep,
+    several_count,
+)
 from lightning_memkit.micro_batching.ranks.agreement import any_rank
 from lightning_memkit.micro_batching.shares.step_shares import ADD_UP, main_mean
 
@@ -52,7 +57,7 @@ class TermComparison:
         rules: LossRules,
         *,
         of_whole: bool = False,
-    ) -> Outcome | None:
+    ) -> ComparisonOutcome | None:
         """The comparison by what the loss shows; None where its terms don't add up as they seem to.
 
         `of_whole`: totals are what the whole is divided by, and not what its parts are: these rows are not to tell how
@@ -88,7 +93,7 @@ class TermComparison:
                 miss = max(miss, together, key=lambda miss: miss.excess)
         if miss.excess > 1 and not several and not of_whole:
             return None  # a single term may be a mean of something that it does not show
-        return Outcome(
+        return ComparisonOutcome(
             miss=miss,
             ways=self._ways,
             rules=rules,

@@ -5,14 +5,14 @@ from lightning_memkit.micro_batching.graph.rests import Rest, RestRules
 from lightning_memkit.micro_batching.graph.term_values import rounding_of_terms, weighed_value
 from lightning_memkit.micro_batching.proof.by_terms import counts_of
 from lightning_memkit.micro_batching.proof.row_runs import (
-    Outcome,
+    ComparisonOutcome,
     Rows,
     TrialStep,
 )
 from lightning_memkit.micro_batching.shares.batch_counts import Foretelling
 
 
-def learn_counts(rows: Rows, foretold: Foretelling, outcome: Outcome, rules: LossRules) -> None:
+def learn_counts(rows: Rows, foretold: Foretelling, outcome: ComparisonOutcome, rules: LossRules) -> None:
     """Let numbers of the batch be compared with what each term counted in it and in its parts."""
     present = outcome.present
     counts = [
@@ -30,7 +30,7 @@ def learn_counts(rows: Rows, foretold: Foretelling, outcome: Outcome, rules: Los
     )
 
 
-def learn_rests(compared: Rows, rests: RestRules, outcome: Outcome, noise: float) -> None:
+def learn_rests(compared: Rows, rests: RestRules, outcome: ComparisonOutcome, noise: float) -> None:
     """Let rules of what has no gradient in the loss learn from a comparison by what the loss shows.
 
     Args:

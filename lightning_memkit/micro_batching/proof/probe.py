@@ -27,7 +27,7 @@ from lightning_memkit.micro_batching.proof.decomposability import Verdict
 from lightning_memkit.micro_batching.proof.learning import learn_counts, learn_rests
 from lightning_memkit.micro_batching.proof.novelty import Novelties
 from lightning_memkit.micro_batching.proof.probed_rows import in_order_of, probed_rows, told_apart
-from lightning_memkit.micro_batching.proof.row_runs import NothingCountsError, Outcome, Rows
+from lightning_memkit.micro_batching.proof.row_runs import ComparisonOutcome, NothingCountsError, Rows
 from lightning_memkit.micro_batching.proof.row_trials import RowTrials
 from lightning_memkit.micro_batching.proof.trials import StepFailedError, Trials
 from lightning_memkit.micro_batching.proof.without_noise import LEVELS, quiet
@@ -273,7 +273,7 @@ class Weighing:
         self.unproven = "the loss draws random numbers of its own"
         return True
 
-    def _holds(self, step: Step, probed: Rows, rows: RowTrials, outcome: Outcome) -> None:
+    def _holds(self, step: Step, probed: Rows, rows: RowTrials, outcome: ComparisonOutcome) -> None:
         """Keep how the parts add up, unless one hands something on to the next."""
         self.probes += 1
         self._smallest = min(self._smallest or probed.sizes[0], *probed.sizes)
@@ -290,7 +290,7 @@ class Weighing:
         self.weigh_by = self._open[0]
         self._learn_values(step, probed, rows, outcome)
 
-    def _learn_values(self, step: Step, probed: Rows, rows: RowTrials, outcome: Outcome) -> None:
+    def _learn_values(self, step: Step, probed: Rows, rows: RowTrials, outcome: ComparisonOutcome) -> None:
         """How what is logged and returned comes from what parts log and return."""
         parts = [part for part in outcome.parts if part is not None]
         exact = step.run.precision in ("32-true", "64-true")
@@ -307,12 +307,12 @@ class Weighing:
         )
 
 
-def _counts(probed: Rows, outcome: Outcome) -> dict[str, list[float]]:
+def _counts(probed: Rows, outcome: ComparisonOutcome) -> dict[str, list[float]]:
     """What a value of parts may be weighed by."""
     return ways_of_weighing(outcome.present_shares, [probed.sizes[index] for index in outcome.present])
 
 
-def _changes_verdict(step: Step, probed: Rows, outcome: Outcome) -> Verdict | None:
+def _changes_verdict(step: Step, probed: Rows, outcome: ComparisonOutcome) -> Verdict | None:
     """None where parts change nothing but gradients, or what they change composes; else what to say of it."""
     state, kept = outcome.state, list(outcome.changes)
     if state is not None:
@@ -334,7 +334,7 @@ def _changes_verdict(step: Step, probed: Rows, outcome: Outcome) -> Verdict | No
     return verdicts.changes_in_parts(kept) if any_rank(step.run, bool(kept)) else None
 
 
-def _mismatch(step: Step, outcome: Outcome) -> Verdict:
+def _mismatch(step: Step, outcome: ComparisonOutcome) -> Verdict:
     """Why the parts don't add up."""
     error = outcome.miss.relative_error
     if isinstance(outcome.why, UnlikeDivisors):

@@ -63,7 +63,7 @@ class Rows:
 
 
 @dataclass(kw_only=True)
-class Outcome:
+class ComparisonOutcome:
     """What a comparison has come to.
 
     Attributes:

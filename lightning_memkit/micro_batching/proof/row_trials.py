@@ -30,8 +30,8 @@ from lightning_memkit.micro_batching.proof.comparison import (
 )
 from lightning_memkit.micro_batching.proof.decomposability import Verdict
 from lightning_memkit.micro_batching.proof.row_runs import (
+    ComparisonOutcome,
     NothingCountsError,
-    Outcome,
     RowRuns,
     Rows,
     TrialStep,
@@ -62,7 +62,7 @@ class RowTrials:
 
     def compare(
         self, ways: list[WeighBy | Weigher], *, reads: bool, known: LossRules | None = None
-    ) -> Outcome:
+    ) -> ComparisonOutcome:
         """Compare gradients; by what the loss's terms show, else under each way of weighing.
 
         Args:
@@ -117,7 +117,11 @@ class RowTrials:
         return outcome
 
     def _kept(
-        self, rules: LossRules, outcome: Outcome | None, whole: TrialStep, parts: list[TrialStep | None]
+        self,
+        rules: LossRules,
+        outcome: ComparisonOutcome | None,
+        whole: TrialStep,
+        parts: list[TrialStep | None],
     ) -> list[int]:
         """The means of a comparison that fails whose divisors don't add up: some may be kept from being less."""
         if outcome is not None and outcome.miss.excess <= 1:
@@ -130,14 +134,14 @@ class RowTrials:
         unlike = largest_of_ranks(self._step.run, [float(one) for one in unlike])
         return [index for index in rules.means if unlike[index]]
 
-    def noise_explains(self, outcome: Outcome) -> bool:
+    def noise_explains(self, outcome: ComparisonOutcome) -> bool:
         """Whether parts may differ by their random numbers alone, which then are to be taken away or shared."""
         self._runs.hand_out(None)
         other = self._runs.together(partial(self._trials.gradient_of, self._step, self._rows.whole, seed=1))
         incomplete = self._draws is not None and not self._draws.complete
         return any_rank(self._step.run, incomplete or outcome.comparison.differs(other))
 
-    def dependence(self, outcome: Outcome) -> Verdict | None:
+    def dependence(self, outcome: ComparisonOutcome) -> Verdict | None:
         """None where the second part's gradient is the same after the first as alone, else what to say of it."""
         second = outcome.parts[1]
         if self._draws is not None:
@@ -217,7 +221,7 @@ class RowTrials:
         whole: TrialStep,
         parts: list[TrialStep | None],
         comparison: Comparison,
-    ) -> Outcome:
+    ) -> ComparisonOutcome:
         """The comparison under each way of weighing.
 
         Raises:
@@ -234,7 +238,7 @@ class RowTrials:
         # A clear lead only: ways that differ by rounding stay open, in their order.
         kept = [index for index, miss in enumerate(misses) if miss.excess <= max(3 * least, 0.05)]
         count = weigher(ways[kept[0]], self._rows.whole)
-        return Outcome(
+        return ComparisonOutcome(
             miss=misses[kept[0]],
             ways=[ways[index] for index in kept],
             rules=None,
@@ -260,7 +264,7 @@ class RowTrials:
         return normalized([float(count(part)) for part in self._rows.parts], summed=way == "sum")
 
 
-def _against(terms: TermComparison, known: LossRules | None) -> Outcome:
+def _against(terms: TermComparison, known: LossRules | None) -> ComparisonOutcome:
     """The comparison by rules that other rows have told, where it fails: these rows may act on each other.
 
     Raises:
@@ -275,7 +279,7 @@ def _against(terms: TermComparison, known: LossRules | None) -> Outcome:
     return outcome
 
 
-def _by_whole(terms: TermComparison, rules: LossRules, kept: Sequence[int]) -> Outcome | None:
+def _by_whole(terms: TermComparison, rules: LossRules, kept: Sequence[int]) -> ComparisonOutcome | None:
     """The comparison by what the whole is divided by, where parts have kept divisors; None where it fails, too.
 
     On several ranks: what each counts of these is looked up in every batch (`LoneCounts`), from the first on.

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_memkit.distributed.agreement import Agreement, Meeting, Outcome
+from lightning_memkit.distributed.agreement import Agreement, Meeting, StepOutcome
 from lightning_memkit.distributed.announced import together
 from lightning_memkit.distributed.catch_up import CannotCatchUpError, CatchUp
 from lightning_memkit.distributed.clipping import can_clip, clip_sharded_gradients
@@ -45,7 +45,7 @@ class Agreeing(Ranks):
                 raise
             failure = _text(error)
         self._listening = False
-        meeting = self._agreement.meet(Outcome.OUT_OF_MEMORY if failure else Outcome.DONE, numbers)
+        meeting = self._agreement.meet(StepOutcome.OUT_OF_MEMORY if failure else StepOutcome.DONE, numbers)
         self._raise_together(meeting, failure)
         return list(meeting.counts)
 
@@ -67,7 +67,7 @@ class Agreeing(Ranks):
     def optimizer_steps(self) -> None:
         if self._listening:
             self._issued_before_steps = self._issued_since()
-            self._meet(Outcome.DONE)
+            self._meet(StepOutcome.DONE)
             self._listening = False
 
     @override
@@ -79,7 +79,7 @@ class Agreeing(Ranks):
             raise CannotCatchUpError(
                 "Memory ran out in a hook before the optimizer's step that communicates; the other ranks wait in it."
             )
-        self._agreement.meet(Outcome.OUT_OF_MEMORY)
+        self._agreement.meet(StepOutcome.OUT_OF_MEMORY)
 
     @override
     def close(self) -> None:
@@ -92,7 +92,7 @@ class Agreeing(Ranks):
         now = self._collectives()
         return 0 if now is None or self._issued is None else now - self._issued
 
-    def _meet(self, outcome: Outcome, failure: str = "") -> None:
+    def _meet(self, outcome: StepOutcome, failure: str = "") -> None:
         self._raise_together(self._agreement.meet(outcome), failure)
 
     def _raise_together(self, meeting: Meeting, failure: str, unforeseen: Exception | None = None) -> None:
@@ -241,7 +241,7 @@ class Sharded(Agreeing):
             return False
 
         def any_failed(failed: bool) -> bool:
-            return self._agreement.meet(Outcome.OUT_OF_MEMORY if failed else Outcome.DONE).any_failed
+            return self._agreement.meet(StepOutcome.OUT_OF_MEMORY if failed else StepOutcome.DONE).any_failed
 
         try:
             clip_sharded_gradients(parameters, max_norm, any_failed)
@@ -258,8 +258,8 @@ class Sharded(Agreeing):
         super().close()
 
 
-def _outcome(failure: str, results: Sequence[object]) -> Outcome:
-    return Outcome.OUT_OF_MEMORY if failure else Outcome.DONE if results else Outcome.UNFORESEEN
+def _outcome(failure: str, results: Sequence[object]) -> StepOutcome:
+    return StepOutcome.OUT_OF_MEMORY if failure else StepOutcome.DONE if results else StepOutcome.UNFORESEEN
 
 
 def _text(error: BaseException) -> str:

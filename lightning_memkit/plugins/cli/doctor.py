@@ -47,7 +47,7 @@ class Host:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Device:
+class FoundDevice:
     """One accelerator, or the CPU where there is none."""
 
     name: str
@@ -59,7 +59,7 @@ class Device:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class BackendChoice:
     """What memkit uses for a purpose on this machine, and why."""
 
     purpose: str
@@ -72,10 +72,10 @@ class Diagnosis:
     """All findings; `as_dict` gives plain values for JSON."""
 
     host: Host
-    devices: tuple[Device, ...]
+    devices: tuple[FoundDevice, ...]
     kernels: dict[str, bool]
     packages: dict[str, str | None]
-    choices: tuple[Choice, ...]
+    choices: tuple[BackendChoice, ...]
 
     def as_dict(self) -> dict[str, Any]:
         """Nested dicts and lists of plain values."""
@@ -119,7 +119,7 @@ def _open_files() -> int | None:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
-def _devices() -> list[Device]:
+def _devices() -> list[FoundDevice]:
     if torch.cuda.is_available():
         return [_cuda(index) for index in range(torch.cuda.device_count())]
     if torch.backends.mps.is_available():
@@ -127,15 +127,15 @@ def _devices() -> list[Device]:
     return [_device("cpu", platform.processor() or platform.machine(), _cpu_capability(), _cpu_bfloat16())]
 
 
-def _cuda(index: int) -> Device:
+def _cuda(index: int) -> FoundDevice:
     major, minor = torch.cuda.get_device_capability(index)
     bfloat16 = "in hardware" if major >= 8 else "emulated"
     return _device(f"cuda:{index}", torch.cuda.get_device_name(index), f"{major}.{minor}", bfloat16)
 
 
-def _device(device: str, name: str, capability: str | None, bfloat16: str) -> Device:
+def _device(device: str, name: str, capability: str | None, bfloat16: str) -> FoundDevice:
     memory = capacity(torch.device(device))
-    return Device(
+    return FoundDevice(
         name=name,
         device=device,
         memory_bytes=memory.total_bytes,
@@ -186,22 +186,22 @@ def _compiler() -> str | None:
     )
 
 
-def _step_choice(kind: str) -> Choice:
+def _step_choice(kind: str) -> BackendChoice:
     """How AdamW, SGD and Lion step bfloat16 weights."""
     purpose = "compensated optimizer step"
     if kind == "cpu":
         why = native.why_unavailable()
         if why is None:
-            return Choice(
+            return BackendChoice(
                 purpose=purpose, choice="C++ kernel", reason="AdamW, SGD, Lion; others in plain torch"
             )
-        return Choice(purpose=purpose, choice="plain torch", reason=f"several times slower: {why}")
+        return BackendChoice(purpose=purpose, choice="plain torch", reason=f"several times slower: {why}")
     if kind == "cuda" and find_spec("triton") is not None:
-        return Choice(
+        return BackendChoice(
             purpose=purpose, choice="Triton kernel", reason="AdamW, SGD, Lion; others in plain torch"
         )
     reason = "triton is not installed" if kind == "cuda" else f"there is no kernel for {kind}"
-    return Choice(purpose=purpose, choice="plain torch", reason=reason)
+    return BackendChoice(purpose=purpose, choice="plain torch", reason=reason)
 
 
 def _version(package: str) -> str | None:
@@ -211,7 +211,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _choices(device: Device) -> list[Choice]:
+def _choices(device: FoundDevice) -> list[BackendChoice]:
     where = torch.device(device.device)
     cuda = where.type == "cuda"
     backend = choose(torch.empty(1, 1, 1, 64, dtype=torch.bfloat16, device=where))
@@ -222,20 +222,20 @@ def _choices(device: Device) -> list[Choice]:
         "flex": "compiled FlexAttention; neither packed kernel can run",
     }
     return [
-        Choice(purpose="training device", choice=device.device, reason=device.name),
-        Choice(purpose="packed_attention in bfloat16", choice=backend, reason=reasons[backend]),
-        Choice(
+        BackendChoice(purpose="training device", choice=device.device, reason=device.name),
+        BackendChoice(purpose="packed_attention in bfloat16", choice=backend, reason=reasons[backend]),
+        BackendChoice(
             purpose="memory meter of MemoryBudget",
             choice="the CUDA allocator" if cuda else "operator by operator",
             reason="what the allocator reserves" if cuda else "this device's allocator keeps no peak",
         ),
-        Choice(
+        BackendChoice(
             purpose="pinned batches of PackedDataModule and LoaderTuner",
             choice="yes" if cuda else "no",
             reason="copies overlap with computation" if cuda else "there is no copy to a CUDA device",
         ),
         _step_choice(where.type),
-        Choice(
+        BackendChoice(
             purpose="models named in a config",
             choice=f"built on {device.device}",
             reason="no float32 copy is made on the way",

@@ -20,8 +20,8 @@ from lightning_memkit.plugins.memory_budget._evaluation_comparison import Compar
 from lightning_memkit.plugins.memory_budget._evaluation_ranks import EvaluationRanks
 from lightning_memkit.plugins.memory_budget._evaluation_runs import EvaluationRuns
 from lightning_memkit.plugins.memory_budget._evaluation_sizes import (
+    BatchExtent,
     EvaluationSizes,
-    Extent,
     Loader,
     extent_of,
     remedy,
@@ -121,7 +121,7 @@ class EvaluationParts:
                 self._sizes.settle(step, known, extent)
             return self._run(step, known, extent)
 
-    def _run(self, step: seam.EvaluationStep, known: Loader, extent: Extent) -> Any:
+    def _run(self, step: seam.EvaluationStep, known: Loader, extent: BatchExtent) -> Any:
         while True:
             parts = self._parts_of(step, known, extent)
             share = extent.elements / max(1, extent.rows) * -(-extent.rows // parts)
@@ -153,7 +153,7 @@ class EvaluationParts:
             else:
                 self._shrink(step, known, extent, parts, failure, measured=measure)
 
-    def _parts_of(self, step: seam.EvaluationStep, known: Loader, extent: Extent) -> int:
+    def _parts_of(self, step: seam.EvaluationStep, known: Loader, extent: BatchExtent) -> int:
         if not extent.rows or known.unsplittable or not known.limited:
             return 1
         wanted = extent.parts_of(known.size)
@@ -202,7 +202,7 @@ class EvaluationParts:
         self,
         step: seam.EvaluationStep,
         known: Loader,
-        extent: Extent,
+        extent: BatchExtent,
         parts: int,
         failure: str,
         *,

@@ -38,7 +38,7 @@ class Loader:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Extent:
+class BatchExtent:
     """How large a batch is: where ranks meet in each forward, the largest of all ranks', so that all decide alike.
 
     Args:
@@ -74,7 +74,7 @@ class EvaluationSizes:
         self._trials = trials
         self._comparisons = comparisons
 
-    def first_look(self, step: EvaluationStep, known: Loader, extent: Extent) -> None:
+    def first_look(self, step: EvaluationStep, known: Loader, extent: BatchExtent) -> None:
         """Measure the first batch whole; what to do where it does not fit is found out in its step."""
         options = self._options
         known.size = max(extent.rows, 1)
@@ -89,13 +89,13 @@ class EvaluationSizes:
         if known.exceeds and extent.rows != 1 and step.hook == "predict_step":
             known.exceeds = self.can_split(step, known, extent)
 
-    def settle(self, step: EvaluationStep, known: Loader, extent: Extent) -> None:
+    def settle(self, step: EvaluationStep, known: Loader, extent: BatchExtent) -> None:
         """A first batch that does not fit: micro-batches, if they give its results."""
         known.exceeds = False
         if extent.rows == 1 or self.can_split(step, known, extent):
             self.choose(step, known, extent, parts=2)
 
-    def choose(self, step: EvaluationStep, known: Loader, extent: Extent, *, parts: int) -> None:
+    def choose(self, step: EvaluationStep, known: Loader, extent: BatchExtent, *, parts: int) -> None:
         """Take the largest micro-batch that is measured to fit, so that there are at least so many."""
         most, usable = -(-extent.rows // parts), self._options.usable_bytes
         if self._options.micro_batch_size != "auto":
@@ -116,7 +116,7 @@ class EvaluationSizes:
         known.measured = extent.elements / extent.rows * known.size
         rank_zero_info(f"MemoryBudget in {step.hook}: {sizing}; without gradients.")
 
-    def can_split(self, step: EvaluationStep, known: Loader, extent: Extent) -> bool:
+    def can_split(self, step: EvaluationStep, known: Loader, extent: BatchExtent) -> bool:
         """Whether micro-batches give the whole batch's results, found out once; a warning where they don't."""
         try:
             if not extent.rows:
@@ -138,7 +138,7 @@ class EvaluationSizes:
         known.rules = known.rules or self._comparisons.rules()
         known.told_apart |= self._comparisons.compare(step, known.rules, part)
 
-    def run_whole(self, step: EvaluationStep, known: Loader, extent: Extent, why: str) -> None:
+    def run_whole(self, step: EvaluationStep, known: Loader, extent: BatchExtent, why: str) -> None:
         """From now on the loader's batches run whole; one warning says why, and what would help."""
         if known.unsplittable:
             return
@@ -162,7 +162,7 @@ def remedy(step: EvaluationStep) -> str:
     )
 
 
-def extent_of(batch: Any, ranks: Ranks) -> Extent:
+def extent_of(batch: Any, ranks: Ranks) -> BatchExtent:
     """How large a batch is, or the largest of those that ranks are at together."""
     rows, why = 0, ""
     try:
@@ -172,8 +172,8 @@ def extent_of(batch: Any, ranks: Ranks) -> Extent:
     elements = sum(tensor.numel() for tensor in tensors_of(batch))
     most, many, unclear = ranks.largest_of([rows, elements, bool(why)])
     if unclear:
-        return Extent(rows=0, elements=int(many), unclear=why or "another rank's batch can't be")
-    return Extent(rows=int(most), elements=int(many))
+        return BatchExtent(rows=0, elements=int(many), unclear=why or "another rank's batch can't be")
+    return BatchExtent(rows=int(most), elements=int(many))
 
 
 def _shortfall(hook: str, peak: int | None, usable: int, headroom: float) -> str:

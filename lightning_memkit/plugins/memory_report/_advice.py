@@ -7,12 +7,12 @@ from typing import Any
 
 from lightning_memkit.memory.report import Advice, PredictedStep
 from lightning_memkit.planning import choices
-from lightning_memkit.planning.choices import Choice, Family, Part, refusal
+from lightning_memkit.planning.choices import Choice, Family, PluginSpec, refusal
 from lightning_memkit.planning.problem import Problem, Row, UnavailableError
 from lightning_memkit.planning.times import TimesByRates, TimesHere
 from lightning_memkit.plugins.planning._given_run import GivenRun
 from lightning_memkit.plugins.planning._planned_optimizer import eight_bit_for
-from lightning_memkit.plugins.planning._planned_predictions import Parts, Predictions
+from lightning_memkit.plugins.planning._planned_predictions import BatchParts, Predictions
 from lightning_memkit.plugins.planning.planning import _columns
 from lightning_memkit.prediction.devices import Device
 
@@ -59,7 +59,7 @@ class RunAsProblem:
             del arguments["precision"]
         self._rows, self._size = rows, size = batch.rows, batch.size
         device = batch.device
-        parts = Parts(batch.content, rows, on_cpu=device is None)
+        parts = BatchParts(batch.content, rows, on_cpu=device is None)
         self._predictions = Predictions(given.module, parts, arguments, device or "cpu")
         columns, _ = _columns(arguments, device, 1, None)
         self._columns = {
@@ -177,6 +177,6 @@ def _how(choice: Choice) -> str:
     return ", ".join(written)
 
 
-def _written(part: Part) -> str:
+def _written(part: PluginSpec) -> str:
     options = ", ".join(f"{name}={value!r}" for name, value in part.options.items())
     return f"{part.name}({options})"

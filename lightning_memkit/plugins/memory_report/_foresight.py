@@ -19,7 +19,7 @@ _MOST_SECONDS = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Foreseen:
+class PredictedRun:
     """What was found.
 
     Args:
@@ -43,7 +43,7 @@ class Foresight:
 
     def __init__(self, *, predict: bool, advise: bool) -> None:
         self._predict, self._advise = predict, advise
-        self.found = Foreseen()
+        self.found = PredictedRun()
 
     def before_first(self, trainer: Trainer, batch: Any) -> None:
         """The first batch begins: on a GPU it is predicted now."""
@@ -64,9 +64,9 @@ class Foresight:
         except Exception as error:  # of the user's step, or of its prediction: the run goes on
             said = str(error).strip().splitlines()
             what = f"not predicted: {said[0] if said else type(error).__name__}"
-            self.found = Foreseen(predicted=PredictedStep(what=what))
+            self.found = PredictedRun(predicted=PredictedStep(what=what))
 
-    def _work(self, trainer: Trainer, batch: Any) -> Callable[[GivenRun], Foreseen]:
+    def _work(self, trainer: Trainer, batch: Any) -> Callable[[GivenRun], PredictedRun]:
         """What is to be done of the run as given.
 
         Raises:
@@ -93,9 +93,9 @@ class Foresight:
             device=_device(trainer),
         )
 
-        def work(given: GivenRun) -> Foreseen:
+        def work(given: GivenRun) -> PredictedRun:
             run = RunAsProblem(given, described)
-            return Foreseen(
+            return PredictedRun(
                 predicted=predicted_step(run) if self._predict else None,
                 advice=advice(run) if self._advise else (),
             )

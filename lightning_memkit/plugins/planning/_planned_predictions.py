@@ -13,7 +13,7 @@ import lightning_memkit
 from lightning_memkit.activations.checkpointing import checkpoint_modules
 from lightning_memkit.loss.switch import use_chunked_loss
 from lightning_memkit.micro_batching import split_batch
-from lightning_memkit.planning.choices import Family, Part
+from lightning_memkit.planning.choices import Family, PluginSpec
 from lightning_memkit.planning.problem import UnavailableError
 from lightning_memkit.plugins.asked import plan_columns, splits_batches
 from lightning_memkit.plugins.planning._planned_optimizer import EightBitStates
@@ -22,7 +22,7 @@ from lightning_memkit.prediction.result import Prediction
 from lightning_memkit.utilities.errors import NoEffectWarning
 
 
-class Parts:
+class BatchParts:
     """A batch, and parts of it: on a GPU a part is alone there, on the CPU the whole batch is where its part is."""
 
     def __init__(self, batch: Any, rows: int, *, on_cpu: bool) -> None:
@@ -46,7 +46,7 @@ class Predictions:
         device: as `predict_memory` takes it.
     """
 
-    def __init__(self, module: Any, parts: Parts, given: Mapping[str, Any], device: Any) -> None:
+    def __init__(self, module: Any, parts: BatchParts, given: Mapping[str, Any], device: Any) -> None:
         self._module, self._parts, self._device = module, parts, device
         self._given = dict(given)
         self._given["callbacks"] = [one for one in listed(given.get("callbacks")) if not splits_batches(one)]
@@ -76,13 +76,13 @@ class Predictions:
             options["plugins"] = [*listed(self._given.get("plugins")), *plugins]
         added = [_built(part) for choice in family.choices for part in choice.callbacks]
         own = [EightBitStates()] if family.optimizer is not None else []
-        options["callbacks"] = [*own, _Needs(added), *callbacks, *added]
+        options["callbacks"] = [*own, _ChoiceNeeds(added), *callbacks, *added]
         if size < self._parts.rows:  # two parts are enough: from the second on gradients are there
             options["accumulate_grad_batches"] = max(2, int(options.get("accumulate_grad_batches") or 1))
         return predict_memory(self._module, self._parts.first(size), trainer=options, device=self._device)
 
 
-class _Needs(Callback):
+class _ChoiceNeeds(Callback):
     """Refuses choices that a module has nothing for, before the callbacks that would warn, or fail."""
 
     def __init__(self, callbacks: list[Callback]) -> None:
@@ -126,7 +126,7 @@ class _Needs(Callback):
             release._stop()
 
 
-def _built(part: Part) -> Any:
+def _built(part: PluginSpec) -> Any:
     return getattr(lightning_memkit, part.name)(**part.options)
 
 

@@ -25,7 +25,7 @@ from lightning_memkit.planning.search import search
 from lightning_memkit.planning.times import Times, TimesByRates, TimesHere
 from lightning_memkit.plugins.asked import budgets_among, plan_columns
 from lightning_memkit.plugins.planning._planned_optimizer import eight_bit_for
-from lightning_memkit.plugins.planning._planned_predictions import Parts, Predictions, listed
+from lightning_memkit.plugins.planning._planned_predictions import BatchParts, Predictions, listed
 from lightning_memkit.plugins.strategies.fsdp2 import FSDP2Strategy
 from lightning_memkit.prediction.devices import Device
 from lightning_memkit.prediction.residuals import residual_of
@@ -75,7 +75,7 @@ def plan(
     device, (ranks, nodes) = budget.target(), _ranks(given)
     seen = _looked_at(module)
     rows, sizes, notes = _sizes(batch, given, seen)
-    predictions = Predictions(module, Parts(batch, rows, on_cpu=device is None), given, device or "cpu")
+    predictions = Predictions(module, BatchParts(batch, rows, on_cpu=device is None), given, device or "cpu")
     ask = partial(predictions.ask, rows=sizes[0])
     columns, missing = _columns(given, device, ranks, ask if optimizer_states == "open" else None)
     families = [one for one in choices.families(columns) if budget.goal != "exact" or not one.changes]

@@ -70,7 +70,7 @@ class EvaluationStep:
             module._current_fx_name = before
 
 
-class Driver(Protocol):
+class EvaluationDriver(Protocol):
     """What decides how a batch is run."""
 
     def stays_on_host(self, step: EvaluationStep) -> bool:
@@ -82,7 +82,7 @@ class Driver(Protocol):
         ...
 
 
-def install(trainer: Trainer, driver: Driver) -> Undo:
+def install(trainer: Trainer, driver: EvaluationDriver) -> Undo:
     """Let a driver run every batch of validation, test and prediction; returns the undo."""
     strategy = trainer.strategy
     transfer, stands_aside = strategy.batch_to_device, finder_runs(trainer)
