@@ -9,24 +9,22 @@ from torch import Tensor, nn
 from lightning_memkit.planning.placed import Placement, chunked_head, gathered
 from lightning_memkit.planning.problem import Row
 from lightning_memkit.prediction.by_hand import (
-    HandRecipe,
-    ModelBlocks,
+    Blocks,
     ParameterCounts,
     Precision,
+    Recipe,
     VocabularyHead,
 )
 from lightning_memkit.prediction.closed_form import ClosedForm, closed_form
 from lightning_memkit.utilities.tensors import tensors_of
 
 _RECIPES = {
-    "float32": HandRecipe(),
-    "16-bit mixed, copies stored (the literature's)": HandRecipe(precision="stored-copies"),
-    "16-bit mixed, as autocast does it": HandRecipe(precision="bf16-mixed"),
-    "bfloat16, split, exact states": HandRecipe(precision="bf16-true", compensation="split", states="exact"),
-    "bfloat16, Kahan, compact states": HandRecipe(
-        precision="bf16-true", compensation="kahan", states="compact"
-    ),
-    "bfloat16, Kahan, 8-bit states": HandRecipe(precision="bf16-true", compensation="kahan", states="8-bit"),
+    "float32": Recipe(),
+    "16-bit mixed, copies stored (the literature's)": Recipe(precision="stored-copies"),
+    "16-bit mixed, as autocast does it": Recipe(precision="bf16-mixed"),
+    "bfloat16, split, exact states": Recipe(precision="bf16-true", compensation="split", states="exact"),
+    "bfloat16, Kahan, compact states": Recipe(precision="bf16-true", compensation="kahan", states="compact"),
+    "bfloat16, Kahan, 8-bit states": Recipe(precision="bf16-true", compensation="kahan", states="8-bit"),
 }
 _OF_FAMILY = {
     "float32": "float32",
@@ -89,7 +87,7 @@ def beside_prediction(row: Row, module: nn.Module, batch: Any, given: Mapping[st
     return "\n".join([str(by_hand), "", str(by_hand.beside(prediction)), *note])
 
 
-def _recipe(row: Row, counts: ParameterCounts, placement: Placement, given: Mapping[str, Any]) -> HandRecipe:
+def _recipe(row: Row, counts: ParameterCounts, placement: Placement, given: Mapping[str, Any]) -> Recipe:
     """As the row trains; the optimizer, and what else only the module knows, as the prediction shows it."""
     prediction = row.prediction
     assert prediction is not None
@@ -113,7 +111,7 @@ def _recipe(row: Row, counts: ParameterCounts, placement: Placement, given: Mapp
     return replace(recipe, optimizer=min(("adamw", "momentum", "sgd"), key=away))
 
 
-def _of_precision(row: Row, counts: ParameterCounts, given: Mapping[str, Any]) -> HandRecipe:
+def _of_precision(row: Row, counts: ParameterCounts, given: Mapping[str, Any]) -> Recipe:
     """What is kept of a parameter."""
     name = _OF_FAMILY.get(row.family["precision"].name)
     if name is not None:
@@ -121,18 +119,18 @@ def _of_precision(row: Row, counts: ParameterCounts, given: Mapping[str, Any]) -
     plugins = given.get("plugins") or []
     for plugin in plugins if isinstance(plugins, (list, tuple)) else [plugins]:
         if hasattr(plugin, "compensation"):
-            return HandRecipe(precision="bf16-true", compensation=plugin.compensation, states=plugin.states)
+            return Recipe(precision="bf16-true", compensation=plugin.compensation, states=plugin.states)
     precision = str(given.get("precision"))
     if precision in get_args(Precision):
-        return HandRecipe(precision=precision)  # pyright: ignore[reportArgumentType]
+        return Recipe(precision=precision)  # pyright: ignore[reportArgumentType]
     assert row.prediction is not None
     weights = row.prediction.anatomy.largest.get("weights", 0) / max(1, counts.trained + counts.frozen)
-    return HandRecipe() if weights > 3 else HandRecipe(precision="bf16-true")
+    return Recipe() if weights > 3 else Recipe(precision="bf16-true")
 
 
 def _shapes(
-    module: nn.Module, batch: Any, placement: Placement, recipe: HandRecipe
-) -> tuple[ModelBlocks | None, VocabularyHead | None, int]:
+    module: nn.Module, batch: Any, placement: Placement, recipe: Recipe
+) -> tuple[Blocks | None, VocabularyHead | None, int]:
     """Blocks, head and width of a model with a config as transformers has them, for a batch with token ids."""
     configs = (getattr(one, "config", None) for one in module.modules())
     config: Any = next((one for one in configs if hasattr(one, "to_dict")), None)
@@ -148,10 +146,10 @@ def _shapes(
     return _blocks(config, ids, placement, recipe), _head(config, ids), config.hidden_size
 
 
-def _blocks(config: Any, ids: Tensor, placement: Placement, recipe: HandRecipe) -> ModelBlocks:
+def _blocks(config: Any, ids: Tensor, placement: Placement, recipe: Recipe) -> Blocks:
     gated = getattr(config, "hidden_act", "") in ("silu", "swish")
     dropout = any(getattr(config, name, 0) for name in ("hidden_dropout_prob", "resid_pdrop", "dropout"))
-    return ModelBlocks(
+    return Blocks(
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
         heads=config.num_attention_heads,

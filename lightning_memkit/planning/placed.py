@@ -10,7 +10,7 @@ from lightning_memkit.activations.blocks import find_blocks
 from lightning_memkit.distributed.sharding import Sharding
 from lightning_memkit.planning.choices import ACTIVATIONS, GIVEN, STATES, STATES_AND_ACTIVATIONS
 from lightning_memkit.planning.problem import Row
-from lightning_memkit.prediction.by_hand import HandTerm, as_term
+from lightning_memkit.prediction.by_hand import Term, as_term
 
 _SHARED = ("weights", "gradients", "optimizer_states", "compensation")
 _STATES = ("optimizer_states", "compensation")
@@ -62,7 +62,7 @@ class Placement:
             stage=strategy.stage if isinstance(strategy, Sharding) else 0,
         )
 
-    def of_terms(self, terms: tuple[HandTerm, ...], module: nn.Module, layers: int) -> Iterator[HandTerm]:
+    def of_terms(self, terms: tuple[Term, ...], module: nn.Module, layers: int) -> Iterator[Term]:
         """The terms as this placement has them.
 
         Args:
@@ -88,7 +88,7 @@ class Placement:
                 yield term
 
 
-def gathered(module: nn.Module, stage: int, value_bytes: int) -> Iterator[HandTerm]:
+def gathered(module: nn.Module, stage: int, value_bytes: int) -> Iterator[Term]:
     """What FSDP2 has of other ranks' weights: a block and the next, at stage 2 all, the rest; a block's gradients."""
     counts = [sum(one.numel() for one in block.parameters()) for _, block in find_blocks(module)]
     if not counts:
@@ -107,7 +107,7 @@ def gathered(module: nn.Module, stage: int, value_bytes: int) -> Iterator[HandTe
         yield as_term(category, name, f"{formula} × {value_bytes}", count * value_bytes, _SHARDED)
 
 
-def chunked_head(tokens: int, hidden: int, vocabulary: int, value_bytes: int) -> Iterator[HandTerm]:
+def chunked_head(tokens: int, hidden: int, vocabulary: int, value_bytes: int) -> Iterator[Term]:
     """A loss without logits: the gradients that its forward makes, and a chunk of logits."""
     formula = f"{vocabulary:,}·{hidden:,}"
     weight = vocabulary * hidden
@@ -120,6 +120,6 @@ def chunked_head(tokens: int, hidden: int, vocabulary: int, value_bytes: int) ->
     yield as_term("temporaries", "a chunk of logits", f"{formula} × 4 / 3", max(weight * 4 / 3, 1 << 25))
 
 
-def _part(term: HandTerm, name: str, of: int, count: int) -> HandTerm:
+def _part(term: Term, name: str, of: int, count: int) -> Term:
     each = term.size_bytes / max(1, count)
     return as_term(term.category, name, f"{of:,} × {each:g}", of * each, term.source)

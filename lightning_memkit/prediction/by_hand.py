@@ -24,7 +24,7 @@ _ZERO, _REDUCING, _FLASH = "arXiv:1910.02054", "arXiv:2205.05198", "arXiv:2205.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class HandTerm:
+class Term:
     """One line of a calculation by hand.
 
     Attributes:
@@ -90,7 +90,7 @@ class ParameterCounts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HandRecipe:
+class Recipe:
     """What training keeps of each parameter.
 
     The literature's 18 bytes a parameter of mixed precision with AdamW are ``"stored-copies"``: float32 weights (4),
@@ -161,7 +161,7 @@ class HandRecipe:
             compensation=0 if low_state_of(self.compensation) is None else 2,
         )
 
-    def terms(self, parameters: ParameterCounts) -> Iterator[HandTerm]:
+    def terms(self, parameters: ParameterCounts) -> Iterator[Term]:
         """Weights, gradients, states, compensation, and autocast's copies."""
         each, trained = self.per_parameter, parameters.trained
         exceptions = parameters.embeddings if self.states == "8-bit" else 0
@@ -179,7 +179,7 @@ class HandRecipe:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelBlocks:
+class Blocks:
     """A transformer's blocks, and what each keeps for the backward.
 
     In 16 bits with dropout, attention written out and an MLP of 4 hidden widths with GELU: s·b·h·(34 + 5·a·s/h) bytes
@@ -222,7 +222,7 @@ class ModelBlocks:
         if self.mask_bytes < 0:
             raise ValueError(f"mask_bytes={self.mask_bytes} is negative; write 0 without dropout.")
 
-    def terms(self) -> Iterator[HandTerm]:
+    def terms(self) -> Iterator[Term]:
         """What the blocks keep, and with activation checkpointing what one takes while it is made again."""
         copies = 1 if self.checkpointed else self.layers
         category = "temporaries" if self.checkpointed else "saved_activations"
@@ -272,7 +272,7 @@ class VocabularyHead:
     def __post_init__(self) -> None:
         _refuse_below(self, 1)
 
-    def terms(self) -> Iterator[HandTerm]:
+    def terms(self) -> Iterator[Term]:
         """What is kept for the backward, and what its beginning makes."""
         formula = f"{self.tokens:,}·{self.vocabulary:,} × {self.value_bytes}"
         size = self.tokens * self.vocabulary * self.value_bytes
@@ -281,13 +281,13 @@ class VocabularyHead:
         yield as_term("temporaries", "gradient of logits", formula, size)
 
 
-def _per_value(category: str, name: str, count: int, each: float) -> HandTerm:
+def _per_value(category: str, name: str, count: int, each: float) -> Term:
     return as_term(category, name, f"{count:,} × {each:g}", count * each, _ZERO)
 
 
-def as_term(category: str, name: str, formula: str, size: float, source: str = "") -> HandTerm:
+def as_term(category: str, name: str, formula: str, size: float, source: str = "") -> Term:
     """A term, its bytes rounded."""
-    return HandTerm(category=category, name=name, formula=formula, size_bytes=round(size), source=source)
+    return Term(category=category, name=name, formula=formula, size_bytes=round(size), source=source)
 
 
 def _refuse_below(given: Any, least: int, but: Iterable[str] = ()) -> None:

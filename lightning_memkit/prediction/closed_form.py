@@ -8,10 +8,10 @@ from torch import nn
 from lightning_memkit.memory.anatomy import CATEGORIES
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.prediction.by_hand import (
-    HandRecipe,
-    HandTerm,
-    ModelBlocks,
+    Blocks,
     ParameterCounts,
+    Recipe,
+    Term,
     VocabularyHead,
     as_term,
 )
@@ -65,7 +65,7 @@ class ClosedForm:
         terms: each with its formula; those of 0 bytes are left out.
     """
 
-    terms: tuple[HandTerm, ...]
+    terms: tuple[Term, ...]
 
     @property
     def total_bytes(self) -> int:
@@ -113,8 +113,8 @@ class ClosedForm:
 def closed_form(
     parameters: ParameterCounts | nn.Module,
     *,
-    recipe: HandRecipe | None = None,
-    blocks: ModelBlocks | None = None,
+    recipe: Recipe | None = None,
+    blocks: Blocks | None = None,
     head: VocabularyHead | None = None,
     inputs_bytes: int = 0,
 ) -> ClosedForm:
@@ -134,7 +134,7 @@ def closed_form(
         raise ValueError(f"inputs_bytes={inputs_bytes} is negative; write 0 to leave the batch out.")
     if isinstance(parameters, nn.Module):
         parameters = ParameterCounts.of(parameters)
-    terms = [*(recipe or HandRecipe()).terms(parameters)]
+    terms = [*(recipe or Recipe()).terms(parameters)]
     for part in (blocks, head):
         terms += () if part is None else part.terms()
     terms.append(as_term("inputs", "batch", f"{inputs_bytes:,}", inputs_bytes))

@@ -12,9 +12,9 @@ from lightning_memkit import ActivationCheckpointing, PureBF16Precision, predict
 from lightning_memkit.optim.bytes_per_parameter import bytes_per_parameter
 from lightning_memkit.prediction.by_hand import (
     MOMENTS,
-    HandRecipe,
-    ModelBlocks,
+    Blocks,
     ParameterCounts,
+    Recipe,
     VocabularyHead,
 )
 from lightning_memkit.prediction.closed_form import closed_form
@@ -48,23 +48,23 @@ def ours(**options: Any) -> dict[str, Any]:
 
 
 RECIPES: dict[str, tuple[Any, dict[str, Any], float]] = {
-    "float32": (HandRecipe(), {}, 16),
-    "autocast": (HandRecipe(precision="bf16-mixed"), {"precision": "bf16-mixed"}, 16),
-    "plain bf16": (HandRecipe(precision="bf16-true"), {"precision": "bf16-true"}, 8),
-    "kahan": (HandRecipe(precision="bf16-true", compensation="kahan", states="compact"), ours(), 10),
+    "float32": (Recipe(), {}, 16),
+    "autocast": (Recipe(precision="bf16-mixed"), {"precision": "bf16-mixed"}, 16),
+    "plain bf16": (Recipe(precision="bf16-true"), {"precision": "bf16-true"}, 8),
+    "kahan": (Recipe(precision="bf16-true", compensation="kahan", states="compact"), ours(), 10),
     "split, exact": (
-        HandRecipe(precision="bf16-true", compensation="split", states="exact"),
+        Recipe(precision="bf16-true", compensation="split", states="exact"),
         ours(compensation="split", states="exact"),
         14,
     ),
     "stochastic": (
-        HandRecipe(precision="bf16-true", compensation="stochastic", states="compact"),
+        Recipe(precision="bf16-true", compensation="stochastic", states="compact"),
         ours(compensation="stochastic"),
         8,
     ),
     # Kahan's would differ for a moment: its first step has the cast's low half beside its own.
     "split, accumulated": (
-        HandRecipe(precision="bf16-true", compensation="split", states="compact", float32_gradients=True),
+        Recipe(precision="bf16-true", compensation="split", states="compact", float32_gradients=True),
         {**ours(compensation="split"), "accumulate_grad_batches": 2},
         12,
     ),
@@ -105,7 +105,7 @@ def test_states_are_those_that_optimizers_have():
     assert set(known) == set(MOMENTS) - {"none"}
     for name, optimizer in known.items():
         measured = bytes_per_parameter(stepped(optimizer))
-        by_hand = HandRecipe(optimizer=name).per_parameter
+        by_hand = Recipe(optimizer=name).per_parameter
         assert measured.states == pytest.approx(by_hand.states, abs=0.01), name
         assert measured.total == pytest.approx(by_hand.total, abs=0.01), name
 
@@ -113,7 +113,7 @@ def test_states_are_those_that_optimizers_have():
 def test_states_in_8_bits_have_a_byte_and_a_sixty_fourth():
     bitsandbytes = pytest.importorskip("bitsandbytes")
     found = bytes_per_parameter(stepped(bitsandbytes.optim.AdamW8bit, 1024)).states
-    by_hand = HandRecipe(states="8-bit").per_parameter.states
+    by_hand = Recipe(states="8-bit").per_parameter.states
     assert by_hand == 2
     assert found == pytest.approx(by_hand * (1 + 1 / 64), abs=0.005)
 
@@ -129,7 +129,7 @@ def test_embeddings_keep_32_bits_beside_8_bit_states():
     adapt_bitsandbytes(optimizer, model)
     model(torch.arange(256)).sum().backward()
     optimizer.step()
-    by_hand = closed_form(model, recipe=HandRecipe(states="8-bit"))
+    by_hand = closed_form(model, recipe=Recipe(states="8-bit"))
     measured = bytes_per_parameter(optimizer)
     assert measured.states * 2 * 256 * 128 == pytest.approx(
         by_hand.category_bytes("optimizer_states"), rel=0.02
@@ -138,19 +138,17 @@ def test_embeddings_keep_32_bits_beside_8_bit_states():
 
 
 def test_literature_counts_copies_that_autocast_does_not_store():
-    literature = HandRecipe(precision="stored-copies").per_parameter
+    literature = Recipe(precision="stored-copies").per_parameter
     assert (literature.weights, literature.gradients, literature.states) == (4 + 2, 4, 8)
     assert literature.total == 18
-    inference = closed_form(
-        ParameterCounts(trained=0, frozen=1000), recipe=HandRecipe(precision="stored-copies")
-    )
+    inference = closed_form(ParameterCounts(trained=0, frozen=1000), recipe=Recipe(precision="stored-copies"))
     assert inference.total_bytes == 6000
 
 
 @pytest.mark.parametrize(("each", "dtype"), [(4, torch.float32), (2, torch.float16), (1, torch.int8)])
 def test_frozen_weights_take_what_their_dtype_does(each, dtype):
     counts = ParameterCounts(trained=10, frozen=1000)
-    found = closed_form(counts, recipe=HandRecipe(frozen_weight_bytes=each))
+    found = closed_form(counts, recipe=Recipe(frozen_weight_bytes=each))
     assert found.total_bytes == 16 * 10 + torch.empty(1000, dtype=dtype).nbytes
     assert closed_form(counts).total_bytes == 16 * 10 + 4 * 1000
 
@@ -158,9 +156,7 @@ def test_frozen_weights_take_what_their_dtype_does(each, dtype):
 def test_frozen_weights_in_4_bits_take_half_a_byte():
     functional = pytest.importorskip("bitsandbytes.functional")
     packed, _ = functional.quantize_4bit(torch.randn(64, 64), quant_type="nf4")
-    found = closed_form(
-        ParameterCounts(trained=0, frozen=64 * 64), recipe=HandRecipe(frozen_weight_bytes=0.5)
-    )
+    found = closed_form(ParameterCounts(trained=0, frozen=64 * 64), recipe=Recipe(frozen_weight_bytes=0.5))
     assert found.total_bytes == packed.nbytes
 
 
@@ -191,9 +187,7 @@ def test_autocast_holds_copies_of_what_it_casts():
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters())
 
-    by_hand = closed_form(Cast(), recipe=HandRecipe(precision="bf16-mixed")).category_bytes(
-        "saved_activations"
-    )
+    by_hand = closed_form(Cast(), recipe=Recipe(precision="bf16-mixed")).category_bytes("saved_activations")
     options = {"precision": "bf16-mixed"}
     found = predict_memory(Cast, torch.arange(2), trainer=options, device="rtx4090")
     assert by_hand == 2 * 8 * (256**2 + 256)
@@ -248,13 +242,11 @@ def test_blocks_keep_what_the_formula_says(flash, dropout):
         return predict_memory(model, IDS, trainer=options, device=device).anatomy.largest["saved_activations"]
 
     mask = 1 if dropout else 0
-    by_hand = closed_form(
-        Transformer(), blocks=ModelBlocks(**BLOCKS, keeps_scores=not flash, mask_bytes=mask)
-    )
+    by_hand = closed_form(Transformer(), blocks=Blocks(**BLOCKS, keeps_scores=not flash, mask_bytes=mask))
     found = saved(8, "rtx4090", "bf16-true")
     assert found == pytest.approx(by_hand.category_bytes("saved_activations"), rel=0.01)
     if not flash:  # in float32 on the CPU: values of 4 bytes, masks of 4
-        wide = ModelBlocks(**BLOCKS, value_bytes=4, mask_bytes=4 * mask)
+        wide = Blocks(**BLOCKS, value_bytes=4, mask_bytes=4 * mask)
         by_hand = closed_form(Transformer(), blocks=wide).category_bytes("saved_activations")
         assert saved(8, "cpu", "32-true") == pytest.approx(by_hand, rel=0.01)
 
@@ -264,19 +256,19 @@ def test_the_formula_is_that_of_the_paper():
     shape: Any = {"layers": layers, "hidden": width, "heads": heads, "length": length, "rows": rows}
     sbh = length * rows * width
     counts = ParameterCounts(trained=0)
-    assert closed_form(counts, blocks=ModelBlocks(**shape)).total_bytes == layers * sbh * (
+    assert closed_form(counts, blocks=Blocks(**shape)).total_bytes == layers * sbh * (
         34 + 5 * heads * length // width
     )
-    flash = closed_form(counts, blocks=ModelBlocks(**shape, keeps_scores=False))
+    flash = closed_form(counts, blocks=Blocks(**shape, keeps_scores=False))
     assert flash.total_bytes == layers * (sbh * 34 + 4 * heads * length * rows)
-    inputs = closed_form(counts, blocks=ModelBlocks(**shape, checkpointed=True))
+    inputs = closed_form(counts, blocks=Blocks(**shape, checkpointed=True))
     assert inputs.category_bytes("saved_activations") == 2 * layers * sbh
 
 
 def test_checkpointed_blocks_keep_their_inputs():
     options = {"precision": "bf16-true", "callbacks": [ActivationCheckpointing("full")]}
     found = predict_memory(Transformer, IDS, trainer=options, device="rtx4090")
-    by_hand = closed_form(Transformer(), blocks=ModelBlocks(**BLOCKS, checkpointed=True))
+    by_hand = closed_form(Transformer(), blocks=Blocks(**BLOCKS, checkpointed=True))
     saved = by_hand.category_bytes("saved_activations")
     assert found.anatomy.largest["saved_activations"] == pytest.approx(saved, rel=0.01)
     again = by_hand.category_bytes("temporaries")
@@ -309,9 +301,7 @@ def test_cross_entropy_has_three_tensors_of_logits():
 
 def test_the_comparison_accounts_for_every_byte():
     found = predict_memory(Transformer, IDS, trainer={"precision": "bf16-true"}, device="rtx4090")
-    by_hand = closed_form(
-        Transformer(), recipe=HandRecipe(precision="bf16-true"), blocks=ModelBlocks(**BLOCKS)
-    )
+    by_hand = closed_form(Transformer(), recipe=Recipe(precision="bf16-true"), blocks=Blocks(**BLOCKS))
     table = by_hand.beside(found)
     assert table.total.predicted_bytes == found.total_bytes
     assert table.total.by_hand_bytes == by_hand.total_bytes
@@ -325,8 +315,8 @@ def test_the_comparison_accounts_for_every_byte():
 
 def test_the_comparison_says_what_is_there_at_another_moment():
     ids = torch.zeros(1, 8, dtype=torch.int64)
-    blocks = ModelBlocks(**{**BLOCKS, "rows": 1, "length": 8}, value_bytes=4)
-    heavy = closed_form(Transformer(), blocks=ModelBlocks(**BLOCKS, value_bytes=4))
+    blocks = Blocks(**{**BLOCKS, "rows": 1, "length": 8}, value_bytes=4)
+    heavy = closed_form(Transformer(), blocks=Blocks(**BLOCKS, value_bytes=4))
     light = predict_memory(Transformer, ids, device="rtx4090")
     rows = {row.name: row for row in closed_form(Transformer(), blocks=blocks).beside(light).rows}
     assert (
@@ -343,7 +333,7 @@ def test_the_comparison_says_what_is_there_at_another_moment():
 
 
 def test_printed_forms_show_the_numbers_put_in():
-    text = str(closed_form(ParameterCounts(trained=1000), blocks=ModelBlocks(**BLOCKS), inputs_bytes=4096))
+    text = str(closed_form(ParameterCounts(trained=1000), blocks=Blocks(**BLOCKS), inputs_bytes=4096))
     assert "1,000 × 8" in text
     assert text.count("formula") == 1
     assert "8 layers × 512·2·256 × 34" in text
@@ -357,15 +347,15 @@ def test_bad_input_is_refused_with_a_remedy():
     with pytest.raises(ValueError, match="embeddings=3 is more than trained=2"):
         ParameterCounts(trained=2, embeddings=3)
     with pytest.raises(ValueError, match="precision='bf16' is unknown; write one of 32-true"):
-        HandRecipe(precision="bf16")  # pyright: ignore
+        Recipe(precision="bf16")  # pyright: ignore
     with pytest.raises(ValueError, match="compensation='kahan' is for bfloat16 weights"):
-        HandRecipe(compensation="kahan")
+        Recipe(compensation="kahan")
     with pytest.raises(ValueError, match="write 0.5 for 4 bits"):
-        HandRecipe(frozen_weight_bytes=0)
+        Recipe(frozen_weight_bytes=0)
     with pytest.raises(ValueError, match="heads=0 of Blocks is below 1"):
-        ModelBlocks(**{**BLOCKS, "heads": 0})
+        Blocks(**{**BLOCKS, "heads": 0})
     with pytest.raises(ValueError, match="mask_bytes=-1 is negative; write 0 without dropout"):
-        ModelBlocks(**BLOCKS, mask_bytes=-1)
+        Blocks(**BLOCKS, mask_bytes=-1)
     with pytest.raises(ValueError, match="vocabulary=0 of VocabularyHead"):
         VocabularyHead(tokens=1, vocabulary=0)
     with pytest.raises(ValueError, match="inputs_bytes=-1 is negative"):

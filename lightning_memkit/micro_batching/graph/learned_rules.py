@@ -18,7 +18,7 @@ from lightning_memkit.micro_batching.graph.loss_rules import (
     rounding_of,
     same_factors,
 )
-from lightning_memkit.micro_batching.graph.loss_terms import Divisor, LossTerms, Term, collapsed
+from lightning_memkit.micro_batching.graph.loss_terms import Divisor, LossTerm, LossTerms, collapsed
 
 _EPSILON = 1e-4  # of the smallest divisor: what is added to each, so that none is zero
 NOTHING_COUNTS = "a term that counts nothing in the whole batch"
@@ -133,7 +133,7 @@ def _of_ranks(own: TermRule, *told: TermRule) -> TermRule | None:
     )
 
 
-def _fixed_factors(groups: list[list[Term]], dtype: torch.dtype) -> list[tuple[int, ...]] | str:
+def _fixed_factors(groups: list[list[LossTerm]], dtype: torch.dtype) -> list[tuple[int, ...]] | str:
     """Of each term, the factors of one shape in the batch and its micro-batches: no rows' own, and so to be equal."""
     found = []
     for terms in zip(*groups, strict=True):
@@ -148,7 +148,7 @@ def _fixed_factors(groups: list[list[Term]], dtype: torch.dtype) -> list[tuple[i
     return found
 
 
-def _bent_or_hidden(groups: list[list[Term]]) -> str:
+def _bent_or_hidden(groups: list[list[LossTerm]]) -> str:
     """What stands against terms that are bent, or don't show their divisor; each row of a batch may have its own."""
     hidden = next((term for terms in groups for term in terms if hidden_of(term)), None)
     whole, *parts = map(len, groups)
@@ -157,7 +157,7 @@ def _bent_or_hidden(groups: list[list[Term]]) -> str:
     return CurvedLoss(hidden.curved) if hidden.curved else hidden.opaque
 
 
-def _aligned(name: str, groups: list[list[Term]]) -> "tuple[str | None, list[list[Divisor]]] | str":
+def _aligned(name: str, groups: list[list[LossTerm]]) -> "tuple[str | None, list[list[Divisor]]] | str":
     """The divisors of terms of one name, the whole's first: one by one, or as one sum over rows."""
     if len({len(group) for group in groups}) == 1:
         return None, [[term.divisor for term in terms] for terms in zip(*groups, strict=True)]
@@ -195,7 +195,7 @@ def _rule(
     return UnlikeDivisors(f"a term divided by {whole:g}, and by {theirs} in parts of the same rows")
 
 
-def _is_own(terms: Sequence[Term], dtype: torch.dtype) -> bool:
+def _is_own(terms: Sequence[LossTerm], dtype: torch.dtype) -> bool:
     """Whether it is a number of the step's own, and no reduction's, by which a term's divisors follow no law."""
     quotients = [float(term.quotient) for term in terms]
     if terms and all(quotients):

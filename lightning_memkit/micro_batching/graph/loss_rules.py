@@ -15,7 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_memkit.micro_batching.graph.loss_terms import Addend, Divisor, Edge, LossTerms, Term, collapsed
+from lightning_memkit.micro_batching.graph.loss_terms import (
+    Addend,
+    Divisor,
+    Edge,
+    LossTerm,
+    LossTerms,
+    collapsed,
+)
 from lightning_memkit.micro_batching.shares.foreseen import UnforeseenLossError
 
 ALIKE = 1e-9  # relative: shares that differ by less are the same
@@ -74,10 +81,10 @@ class TermRule:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """A micro-batch's divisors and quotients (see `Term`), one a rule, its nodes, and factors that may not vary.
+    """A micro-batch's divisors and quotients (see `LossTerm`), one a rule, its nodes, and factors that may not vary.
 
     Of each rule `multiplied` (`Term.is_multiplied`), `tops`, `summands`, `sums`, `shared_factors`, `bottoms`,
-    products and `offset` hold what its terms have (see `Term`).
+    products and `offset` hold what its terms have (see `LossTerm`).
     """
 
     divisors: tuple[float, ...]
@@ -316,7 +323,7 @@ def same_factors(
     )
 
 
-def hidden_of(term: Term) -> str:
+def hidden_of(term: LossTerm) -> str:
     """Why a term was not read further."""
     return term.curved or term.opaque
 
@@ -326,9 +333,9 @@ def alike(shares: Sequence[float]) -> bool:
     return max(shares) - min(shares) <= ALIKE * max(abs(share) for share in shares)
 
 
-def by_name(terms: Sequence[Term]) -> dict[str, list[Term]]:
+def by_name(terms: Sequence[LossTerm]) -> dict[str, list[LossTerm]]:
     """Terms of one name together."""
-    named: dict[str, list[Term]] = defaultdict(list)
+    named: dict[str, list[LossTerm]] = defaultdict(list)
     for term in terms:
         named[term.name].append(term)
     return named

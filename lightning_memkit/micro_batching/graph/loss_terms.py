@@ -65,7 +65,7 @@ class Edge(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Term:
+class LossTerm:
     """One summand of a loss: a sum over the batch, divided by something.
 
     Args:
@@ -135,13 +135,13 @@ class LossTerms:
         is_crossed: a term's gradient passes a node at which another one would be scaled: all have to be scaled alike.
     """
 
-    terms: tuple[Term, ...] = ()
+    terms: tuple[LossTerm, ...] = ()
     curved: str = ""
     opaque: str = ""
     is_crossed: bool = False
 
 
-def collapsed(terms: Sequence[Term], branch: str) -> Term:
+def collapsed(terms: Sequence[LossTerm], branch: str) -> LossTerm:
     """Terms of one name as one: what a step adds up row by row, over what it divides their sum by."""
     first = terms[0]
     nodes = tuple(node for term in terms for node in term.nodes)

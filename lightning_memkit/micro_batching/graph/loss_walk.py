@@ -37,7 +37,14 @@ from lightning_memkit.micro_batching.graph.graph_nodes import (
     shape_into,
     stacks_numbers,
 )
-from lightning_memkit.micro_batching.graph.loss_terms import Addend, Divisor, Edge, LossTerms, Number, Term
+from lightning_memkit.micro_batching.graph.loss_terms import (
+    Addend,
+    Divisor,
+    Edge,
+    LossTerm,
+    LossTerms,
+    Number,
+)
 
 # Loss functions of torch that reduce by themselves: `_saved_reduction` is 0 (none), 1 (mean) or 2 (sum).
 _LOSSES = """BinaryCrossEntropy BinaryCrossEntropyWithLogits HuberLoss MseLoss NllLoss NllLoss2D SmoothL1Loss
@@ -105,7 +112,7 @@ def terms_of(loss: Tensor) -> LossTerms:
 
 
 def _walked(loss: Tensor) -> LossTerms:
-    terms: dict[Any, Term] = {}
+    terms: dict[Any, LossTerm] = {}
     paths = [_Path.of(loss)]
     visited = 0
     while paths:
@@ -113,7 +120,7 @@ def _walked(loss: Tensor) -> LossTerms:
         if visited > MOST_NODES:
             return LossTerms(opaque=f"a loss of more than {MOST_NODES} terms")
         step = _step(paths.pop())
-        if isinstance(step, Term):
+        if isinstance(step, LossTerm):
             _add(terms, step)
         else:
             paths.extend(reversed(step))
@@ -174,7 +181,7 @@ def _down(path: _Path, index: int) -> _Path:
     return path
 
 
-def _term(path: _Path, *, curved: str = "", opaque: str = "") -> Term:
+def _term(path: _Path, *, curved: str = "", opaque: str = "") -> LossTerm:
     bottom = path.last
     if not path.reduced:
         # Other terms may come by what is made of parameters; a division by zero is to stay above the scale elsewhere.
@@ -183,7 +190,7 @@ def _term(path: _Path, *, curved: str = "", opaque: str = "") -> Term:
             bottom = path.edge
         elif not is_made:
             bottom = path.node
-    return Term(
+    return LossTerm(
         name=path.name,
         divisor=path.divisor,
         nodes=(path.entry if path.is_entered else bottom,),
@@ -412,7 +419,7 @@ def _reduced(path: _Path) -> _Path:
     return path
 
 
-def _reduced_by_itself(path: _Path, present: list[int]) -> Term:
+def _reduced_by_itself(path: _Path, present: list[int]) -> LossTerm:
     """A loss function of torch's with a reduction of its own."""
     kind = kind_of(path.node)
     if path.node._saved_reduction != 1:
@@ -495,7 +502,7 @@ def _note_scaling(path: _Path, name: str) -> None:
         path.scaling = (*path.scaling, value.detach())
 
 
-def _add(terms: dict[Any, Term], term: Term) -> None:
+def _add(terms: dict[Any, LossTerm], term: LossTerm) -> None:
     """A term that counts nothing is none; one that the loss adds several times is one."""
     if isinstance(term.divisor, float) and isinf(term.divisor):
         return

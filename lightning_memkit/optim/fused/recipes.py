@@ -72,7 +72,7 @@ class _Memory:
 class _Taking:
     """One step's sorting."""
 
-    def __init__(self, optimizer: Optimizer, mode: Mode, recipe: "_Recipe") -> None:
+    def __init__(self, optimizer: Optimizer, mode: Mode, recipe: "_StepRecipe") -> None:
         self._optimizer, self._recipe = optimizer, recipe
         self._low = low_state_of(mode)
         self._memory = _memories.setdefault(optimizer, {}).setdefault(mode, _Memory())
@@ -298,7 +298,7 @@ def _lion(numbers: Numbers, _: Group, __: int) -> Rule:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Recipe:
+class _StepRecipe:
     """How a class of optimizers is stepped by a kernel.
 
     Args:
@@ -314,8 +314,8 @@ class _Recipe:
 
 
 _RECIPES = {
-    "torch.optim.adamw.AdamW": _Recipe(numbers=_adamw_numbers, rule=_adamw, counts=True),
-    "torch.optim.adam.Adam": _Recipe(numbers=_adamw_numbers, rule=_adamw, counts=True),
-    "torch.optim.sgd.SGD": _Recipe(numbers=_sgd_numbers, rule=_sgd),
-    "lion_pytorch.lion_pytorch.Lion": _Recipe(numbers=_lion_numbers, rule=_lion),
+    "torch.optim.adamw.AdamW": _StepRecipe(numbers=_adamw_numbers, rule=_adamw, counts=True),
+    "torch.optim.adam.Adam": _StepRecipe(numbers=_adamw_numbers, rule=_adamw, counts=True),
+    "torch.optim.sgd.SGD": _StepRecipe(numbers=_sgd_numbers, rule=_sgd),
+    "lion_pytorch.lion_pytorch.Lion": _StepRecipe(numbers=_lion_numbers, rule=_lion),
 }
