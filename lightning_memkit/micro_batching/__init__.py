@@ -1,5 +1,6 @@
 """Split a batch into parts, and have of the parts what the whole batch would have given."""
 
+from lightning_memkit.micro_batching.rejoining import joined
 from lightning_memkit.micro_batching.splitting import (
     IGNORED_LABEL,
     LABEL_NAMES,
@@ -10,7 +11,6 @@ from lightning_memkit.micro_batching.splitting import (
     batch_size,
     even_sizes,
     find_labels,
-    joined,
     micro_batches,
     normalized,
     picked_rows,

@@ -34,15 +34,10 @@ from lightning_memkit.micro_batching.shares.foreseen import (
     VaryingFactorError,
 )
 from lightning_memkit.micro_batching.sizes.shortfall import ran_dry
-from lightning_memkit.micro_batching.sizes.sizing import (
-    AccumulationWindow,
-    BudgetError,
-    Foreseen,
-    choose_size,
-    verify_whole,
-)
+from lightning_memkit.micro_batching.sizes.sizing import BudgetError, Foreseen, choose_size, verify_whole
 from lightning_memkit.micro_batching.sizes.tuned_sizes import TunedSize, TunedSizes, question_of
 from lightning_memkit.micro_batching.sizes.tuning import SizeTuning, clock_may_choose
+from lightning_memkit.micro_batching.sizes.window import AccumulationWindow
 
 # From what takes the least of all ranks to what takes the most.
 _FORESEEN_WRONGLY: tuple[type[ForeseenWronglyError], ...] = (

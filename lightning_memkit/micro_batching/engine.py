@@ -24,7 +24,8 @@ from lightning_memkit.micro_batching.ranks.agreement import local_optimizer, ran
 from lightning_memkit.micro_batching.recovery import Recovery
 from lightning_memkit.micro_batching.run import Run, Step
 from lightning_memkit.micro_batching.shares.foreseen import ForeseenWronglyError
-from lightning_memkit.micro_batching.sizes.sizing import AccumulationWindow, Foreseen
+from lightning_memkit.micro_batching.sizes.sizing import Foreseen
+from lightning_memkit.micro_batching.sizes.window import AccumulationWindow
 from lightning_memkit.optim.journal import BUNDLE_BYTES, BUNDLE_BYTES_CPU, journal_steps
 from lightning_memkit.utilities.generators import Generators
 from lightning_memkit.utilities.patching import Undo

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_memkit.micro_batching.graph.learned_rules import UnlikeDivisors, learned
-from lightning_memkit.micro_batching.graph.loss_rules import VARYING_FACTOR, Law, LossRules
+from lightning_memkit.micro_batching.graph.loss_rules import VARYING_FACTOR, LossRules
 from lightning_memkit.micro_batching.graph.loss_walk import terms_of
+from lightning_memkit.micro_batching.graph.term_rules import Law
 from lightning_memkit.micro_batching.proof.comparison import SCALE, Comparison, spans_of
 from lightning_memkit.micro_batching.shares.foreseen import MistakenTotalsError, VaryingFactorError
 from lightning_memkit.micro_batching.shares.step_shares import StepShares

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, SumMetric
 
 from lightning_memkit import MemoryBudget
-from lightning_memkit.micro_batching.proof.trials import StepFailedError
+from lightning_memkit.micro_batching.proof.trial_values import StepFailedError
 from tests.plugins.toys import trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*normalize with statistics of the batch:UserWarning")

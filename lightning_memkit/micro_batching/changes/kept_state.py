@@ -10,10 +10,7 @@ from typing_extensions import override
 from lightning_memkit.micro_batching.changes.alike import alike
 from lightning_memkit.micro_batching.changes.kept_tensor import Place
 from lightning_memkit.micro_batching.changes.own_objects import slots_of
-from lightning_memkit.micro_batching.changes.step_changes import ChangeKind, StepChange
-
-CONTAINERS = (list, dict, set, deque)
-_ABSENT = object()
+from lightning_memkit.micro_batching.changes.step_changes import ABSENT, StepChange, kind_of
 
 
 class Kept(Protocol):
@@ -67,12 +64,12 @@ class KeptDict(Kept):
                 yield self.place.change()
             return
         for key in {**self.items, **now}:
-            before, after = self.items.get(key, _ABSENT), now.get(key, _ABSENT)
+            before, after = self.items.get(key, ABSENT), now.get(key, ABSENT)
             if not alike(before, after):
                 yield self._change(key, after)
 
     def _change(self, key: Any, after: Any) -> StepChange:
-        kind = _kind_of(self.items.get(key, _ABSENT), after)
+        kind = kind_of(self.items.get(key, ABSENT), after)
         return self.place.change(f".{key}" if self.place.name else str(key), kind)
 
     @override
@@ -85,7 +82,7 @@ class KeptDict(Kept):
             key: value
             for key, value in now.items()
             if key not in private
-            and not alike(self.items.get(key, _ABSENT), value)
+            and not alike(self.items.get(key, ABSENT), value)
             and self._change(key, value) == change
         }
 
@@ -100,7 +97,7 @@ class KeptDict(Kept):
             for key in [key for key in owner if key not in self._passed_over and key not in self.items]:
                 del owner[key]
             for key, value in self.items.items():
-                if owner.get(key, _ABSENT) is not value:
+                if owner.get(key, ABSENT) is not value:
                     owner[key] = value
             return
         _set_items(owner, self.items)
@@ -220,17 +217,17 @@ class KeptSlots(Kept):
 
     def __init__(self, place: Place, owner: object) -> None:
         self.place, self._owner = place, owner
-        self.items = {name: getattr(owner, name, _ABSENT) for name in slots_of(type(owner))}
+        self.items = {name: getattr(owner, name, ABSENT) for name in slots_of(type(owner))}
 
     @override
     def changes(self) -> Iterator[StepChange]:
         for name, before in self.items.items():
-            if not alike(before, getattr(self._owner, name, _ABSENT)):
+            if not alike(before, getattr(self._owner, name, ABSENT)):
                 yield self.place.change(f".{name}")
 
     @override
     def now(self, change: StepChange) -> Any:
-        return {name: getattr(self._owner, name, _ABSENT) for name in self.items}
+        return {name: getattr(self._owner, name, ABSENT) for name in self.items}
 
     @override
     def before(self, now: Any) -> Any:
@@ -239,8 +236,8 @@ class KeptSlots(Kept):
     @override
     def restore(self) -> None:
         for name, before in self.items.items():
-            now = getattr(self._owner, name, _ABSENT)
-            if before is _ABSENT and now is not _ABSENT:
+            now = getattr(self._owner, name, ABSENT)
+            if before is ABSENT and now is not ABSENT:
                 object.__delattr__(self._owner, name)
             elif before is not now:
                 object.__setattr__(self._owner, name, before)
@@ -255,12 +252,12 @@ class KeptClassAttributes(Kept):
     @override
     def changes(self) -> Iterator[StepChange]:
         for name, before in self.items.items():
-            if not alike(before, vars(self._owner).get(name, _ABSENT)):
+            if not alike(before, vars(self._owner).get(name, ABSENT)):
                 yield StepChange(kind="attribute", name=f"{self._owner.__name__}.{name}")
 
     @override
     def now(self, change: StepChange) -> Any:
-        return {name: vars(self._owner).get(name, _ABSENT) for name in self.items}
+        return {name: vars(self._owner).get(name, ABSENT) for name in self.items}
 
     @override
     def before(self, now: Any) -> Any:
@@ -269,7 +266,7 @@ class KeptClassAttributes(Kept):
     @override
     def restore(self) -> None:
         for name, before in self.items.items():
-            if vars(self._owner).get(name, _ABSENT) is not before:
+            if vars(self._owner).get(name, ABSENT) is not before:
                 setattr(self._owner, name, before)
 
 
@@ -295,11 +292,3 @@ class KeptClass(Kept):
     def restore(self) -> None:
         if type(self._owner) is not self._kind:
             self._owner.__class__ = self._kind
-
-
-def _kind_of(before: Any, after: Any) -> ChangeKind:
-    """What kind of thing an attribute is: a parameter, a container, or just an attribute."""
-    value = after if before is _ABSENT else before
-    if isinstance(value, nn.Parameter):
-        return "parameter"
-    return "container" if isinstance(value, CONTAINERS) else "attribute"

@@ -20,7 +20,6 @@ from lightning_memkit.micro_batching.changes.kept_contents import (
 )
 from lightning_memkit.micro_batching.changes.kept_iterator import KeptIterator, is_iterator
 from lightning_memkit.micro_batching.changes.kept_state import (
-    CONTAINERS,
     Kept,
     KeptClass,
     KeptClassAttributes,
@@ -31,7 +30,7 @@ from lightning_memkit.micro_batching.changes.kept_state import (
     KeptSlots,
 )
 from lightning_memkit.micro_batching.changes.kept_tensor import KeptTensor, Place
-from lightning_memkit.micro_batching.changes.step_changes import ChangeKind, label
+from lightning_memkit.micro_batching.changes.step_changes import CONTAINERS, ChangeKind, label
 from lightning_memkit.utilities.generators import GENERATORS
 
 Keys = frozenset[tuple[str, str]]

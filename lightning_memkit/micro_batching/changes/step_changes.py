@@ -1,7 +1,10 @@
 """What a training step changes besides gradients, as a list with names: what k micro-batches would change k times."""
 
+from collections import deque
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+from torch import nn
 
 ChangeKind = Literal[
     "parameter",
@@ -42,3 +45,17 @@ def label(path: str, name: str) -> str:
     """What a place is called: from the module, whose own path is empty, or from the batch."""
     joint = "" if not path or not name or name.startswith(("[", ".")) else "."
     return f"{path}{joint}{name}".lstrip(".")
+
+
+ABSENT = object()
+
+
+def kind_of(before: Any, after: Any) -> ChangeKind:
+    """What kind of thing an attribute is: a parameter, a container, or just an attribute."""
+    value = after if before is ABSENT else before
+    if isinstance(value, nn.Parameter):
+        return "parameter"
+    return "container" if isinstance(value, CONTAINERS) else "attribute"
+
+
+CONTAINERS = (list, dict, set, deque)

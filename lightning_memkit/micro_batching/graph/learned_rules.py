@@ -5,12 +5,11 @@ from dataclasses import replace
 
 import torch
 
-from lightning_memkit.micro_batching.graph.loss_rules import (
+from lightning_memkit.micro_batching.graph.loss_rules import SMALL, VARYING_FACTOR, LossRules
+from lightning_memkit.micro_batching.graph.loss_terms import Divisor, LossTerm, LossTerms, collapsed
+from lightning_memkit.micro_batching.graph.term_rules import (
     ALIKE,
-    SMALL,
-    VARYING_FACTOR,
     Law,
-    LossRules,
     TermRule,
     by_name,
     difference_of,
@@ -18,7 +17,6 @@ from lightning_memkit.micro_batching.graph.loss_rules import (
     rounding_of,
     same_factors,
 )
-from lightning_memkit.micro_batching.graph.loss_terms import Divisor, LossTerm, LossTerms, collapsed
 
 _EPSILON = 1e-4  # of the smallest divisor: what is added to each, so that none is zero
 NOTHING_COUNTS = "a term that counts nothing in the whole batch"

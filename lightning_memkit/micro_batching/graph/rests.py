@@ -12,7 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_memkit.micro_batching.graph.loss_rules import Law, LossRules
+from lightning_memkit.micro_batching.graph.loss_rules import LossRules
+from lightning_memkit.micro_batching.graph.term_rules import Law
 
 Way = int | Literal["rows", "sum"]  # as a term counts, the place of its rule; a mean over rows; a sum
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_memkit.micro_batching.graph.graph_nodes import numel_into
-from lightning_memkit.micro_batching.graph.loss_rules import Reading
 from lightning_memkit.micro_batching.graph.loss_terms import Edge
+from lightning_memkit.micro_batching.graph.term_rules import Reading
 
 
 def scale_terms(reading: Reading, shares: Sequence[float]) -> None:

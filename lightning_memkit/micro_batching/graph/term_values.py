@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_memkit.micro_batching.graph.graph_nodes import PARAMETER_NUMEL
-from lightning_memkit.micro_batching.graph.loss_rules import Reading, alike
 from lightning_memkit.micro_batching.graph.loss_terms import Addend
+from lightning_memkit.micro_batching.graph.term_rules import Reading, alike
 
 _ROUNDINGS = 2.0  # of the largest of some numbers: what their sum may be off by
 

@@ -12,7 +12,8 @@ from lightning_memkit.micro_batching.parts.partition import Partition
 from lightning_memkit.micro_batching.parts.token_parts import TokenPart, extent_of, take_part, wide_tensors
 from lightning_memkit.micro_batching.proof.comparison import SCALE, Comparison, Miss, spans_of
 from lightning_memkit.micro_batching.proof.optimizer_trial import optimizer_state
-from lightning_memkit.micro_batching.proof.trials import StepFailedError, Trials
+from lightning_memkit.micro_batching.proof.trial_values import StepFailedError
+from lightning_memkit.micro_batching.proof.trials import Trials
 from lightning_memkit.micro_batching.proof.without_noise import LEVELS, quiet
 from lightning_memkit.micro_batching.ranks.agreement import any_rank, largest_of_ranks
 from lightning_memkit.micro_batching.run import Step

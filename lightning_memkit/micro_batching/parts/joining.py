@@ -5,15 +5,12 @@ guessed: `Joining.compare` is given a small batch's results, run whole and in pa
 rules that give the whole's. `Joining.join` applies them to the parts of other batches.
 """
 
-import copy
-import dataclasses
-from collections.abc import Container, Mapping, Sequence
-from enum import Enum
+from collections.abc import Container, Sequence
 from itertools import combinations, pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_memkit.micro_batching.parts.joining_rules import (
     ROUNDING,
@@ -32,13 +29,13 @@ from lightning_memkit.micro_batching.parts.joining_rules import (
     unseen_rules,
     why_not,
 )
+from lightning_memkit.micro_batching.parts.nested import branch, branches, check_same_keys, rebuilt_result
 
 # How many comparisons have to fit one kind of rule alone before it is taken to hold: a mean or a sum, and any other
 # rule. After so many in all it is taken to hold in any case.
 _ENOUGH, _ENOUGH_OF_OTHERS, _MOST_COMPARISONS = 4, 12, 32
 _UNLIKE_PARTS = 24  # among which two are looked for that tell rules apart
 _STRIDE = 7  # from one pair of unlike parts to the next, so that later comparisons take other parts
-_DEEPEST = 12  # levels of nested results; objects may refer to each other in a circle
 
 
 class Joining:
@@ -129,8 +126,8 @@ class Joining:
             still_open = self._open.get((*path, "value"), [])
             still_open.sort(key=lambda rule: rule[0] != whole.rule)
             return
-        branches = _branches(whole, len(path))
-        if branches is None:
+        found = branches(whole, len(path))
+        if found is None:
             self._narrow(path, whole, parts, counts, rules_for(whole, parts, counts))
             return
         if isinstance(whole, (list, tuple)) and not hasattr(whole, "_fields"):
@@ -138,10 +135,10 @@ class Joining:
                 self._open[path] = [("concat",)]
                 return
             self._open.pop(path, None)
-        for key, value in branches:
-            below = [_branch(part, key, path) for part in parts]
+        for key, value in found:
+            below = [branch(part, key, path) for part in parts]
             self._compare((*path, key), value, below, counts)
-        _check_same_keys(path, whole, parts)
+        check_same_keys(path, whole, parts)
 
     def _concatenates(self, path: Path, whole: Sequence[Any], parts: Sequence[Any]) -> bool:
         items = [item for part in parts for item in part]
@@ -181,15 +178,15 @@ class Joining:
         rules = self._open.get(path)
         if rules == [("concat",)]:
             return type(first)(item for part in parts for item in part)
-        branches = _branches(first, len(path))
-        if branches is None:
+        found = branches(first, len(path))
+        if found is None:
             return self._joined_leaf(path, parts, counts, rules)
-        _check_same_keys(path, first, parts)
+        check_same_keys(path, first, parts)
         joined = {
-            key: self._join((*path, key), [_branch(part, key, path) for part in parts], counts)
-            for key, _ in branches
+            key: self._join((*path, key), [branch(part, key, path) for part in parts], counts)
+            for key, _ in found
         }
-        return _rebuilt(first, joined)
+        return rebuilt_result(first, joined)
 
     def _joined_leaf(self, path: Path, parts: Sequence[Any], counts: Counts, rules: list[Rule] | None) -> Any:
         if rules is None:
@@ -264,52 +261,3 @@ def _own_way(parts: Sequence[Counted], counts: Counts) -> tuple[list[Any], Count
 
 
 # Structure: what is looked into, and put together again
-
-
-def _branches(item: Any, depth: int) -> list[tuple[Any, Any]] | None:
-    """The named values of a structure; None for a leaf, and below the deepest that is looked into."""
-    if depth > _DEEPEST:
-        return None
-    if isinstance(item, Mapping):
-        return list(item.items())
-    if isinstance(item, (list, tuple)):
-        return list(enumerate(item))
-    if dataclasses.is_dataclass(item) and not isinstance(item, type):
-        return [(field.name, getattr(item, field.name)) for field in dataclasses.fields(item)]
-    # An object that is equal to itself alone (a model's cache of keys and values) is what its attributes are.
-    if (
-        type(item).__eq__ is object.__eq__
-        and not isinstance(item, (nn.Module, Enum, type))
-        and not callable(item)
-    ):
-        return list(getattr(item, "__dict__", {}).items()) or None
-    return None
-
-
-def _branch(item: Any, key: Any, path: Path) -> Any:
-    try:
-        return item[key] if isinstance(item, (Mapping, list, tuple)) else getattr(item, key)
-    except (LookupError, AttributeError):
-        raise JoinError(f"{name_of((*path, key))} is missing in some parts") from None
-
-
-def _check_same_keys(path: Path, first: Any, parts: Sequence[Any]) -> None:
-    wanted = [key for key, _ in _branches(first, len(path)) or ()]
-    for part in parts:
-        if [key for key, _ in _branches(part, len(path)) or ()] != wanted:
-            raise JoinError(f"{name_of(path)} holds other entries in its parts than in the whole")
-
-
-def _rebuilt(first: Any, joined: dict[Any, Any]) -> Any:
-    if isinstance(first, Mapping):
-        rebuilt: Any = copy.copy(first)
-        for key, value in joined.items():
-            rebuilt[key] = value
-        return rebuilt
-    if isinstance(first, (list, tuple)):
-        values = list(joined.values())
-        return type(first)(*values) if hasattr(first, "_fields") else type(first)(values)
-    rebuilt = copy.copy(first)
-    for key, value in joined.items():
-        object.__setattr__(rebuilt, key, value)
-    return rebuilt

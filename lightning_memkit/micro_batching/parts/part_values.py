@@ -10,7 +10,7 @@ from lightning_memkit.micro_batching.parts.logged_values import Entries, LoggedV
 from lightning_memkit.micro_batching.parts.partition import Cut, Splitter, rows_together
 from lightning_memkit.micro_batching.parts.returned_values import ReturnedValues
 from lightning_memkit.micro_batching.parts.value_looks import ValueLooks
-from lightning_memkit.micro_batching.proof.trials import Values
+from lightning_memkit.micro_batching.proof.trial_values import TrialValues
 from lightning_memkit.micro_batching.run import Step
 
 _MOST_LOOKS = (
@@ -131,7 +131,7 @@ class PartValues:
             self.look = None
         return told
 
-    def _learned(self, runs: Sequence[Values], shares: Sequence[float], sizes: Sequence[int]) -> bool:
+    def _learned(self, runs: Sequence[TrialValues], shares: Sequence[float], sizes: Sequence[int]) -> bool:
         whole, *parts = runs
         told = self.logs.learn(whole.logged, [part.logged for part in parts], shares, sizes)
         return self.returned.learn(whole.returned, [part.returned for part in parts], shares, sizes) or told

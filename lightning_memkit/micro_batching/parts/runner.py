@@ -3,26 +3,34 @@
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_memkit.micro_batching import batch_size, joined, normalized, split_batch
+from lightning_memkit.micro_batching import batch_size, normalized, split_batch
 from lightning_memkit.micro_batching.graph import observation
-from lightning_memkit.micro_batching.graph.loss_rules import UnseenValueError
+from lightning_memkit.micro_batching.graph.term_rules import UnseenValueError
 from lightning_memkit.micro_batching.graph.term_values import TermValues
-from lightning_memkit.micro_batching.parts.part_values import GivenValues, PartValues
+from lightning_memkit.micro_batching.parts.attempt import (
+    Attempt,
+    BatchRun,
+    Window,
+    put_together,
+    reported,
+    summed_up,
+)
+from lightning_memkit.micro_batching.parts.part_values import PartValues
 from lightning_memkit.micro_batching.parts.partition import Cut, Partition
 from lightning_memkit.micro_batching.ranks.agreement import Ranks, any_rank, sum_of_ranks
 from lightning_memkit.micro_batching.run import Run, Step
+from lightning_memkit.micro_batching.shares.divisors import BatchSums
 from lightning_memkit.micro_batching.shares.foreseen import (
     MistakenTotalsError,
     NothingCountedError,
     UnknownTotalsError,
 )
-from lightning_memkit.micro_batching.shares.step_shares import BatchSums, StepShares
+from lightning_memkit.micro_batching.shares.step_shares import StepShares
 
 _UNTOLD_REST = (
     "The loss holds a number without a gradient of which it can't be told how those of parts make the batch's: it is "
@@ -39,49 +47,6 @@ _UNTOLD_TERMS = (
 
 # Reads off forwards without a backward, and without a trace, what a batch counts: `Surveys`.
 Survey = Callable[[Step, Cut], list[float]]
-
-
-@dataclass(kw_only=True)
-class _Window:
-    """Batches that are accumulated into one step, weighed exactly: what each has counted so far."""
-
-    reference: float = 0.0
-    counted: float = 0.0
-    totals: list[float] | None = None  # of the terms that a graph shows: the first batch's
-    # Of each mean, and whether a constant stands beside it (see `StepShares`).
-    fractions: list[float] = field(default_factory=list)
-    beside: list[float] = field(default_factory=list)
-
-    @property
-    def factor(self) -> float:
-        """What gradients at the first batch's scale are multiplied with, once all batches have run."""
-        return self.reference / self.counted if self.counted else 1.0
-
-
-@dataclass(kw_only=True)
-class _Attempt(GivenValues):
-    """What one try at a batch has come to."""
-
-    losses: list[Tensor] = field(default_factory=list)
-    contributions: list[Tensor | None] = field(default_factory=list)  # of terms of unlike shares, to the loss
-    rest: Tensor | None = None  # of the batch's loss, beside them
-
-
-@dataclass(kw_only=True)
-class _Batch:
-    """A batch that is being run in parts.
-
-    Args:
-        step: its step.
-        cut: its parts.
-        weights: what each weighs, where this is known before they run; else by `shares`.
-        shares: weighs each by its own loss.
-    """
-
-    step: Step
-    cut: Cut
-    weights: list[float]
-    shares: StepShares | None
 
 
 class PartsRunner:
@@ -109,7 +74,7 @@ class PartsRunner:
         self._warned = set[str]()
         self._run = run
         self._has_exact_windows = exact_window
-        self._window = _Window()
+        self._window = Window()
 
     @property
     def _exact_window(self) -> bool:
@@ -123,23 +88,23 @@ class PartsRunner:
             UnforeseenLossError: its loss is another one than was proven to add up; gradients are not complete.
             UnknownTotalsError: it has to begin again, with totals that are known; gradients are not complete.
         """
-        attempt = _Attempt()
+        attempt = Attempt()
         self._attempt(step, attempt)
         self.phase = "after backward, in hooks, clipping or the optimizer's step"
-        return self._result(step, attempt)
+        return reported(step, attempt, self.partition, self.values)
 
     def run_again(self, step: Step) -> None:
         """Only for the gradients: nothing is logged or counted a second time."""
         undo = [step.keep_counters(), self._run.keep_results()]
         try:
-            self._attempt(step, _Attempt())
+            self._attempt(step, Attempt())
         finally:
             for put_back in undo:
                 put_back()
 
-    def _attempt(self, step: Step, attempt: _Attempt) -> None:
+    def _attempt(self, step: Step, attempt: Attempt) -> None:
         if self._exact_window and step.starts_window:
-            self._window = _Window()
+            self._window = Window()
         self.phase = "in splitting and weighing the batch"
         cut, weights = self._weighed(step.batch)
         attempt.cut, attempt.split = cut, self.partition.split
@@ -148,14 +113,14 @@ class PartsRunner:
             len(cut.parts) > 1 or self._exact_window or self._run.world_size > 1
         )
         shares = self._shares(step, cut) if observed else None
-        batch = _Batch(step=step, cut=cut, weights=weights, shares=shares)
+        batch = BatchRun(step=step, cut=cut, weights=weights, shares=shares)
         kept = self._kept(batch)
         self.ranks.attempt(lambda: self._run_parts(batch, attempt, kept), ends_window=step.ends_window)
         if shares is not None:
             factor = self._finish_batch(step, shares)
             attempt.contributions = [None if c is None else c * factor for c in shares.contributions]
             attempt.rest = self._rest(shares)
-            if shares.was_unlike and _put_together(attempt) is None:
+            if shares.was_unlike and put_together(attempt) is None:
                 self._warn(_UNTOLD_TERMS)
             if attempt.losses and shares.totals is None and shares.rules.means and not self._exact_window:
                 raise NothingCountedError  # a mean over nothing, whose gradient and loss are still the batch's
@@ -245,13 +210,13 @@ class PartsRunner:
         """Totals over all ranks, divided by their number, as gradients are."""
         return [total / self._run.world_size for total in sum_of_ranks(self._run, totals)]
 
-    def _kept(self, batch: _Batch) -> list[int | None]:
+    def _kept(self, batch: BatchRun) -> list[int | None]:
         """Which parts run: all, and as many as any rank has where ranks meet in every part; None repeats the first."""
         # Also those that count nothing for the loss: they log and return what rows of the batch do.
         parts = len(batch.weights)
         return [*range(parts), *[None] * (self.ranks.most_parts(parts) - parts)]
 
-    def _run_parts(self, batch: _Batch, attempt: _Attempt, kept: list[int | None]) -> None:
+    def _run_parts(self, batch: BatchRun, attempt: Attempt, kept: list[int | None]) -> None:
         ran: list[int] = []  # of those that left something behind, the ones that counted
         cut, step, state = batch.cut, batch.step, self.partition.state
         if state is not None:
@@ -290,7 +255,7 @@ class PartsRunner:
             state.finish({"loss": attempt.weights, "samples": sizes}, ran)
 
     def _run_part(
-        self, batch: _Batch, index: int, weight: float, which: str, *, first: bool
+        self, batch: BatchRun, index: int, weight: float, which: str, *, first: bool
     ) -> tuple[Tensor | None, dict[str, Any], list[dict[str, Any]], float]:
         """Transfer, forward and backward of one part: its detached loss, what it returned and logged, its weight."""
         self.phase = f"in forward {which}"
@@ -318,7 +283,7 @@ class PartsRunner:
         return loss.detach(), extra, logged, weight
 
     def _observed(
-        self, batch: _Batch, loss: Tensor, index: int, values: dict[tuple[Any, int], Tensor] | None
+        self, batch: BatchRun, loss: Tensor, index: int, values: dict[tuple[Any, int], Tensor] | None
     ) -> tuple[Tensor | None, float]:
         """What a part's backward starts from by what its loss itself shows, and what it counts."""
         shares = batch.shares
@@ -393,8 +358,8 @@ class PartsRunner:
         window, main = self._window, shares.rules.means[0]
         window.totals = shares.totals
         window.counted += shares.counted_of(overall)[main]
-        window.fractions = _sums(window.fractions, overall.fractions)
-        window.beside = _sums(window.beside, overall.beside)
+        window.fractions = summed_up(window.fractions, overall.fractions)
+        window.beside = summed_up(window.beside, overall.beside)
         if step.ends_window and window.totals is not None:
             window.reference = window.totals[main]
             shares.refuse_constants(window.fractions, window.beside, window.factor)
@@ -408,69 +373,6 @@ class PartsRunner:
         gradients = [parameter.grad for parameter in _parameters(step) if parameter.grad is not None]
         if factor != 1.0 and gradients:
             torch._foreach_mul_(gradients, factor)
-
-    def _result(self, step: Step, attempt: _Attempt) -> tuple[Tensor | None, dict[str, Any]]:
-        whole = _put_together(attempt)
-        total = sum(attempt.weights)
-        summed = self.partition.summed or (self.partition.rules is not None and self.partition.rules.summed)
-        shares = [weight / total for weight in attempt.weights] if total and not summed else None
-        shares = shares or attempt.weights
-        loss = whole
-        if whole is None and attempt.losses:
-            first, *_ = attempt.losses  # a number, of one dimension perhaps: none of its entries is a row
-            loss = joined([one.reshape(()) for one in attempt.losses], shares, attempt.sizes).reshape(
-                first.shape
-            )
-        # Numbers of an accelerator are not compared where rules will do: that waits for it.
-        is_compared = whole is not None or (loss is not None and loss.device.type == "cpu")
-        known = _names_of_the_loss(attempt) if is_compared else set[tuple[str, str]]()
-        entries, extra = self.values.of_batch(step, attempt, shares, known)
-        for entry in entries:
-            if loss is not None and (entry["fx"], entry["name"]) in known:
-                entry = {**entry, "value": loss.to(entry["value"]).reshape_as(entry["value"])}
-            self._run.log_now(entry)
-        if loss is None:
-            return None, {}
-        if whole is not None:  # a loss that is returned under another name, too
-            extra = {
-                key: whole
-                if all(map(_same_number, attempt.losses, (e[key] for e in attempt.extras)))
-                else value
-                for key, value in extra.items()
-            }
-        if self.partition.state is not None and len(attempt.logged) > 1:
-            self.partition.state.take(loss)
-        return loss, extra
-
-
-def _sums(before: list[float], own: list[float]) -> list[float]:
-    return [a + b for a, b in zip(before or [0.0] * len(own), own, strict=True)]
-
-
-def _put_together(attempt: _Attempt) -> Tensor | None:
-    """The batch's loss from what each part's terms add to it; None where they all weigh alike, or can't be told."""
-    told = [value for value in attempt.contributions if value is not None]
-    if not told or len(told) < len(attempt.contributions):
-        return None
-    return sum(told, start=torch.zeros_like(told[0]) if attempt.rest is None else attempt.rest)
-
-
-def _names_of_the_loss(attempt: _Attempt) -> set[tuple[str, str]]:
-    """Hooks and names of what was logged and is in every part the very number that it has as a loss."""
-    if not attempt.losses or len(attempt.logged) != len(attempt.losses):
-        return set()
-    seen, other = set[tuple[str, str]](), set[tuple[str, str]]()
-    for (_, entries), loss in zip(attempt.logged, attempt.losses, strict=True):
-        for entry in entries:
-            (seen if _same_number(loss, entry["value"]) else other).add((entry["fx"], entry["name"]))
-    return seen - other
-
-
-def _same_number(loss: Tensor, value: Any) -> bool:
-    """Whether a value is the loss itself; a mean over nothing is nan."""
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        return False
-    return bool(value == loss) or bool(value.isnan() & loss.isnan())
 
 
 def _parameters(step: Step) -> Iterator[torch.nn.Parameter]:

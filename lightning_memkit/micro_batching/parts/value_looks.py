@@ -6,7 +6,8 @@ from typing import Any
 
 from lightning_memkit.memory.meter import unmetered
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
-from lightning_memkit.micro_batching.proof.trials import StepFailedError, Trials, Values
+from lightning_memkit.micro_batching.proof.trial_values import StepFailedError, TrialValues
+from lightning_memkit.micro_batching.proof.trials import Trials
 from lightning_memkit.micro_batching.proof.without_noise import LEVELS, quiet
 from lightning_memkit.micro_batching.run import Step
 
@@ -28,7 +29,7 @@ class ValueLooks:
 
     def __call__(
         self, step: Step, whole: Any, parts: Sequence[Any], sizes: Sequence[int]
-    ) -> list[Values] | None:
+    ) -> list[TrialValues] | None:
         """What the whole and then each part log and return; None where that fails, or is random.
 
         Args:
@@ -48,7 +49,7 @@ class ValueLooks:
 
     def _told(
         self, step: Step, whole: Any, parts: Sequence[Any], sizes: Sequence[int], level: int
-    ) -> list[Values] | None:
+    ) -> list[TrialValues] | None:
         for gradient in (False, True)[self._gradient :]:
             try:
                 told = self._run(step, whole, parts, sizes, level, gradient=gradient)
@@ -70,7 +71,7 @@ class ValueLooks:
         level: int,
         *,
         gradient: bool,
-    ) -> list[Values]:
+    ) -> list[TrialValues]:
         with unmetered(), quiet(step.run.module, level) as draws:
             if draws is not None:
                 draws.record()

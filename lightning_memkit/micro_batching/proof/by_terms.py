@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from lightning_memkit.micro_batching import WeighBy, Weigher
-from lightning_memkit.micro_batching.graph.loss_rules import Law, LossRules, share_of
+from lightning_memkit.micro_batching.graph.loss_rules import LossRules
 from lightning_memkit.micro_batching.graph.loss_walk import terms_of
+from lightning_memkit.micro_batching.graph.term_rules import Law, share_of
 from lightning_memkit.micro_batching.graph.term_scales import scale_terms
 from lightning_memkit.micro_batching.proof.comparison import (
     SCALE,
@@ -24,7 +25,8 @@ from lightning_memkit.micro_batching.proof.row_runs import (
     several_count,
 )
 from lightning_memkit.micro_batching.ranks.agreement import any_rank
-from lightning_memkit.micro_batching.shares.step_shares import ADD_UP, main_mean
+from lightning_memkit.micro_batching.shares.divisors import main_mean
+from lightning_memkit.micro_batching.shares.step_shares import ADD_UP
 
 _TERMS = 6  # of a loss, or groups of them, that are compared one by one
 COARSE = 1e-5  # measured noise from which on a small term could hide in a large one

@@ -9,27 +9,32 @@ from lightning_memkit.micro_batching import (
     WeighBy,
     Weigher,
     batch_size,
-    find_labels,
     normalized,
     split_batch,
     weigher,
 )
 from lightning_memkit.micro_batching.changes.composed_state import ComposedState
-from lightning_memkit.micro_batching.graph.learned_rules import UnlikeDivisors
 from lightning_memkit.micro_batching.graph.loss_rules import LossRules
 from lightning_memkit.micro_batching.graph.rests import RestRules
-from lightning_memkit.micro_batching.parts.joining_rules import ROUNDED, ways_of_weighing
+from lightning_memkit.micro_batching.parts.joining_rules import ROUNDED
 from lightning_memkit.micro_batching.parts.logged_values import LoggedValues
 from lightning_memkit.micro_batching.parts.partition import Splitter
 from lightning_memkit.micro_batching.parts.returned_values import ReturnedValues
 from lightning_memkit.micro_batching.proof import decomposability, verdicts
 from lightning_memkit.micro_batching.proof.decomposability import Verdict
+from lightning_memkit.micro_batching.proof.judged import (
+    candidates,
+    changes_verdict,
+    counts_by_way,
+    mismatch_verdict,
+)
 from lightning_memkit.micro_batching.proof.learning import learn_counts, learn_rests
 from lightning_memkit.micro_batching.proof.novelty import Novelties
 from lightning_memkit.micro_batching.proof.probed_rows import in_order_of, probed_rows, told_apart
 from lightning_memkit.micro_batching.proof.row_runs import ComparisonOutcome, NothingCountsError, Rows
 from lightning_memkit.micro_batching.proof.row_trials import RowTrials
-from lightning_memkit.micro_batching.proof.trials import StepFailedError, Trials
+from lightning_memkit.micro_batching.proof.trial_values import StepFailedError
+from lightning_memkit.micro_batching.proof.trials import Trials
 from lightning_memkit.micro_batching.proof.without_noise import LEVELS, quiet
 from lightning_memkit.micro_batching.ranks.agreement import any_rank, largest_of_ranks
 from lightning_memkit.micro_batching.run import Step
@@ -108,7 +113,7 @@ class Weighing:
         self.skipped = False
         self._batches += 1
         if self.probes == 0 and not self.unproven:
-            self._open = _candidates(self._given, step.batch)
+            self._open = candidates(self._given, step.batch)
         if not any_rank(step.run, self._wanted(step, micro_batch_size)):
             return
         is_first = self.probes == 0
@@ -135,7 +140,7 @@ class Weighing:
 
     def again(self, step: Step, trials: Trials, micro_batch_size: int) -> None:
         """Probe this batch, whose loss turned out to be another one than was proven."""
-        self._open = _candidates(self._given, step.batch)
+        self._open = candidates(self._given, step.batch)
         self._probe(step, trials, micro_batch_size)
 
     def refuse(self, verdict: Verdict) -> None:
@@ -268,7 +273,7 @@ class Weighing:
                     return True
                 if not rows.noise_explains(outcome):
                     self.probes += 1
-                    self.refuse(_changes_verdict(step, probed, outcome) or _mismatch(step, outcome))
+                    self.refuse(changes_verdict(step, probed, outcome) or mismatch_verdict(step, outcome))
                     return True
         self.unproven = "the loss draws random numbers of its own"
         return True
@@ -278,7 +283,7 @@ class Weighing:
         self.probes += 1
         self._smallest = min(self._smallest or probed.sizes[0], *probed.sizes)
         self.verdict = (
-            _changes_verdict(step, probed, outcome)
+            changes_verdict(step, probed, outcome)
             or rows.dependence(outcome)
             or Verdict(adds_up=True, relative_error=outcome.miss.relative_error)
         )
@@ -303,55 +308,5 @@ class Weighing:
             learn_rests(probed, self.rests, outcome, allowed)
         self.logs.compare(outcome.whole.logged, [part.logged for part in parts], shares, sizes, allowed)
         self.returned.compare(
-            outcome.whole.returned, [part.returned for part in parts], _counts(probed, outcome), allowed
+            outcome.whole.returned, [part.returned for part in parts], counts_by_way(probed, outcome), allowed
         )
-
-
-def _counts(probed: Rows, outcome: ComparisonOutcome) -> dict[str, list[float]]:
-    """What a value of parts may be weighed by."""
-    return ways_of_weighing(outcome.present_shares, [probed.sizes[index] for index in outcome.present])
-
-
-def _changes_verdict(step: Step, probed: Rows, outcome: ComparisonOutcome) -> Verdict | None:
-    """None where parts change nothing but gradients, or what they change composes; else what to say of it."""
-    state, kept = outcome.state, list(outcome.changes)
-    if state is not None:
-        parts = [part for part in outcome.parts if part is not None]
-        failed = set(
-            state.learn(
-                outcome.whole.left,
-                [part.left for part in parts],
-                _counts(probed, outcome),
-                [part.loss for part in parts],
-            )
-        )
-        noted = {name for name in failed if state.notes_integers(name, outcome.whole.left)}
-        settled = (set(state.names) - failed) | noted
-        kept = [change for change in kept if change.name not in settled]
-        if noted:
-            names = ", ".join(sorted(noted))
-            step.run.info(f"MemoryBudget: training_step adds to {names} once for each part of a batch.")
-    return verdicts.changes_in_parts(kept) if any_rank(step.run, bool(kept)) else None
-
-
-def _mismatch(step: Step, outcome: ComparisonOutcome) -> Verdict:
-    """Why the parts don't add up."""
-    error = outcome.miss.relative_error
-    if isinstance(outcome.why, UnlikeDivisors):
-        return verdicts.divided_unlike(outcome.why, error)
-    if outcome.why:
-        return verdicts.curved(outcome.why, error)
-    if outcome.bends:
-        return verdicts.bent(step.run, error)
-    gradients = [part.gradient for part in outcome.parts if part is not None]
-    return verdicts.missed(outcome.whole.gradient, gradients, outcome.present_shares, outcome.miss)
-
-
-def _candidates(weigh_by: WeighBy | Weigher, batch: Any) -> list[WeighBy | Weigher]:
-    """The ways of weighing to compare: the user's alone, or all that a batch may mean, the likeliest first."""
-    if weigh_by != "auto" or hasattr(batch, "weight"):
-        return [weigh_by]
-    labels = find_labels(batch)
-    if labels is None:
-        return ["samples"]
-    return ["labels", "samples"] if labels.ndim < 2 else ["labels", "causal_labels", "samples"]

@@ -21,7 +21,8 @@ from lightning_memkit.micro_batching.proof.comparison import (
     last_bits_turned,
     spans_of,
 )
-from lightning_memkit.micro_batching.proof.trials import StepFailedError, Trials
+from lightning_memkit.micro_batching.proof.trial_values import StepFailedError
+from lightning_memkit.micro_batching.proof.trials import Trials
 from lightning_memkit.micro_batching.proof.without_noise import SharedDraws
 from lightning_memkit.micro_batching.ranks.agreement import largest_of_ranks
 from lightning_memkit.micro_batching.run import Step

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -19,7 +18,8 @@ from lightning_memkit.micro_batching.graph.learned_rules import (
     agreed,
     learned,
 )
-from lightning_memkit.micro_batching.graph.loss_rules import VARYING_FACTOR, Law, LossRules, share_of
+from lightning_memkit.micro_batching.graph.loss_rules import VARYING_FACTOR, LossRules
+from lightning_memkit.micro_batching.graph.term_rules import share_of
 from lightning_memkit.micro_batching.parts.joining_rules import ROUNDED
 from lightning_memkit.micro_batching.proof import verdicts
 from lightning_memkit.micro_batching.proof.by_terms import COARSE, TermComparison, counts_of
@@ -36,7 +36,8 @@ from lightning_memkit.micro_batching.proof.row_runs import (
     Rows,
     TrialStep,
 )
-from lightning_memkit.micro_batching.proof.trials import StepFailedError, Trials
+from lightning_memkit.micro_batching.proof.trial_values import StepFailedError
+from lightning_memkit.micro_batching.proof.trials import Trials
 from lightning_memkit.micro_batching.proof.without_noise import SharedDraws
 from lightning_memkit.micro_batching.ranks.agreement import any_rank, largest_of_ranks, values_of_ranks
 from lightning_memkit.micro_batching.run import Step
@@ -104,7 +105,7 @@ class RowTrials:
             outcome = terms.compare(rules)
             kept = self._kept(rules, outcome, whole, parts)
             if kept and self._step.run.world_size == 1:
-                outcome = terms.compare(_looked_up(rules, kept)) or outcome
+                outcome = terms.compare(rules.looking_up(kept)) or outcome
             elif kept:
                 outcome = _by_whole(terms, rules, kept) or outcome
         if outcome is None:
@@ -289,13 +290,3 @@ def _by_whole(terms: TermComparison, rules: LossRules, kept: Sequence[int]) -> C
         return None
     outcome.kept = frozenset(kept)
     return outcome
-
-
-def _looked_up(rules: LossRules, kept: Sequence[int]) -> LossRules:
-    """The rules with some means as terms whose divisor is looked up in the whole batch, until rows tell more."""
-    return LossRules(
-        rules=tuple(
-            replace(rule, law=Law.SUM, numbered=True) if index in kept else rule
-            for index, rule in enumerate(rules.rules)
-        )
-    )

@@ -6,8 +6,9 @@ from contextlib import nullcontext
 from typing import Any
 
 from lightning_memkit.micro_batching import SplittableBatch
-from lightning_memkit.micro_batching.graph.loss_rules import Law, LossRules
+from lightning_memkit.micro_batching.graph.loss_rules import LossRules
 from lightning_memkit.micro_batching.graph.loss_walk import terms_of
+from lightning_memkit.micro_batching.graph.term_rules import Law
 from lightning_memkit.micro_batching.graph.term_values import TermValues
 from lightning_memkit.micro_batching.parts.partition import Cut, Partition, rows_together
 from lightning_memkit.micro_batching.proof.some_rows import count_of_rows, one_row
@@ -19,9 +20,9 @@ from lightning_memkit.micro_batching.ranks.agreement import (
 )
 from lightning_memkit.micro_batching.run import Run, Step
 from lightning_memkit.micro_batching.shares.batch_counts import Foretelling
+from lightning_memkit.micro_batching.shares.divisors import least_divisors, looked_at
 from lightning_memkit.micro_batching.shares.foreseen import ForeseenWronglyError, UnforeseenLossError
 from lightning_memkit.micro_batching.shares.lone_counts import WHOLE, LoneCounts, Look, saving_shapes_only
-from lightning_memkit.micro_batching.shares.step_shares import least_divisors, looked_at
 
 _TAKEN_FOR_A_SUM = (
     "MemoryBudget takes a term of the loss for a sum over the batch: training_step divides (or multiplies) it by the "

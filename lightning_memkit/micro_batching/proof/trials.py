@@ -5,7 +5,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
@@ -23,6 +22,7 @@ from lightning_memkit.micro_batching.proof import decomposability
 from lightning_memkit.micro_batching.proof.noted_changes import NotedChanges
 from lightning_memkit.micro_batching.proof.optimizer_trial import allocate_gradients, states_on
 from lightning_memkit.micro_batching.proof.some_rows import count_of_rows, one_row
+from lightning_memkit.micro_batching.proof.trial_values import PassedOverError, StepFailedError, TrialValues
 from lightning_memkit.micro_batching.ranks.agreement import (
     Ranks,
     local_optimizer,
@@ -32,34 +32,6 @@ from lightning_memkit.micro_batching.shares.foreseen import ForeseenWronglyError
 from lightning_memkit.optim.methods import uses_closure_its_own_way
 from lightning_memkit.utilities.generators import Generators
 from lightning_memkit.utilities.tensors import tensors_of
-
-
-class PassedOverError(ForeseenWronglyError):
-    """training_step returned None on a rank whose backward the others wait for: the trial ends on all of them."""
-
-
-class StepFailedError(Exception):
-    """The user's step raised on a batch that it was given for a trial."""
-
-    def __init__(self, cause: Exception, *, skipped: bool) -> None:
-        super().__init__(str(cause))
-        self.cause = cause
-        self.skipped = skipped  # it returned None, as it may to skip a batch
-
-
-@dataclass(kw_only=True)
-class Values:
-    """What a step logs, and returns beside its loss.
-
-    Attributes:
-        drew: whether it drew random numbers of torch.
-        drew_elsewhere: whether it drew some of Python or NumPy.
-    """
-
-    logged: list[dict[str, Any]]
-    returned: dict[str, Any]
-    drew: bool
-    drew_elsewhere: bool
 
 
 class Trials:
@@ -225,7 +197,7 @@ class Trials:
                 return None
         return losses[0] if losses else None
 
-    def values_of(self, step: Step, batch: Any, *, gradient: bool) -> Values:
+    def values_of(self, step: Step, batch: Any, *, gradient: bool) -> TrialValues:
         """What a step logs and returns of some rows, by a forward after the batch's own backward; gradients stay.
 
         Args:
@@ -246,7 +218,7 @@ class Trials:
             if loss is None:
                 raise StepFailedError(ValueError("training_step returned None"), skipped=True)
             drew, elsewhere = generators.drawn_from()
-            return Values(logged=list(logged), returned=returned, drew=drew, drew_elsewhere=elsewhere)
+            return TrialValues(logged=list(logged), returned=returned, drew=drew, drew_elsewhere=elsewhere)
 
     def _run_before(self, step: Step, batch: Any) -> None:
         generators = Generators()

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_memkit.micro_batching.graph.graph_nodes import as_saved
-from lightning_memkit.micro_batching.graph.loss_rules import ALIKE, share_of
+from lightning_memkit.micro_batching.graph.term_rules import ALIKE, share_of
 from lightning_memkit.micro_batching.shares.batch_counts import Shown
 
 WHOLE = None  # a look at the whole batch

@@ -11,7 +11,8 @@ from lightning_memkit.memory.sizing import Forecast, NothingFitsError, Sizing, T
 from lightning_memkit.memory.speed import smaller_sizes
 from lightning_memkit.micro_batching import batch_size
 from lightning_memkit.micro_batching.proof.optimizer_trial import optimizer_state
-from lightning_memkit.micro_batching.proof.trials import StepFailedError, Trials
+from lightning_memkit.micro_batching.proof.trial_values import StepFailedError
+from lightning_memkit.micro_batching.proof.trials import Trials
 from lightning_memkit.micro_batching.ranks.agreement import any_rank, largest_of_ranks
 from lightning_memkit.micro_batching.run import Run, Step
 from lightning_memkit.micro_batching.sizes.recomputation import AutomaticPolicy
@@ -261,52 +262,6 @@ def _largest_of_ranks(run: Run, peak: int | None) -> int | None:
     """The largest peak of all ranks, None where one ran out of memory: then all try the same sizes."""
     largest = largest_of_ranks(run, [float("inf") if peak is None else peak])[0]
     return None if largest == float("inf") else int(largest)
-
-
-class AccumulationWindow:
-    """Loader batches that make one optimizer step, where the effective batch is more than one of them."""
-
-    def __init__(self, effective_batch_size: int | None) -> None:
-        self.effective_batch_size = effective_batch_size
-        self.loader_batches = 1
-        self._run: Run | None = None
-        self._before = 1
-
-    def open_early(self, run: Run) -> None:
-        """Open before schedulers ask for the number of steps, where the loader's batch size is written down."""
-        if run.loader_batch_size is not None:
-            self.open(run, run.loader_batch_size)
-
-    def open(self, run: Run, loader_batch: int) -> None:
-        """Let the loop accumulate as many loader batches as the effective batch holds.
-
-        Raises:
-            ValueError: the effective batch is not a multiple of the loader's, or the source named another one.
-        """
-        wanted = self.effective_batch_size
-        if wanted is None:
-            return
-        if self._run is not None:
-            if run.steps_taken == 0 and loader_batch * self.loader_batches != wanted:
-                raise ValueError(
-                    f"effective_batch_size={wanted} counts on {self.loader_batches} loader batches of "
-                    f"{wanted // self.loader_batches}, by the `batch_size` that the data source names; the first "
-                    f"batch holds {loader_batch}. Let the source's batch_size be that of its loader."
-                )
-            return
-        if wanted % loader_batch:
-            raise ValueError(
-                f"effective_batch_size={wanted} is not a multiple of the loader's batch of {loader_batch}; "
-                f"write {max(1, wanted // loader_batch) * loader_batch}, or change the loader's batch_size."
-            )
-        self._run, self._before = run, run.batches_a_step
-        self.loader_batches = run.batches_a_step = wanted // loader_batch
-
-    def close(self) -> None:
-        """Give the loop its own setting back."""
-        if self._run is not None:
-            self._run.batches_a_step = self._before
-            self._run = None
 
 
 def with_batch_statistics(module: nn.Module) -> list[str]:

@@ -1,0 +1,66 @@
+"""What a comparison that failed says of the loss, and the ways of weighing that are possible."""
+
+from typing import Any
+
+from lightning_memkit.micro_batching import (
+    WeighBy,
+    Weigher,
+    find_labels,
+)
+from lightning_memkit.micro_batching.graph.learned_rules import UnlikeDivisors
+from lightning_memkit.micro_batching.parts.joining_rules import ways_of_weighing
+from lightning_memkit.micro_batching.proof import verdicts
+from lightning_memkit.micro_batching.proof.decomposability import Verdict
+from lightning_memkit.micro_batching.proof.row_runs import ComparisonOutcome, Rows
+from lightning_memkit.micro_batching.ranks.agreement import any_rank
+from lightning_memkit.micro_batching.run import Step
+
+
+def counts_by_way(probed: Rows, outcome: ComparisonOutcome) -> dict[str, list[float]]:
+    """What a value of parts may be weighed by."""
+    return ways_of_weighing(outcome.present_shares, [probed.sizes[index] for index in outcome.present])
+
+
+def changes_verdict(step: Step, probed: Rows, outcome: ComparisonOutcome) -> Verdict | None:
+    """None where parts change nothing but gradients, or what they change composes; else what to say of it."""
+    state, kept = outcome.state, list(outcome.changes)
+    if state is not None:
+        parts = [part for part in outcome.parts if part is not None]
+        failed = set(
+            state.learn(
+                outcome.whole.left,
+                [part.left for part in parts],
+                counts_by_way(probed, outcome),
+                [part.loss for part in parts],
+            )
+        )
+        noted = {name for name in failed if state.notes_integers(name, outcome.whole.left)}
+        settled = (set(state.names) - failed) | noted
+        kept = [change for change in kept if change.name not in settled]
+        if noted:
+            names = ", ".join(sorted(noted))
+            step.run.info(f"MemoryBudget: training_step adds to {names} once for each part of a batch.")
+    return verdicts.changes_in_parts(kept) if any_rank(step.run, bool(kept)) else None
+
+
+def mismatch_verdict(step: Step, outcome: ComparisonOutcome) -> Verdict:
+    """Why the parts don't add up."""
+    error = outcome.miss.relative_error
+    if isinstance(outcome.why, UnlikeDivisors):
+        return verdicts.divided_unlike(outcome.why, error)
+    if outcome.why:
+        return verdicts.curved(outcome.why, error)
+    if outcome.bends:
+        return verdicts.bent(step.run, error)
+    gradients = [part.gradient for part in outcome.parts if part is not None]
+    return verdicts.missed(outcome.whole.gradient, gradients, outcome.present_shares, outcome.miss)
+
+
+def candidates(weigh_by: WeighBy | Weigher, batch: Any) -> list[WeighBy | Weigher]:
+    """The ways of weighing to compare: the user's alone, or all that a batch may mean, the likeliest first."""
+    if weigh_by != "auto" or hasattr(batch, "weight"):
+        return [weigh_by]
+    labels = find_labels(batch)
+    if labels is None:
+        return ["samples"]
+    return ["labels", "samples"] if labels.ndim < 2 else ["labels", "causal_labels", "samples"]
