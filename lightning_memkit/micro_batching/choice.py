@@ -3,13 +3,11 @@
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from math import isfinite
 from typing import Any
 
 import torch
 
-from lightning_memkit.memory.sizing import Sizing, part_sizes
+from lightning_memkit.memory.sizing import Sizing
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.micro_batching import SplitError, batch_size, weigher
 from lightning_memkit.micro_batching.graph.loss_rules import VARYING_FACTOR
@@ -20,8 +18,10 @@ from lightning_memkit.micro_batching.parts.runner import PartsRunner
 from lightning_memkit.micro_batching.proof import verdicts
 from lightning_memkit.micro_batching.proof.probe import Weighing
 from lightning_memkit.micro_batching.proof.trials import Trials
+from lightning_memkit.micro_batching.proof.verdicts import weighed_by, why_whole
 from lightning_memkit.micro_batching.ranks.agreement import any_rank, largest_of_ranks
-from lightning_memkit.micro_batching.run import Run, Step
+from lightning_memkit.micro_batching.ranks.worst import worst_of_ranks
+from lightning_memkit.micro_batching.run import Step
 from lightning_memkit.micro_batching.shares.foreseen import (
     ForeseenElsewhereError,
     ForeseenWronglyError,
@@ -29,27 +29,14 @@ from lightning_memkit.micro_batching.shares.foreseen import (
     LoneCountError,
     MistakenTotalsError,
     NothingCountedError,
-    UnforeseenLossError,
     UnknownTotalsError,
     VaryingFactorError,
 )
+from lightning_memkit.micro_batching.sizes.known import KnownSizes
 from lightning_memkit.micro_batching.sizes.shortfall import ran_dry
-from lightning_memkit.micro_batching.sizes.sizing import BudgetError, Foreseen, choose_size, verify_whole
-from lightning_memkit.micro_batching.sizes.tuned_sizes import TunedSize, TunedSizes, question_of
+from lightning_memkit.micro_batching.sizes.sizing import BudgetError, Foreseen
 from lightning_memkit.micro_batching.sizes.tuning import SizeTuning, clock_may_choose
 from lightning_memkit.micro_batching.sizes.window import AccumulationWindow
-
-# From what takes the least of all ranks to what takes the most.
-_FORESEEN_WRONGLY: tuple[type[ForeseenWronglyError], ...] = (
-    ForeseenElsewhereError,
-    MistakenTotalsError,
-    NothingCountedError,
-    LoneCountError,
-    UnknownTotalsError,
-    UnforeseenLossError,
-    VaryingFactorError,
-    KeptConstantError,
-)
 
 
 class PartsChoice:
@@ -66,6 +53,7 @@ class PartsChoice:
     Attributes:
         sizing: the size that was verified before step 1, None before.
         tuning: what finds the fastest size; None where nothing is left to be found.
+        known: sizes that are known without being measured anew, and what was predicted of them.
     """
 
     def __init__(
@@ -85,10 +73,7 @@ class PartsChoice:
         self._trials = trials
         self._window = window
         self._resumed = resumed
-        self._predict = foresee
-        self.foreseen: Foreseen | None = None
-        self._tuned_sizes: TunedSizes | None = None
-        self._remembered: TunedSize | None = None
+        self.known = KnownSizes(options, trials, resumed, foresee)
         self._warned = ""
         self._sized_for = 0  # samples of the largest batch that a size was measured for
 
@@ -133,7 +118,7 @@ class PartsChoice:
             self.sizing = sizing = self._first(step)
         step.run.info(
             f"MemoryBudget: {sizing}; budget {format_bytes(self._options.budget_bytes)}, weighed by "
-            f"{_described(self.weighing)}."
+            f"{weighed_by(self.weighing)}."
         )
         return sizing
 
@@ -145,19 +130,19 @@ class PartsChoice:
             if options.micro_batch_size != "auto":
                 raise
             warnings.warn(f"MemoryBudget runs batches whole: {error}", stacklevel=2)
-            sizing = verify_whole(step, self._trials, **self._known, why=str(error))
+            sizing = self.known.whole(step, why=str(error))
             partition.whole, self._runner.unsplittable = True, str(error)
             return sizing
         self._window.open(step.run, total)
         # The probe's backward may end what forks can do.
-        self.foreseen = foreseen = self._foresee(step, total)
+        self.known.look(step, total)
         self._settle(step)
         if options.micro_batch_size != "auto" and not self._runs_whole:
             self._check(splits=options.micro_batch_size < total)
-        sizing = self._sized(step, foreseen)
+        sizing = self._sized(step, self.known.foreseen)
         is_open = bool(self._resumed.get("open_sizes"))
         if is_open or self._resumed.get("by_tokens", True):
-            form_by_tokens(step, self._trials, partition, options.usable_bytes, self._resumed_tokens)
+            form_by_tokens(step, self._trials, partition, options.usable_bytes, self.known.resumed_tokens)
         self.tuning = self._tuning_of(step, sizing)
         return sizing
 
@@ -201,7 +186,7 @@ class PartsChoice:
             BudgetError: its loss can't be split, and as a whole it does not fit.
         """
         partition, weighing = self._runner.partition, self.weighing
-        error = _worst_of_ranks(step.run, error)
+        error = worst_of_ranks(step.run, error)
         if last:
             weighing.refuse(verdicts.never_as_foreseen(str(error)))
             self._take_over(step)
@@ -220,7 +205,7 @@ class PartsChoice:
         if isinstance(error, (ForeseenElsewhereError, MistakenTotalsError)):
             return  # what foretold them is forgotten
         if isinstance(error, UnknownTotalsError):
-            self._check_window(is_unlike=True)
+            self._window.check(self.weighing.rules, is_unlike=True)
             partition.surveyed = partition.unlike = True
             return
         if isinstance(error, KeptConstantError):
@@ -247,10 +232,6 @@ class PartsChoice:
         return torch.OutOfMemoryError(ran_dry(step, runner.phase, failure, smallest))
 
     @property
-    def _known(self) -> dict[str, Any]:
-        return {"budget_bytes": self._options.budget_bytes, "headroom": self._options.headroom}
-
-    @property
     def _splits_by_itself(self) -> bool:
         """Whether the user has left it to the proof how parts are made and weighed."""
         return self._options.weigh_by == "auto" and self._options.split is None
@@ -261,70 +242,21 @@ class PartsChoice:
         unproven = bool(self.weighing.unproven)
         return self._splits_by_itself and (self._options.micro_batch_size == "auto" or unproven)
 
-    def _foresee(self, step: Step, total: int) -> Foreseen | None:
-        """What is predicted, where the size is open and no earlier run has found it."""
-        self._tuned_sizes = self._cache_of(step)
-        self._remembered = self._tuned_sizes.recall() if self._tuned_sizes is not None else None
-        is_resumed = self._resumed.get("micro_batch_size") is not None
-        if self._options.micro_batch_size != "auto" or is_resumed or self._remembered is not None:
-            return None
-        return self._predict(step, part_sizes(total))
-
     def _size(self, step: Step, foreseen: Foreseen | None) -> Sizing:
-        """What the user says holds; else a resumed run's size, if it still fits; else the largest that fits."""
+        """The whole batch's, where it can't be split; else what is known, or the largest that fits."""
         if self._mismatch and self._runs_whole:
             try:
-                return choose_size(step, self._trials, **self._known, given=batch_size(step.batch))
+                return self.known.given(step, batch_size(step.batch))
             except BudgetError as error:
                 raise BudgetError(f"{self._mismatch} Whole it does not fit: {error}") from None
-        given = self._options.micro_batch_size
-        repeats = given == "auto" or given == self._resumed.get("given")  # else the user says another one
-        if repeats and self._resumed.get("micro_batch_size") is not None:
-            sizing = self._resumed_size(step)
-            if sizing is not None:
-                return sizing
-        remembered = self._remembered.micro_batch_size if self._remembered is not None else None
-        return choose_size(
-            step, self._trials, **self._known, given=given, remembered=remembered, foreseen=foreseen
-        )
-
-    def _resumed_size(self, step: Step) -> Sizing | None:
-        """The size of the run that is resumed; those that it was still timing, where it had not settled on one."""
-        ran_out = min(self._resumed.get("larger", ()), default=float("inf"))
-        still_open = tuple(int(size) for size in self._resumed.get("open_sizes", ()) if size < ran_out)
-        given = max(still_open, default=int(self._resumed["micro_batch_size"]))
-        try:
-            sizing = choose_size(step, self._trials, **self._known, given=given)
-        except BudgetError:
-            warnings.warn(
-                f"The resumed run's micro-batch of {given} does not fit this budget; another one is measured, "
-                "and the runs differ by rounding.",
-                stacklevel=2,
-            )
-            return None
-        smaller = tuple(size for size in still_open if size < sizing.micro_batch_size)
-        return replace(sizing, candidates=(sizing.micro_batch_size, *smaller))
-
-    @property
-    def _resumed_tokens(self) -> tuple[int, frozenset[str]] | None:
-        """How the resumed run formed parts by tokens, if it did."""
-        row_tokens = self._resumed.get("row_tokens")
-        return None if row_tokens is None else (int(row_tokens), frozenset(self._resumed.get("wide", ())))
-
-    def _cache_of(self, step: Step) -> TunedSizes | None:
-        """Where an earlier run may have left the fastest size, if it is to be chosen at all."""
-        options = self._options
-        if options.micro_batch_size != "auto" or not clock_may_choose(step.run):
-            return None
-        question = question_of(step, budget=options.budget, usable_bytes=options.usable_bytes)
-        return TunedSizes(step.run, question)
+        return self.known.size(step, foreseen)
 
     def _tuning_of(self, step: Step, sizing: Sizing) -> SizeTuning | None:
         """What finds the fastest size, where the size is open and the loss known to add up from parts."""
         if self._mismatch or not clock_may_choose(step.run):
             return None
         weighing = self.weighing
-        return SizeTuning(step, self._runner, sizing, proven=lambda: weighing.proven, kept=self._tuned_sizes)
+        return SizeTuning(step, self._runner, sizing, proven=lambda: weighing.proven, kept=self.known.tuned)
 
     def _settle(self, step: Step) -> None:
         """Let the probe decide how this batch's parts are weighed, where that is still open."""
@@ -339,47 +271,15 @@ class PartsChoice:
         partition.weigh = weigher(weighing.weigh_by, step.batch)
         partition.rules, partition.foretold = weighing.rules, weighing.foretold
         partition.unlike, partition.rests = partition.unlike or weighing.unlike, weighing.rests
-        self._check_window(is_unlike=partition.unlike)
+        self._window.check(weighing.rules, is_unlike=partition.unlike)
         partition.held, partition.state = weighing.skipped, weighing.state
         partition.summed = weighing.weigh_by == "sum"
         self._runner.values.logs, self._runner.values.returned = weighing.logs, weighing.returned
 
-    def _check_window(self, *, is_unlike: bool) -> None:
-        """Refuse to weigh several batches exactly where each term of the loss has a share of its own.
-
-        Raises:
-            BudgetError: terms' totals over the window are known at its end only, when their gradients are summed up.
-        """
-        rules, batches = self.weighing.rules, self._window.loader_batches
-        if batches < 2 or rules is None or not (is_unlike or rules.needs_totals):
-            return
-        raise BudgetError(
-            f"effective_batch_size={self._window.effective_batch_size} weighs {batches} loader batches as one, and "
-            "the loss has terms that divide by unlike counts: what each counts in all of them is not known before "
-            f"the last one. Let the loader's batches be of {self._window.effective_batch_size} (they are split to "
-            f"fit), or write Trainer(accumulate_grad_batches={batches}) instead, where each batch is its own mean."
-        )
-
     @property
     def _mismatch(self) -> str:
         """Why the loss can't be split, and what to do; empty where it can, or nothing is known."""
-        weighing = self.weighing
-        if weighing.unproven and self._splits_by_itself:
-            return (
-                f"Whether a batch may be split can't be found out, since {weighing.unproven}. To mend it, keep the "
-                "batch whole (micro_batch_size = the loader's batch size), or write weigh_by= to say what the loss "
-                "is a mean over."
-            )
-        verdict = weighing.verdict
-        if verdict is None or verdict.adds_up:
-            return ""
-        if verdict.relative_error == 0:
-            return f"Batches are not split: {verdict.cause}. To mend it, {verdict.remedy}."
-        by = f" by {verdict.relative_error:.1%}" if isfinite(verdict.relative_error) else ""
-        return (
-            f"The weighted gradients of a batch's parts miss the whole batch's{by}: {verdict.cause}. To mend it, "
-            f"{verdict.remedy}."
-        )
+        return why_whole(self.weighing, by_itself=self._splits_by_itself)
 
     def _check(self, *, splits: bool) -> None:
         """Refuse to split by guess; warn where the user decided otherwise, and say what runs whole."""
@@ -403,19 +303,3 @@ class PartsChoice:
         if text != self._warned:
             self._warned = text
             warnings.warn(text, stacklevel=2)
-
-
-def _described(weighing: Weighing) -> str:
-    if weighing.rules is not None:
-        return "what the loss shows that it divides by"
-    weigh_by = weighing.weigh_by
-    if not isinstance(weigh_by, str):
-        return "the given callable"
-    return "the batch's own count" if weigh_by == "auto" else weigh_by
-
-
-def _worst_of_ranks(run: Run, error: ForeseenWronglyError) -> ForeseenWronglyError:
-    """What all ranks act on: they have to take the same way."""
-    own = _FORESEEN_WRONGLY.index(type(error))
-    worst = int(largest_of_ranks(run, [own])[0])
-    return error if own == worst else _FORESEEN_WRONGLY[worst]("on another rank")

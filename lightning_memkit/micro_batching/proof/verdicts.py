@@ -1,11 +1,14 @@
 """What is said of a batch that may not be split: the cause, and the remedy."""
 
 from collections.abc import Iterable, Sequence
+from math import isfinite
+from typing import Protocol
 
 from torch import Tensor
 
-from lightning_memkit.micro_batching import normalized
+from lightning_memkit.micro_batching import WeighBy, Weigher, normalized
 from lightning_memkit.micro_batching.changes.step_changes import StepChange
+from lightning_memkit.micro_batching.graph.loss_rules import LossRules
 from lightning_memkit.micro_batching.proof import decomposability
 from lightning_memkit.micro_batching.proof.comparison import Miss
 from lightning_memkit.micro_batching.proof.decomposability import Verdict
@@ -121,3 +124,47 @@ def missed(whole: Tensor, gradients: Sequence[Tensor], shares: Sequence[float], 
 
 def _refused(cause: str, remedy: str, error: float = float("inf")) -> Verdict:
     return Verdict(adds_up=False, relative_error=error, cause=cause, remedy=remedy)
+
+
+class Weighed(Protocol):
+    """How micro-batches are weighed, as far as it is known: `Weighing`."""
+
+    verdict: Verdict | None
+    rules: LossRules | None
+    unproven: str
+    weigh_by: WeighBy | Weigher
+
+
+def why_whole(weighing: Weighed, *, by_itself: bool) -> str:
+    """Why a loss can't be split, and what to do; empty where it can, or nothing is known.
+
+    Args:
+        weighing: what is known of the loss.
+        by_itself: the user has left it to the proof how micro-batches are made and weighed.
+    """
+    if weighing.unproven and by_itself:
+        return (
+            f"Whether a batch may be split can't be found out, since {weighing.unproven}. To mend it, keep the "
+            "batch whole (micro_batch_size = the loader's batch size), or write weigh_by= to say what the loss "
+            "is a mean over."
+        )
+    verdict = weighing.verdict
+    if verdict is None or verdict.adds_up:
+        return ""
+    if verdict.relative_error == 0:
+        return f"Batches are not split: {verdict.cause}. To mend it, {verdict.remedy}."
+    by = f" by {verdict.relative_error:.1%}" if isfinite(verdict.relative_error) else ""
+    return (
+        f"The weighted gradients of a batch's parts miss the whole batch's{by}: {verdict.cause}. To mend it, "
+        f"{verdict.remedy}."
+    )
+
+
+def weighed_by(weighing: Weighed) -> str:
+    """What micro-batches are weighed by, in words."""
+    if weighing.rules is not None:
+        return "what the loss shows that it divides by"
+    weigh_by = weighing.weigh_by
+    if not isinstance(weigh_by, str):
+        return "the given callable"
+    return "the batch's own count" if weigh_by == "auto" else weigh_by

@@ -1,6 +1,8 @@
 """Loader batches that make one optimizer step."""
 
+from lightning_memkit.micro_batching.graph.loss_rules import LossRules
 from lightning_memkit.micro_batching.run import Run
+from lightning_memkit.micro_batching.sizes.sizing import BudgetError
 
 
 class AccumulationWindow:
@@ -41,6 +43,22 @@ class AccumulationWindow:
             )
         self._run, self._before = run, run.batches_a_step
         self.loader_batches = run.batches_a_step = wanted // loader_batch
+
+    def check(self, rules: LossRules | None, *, is_unlike: bool) -> None:
+        """Refuse to weigh several batches exactly where each term of the loss has a share of its own.
+
+        Raises:
+            BudgetError: terms' totals over the window are known at its end only, when their gradients are summed up.
+        """
+        batches = self.loader_batches
+        if batches < 2 or rules is None or not (is_unlike or rules.needs_totals):
+            return
+        raise BudgetError(
+            f"effective_batch_size={self.effective_batch_size} weighs {batches} loader batches as one, and "
+            "the loss has terms that divide by unlike counts: what each counts in all of them is not known before "
+            f"the last one. Let the loader's batches be of {self.effective_batch_size} (they are split to "
+            f"fit), or write Trainer(accumulate_grad_batches={batches}) instead, where each batch is its own mean."
+        )
 
     def close(self) -> None:
         """Give the loop its own setting back."""

@@ -146,7 +146,7 @@ class MemoryBudget(LeavesRunBehind, Callback):
     @property
     def predicted_peaks(self) -> dict[int, int]:
         """Predicted bytes by micro-batch; empty where sizes were measured without a prediction."""
-        foreseen = None if self._engine is None else self._engine.choice.foreseen
+        foreseen = None if self._engine is None else self._engine.choice.known.foreseen
         return dict(self._peaks) if foreseen is None else dict(foreseen.peaks)
 
     def usable_bytes_on(self, device: torch.device) -> int:

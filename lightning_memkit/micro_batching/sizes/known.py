@@ -1,0 +1,114 @@
+"""A size that is known without being measured anew: a resumed run's, or an earlier one's, or a predicted one."""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from lightning_memkit.memory.sizing import Sizing, part_sizes
+from lightning_memkit.micro_batching.options import BudgetOptions
+from lightning_memkit.micro_batching.proof.trials import Trials
+from lightning_memkit.micro_batching.run import Step
+from lightning_memkit.micro_batching.sizes.sizing import BudgetError, Foreseen, choose_size, verify_whole
+from lightning_memkit.micro_batching.sizes.tuned_sizes import TunedSize, TunedSizes, question_of
+from lightning_memkit.micro_batching.sizes.tuning import clock_may_choose
+
+
+class KnownSizes:
+    """Sizes that earlier runs, or a prediction, have found; each is verified before it is taken.
+
+    Args:
+        options: what the user wants.
+        trials: verify a size.
+        resumed: the state of the run that is resumed: its size is repeated.
+        foresee: predicts the peaks of sizes, None where that can't be or does not pay.
+
+    Attributes:
+        foreseen: what was predicted; None before `look`, and where nothing was.
+        tuned: where the fastest size is kept, if the clock may choose one.
+    """
+
+    def __init__(
+        self,
+        options: BudgetOptions,
+        trials: Trials,
+        resumed: Mapping[str, Any],
+        foresee: Callable[[Step, Sequence[int]], Foreseen | None],
+    ) -> None:
+        self._options, self._trials, self._resumed, self._predict = options, trials, resumed, foresee
+        self.foreseen: Foreseen | None = None
+        self.tuned: TunedSizes | None = None
+        self._remembered: TunedSize | None = None
+
+    def look(self, step: Step, total: int) -> None:
+        """See what an earlier run has found; predict, where the size is open and none has."""
+        self.tuned = self._cache_of(step)
+        self._remembered = self.tuned.recall() if self.tuned is not None else None
+        is_resumed = self._resumed.get("micro_batch_size") is not None
+        if self._options.micro_batch_size != "auto" or is_resumed or self._remembered is not None:
+            return
+        self.foreseen = self._predict(step, part_sizes(total))
+
+    def given(self, step: Step, size: int) -> Sizing:
+        """A size that is given, verified.
+
+        Raises:
+            BudgetError: it does not fit.
+        """
+        return choose_size(step, self._trials, **self._known, given=size)
+
+    def whole(self, step: Step, *, why: str) -> Sizing:
+        """A batch that has no rows to split, verified.
+
+        Raises:
+            BudgetError: it does not fit; `why` says why it is not split.
+        """
+        return verify_whole(step, self._trials, **self._known, why=why)
+
+    def size(self, step: Step, foreseen: Foreseen | None) -> Sizing:
+        """What the user says holds; else a resumed run's size, if it still fits; else the largest that fits."""
+        given = self._options.micro_batch_size
+        repeats = given == "auto" or given == self._resumed.get("given")  # else the user says another one
+        if repeats and self._resumed.get("micro_batch_size") is not None:
+            sizing = self._resumed_size(step)
+            if sizing is not None:
+                return sizing
+        remembered = self._remembered.micro_batch_size if self._remembered is not None else None
+        return choose_size(
+            step, self._trials, **self._known, given=given, remembered=remembered, foreseen=foreseen
+        )
+
+    def _resumed_size(self, step: Step) -> Sizing | None:
+        """The size of the run that is resumed; those that it was still timing, where it had not settled on one."""
+        ran_out = min(self._resumed.get("larger", ()), default=float("inf"))
+        still_open = tuple(int(size) for size in self._resumed.get("open_sizes", ()) if size < ran_out)
+        given = max(still_open, default=int(self._resumed["micro_batch_size"]))
+        try:
+            sizing = choose_size(step, self._trials, **self._known, given=given)
+        except BudgetError:
+            warnings.warn(
+                f"The resumed run's micro-batch of {given} does not fit this budget; another one is measured, "
+                "and the runs differ by rounding.",
+                stacklevel=2,
+            )
+            return None
+        smaller = tuple(size for size in still_open if size < sizing.micro_batch_size)
+        return replace(sizing, candidates=(sizing.micro_batch_size, *smaller))
+
+    @property
+    def resumed_tokens(self) -> tuple[int, frozenset[str]] | None:
+        """How the resumed run formed parts by tokens, if it did."""
+        row_tokens = self._resumed.get("row_tokens")
+        return None if row_tokens is None else (int(row_tokens), frozenset(self._resumed.get("wide", ())))
+
+    def _cache_of(self, step: Step) -> TunedSizes | None:
+        """Where an earlier run may have left the fastest size, if it is to be chosen at all."""
+        options = self._options
+        if options.micro_batch_size != "auto" or not clock_may_choose(step.run):
+            return None
+        question = question_of(step, budget=options.budget, usable_bytes=options.usable_bytes)
+        return TunedSizes(step.run, question)
+
+    @property
+    def _known(self) -> dict[str, Any]:
+        return {"budget_bytes": self._options.budget_bytes, "headroom": self._options.headroom}
