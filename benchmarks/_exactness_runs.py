@@ -136,6 +136,8 @@ class Rescaled(Callback):
 class Jittered(Callback):
     """Changes every gradient by about a rounding of its dtype: a kink that is near is passed in some runs.
 
+    Of its own size, and of its parameter's: one that is small is a sum of larger ones, which were rounded.
+
     Args:
         seed: of the changes.
         rounding: relative.
@@ -150,8 +152,10 @@ class Jittered(Callback):
         """Before they are clipped, as the gradients of micro-batches are rounded."""
         for parameter in pl_module.parameters():
             if parameter.grad is not None:
-                noise = torch.randn(parameter.shape, generator=self._generator)
-                parameter.grad.mul_(1 + self._rounding * noise.to(parameter.grad))
+                gradient = parameter.grad
+                own, sums = torch.randn(2, *parameter.shape, generator=self._generator).to(gradient)
+                size = gradient.square().mean().sqrt()
+                gradient.mul_(1 + self._rounding * own).add_(self._rounding * size * sums)
 
 
 def unsplit(case: Case, seed: int, dtype: str) -> tuple[Trace, list[Trace]]:

@@ -223,13 +223,8 @@ class PartsChoice:
     def dry(self, step: Step, failure: str) -> Exception:
         """The error where no smaller part can help."""
         runner, trials = self._runner, self.sizing.trials if self.sizing is not None else ()
-        if runner.unsplittable:
-            return torch.OutOfMemoryError(
-                f"Batch {step.batch_idx} runs out of memory {runner.phase} ({failure}) and can't be split. "
-                f"{runner.unsplittable}"
-            )
         smallest = min(trials, key=lambda trial: trial.micro_batch_size, default=None)
-        return torch.OutOfMemoryError(ran_dry(step, runner.phase, failure, smallest))
+        return torch.OutOfMemoryError(ran_dry(step, runner.phase, failure, smallest, runner.unsplittable))
 
     @property
     def _splits_by_itself(self) -> bool:

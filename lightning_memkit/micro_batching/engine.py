@@ -18,6 +18,7 @@ from lightning_memkit.micro_batching.options import BudgetOptions
 from lightning_memkit.micro_batching.parts.partition import WHOLE, Cut, Partition
 from lightning_memkit.micro_batching.parts.runner import PartsRunner
 from lightning_memkit.micro_batching.parts.value_looks import ValueLooks
+from lightning_memkit.micro_batching.proof.lazy_modules import materialized
 from lightning_memkit.micro_batching.proof.survey import Surveys
 from lightning_memkit.micro_batching.proof.trials import Trials
 from lightning_memkit.micro_batching.ranks.agreement import local_optimizer, ranks_of
@@ -139,7 +140,7 @@ class Engine:
             self.recovery.load_state_dict(self._resumed)
             self._meet()
             self._journal(step)
-            with self.trials.materialized(step):
+            with materialized(step, self.trials):
                 self.record.sizing = self.choice.before_first(step)
         except BaseException:
             while len(self._undo) > taken:

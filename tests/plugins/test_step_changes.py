@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, SumMetric
 
 from lightning_memkit import MemoryBudget
+from lightning_memkit.micro_batching.proof.lazy_modules import materialized
 from lightning_memkit.micro_batching.proof.trial_values import StepFailedError
 from tests.plugins.toys import trainer
 
@@ -235,7 +236,7 @@ def test_lazy_modules_draw_their_weights_in_the_first_step_itself() -> None:
     class Budget(MemoryBudget):
         def prepare(self, step: Any) -> None:
             assert self._engine is not None
-            with self._engine.trials.materialized(step):
+            with materialized(step, self._engine.trials):
                 super().prepare(step)
 
     def trained(*callbacks: Any) -> dict[str, Tensor]:

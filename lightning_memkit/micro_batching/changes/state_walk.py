@@ -1,6 +1,5 @@
 """Find all that a training step may change, from its module, its batch and other objects."""
 
-import sys
 from array import array
 from collections.abc import Iterable
 from typing import Any
@@ -30,6 +29,7 @@ from lightning_memkit.micro_batching.changes.kept_state import (
     KeptSlots,
 )
 from lightning_memkit.micro_batching.changes.kept_tensor import KeptTensor, Place
+from lightning_memkit.micro_batching.changes.sharded_state import are_sharded, shards_of
 from lightning_memkit.micro_batching.changes.step_changes import CONTAINERS, ChangeKind, label
 from lightning_memkit.utilities.generators import GENERATORS
 
@@ -63,8 +63,8 @@ class StateWalk:
         self._metrics: list[str] = []
         self._objects = 0
         self._roots = own.roots_of(module)
-        self._sharded = _are_sharded(module)
-        self._shards = _shards_of(module) if self._sharded else {}
+        self._sharded = are_sharded(module)
+        self._shards = shards_of(module) if self._sharded else {}
 
     def _keep_module(self, path: str, owner: nn.Module) -> None:
         if id(owner) in self._seen:
@@ -288,15 +288,3 @@ def _of_kind(place: Place, kind: ChangeKind) -> Place:
 
 def _is_lazy(tensor: Tensor) -> bool:
     return isinstance(tensor, (UninitializedBuffer, UninitializedParameter))
-
-
-def _are_sharded(module: nn.Module) -> bool:
-    """Whether FSDP2 puts other tensors in the place of a module's parameters while it runs."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and any(isinstance(one, fsdp.FSDPModule) for one in module.modules())
-
-
-def _shards_of(module: nn.Module) -> dict[tuple[int, str], nn.Parameter]:
-    from lightning_memkit.distributed.fsdp2 import sharded_parameters  # it loads torch.distributed
-
-    return sharded_parameters(module)

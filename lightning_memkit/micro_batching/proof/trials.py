@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from lightning_memkit.memory.measure import AllocatorMeter, PeakMeter, peak_meter
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
-from lightning_memkit.micro_batching import split_batch
 from lightning_memkit.micro_batching.changes.rollback import Rollback
 from lightning_memkit.micro_batching.changes.state_walk import Keys
 from lightning_memkit.micro_batching.changes.step_changes import StepChange, label
@@ -122,28 +121,6 @@ class Trials:
         return Rollback(
             self._module, changing, batches=[step.batch, *parts], beside=step.run.changed_beside()
         )
-
-    @contextmanager
-    def materialized(self, step: Step) -> Iterator[None]:
-        """Within it lazy modules have the shapes that a forward of some rows gives them; then they are lazy again.
-
-        So the first step draws their weights itself, from the random numbers that it has without trials. Costs a
-        forward, and nothing where no module is lazy.
-        """
-        rollback = self.kept(step)
-        lazy = rollback.uninitialized()
-        if not lazy:
-            yield
-            return
-        rows = count_of_rows(step.batch)
-        some = split_batch(step.batch, [2, rows - 2])[0] if rows > 2 else step.batch
-        try:
-            with self._run.logging_held(), self._run.loggers_silent(), rollback.watching():
-                step.forward(self._run.transfer(some))
-            rollback.restore(but=lazy)
-            yield
-        finally:
-            rollback.restore()
 
     def gradient_of(
         self,

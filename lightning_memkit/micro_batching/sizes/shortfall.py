@@ -97,7 +97,7 @@ def shortfall(needs: Needs, size: int, usable: int, headroom: float = 0.05, pred
     return f"{head}{fits} What would help: {'; '.join([*smaller, *remedies, *larger])}."
 
 
-def ran_dry(step: Step, phase: str, failure: str, smallest: Trial | None) -> str:
+def ran_dry(step: Step, phase: str, failure: str, smallest: Trial | None, unsplittable: str = "") -> str:
     """The error's text where even parts of one sample run out of memory: the peak, where, and three remedies.
 
     Args:
@@ -105,7 +105,10 @@ def ran_dry(step: Step, phase: str, failure: str, smallest: Trial | None) -> str
         phase: what ran.
         failure: what the allocator said.
         smallest: the smallest size whose peak was measured before step 1.
+        unsplittable: why the batch can't be split, where it can't.
     """
+    if unsplittable:
+        return f"Batch {step.batch_idx} runs out of memory {phase} ({failure}) and can't be split. {unsplittable}"
     device = step.run.device
     if device.type == "cuda":
         peak, known = torch.cuda.max_memory_reserved(device), "the allocator's peak was"
