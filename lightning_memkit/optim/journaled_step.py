@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
+from lightning_memkit.optim.open_step import OpenStep
 from lightning_memkit.optim.pieces import Slot, slots
-from lightning_memkit.optim.shadow import OpenStep, ShadowEngine
+from lightning_memkit.optim.shadow import ShadowEngine
 from lightning_memkit.optim.slices import SlicedParameter, is_sliceable
 from lightning_memkit.optim.step_copies import Room, StepCopies, bytes_to_copy
 from lightning_memkit.optim.whole_step import StepOutOfMemoryError, step_error, tried

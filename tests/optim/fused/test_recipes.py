@@ -134,7 +134,7 @@ def test_exact_states_never_take_the_kernel(monkeypatch):
     def no_step(*_):
         raise AssertionError("a fused step was taken")
 
-    monkeypatch.setattr("lightning_memkit.optim.shadow.fused_step", no_step)
+    monkeypatch.setattr("lightning_memkit.optim.open_step.fused_step", no_step)
     parameters, _ = bf16_twins([torch.ones(4)])
     for states in ("exact", "compact"):
         optimizer = torch.optim.AdamW(parameters)
