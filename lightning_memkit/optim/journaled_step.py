@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
+from lightning_memkit.optim.eight_bit import is_bitsandbytes
 from lightning_memkit.optim.open_step import OpenStep
 from lightning_memkit.optim.pieces import Slot, slots
 from lightning_memkit.optim.shadow import ShadowEngine
@@ -221,3 +222,9 @@ class BundledStep:
                 "not: the weights are of half a step; go on from a checkpoint."
             )
         return step_error(self._optimizer, failure, where, state, half_stepped=stepped > 0 or half_way)
+
+
+def show_overrides(optimizer: Any) -> None:
+    """Show bitsandbytes all parameters: in its first step it looks up whose options the user overrode."""
+    if is_bitsandbytes(optimizer) and not optimizer.initialized:
+        optimizer.check_overrides()
