@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from lightning_memkit.optim.closures import with_closure
 from lightning_memkit.optim.comparisons import untried_error
-from lightning_memkit.optim.fused.recipes import take
 from lightning_memkit.optim.fused.step import fused_step
+from lightning_memkit.optim.fused.taking import take
 from lightning_memkit.optim.group_scalars import copied, group_scalars, restore_group_scalars
 from lightning_memkit.optim.identity import Float32Forms
 from lightning_memkit.optim.own_attributes import has_own_values, own_numbers

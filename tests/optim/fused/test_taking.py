@@ -8,7 +8,7 @@ from torch.nn import Parameter
 from lightning_memkit.optim import native
 from lightning_memkit.optim.compensation import compensate
 from lightning_memkit.optim.fused import step as front_door
-from lightning_memkit.optim.fused.recipes import take
+from lightning_memkit.optim.fused.taking import take
 from lightning_memkit.optim.modes import LOW_STATES
 from lightning_memkit.optim.pieces import slots
 from tests.optim.helpers import bf16_twins, set_gradients, two_groups
