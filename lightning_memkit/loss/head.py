@@ -1,7 +1,7 @@
 """Cross-entropy of a linear head straight from hidden states: the logits never exist as a whole.
 
-One front door; `chunks` holds the arithmetic, `head_function` what autograd is told of it, `backends` the kernels of other
-packages.
+One front door; `chunks` holds the arithmetic, `head_function` what autograd is told of it, `backends` the kernels of
+other packages.
 """
 
 from typing import Any, Literal, get_args
