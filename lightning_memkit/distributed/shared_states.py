@@ -8,7 +8,7 @@ from torch import Tensor, distributed
 from torch.optim import Optimizer
 
 from lightning_memkit.optim.consolidate import float32_weight
-from lightning_memkit.optim.shadow import LOW_STATES
+from lightning_memkit.optim.modes import LOW_STATES
 
 
 def is_shared_out(optimizer: Any) -> bool:

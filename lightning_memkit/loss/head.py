@@ -1,9 +1,9 @@
 """Cross-entropy of a linear head straight from hidden states: the logits never exist as a whole.
 
-One front door; `chunks` holds the arithmetic, `backends` the kernels of other packages.
+One front door; `chunks` holds the arithmetic, `head_function` what autograd is told of it, `backends` the kernels of
+other packages.
 """
 
-from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -12,13 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_memkit.loss.backends import Backend, choose
-from lightning_memkit.loss.chunks import (
-    HeadGradients,
-    HeadProblem,
-    HeadTerms,
-    Wanted,
-    losses_and_gradients,
-)
+from lightning_memkit.loss.chunks import HeadTerms
+from lightning_memkit.loss.head_function import ChunkPlan, LinearCrossEntropy
 from lightning_memkit.memory.units import parse_bytes
 
 IGNORED_LABEL = -100
@@ -92,7 +87,7 @@ def linear_cross_entropy(
     targets = _shifted(labels, ignore_index) if shift else labels
     flat = targets.reshape(-1)
     rows = _counted_rows(flat, ignore_index, weight.size(0))
-    plan = _ChunkPlan(
+    plan = ChunkPlan(
         terms=terms,
         dtype=_product_dtype(hidden, weight, bias),
         by_token=reduction == "none",
@@ -107,7 +102,7 @@ def linear_cross_entropy(
         kernel = choose(backend, "none" if plan.by_token else "sum", hidden, plan.dtype, terms)
     states = hidden.reshape(-1, hidden.size(-1))
     if kernel is None:
-        loss: Any = _LinearCrossEntropy.apply(states, weight, bias, kept, rows, divisor, plan)
+        loss: Any = LinearCrossEntropy.apply(states, weight, bias, kept, rows, divisor, plan)
     else:
         states = states if rows is None else states.index_select(0, rows)
         cast = None if bias is None else bias.to(plan.dtype)
@@ -119,116 +114,6 @@ def linear_cross_entropy(
     if rows is not None:
         loss = loss.new_zeros(flat.numel()).index_copy(0, rows, loss)
     return loss.view(labels.shape)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _ChunkPlan:
-    """What forward and backward are told beside tensors."""
-
-    terms: HeadTerms
-    dtype: torch.dtype
-    by_token: bool
-    chunk_bytes: int | None
-    gradients: bool
-
-    @property
-    def waits(self) -> bool:
-        """Whether gradients need backward's factor first: one a token, or one that keeps float16 from underflow."""
-        return self.by_token or self.dtype is torch.float16
-
-
-class _LinearCrossEntropy(torch.autograd.Function):
-    """Gradients are computed in forward for a factor of 1 and multiplied in backward, once."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        rows: Tensor | None,
-        divisor: Tensor | float,
-        plan: _ChunkPlan,
-    ) -> Tensor:
-        ctx.plan, ctx.divisor = plan, divisor
-        ctx.save_for_backward(hidden, weight, bias, labels, rows)
-        ctx.gradients = None
-        at_once = plan.gradients and not plan.waits
-        wanted = _wanted(ctx) if at_once else Wanted()
-        share = _reciprocal(divisor, plan.dtype) if labels.numel() else 0.0
-        losses, gradients = _run(ctx, wanted, share, (hidden, weight, bias, labels, rows))
-        if at_once:
-            ctx.gradients = gradients
-        return losses if plan.by_token else losses.sum() / divisor
-
-    @staticmethod
-    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "linear_cross_entropy has no second derivative, and create_graph=True asks for one; compute this "
-                "loss as F.cross_entropy(F.linear(hidden, weight, bias).float(), labels), or leave create_graph out."
-            )
-        (factor,) = outputs
-        gradients, ctx.gradients = ctx.gradients, None
-        if gradients is None:  # not computed yet, or given away by an earlier backward
-            share = factor / ctx.divisor if ctx.saved_tensors[3].numel() else 0.0
-            _, gradients = _run(ctx, _wanted(ctx), share, ctx.saved_tensors)
-            factor = None
-        found = (gradients.hidden, gradients.weight, gradients.bias)
-        dtypes = ctx.dtypes
-        scaled = [_scaled(value, dtype, factor) for value, dtype in zip(found, dtypes, strict=True)]
-        return *scaled, None, None, None, None
-
-
-def _run(
-    ctx: Any, wanted: Wanted, share: Tensor | float, tensors: tuple[Any, ...]
-) -> tuple[Tensor, HeadGradients]:
-    """Losses and gradients of the tokens that count; the hidden states' gradient has a row for all tokens."""
-    hidden, weight, bias, labels, rows = tensors
-    plan: _ChunkPlan = ctx.plan
-    ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
-    with torch.autocast(hidden.device.type, enabled=False):
-        problem = HeadProblem(
-            hidden=(hidden if rows is None else hidden.index_select(0, rows)).to(plan.dtype),
-            weight=weight.to(plan.dtype),
-            bias=None if bias is None else bias.to(plan.dtype),
-            labels=labels,
-            terms=plan.terms,
-            chunk_bytes=plan.chunk_bytes,
-        )
-        losses, gradients = losses_and_gradients(problem, wanted, share)
-    if rows is not None and gradients.hidden is not None:
-        whole = gradients.hidden.new_zeros(hidden.shape).index_copy_(0, rows, gradients.hidden)
-        gradients = replace(gradients, hidden=whole)
-    return losses, gradients
-
-
-def _reciprocal(divisor: Tensor | float, dtype: torch.dtype) -> Tensor | float:
-    """One over a count; torch would give that of an integer tensor in float32, also where all else is float64."""
-    if isinstance(divisor, Tensor):
-        divisor = divisor.to(torch.float64 if dtype is torch.float64 else torch.float32)
-    return 1 / divisor
-
-
-def _wanted(ctx: Any) -> Wanted:
-    hidden, weight, bias = ctx.needs_input_grad[:3]
-    return Wanted(hidden=hidden, weight=weight, bias=bias)
-
-
-def _scaled(gradient: Tensor | None, dtype: torch.dtype, factor: Tensor | None) -> Tensor | None:
-    """The gradient in its tensor's dtype times backward's factor, in place; the factor is not rounded first."""
-    if gradient is None:
-        return None
-    gradient = gradient.to(dtype)
-    if factor is None:
-        return gradient
-    known = factor.device.type == "cpu" and not isinstance(factor, FakeTensor)
-    if known and not torch.compiler.is_compiling():
-        value = float(factor)
-        return gradient if value == 1 else gradient.mul_(value)
-    # One element with dimensions, so that half precision is multiplied in float32 without asking the device.
-    return torch.mul(gradient, factor.view([1] * gradient.ndim), out=gradient)
 
 
 def _shifted(labels: Tensor, ignore_index: int) -> Tensor:

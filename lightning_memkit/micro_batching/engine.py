@@ -27,7 +27,8 @@ from lightning_memkit.micro_batching.run import Run, Step
 from lightning_memkit.micro_batching.shares.foreseen import ForeseenWronglyError
 from lightning_memkit.micro_batching.sizes.sizing import Foreseen
 from lightning_memkit.micro_batching.sizes.window import AccumulationWindow
-from lightning_memkit.optim.journal import BUNDLE_BYTES, BUNDLE_BYTES_CPU, journal_steps
+from lightning_memkit.optim.bundling import BUNDLE_BYTES, BUNDLE_BYTES_CPU
+from lightning_memkit.optim.journal import journal_steps
 from lightning_memkit.utilities.generators import Generators
 from lightning_memkit.utilities.patching import Undo
 from lightning_memkit.utilities.tensors import tensors_of

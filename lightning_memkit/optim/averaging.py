@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_swa_avg_fn
 
 from lightning_memkit.optim.consolidate import float32_weight, set_float32_weight
+from lightning_memkit.optim.modes import LOW_STATES
 from lightning_memkit.optim.pieces import slots
-from lightning_memkit.optim.shadow import LOW_STATES
 
 Average = Callable[[Tensor, Tensor], object]  # moves its first argument, in place, towards its second
 Optimizers = Optimizer | Iterable[Optimizer]

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_memkit.optim.blocks import local_part
+from lightning_memkit.optim.modes import LOW_STATES
 from lightning_memkit.optim.pieces import slots
-from lightning_memkit.optim.shadow import LOW_STATES
 
 
 @dataclass(frozen=True, kw_only=True)

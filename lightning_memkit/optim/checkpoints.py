@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_memkit.optim.modes import LOW_STATES
 from lightning_memkit.optim.pieces import slots
-from lightning_memkit.optim.shadow import LOW_STATES
 from lightning_memkit.optim.split import LOW_HALF
 from lightning_memkit.optim.stochastic_rounding import StochasticRounding
 from lightning_memkit.utilities.patching import Undo

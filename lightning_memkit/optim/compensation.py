@@ -32,9 +32,10 @@ from lightning_memkit.optim.methods import (
     stock_step,
     uses_closure_its_own_way,
 )
+from lightning_memkit.optim.modes import LOW_STATES, Mode, States
 from lightning_memkit.optim.pieces import is_compensated, slots
 from lightning_memkit.optim.schedule_free import switch_in_float32
-from lightning_memkit.optim.shadow import LOW_STATES, Mode, ShadowEngine, States
+from lightning_memkit.optim.shadow import ShadowEngine
 from lightning_memkit.optim.snapshots import OptimizerSnapshot, restore_snapshot, take_snapshot
 from lightning_memkit.optim.split import LOW_HALF
 from lightning_memkit.optim.stochastic_rounding import StochasticRounding

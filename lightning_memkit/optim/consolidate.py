@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from lightning_memkit.optim.blocks import local_part
 from lightning_memkit.optim.checkpoints import STATE_KEY, as_low
 from lightning_memkit.optim.kahan import kahan_join_, kahan_split_
+from lightning_memkit.optim.modes import LOW_STATES
 from lightning_memkit.optim.pieces import slots
-from lightning_memkit.optim.shadow import LOW_STATES
 from lightning_memkit.optim.split import LOW_HALF, join_, split_
 from lightning_memkit.utilities.errors import NoEffectWarning
 

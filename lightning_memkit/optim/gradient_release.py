@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_memkit.optim.compensation import compensation_of
 from lightning_memkit.optim.methods import give_step_back, living, replaced_step, stock_step
+from lightning_memkit.optim.open_step import OpenStep
 from lightning_memkit.optim.pieces import Slot, slots
 from lightning_memkit.optim.release_checks import (
     changed_options,
@@ -28,7 +29,7 @@ from lightning_memkit.optim.release_checks import (
     refuse_unreleasable,
     second_gradient_error,
 )
-from lightning_memkit.optim.shadow import OpenStep, ShadowEngine
+from lightning_memkit.optim.shadow import ShadowEngine
 
 BUNDLE_BYTES = 1 << 20
 _MARK = "_memkit_release"

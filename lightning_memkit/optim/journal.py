@@ -18,21 +18,21 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_memkit.memory.meter import ByteMeter
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
-from lightning_memkit.optim.blocks import local_part
+from lightning_memkit.optim.bundling import (
+    BUNDLE_BYTES,
+    bundle_bytes_for,
+    communicates,
+    may_slice,
+    steps_by_parameter,
+)
 from lightning_memkit.optim.closures import gradients_are_zero, with_closure, zero_gradients
 from lightning_memkit.optim.compensation import compensation_of
-from lightning_memkit.optim.eight_bit import is_bitsandbytes
 from lightning_memkit.optim.gradient_release import release_of
-from lightning_memkit.optim.journaled_step import SMALLEST_BUNDLE_BYTES, BundledStep
+from lightning_memkit.optim.journaled_step import SMALLEST_BUNDLE_BYTES, BundledStep, show_overrides
 from lightning_memkit.optim.methods import (
-    combines_over_the_model,
     demands_closure,
     give_step_back,
-    has_own_step,
-    is_known_by_parameter,
-    is_known_class,
     living,
     refuse_differentiable,
     replaced_step,
@@ -41,21 +41,14 @@ from lightning_memkit.optim.methods import (
 )
 from lightning_memkit.optim.pieces import slots
 from lightning_memkit.optim.shadow import ShadowEngine
-from lightning_memkit.optim.slices import is_elementwise
 from lightning_memkit.optim.state_home import home_of
+from lightning_memkit.optim.step_allocations import allocations_in
 from lightning_memkit.optim.step_copies import WholeStepCopies
 from lightning_memkit.optim.whole_step import step_whole
 
 Closure = Callable[[], Any] | None
 
-BUNDLE_BYTES = 64 << 20
-BUNDLES = 32  # on an accelerator, at most: each costs launches, which the device would wait for
-BUNDLE_BYTES_CPU = 8 << 20  # what stays in its cache is copied for little
 _MARK = "_memkit_journal"
-# Of the classes known to step by parameter, the ones that take norms or products of a whole parameter: on shards that
-# takes all ranks.
-_REDUCE_WITHIN_A_PARAMETER = ("Adafactor", "Muon", "StableAdamW")
-_TORCHS_OWN = ("aten", "prim", "prims", "profiler", "c10d", "_c10d_functional")  # namespaces of operators
 
 
 class Journal:
@@ -76,12 +69,12 @@ class Journal:
         self.recovered = 0
         self._optimizer = ref(optimizer)  # the optimizer owns its journal; a cycle would outlive it
         self._ready = ready
-        self._bundle_bytes = bundle_bytes or _bundle_bytes_for(optimizer)
-        self._by_parameter = _steps_by_parameter(optimizer)
+        self._bundle_bytes = bundle_bytes or bundle_bytes_for(optimizer)
+        self._by_parameter = steps_by_parameter(optimizer)
         self._compensation = compensation_of(optimizer)
         self._home = home_of(optimizer)
         self._plain = ShadowEngine.plain()
-        self._may_slice = _may_slice(optimizer)
+        self._may_slice = may_slice(optimizer)
         self._own_way = uses_closure_its_own_way(optimizer)
         self._asks = self._own_way or demands_closure(optimizer)
         self._gradients: dict[Parameter, Tensor] = {}  # those before a step that is to be taken again
@@ -165,7 +158,7 @@ class Journal:
         cold = self.is_cold()
         if not cold and self._measures:
             self._measures = False
-            self.needed = _allocations(optimizer, lambda: self._step_at_once(optimizer, closure)) > 0
+            self.needed = allocations_in(optimizer, lambda: self._step_at_once(optimizer, closure)) > 0
         elif not (cold or self.needed):
             self._step_at_once(optimizer, closure)
         elif self._by_parameter:
@@ -209,7 +202,7 @@ class Journal:
         return with_closure(self._stock_step, closure)()
 
     def _step_in_bundles(self, optimizer: Optimizer, closure: Closure) -> None:
-        _note_overrides(optimizer)
+        show_overrides(optimizer)
         engine, stock_step = self._engine_and_step()
         stock_step = with_closure(stock_step, closure)
         step = BundledStep(optimizer, engine, stock_step, self._bundle_bytes, may_slice=self._may_slice)
@@ -221,7 +214,7 @@ class Journal:
 
     def _step_whole(self, optimizer: Optimizer, closure: Closure) -> None:
         engine, _ = self._engine_and_step()
-        tries = 1 if _communicates(optimizer) else 2
+        tries = 1 if communicates(optimizer) else 2
         self.recovered += step_whole(
             optimizer, engine, lambda: self._step_at_once(optimizer, closure), tries=tries
         )
@@ -304,67 +297,3 @@ def journal_steps(
 def journal_of(optimizer: Optimizer) -> Journal | None:
     """The handle of an optimizer whose steps are journaled; None for any other."""
     return optimizer.__dict__.get(_MARK)
-
-
-def _bundle_bytes_for(optimizer: Optimizer) -> int:
-    parameters = [slot.parameter for slot in slots(optimizer)]
-    if all(parameter.device.type == "cpu" for parameter in parameters):
-        return BUNDLE_BYTES_CPU
-    copied_bytes = 3 * sum(local_part(parameter).nbytes for parameter in parameters)  # with two moments
-    return max(BUNDLE_BYTES, copied_bytes // BUNDLES)
-
-
-def _steps_by_parameter(optimizer: Optimizer) -> bool:
-    """Whether parameters may be stepped one after the other, with the same result."""
-    if combines_over_the_model(optimizer) or _communicates(optimizer) or uses_closure_its_own_way(optimizer):
-        return False
-    compensation = compensation_of(optimizer)
-    if home_of(optimizer) is not None or (
-        compensation is not None and not compensation.engine.under_identity
-    ):
-        return True  # so they are anyway
-    return is_known_by_parameter(optimizer)
-
-
-def _may_slice(optimizer: Optimizer) -> bool:
-    """Whether a parameter may be stepped in slices: its states are at hand, and its class's step is what steps it."""
-    compensation = compensation_of(optimizer)
-    own_step = has_own_step(optimizer) if compensation is None else not compensation.engine.may_fuse
-    return is_elementwise(optimizer) and not own_step and home_of(optimizer) is None
-
-
-def _communicates(optimizer: Optimizer) -> bool:
-    """Whether a step is not known to do without other ranks, which a repeated one would leave behind."""
-    if not any(hasattr(slot.parameter, "to_local") for slot in slots(optimizer)):
-        return False
-    return not is_known_class(optimizer) or type(optimizer).__name__ in _REDUCE_WITHIN_A_PARAMETER
-
-
-def _note_overrides(optimizer: Any) -> None:
-    """Show bitsandbytes all parameters: in its first step it looks up whose options the user overrode."""
-    if is_bitsandbytes(optimizer) and not optimizer.initialized:
-        optimizer.check_overrides()
-
-
-def _allocations(optimizer: Optimizer, act: Callable[[], object]) -> int:
-    """How often an action allocates on the parameters' devices, at most; off CUDA, everywhere."""
-    on_cuda = {slot.parameter.device for slot in slots(optimizer) if slot.parameter.device.type == "cuda"}
-    if not on_cuda:
-        with _Allocations() as meter:
-            act()
-        return meter.allocations
-    before = sum(_allocations_so_far(device) for device in on_cuda)
-    act()
-    return sum(_allocations_so_far(device) for device in on_cuda) - before
-
-
-class _Allocations(ByteMeter):
-    """Counts an operator of another library as an allocation: those that it makes within are not seen."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.allocations += func.namespace not in _TORCHS_OWN
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-def _allocations_so_far(device: torch.device) -> int:
-    return torch.cuda.memory_stats(device).get("allocation.all.allocated", 0)

@@ -9,8 +9,10 @@ from typing import Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
+from lightning_memkit.optim.eight_bit import is_bitsandbytes
+from lightning_memkit.optim.open_step import OpenStep
 from lightning_memkit.optim.pieces import Slot, slots
-from lightning_memkit.optim.shadow import OpenStep, ShadowEngine
+from lightning_memkit.optim.shadow import ShadowEngine
 from lightning_memkit.optim.slices import SlicedParameter, is_sliceable
 from lightning_memkit.optim.step_copies import Room, StepCopies, bytes_to_copy
 from lightning_memkit.optim.whole_step import StepOutOfMemoryError, step_error, tried
@@ -220,3 +222,9 @@ class BundledStep:
                 "not: the weights are of half a step; go on from a checkpoint."
             )
         return step_error(self._optimizer, failure, where, state, half_stepped=stepped > 0 or half_way)
+
+
+def show_overrides(optimizer: Any) -> None:
+    """Show bitsandbytes all parameters: in its first step it looks up whose options the user overrode."""
+    if is_bitsandbytes(optimizer) and not optimizer.initialized:
+        optimizer.check_overrides()

@@ -1,5 +1,6 @@
 """Twins of real tensors that have shapes, strides and a device, and no memory."""
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -122,3 +123,18 @@ def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
             if buffer is not None:
                 self._buffers[name] = fn(buffer)
     return self
+
+
+@contextmanager
+def unrecognised() -> Iterator[None]:
+    """Within it transformers takes fake tensors for real ones; else it makes masks that a run would not have."""
+    utils: Any = sys.modules.get("transformers.utils.import_utils")
+    known = getattr(utils, "is_fake_tensor", None)
+    if known is None:
+        yield
+        return
+    utils.is_fake_tensor = lambda tensor: False
+    try:
+        yield
+    finally:
+        utils.is_fake_tensor = known

@@ -1,6 +1,5 @@
 """Steps on fake tensors, counted as real ones would be."""
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,7 +19,7 @@ from lightning_memkit.memory.owners import Owners
 from lightning_memkit.optim.modes import LOW_STATES
 from lightning_memkit.prediction.caching_allocator import replay
 from lightning_memkit.prediction.devices import Device
-from lightning_memkit.prediction.fakes import Fakes, casts_in_place, fake_in_place
+from lightning_memkit.prediction.fakes import Fakes, casts_in_place, fake_in_place, unrecognised
 from lightning_memkit.prediction.host_memory import PredictedHostMemory, offloads
 from lightning_memkit.prediction.known_values import KnownValues
 from lightning_memkit.prediction.own_kernels import without_kernels
@@ -68,7 +67,7 @@ class Simulation(AnatomyMeter):
             stack.enter_context(without_kernels(self.work))
             stack.enter_context(noted_recording(self.work))
             stack.enter_context(casts_in_place())
-            stack.enter_context(_unrecognised())
+            stack.enter_context(unrecognised())
             if self._device is None:
                 stack.enter_context(self._counted_random_states())
             else:
@@ -299,18 +298,3 @@ class Simulation(AnatomyMeter):
         twin = self.fakes.twin(real)
         self.values.know(twin, real)
         return twin
-
-
-@contextmanager
-def _unrecognised() -> Iterator[None]:
-    """Within it transformers takes fake tensors for real ones; else it makes masks that a run would not have."""
-    utils: Any = sys.modules.get("transformers.utils.import_utils")
-    known = getattr(utils, "is_fake_tensor", None)
-    if known is None:
-        yield
-        return
-    utils.is_fake_tensor = lambda tensor: False
-    try:
-        yield
-    finally:
-        utils.is_fake_tensor = known

@@ -1,246 +1,20 @@
-"""Which parameters of which optimizers a fused step can take, and the rule that their step follows.
+"""The rule that a known optimizer's step follows, read off its options.
 
-Only exact classes count: a subclass may mean something else by its step. What is left over (another class,
-`amsgrad`, a learning rate on an accelerator, states in another form after a resume) is stepped by the
-optimizer itself, on shadows.
+Only exact classes count: a subclass may mean something else by its step. An optimizer that no recipe is for, or whose
+options ask for what no kernel does (`amsgrad`, a learning rate on an accelerator), is stepped by itself, on shadows.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from itertools import islice
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import Any
 
-import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_memkit.optim.blocks import flat_views, local_part
-from lightning_memkit.optim.fused.operands import SGD, AdamW, Lion, Operands, Rule
-from lightning_memkit.optim.fused.seats import Seat, SeatKind, Seats, State
-from lightning_memkit.optim.modes import LOW_STATES, Mode, low_state_of
-from lightning_memkit.optim.pieces import Slot
+from lightning_memkit.optim.fused.operands import SGD, AdamW, Lion, Rule
 
 Group = Mapping[str, Any]
 Numbers = tuple[float, ...]
-
-_DEVICES = ("cpu", "cuda")
-_GRADIENTS = (torch.bfloat16, torch.float32)
-_COUNT = "step"
-_ONE = torch.tensor(1.0)
-_MOST_SEATINGS = 1024  # of one optimizer; more means that they aren't used again
-_memories: "WeakKeyDictionary[Optimizer, dict[Mode, _Memory]]" = WeakKeyDictionary()
-
-
-def take(
-    optimizer: Optimizer, mode: Mode, ready: Sequence[Slot]
-) -> tuple[list[tuple[Rule, Operands]], list[Slot]]:
-    """Sort parameters into those that a fused step takes, by their rule, and the others.
-
-    States of those taken that don't exist yet are made (compact: bfloat16), and their step counts advance.
-
-    Args:
-        optimizer: any.
-        mode: what keeps the bits that bfloat16 lacks.
-        ready: bfloat16 parameters that have their gradients.
-    """
-    recipe = _RECIPES.get(f"{type(optimizer).__module__}.{type(optimizer).__qualname__}")
-    if not ready or recipe is None or getattr(optimizer, "grad_scale", None) is not None:
-        return [], list(ready)
-    with torch.no_grad():  # shards of DTensors cost a node of the graph each, elsewhere
-        return _Taking(optimizer, mode, recipe).take(ready)
-
-
-class _Seating(NamedTuple):
-    """The seats of parameters that are stepped together, by kind, and where those stand that have none."""
-
-    seats: list[Seats]
-    others: list[int]
-
-
-class _Memory:
-    """What was found of an optimizer's parameters; keeps no tensor alive."""
-
-    def __init__(self) -> None:
-        self.seats: dict[int, Seat] = {}
-        self.seatings: dict[tuple[int, int], _Seating] = {}
-
-
-class _Taking:
-    """One step's sorting."""
-
-    def __init__(self, optimizer: Optimizer, mode: Mode, recipe: "_StepRecipe") -> None:
-        self._optimizer, self._recipe = optimizer, recipe
-        self._low = low_state_of(mode)
-        self._memory = _memories.setdefault(optimizer, {}).setdefault(mode, _Memory())
-        self._numbers = [recipe.numbers(optimizer, group) for group in optimizer.param_groups]
-        # What states there have to be: the rule tells by its class and by whether there is momentum.
-        self._wanted = [
-            None if numbers is None else _wanted_states(recipe.rule(numbers, group, 1), mode)
-            for numbers, group in zip(self._numbers, optimizer.param_groups, strict=True)
-        ]
-        self._first: set[Parameter] = set()  # without momentum before this step
-
-    def take(self, ready: Sequence[Slot]) -> tuple[list[tuple[Rule, Operands]], list[Slot]]:
-        parameters, found = [slot.parameter for slot in ready], None
-        known, key = self._memory.seatings, (ready[0].index, len(ready))
-        for seat in (known.get, partial(self._seated, ready), partial(self._seated, ready, anew=True)):
-            seating = seat(key)
-            found = None if seating is None else self._find(seating, ready, parameters)
-            if seating is not None and found is not None:
-                break
-        else:
-            raise AssertionError("what was just seated does not fit")
-        if key not in known and len(known) >= _MOST_SEATINGS:
-            known.clear()
-        known[key] = seating
-        return self._by_rule(seating.seats, found, parameters), [ready[place] for place in seating.others]
-
-    def _find(
-        self, seating: _Seating, ready: Sequence[Slot], parameters: list[Parameter]
-    ) -> list[Operands] | None:
-        """The operands by kind; None where the seating doesn't hold any more."""
-        if any(self._fits(ready[place]) for place in seating.others):
-            return None
-        states, found = self._states_of(parameters), []
-        for seats in seating.seats:
-            wanted = self._wanted[seats.kind.group]
-            if wanted is None or tuple(wanted) != seats.kind.names:
-                return None
-            operands = seats.find(parameters, states)
-            if operands is None:
-                return None
-            found.append(operands)
-        return found
-
-    def _states_of(self, parameters: list[Parameter]) -> list[State | None]:
-        states = self._optimizer.state
-        if 4 * len(parameters) < len(states):
-            return [states.get(parameter) for parameter in parameters]
-        by_identity = dict(zip(map(id, states), states.values(), strict=True))  # a tensor's hash is slow
-        return [by_identity.get(id(parameter)) for parameter in parameters]
-
-    def _seated(self, ready: Sequence[Slot], _: Any, *, anew: bool = False) -> _Seating:
-        """Seat the parameters, unless they have seats; `anew` in any case."""
-        seated: defaultdict[SeatKind, list[tuple[int, Seat]]] = defaultdict(list)
-        others: list[int] = []
-        for place, slot in enumerate(ready):
-            seat = None if anew else self._memory.seats.get(slot.index)
-            if seat is None or seat.parameter() is not slot.parameter or seat.kind.group != slot.group:
-                seat = self._seat(slot)
-            if seat is None:
-                others.append(place)
-                continue
-            self._memory.seats[slot.index] = seat
-            seated[seat.kind].append((place, seat))
-        seats = [Seats(*map(list, zip(*pairs, strict=True))) for pairs in seated.values()]
-        return _Seating(seats, others)
-
-    def _by_rule(
-        self, seated: list[Seats], found: list[Operands], parameters: list[Parameter]
-    ) -> list[tuple[Rule, Operands]]:
-        """The operands by what their states say of the step; counts of steps advance."""
-        taken: list[tuple[Rule, Operands]] = []
-        steps = iter(self._counted([parameters[place] for seats in seated for place in seats.places]))
-        for seats, operands in zip(seated, found, strict=True):
-            numbers, group = self._numbers[seats.kind.group], self._optimizer.param_groups[seats.kind.group]
-            assert numbers is not None
-            if self._recipe.counts:
-                stages = list(islice(steps, len(operands)))
-            else:
-                stages = [int(parameters[place] in self._first) for place in seats.places]
-            different = dict.fromkeys(stages)
-            for stage in different:
-                of_stage = operands
-                if len(different) > 1:
-                    of_stage = operands.only([place for place, one in enumerate(stages) if one == stage])
-                taken.append((self._recipe.rule(numbers, group, stage), of_stage))
-        return taken
-
-    def _counted(self, parameters: list[Parameter]) -> list[int]:
-        """The number of this step by the state of each; the counts advance."""
-        if not self._recipe.counts or not parameters:
-            return []
-        states = [state for state in self._states_of(parameters) if state is not None]
-        counts: list[Any] = [state.get(_COUNT) for state in states]
-        if any(type(count) is not Tensor or not count.is_cpu for count in counts):
-            counts = [_on_the_host(state) for state in states]
-        if all(type(count) is Tensor for count in counts):
-            torch._foreach_add_(counts, _ONE, alpha=1.0)  # a number would be made a tensor for each
-            return [int(count) for count in torch.stack(counts).tolist()]
-        steps = [int(count.item()) + 1 for count in counts]  # in a prediction there is no memory to stack
-        torch._foreach_add_(counts, _ONE, alpha=1.0)
-        return steps
-
-    def _fits(self, slot: Slot) -> bool:
-        """Whether a fused step can take a parameter; states that lack are no obstacle."""
-        parameter, gradient, wanted = slot.parameter, slot.parameter.grad, self._wanted[slot.group]
-        if wanted is None or gradient is None or gradient.dtype not in _GRADIENTS:
-            return False
-        if parameter.device.type not in _DEVICES or parameter.dim() == 0:  # scalars keep float32 moments
-            return False
-        state: State = self._optimizer.state.get(parameter) or {}
-        if any(name in state and name not in wanted for name in LOW_STATES):  # saved in another mode
-            return False
-        if not all(_fits(state.get(name), dtype, parameter) for name, dtype in wanted.items()):
-            return False
-        there = [state[name] for name in wanted if state.get(name) is not None]
-        return flat_views(*map(local_part, (parameter, gradient, *there))) is not None
-
-    def _seat(self, slot: Slot) -> Seat | None:
-        """A seat of a parameter, whose states are made where they lack; None where they have another form."""
-        if not self._fits(slot):
-            return None
-        parameter, wanted = slot.parameter, self._wanted[slot.group]
-        assert wanted is not None
-        states = self._optimizer.state
-        state: State = states.get(parameter) or {}
-        if state.get(SGD.first_name) is None:
-            self._first.add(parameter)
-        found = {
-            name: torch.zeros_like(parameter, dtype=dtype) if state.get(name) is None else state[name]
-            for name, dtype in wanted.items()
-        }
-        state.update(found)
-        states[parameter] = state
-        return Seat(slot, list(found.values()), tuple(found), has_low=self._low is not None)
-
-
-def _on_the_host(state: State) -> Tensor:
-    """The count of steps: reading it from a device would wait for the device, once a parameter."""
-    count = state.get(_COUNT)
-    if isinstance(count, Tensor) and count.is_cpu:
-        return count
-    state[_COUNT] = torch.tensor(float(state.get(_COUNT, 0)))
-    return state[_COUNT]
-
-
-@lru_cache(maxsize=16)
-def _wanted_states(rule: Rule, mode: Mode) -> dict[str, torch.dtype]:
-    """The tensors that a step keeps, and their dtypes."""
-    wanted: dict[str, torch.dtype] = {}
-    if not (isinstance(rule, SGD) and rule.momentum == 0):
-        wanted[rule.first_name] = torch.bfloat16
-    if rule.second_name:
-        wanted[rule.second_name] = torch.bfloat16
-    low = low_state_of(mode)
-    if low is not None:
-        wanted[low] = torch.int16 if mode == "split" else torch.bfloat16
-    return wanted
-
-
-def _fits(value: Any, dtype: torch.dtype, parameter: Tensor) -> bool:
-    if value is None:
-        return True
-    return (
-        isinstance(value, Tensor)
-        and value.dtype == dtype
-        and value.shape == parameter.shape
-        and value.device == parameter.device
-    )
 
 
 def _numbers(*values: Any) -> Numbers | None:
@@ -298,7 +72,7 @@ def _lion(numbers: Numbers, _: Group, __: int) -> Rule:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _StepRecipe:
+class StepRecipe:
     """How a class of optimizers is stepped by a kernel.
 
     Args:
@@ -313,9 +87,9 @@ class _StepRecipe:
     counts: bool = False
 
 
-_RECIPES = {
-    "torch.optim.adamw.AdamW": _StepRecipe(numbers=_adamw_numbers, rule=_adamw, counts=True),
-    "torch.optim.adam.Adam": _StepRecipe(numbers=_adamw_numbers, rule=_adamw, counts=True),
-    "torch.optim.sgd.SGD": _StepRecipe(numbers=_sgd_numbers, rule=_sgd),
-    "lion_pytorch.lion_pytorch.Lion": _StepRecipe(numbers=_lion_numbers, rule=_lion),
+RECIPES = {
+    "torch.optim.adamw.AdamW": StepRecipe(numbers=_adamw_numbers, rule=_adamw, counts=True),
+    "torch.optim.adam.Adam": StepRecipe(numbers=_adamw_numbers, rule=_adamw, counts=True),
+    "torch.optim.sgd.SGD": StepRecipe(numbers=_sgd_numbers, rule=_sgd),
+    "lion_pytorch.lion_pytorch.Lion": StepRecipe(numbers=_lion_numbers, rule=_lion),
 }

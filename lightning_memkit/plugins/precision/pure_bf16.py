@@ -29,8 +29,8 @@ from lightning_memkit.optim.compensation import (
 from lightning_memkit.optim.consolidate import NAMES_KEY, parameter_names
 from lightning_memkit.optim.float32_checkpoints import capture_low_halves, take_low_halves
 from lightning_memkit.optim.methods import uses_closure_its_own_way
+from lightning_memkit.optim.modes import Mode, States
 from lightning_memkit.optim.pieces import is_compensated, slots
-from lightning_memkit.optim.shadow import Mode, States
 from lightning_memkit.plugins.precision._averages import average_in_float32, reload_averages
 from lightning_memkit.plugins.seams.lightning_run import averages_after_backward
 from lightning_memkit.plugins.strategies._eight_bit import adapt_bitsandbytes_in

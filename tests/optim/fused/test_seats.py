@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_memkit.optim.compensation import compensate
-from lightning_memkit.optim.fused import recipes
+from lightning_memkit.optim.fused import taking
 
 BUILDS: dict[str, Callable[[list[Parameter]], Optimizer]] = {
     "adamw": lambda given: AdamW(given, lr=1e-2),
@@ -42,7 +42,7 @@ def stepped(optimizer: Optimizer, given: list[Parameter], steps: int, *, forgetf
             gradient = torch.randn(parameter.shape, generator=generator).bfloat16()
             parameter.grad = gradient.t().contiguous().t() if step == 1 else gradient  # of other strides
         if forgetful:
-            recipes._memories.clear()
+            taking._memories.clear()
         optimizer.step()
 
 
@@ -148,8 +148,8 @@ def without_seating(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("a step looked anew at parameters that nothing has happened to")
 
-    monkeypatch.setattr(recipes._Taking, "_seated", refuse)
-    monkeypatch.setattr(recipes._Taking, "_seat", refuse)
+    monkeypatch.setattr(taking._Taking, "_seated", refuse)
+    monkeypatch.setattr(taking._Taking, "_seat", refuse)
 
 
 @pytest.mark.parametrize("build", BUILDS)
@@ -209,7 +209,7 @@ def test_parameters_whose_gradients_come_and_go_step_as_by_themselves(build: str
                 gradient = torch.randn(6, generator=generator).bfloat16()
                 parameter.grad = gradient if is_chosen else None
             if forgetful:
-                recipes._memories.clear()
+                taking._memories.clear()
             optimizer.step()
         results.append([*given, *(v for s in optimizer.state.values() for v in s.values() if v is not None)])
     for remembering, forgetting in zip(*results, strict=True):

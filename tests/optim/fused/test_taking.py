@@ -8,7 +8,7 @@ from torch.nn import Parameter
 from lightning_memkit.optim import native
 from lightning_memkit.optim.compensation import compensate
 from lightning_memkit.optim.fused import step as front_door
-from lightning_memkit.optim.fused.recipes import take
+from lightning_memkit.optim.fused.taking import take
 from lightning_memkit.optim.modes import LOW_STATES
 from lightning_memkit.optim.pieces import slots
 from tests.optim.helpers import bf16_twins, set_gradients, two_groups
@@ -134,7 +134,7 @@ def test_exact_states_never_take_the_kernel(monkeypatch):
     def no_step(*_):
         raise AssertionError("a fused step was taken")
 
-    monkeypatch.setattr("lightning_memkit.optim.shadow.fused_step", no_step)
+    monkeypatch.setattr("lightning_memkit.optim.open_step.fused_step", no_step)
     parameters, _ = bf16_twins([torch.ones(4)])
     for states in ("exact", "compact"):
         optimizer = torch.optim.AdamW(parameters)

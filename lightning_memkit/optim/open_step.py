@@ -1,0 +1,244 @@
+"""One optimizer step in the making: in which order and in which buckets parameters are stepped."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_memkit.optim.closures import with_closure
+from lightning_memkit.optim.comparisons import untried_error
+from lightning_memkit.optim.fused.step import fused_step
+from lightning_memkit.optim.fused.taking import take
+from lightning_memkit.optim.group_scalars import copied, group_scalars, restore_group_scalars
+from lightning_memkit.optim.identity import Float32Forms
+from lightning_memkit.optim.own_attributes import has_own_values, own_numbers
+from lightning_memkit.optim.piece_shadows import PieceShadows
+from lightning_memkit.optim.pieces import Piece, Slot, buckets_of, slots
+from lightning_memkit.optim.state_home import home_of
+
+if TYPE_CHECKING:
+    from lightning_memkit.optim.shadow import ShadowEngine
+
+
+class OpenStep:
+    """One optimizer step in the making: what its buckets share.
+
+    Each parameter may be advanced once, in any order; `finish` ends the step.
+    """
+
+    def __init__(self, engine: "ShadowEngine", optimizer: Optimizer, stock_step: Callable[..., Any]) -> None:
+        self._engine = engine
+        self._optimizer = optimizer
+        self._stock_step = stock_step
+        self._home = home_of(optimizer)
+        self._shadows = PieceShadows(engine, optimizer)
+        self._scalars = group_scalars(optimizer)
+        self._numbers = own_numbers(optimizer) if engine.under_identity else {}
+        self._shared = {key: copied(value) for key, value in _of_no_parameter(optimizer)}
+        self._advanced: dict[int, dict[str, Any]] = {}  # scalars of the groups that had a parameter to step
+        self._begun = False  # whether a stock step was, and may have failed half-way
+        self._stock_steps = 0
+        self._fused = False
+        self._whole = False  # the stock step has seen all of the model, under its own identity
+        engine.rounding.begin_step()
+
+    def advance(self, ready: Sequence[Slot], *, everything: bool = False) -> None:
+        """Step these parameters now; each must have its gradient. After a failure, `take_back` goes before a retry.
+
+        Args:
+            ready: the parameters.
+            everything: that is all of them which have one; no other call follows.
+        """
+        if self._home is not None:
+            self._home.visit(self._optimizer, ready, self._advance)
+        elif everything and self._engine.under_identity:
+            self._advance_at_once(ready)
+        else:
+            self._advance(ready)
+
+    def evaluate(self, closure: Callable[[], Any] | None) -> Any:
+        """Let the stock step evaluate a closure; all parameters are float32 but within the evaluations."""
+        with torch.no_grad():
+            forms = Float32Forms(self._engine, self._optimizer, self._trained())
+        mode, refusal = self._engine.mode, None
+        if self._engine.refuses_own_ways and mode is not None:
+            refusal = partial(untried_error, self._optimizer, mode, self._engine.states)
+        evaluate = None if closure is None else forms.evaluating(closure, refusal)
+        self._whole = True
+        params = [group["params"] for group in self._optimizer.param_groups]
+        with _showing(self._optimizer, self._optimizer.state, params), forms.shown():
+            return with_closure(self._stock_step, evaluate)()
+
+    def _trained(self) -> list[Slot]:
+        """What may get gradients, and is stepped in float32."""
+        found = []
+        for slot in slots(self._optimizer):
+            _refuse_sparse(slot.parameter)
+            trained = slot.parameter.requires_grad or slot.parameter.grad is not None
+            if trained and self._engine.shadows(slot.parameter):
+                found.append(slot)
+        return found
+
+    def _advance_at_once(self, ready: Sequence[Slot]) -> None:
+        """The whole model in one bucket, unless the caller has said that parameters go one by one."""
+        if self._engine.bucket_bytes is None or has_own_values(self._optimizer):
+            self.evaluate(None)
+        else:
+            self._advance(ready)
+
+    def _advance(self, ready: Sequence[Slot]) -> None:
+        shadowed: list[Slot] = []
+        plain: list[Slot] = []
+        for slot in ready:
+            if not self._engine.shadows(slot.parameter):
+                plain.append(slot)
+                continue
+            _refuse_sparse(slot.parameter)
+            shadowed.append(slot)
+        shadowed = self._step_fused(shadowed)
+        for bucket in buckets_of(self._optimizer, shadowed, self._engine.bucket_bytes):
+            if self._engine.under_identity:
+                self._step_under_identity([piece.slot for piece in bucket], plain)
+            else:
+                self._step_bucket(bucket, plain)
+            plain = []
+        if plain:
+            self._step_bucket([], plain)
+
+    def _step_under_identity(self, bucket: list[Slot], plain: list[Slot]) -> None:
+        optimizer = self._optimizer
+        self._rewind_once_begun()
+        seen_params = [self._engine.absent(len(group["params"])) for group in optimizer.param_groups]
+        for slot in (*bucket, *plain):
+            seen_params[slot.group][slot.place] = slot.parameter
+        forms = Float32Forms(self._engine, optimizer, bucket)
+        with _showing(optimizer, optimizer.state, seen_params), forms.shown():
+            self._stock_step()
+        self._note_scalars({slot.group for slot in (*bucket, *plain)})
+
+    def _rewind_once_begun(self) -> None:
+        if self._begun:  # what belongs to no parameter advances once a step, not once a bucket
+            self._rewind()
+        self._begun = True
+
+    def _note_scalars(self, groups: set[int]) -> None:
+        self._stock_steps += 1
+        scalars = group_scalars(self._optimizer)
+        for place in groups:
+            self._advanced[place] = scalars[place]
+
+    def take_back(self, failed: Sequence[Slot]) -> None:
+        """Forget an `advance` that failed, so that it can be tried again; `finish` needs no such call.
+
+        Args:
+            failed: what was to be advanced. Weights, gradients and states are the caller's to put back.
+        """
+        self._shadows.forget([slot.parameter for slot in failed])
+        self._rewind()
+
+    def finish(self) -> None:
+        """End the step: scalars that the optimizer keeps in its groups have advanced once."""
+        if self._whole:
+            self._engine.rounding.end_step()
+            return
+        if self._stock_steps == 0 and not self._fused:
+            self._step_bucket([], [])
+        if self._home is not None:
+            self._home.settle()
+        # A group without a parameter in the last bucket may draw a wrong conclusion there: optimi then takes
+        # its Triton step, since "all" of none are on a GPU.
+        now = group_scalars(self._optimizer)
+        restore_group_scalars(
+            self._optimizer, [self._advanced.get(place, scalars) for place, scalars in enumerate(now)]
+        )
+        self._engine.rounding.end_step()
+
+    def _step_fused(self, shadowed: list[Slot]) -> list[Slot]:
+        """Step those that a fused kernel can take; return the others."""
+        engine = self._engine
+        if not engine.may_fuse or engine.mode is None or engine.states != "compact":
+            return shadowed  # exact states promise the optimizer's own arithmetic, bit for bit
+        taken, others = take(self._optimizer, engine.mode, shadowed)
+        if taken:
+            self._fused = True
+            fused_step(taken, engine.mode, engine.rounding)
+        return others
+
+    def _step_bucket(self, bucket: list[Piece], plain: list[Slot]) -> None:
+        optimizer, full_state = self._optimizer, self._optimizer.state
+        self._rewind_once_begun()
+        seen_state: defaultdict[Any, Any] = defaultdict(dict)
+        seen_state.update(_of_no_parameter(optimizer))
+        seen_params = [self._engine.absent(len(group["params"])) for group in optimizer.param_groups]
+        for slot in plain:
+            seen_params[slot.group][slot.place] = slot.parameter
+            if slot.parameter in full_state:
+                seen_state[slot.parameter] = full_state[slot.parameter]
+        self._shadows.begin_bucket(bucket)
+        shadows = [self._shadows.open(piece) for piece in bucket]
+        for piece, shadow in zip(bucket, shadows, strict=True):
+            seen_params[piece.slot.group][piece.slot.place] = shadow
+            seen_state[shadow] = self._shadows.widened(piece)
+        with _showing(optimizer, seen_state, seen_params):
+            self._stock_step()
+        self._note_scalars({piece.slot.group for piece in bucket} | {slot.group for slot in plain})
+        for piece, shadow in zip(bucket, shadows, strict=True):
+            shadow.grad = None
+            self._shadows.close(piece, shadow, seen_state.pop(shadow, {}))
+        for slot in plain:
+            if slot.parameter in seen_state:
+                full_state[slot.parameter] = seen_state.pop(slot.parameter)
+        for key in [key for key in seen_state if not isinstance(key, Tensor)]:
+            full_state[key] = seen_state[key]
+
+    def _rewind(self) -> None:
+        """Put back what belongs to no parameter, as it was before the step."""
+        restore_group_scalars(self._optimizer, self._scalars)
+        for name, value in self._numbers.items():
+            setattr(self._optimizer, name, value)
+        state = self._optimizer.state
+        for key, _ in _of_no_parameter(self._optimizer):
+            del state[key]
+        state.update({key: copied(value) for key, value in self._shared.items()})
+
+
+def _of_no_parameter(optimizer: Optimizer) -> list[tuple[Any, Any]]:
+    """States that an optimizer keeps for all parameters together, under keys of its own."""
+    return [(key, value) for key, value in optimizer.state.items() if not isinstance(key, Tensor)]
+
+
+def _refuse_sparse(parameter: Parameter) -> None:
+    if parameter.grad is not None and parameter.grad.is_sparse:
+        raise RuntimeError(
+            f"The gradient of a bfloat16 parameter of shape {tuple(parameter.shape)} is sparse: compensated "
+            "steps take dense gradients; build the module with sparse=False, or keep it in float32 "
+            "(fp32_exceptions=) and give it an optimizer for sparse gradients."
+        )
+
+
+@contextmanager
+def _showing(optimizer: Optimizer, state: Any, params: list[list[Parameter]]) -> Iterator[None]:
+    """Let the optimizer see other states, parameters and no hooks of its own while it steps."""
+    full_state = optimizer.state
+    full_params = [group["params"] for group in optimizer.param_groups]
+    hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    optimizer.state = state
+    for group, shown in zip(optimizer.param_groups, params, strict=True):
+        group["params"] = shown
+    optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = (
+        type(hooks[0])(),
+        type(hooks[1])(),
+    )
+    try:
+        yield
+    finally:
+        optimizer.state = full_state
+        for group, params_of_group in zip(optimizer.param_groups, full_params, strict=True):
+            group["params"] = params_of_group
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = hooks

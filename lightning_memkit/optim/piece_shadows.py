@@ -1,0 +1,165 @@
+"""Float32 shadows of pieces of bfloat16 parameters: made before the stock step, written back after it."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_memkit.optim.blocks import first_element, local_part
+from lightning_memkit.optim.group_scalars import copied
+from lightning_memkit.optim.modes import LOW_STATES, low_state_of, narrow_, widen_
+from lightning_memkit.optim.pieces import Piece, Scratch
+from lightning_memkit.optim.state_dtypes import storage_of
+
+if TYPE_CHECKING:
+    from lightning_memkit.optim.shadow import ShadowEngine
+
+
+@dataclass
+class _StepProgress:
+    """A parameter's state while its pieces are stepped one after the other.
+
+    Attributes:
+        before: what the optimizer kept before the step.
+        low: the low half before the step, under its name; empty where there is none yet.
+        after: what the optimizer keeps after the step, as far as the pieces have come.
+        low_after: the low half after the step.
+    """
+
+    before: dict[str, Any]
+    low: dict[str, Tensor]
+    after: dict[str, Any] = field(default_factory=dict)
+    low_after: dict[str, Tensor] = field(default_factory=dict)
+
+
+class PieceShadows:
+    """The shadows of one optimizer step; a large parameter has one after the other, in the same scratch memory."""
+
+    def __init__(self, engine: "ShadowEngine", optimizer: Optimizer) -> None:
+        self._engine = engine
+        self._optimizer = optimizer
+        self._scratch = Scratch()
+        self._progress: dict[Parameter, _StepProgress] = {}
+
+    def begin_bucket(self, bucket: list[Piece]) -> None:
+        """Take back the memory of the last bucket's shadows, and make room for those of this one."""
+        self._scratch.begin_bucket(bucket)
+
+    def forget(self, failed: Iterable[Parameter]) -> None:
+        """Drop what was begun for parameters whose step failed."""
+        for parameter in failed:
+            self._progress.pop(parameter, None)
+        self._scratch = Scratch()
+
+    def open(self, piece: Piece) -> Parameter:
+        """The float32 shadow of a piece, with its gradient."""
+        parameter = piece.slot.parameter
+        if parameter not in self._progress:
+            state = self._optimizer.state[parameter] if parameter in self._optimizer.state else {}
+            self._progress[parameter] = _StepProgress(
+                before={name: value for name, value in state.items() if name not in LOW_STATES},
+                low={name: state[name] for name in LOW_STATES if name in state},
+            )
+        low = next(iter(self._progress[parameter].low.values()), None)
+        weight = self._scratch.like(piece.view(parameter))
+        widen_(
+            local_part(piece.view(parameter)),
+            None if low is None else local_part(piece.view(low)),
+            local_part(weight),
+        )
+        shadow = Parameter(weight)
+        vars(shadow).update(vars(parameter))  # rates and the like that users give parameters
+        assert parameter.grad is not None
+        shadow.grad = self._float32(piece.view(parameter.grad))
+        return shadow
+
+    def widened(self, piece: Piece) -> dict[str, Any]:
+        """What the stock step sees as the state of a piece: bfloat16 moments in float32, no low half."""
+        seen: dict[str, Any] = {}
+        group = self._optimizer.param_groups[piece.slot.group]
+        for name, value in self._progress[piece.slot.parameter].before.items():
+            if (
+                name == "step"
+                and isinstance(value, Tensor)
+                and (group.get("fused") or group.get("capturable"))
+            ):
+                value = value.to(piece.slot.parameter.device)  # fused steps keep the count on the host
+            if isinstance(value, Tensor) and value.shape == piece.slot.parameter.shape:
+                part = piece.view(value)
+                seen[name] = self._float32(part) if value.dtype == torch.bfloat16 else part
+            elif isinstance(value, Tensor) and value.dtype == torch.bfloat16:
+                seen[name] = value.float()  # a factored moment, from a checkpoint of uncompensated training
+            else:  # counters advance once a step: each piece but the last gets a copy of its own
+                seen[name] = value if piece.whole else copied(value)
+        return seen
+
+    def _float32(self, part: Tensor) -> Tensor:
+        if part.dtype == torch.float32:
+            return part.detach()
+        wide = self._scratch.like(part)
+        local_part(wide).copy_(local_part(part))
+        return wide
+
+    def close(self, piece: Piece, shadow: Parameter, stepped: dict[str, Any]) -> None:
+        """Write a stepped piece back into parameter, state and low half."""
+        parameter = piece.slot.parameter
+        progress = self._progress[parameter]
+        for name, value in stepped.items():
+            self._store(name, value, stepped, piece, shadow)
+        self._narrow(piece, local_part(shadow), progress)
+        if piece.last:
+            state = self._optimizer.state[parameter]
+            state.clear()
+            state.update(progress.after)
+            state.update(progress.low_after)
+            del self._progress[parameter]
+
+    def _store(
+        self, name: str, value: Any, stepped: Mapping[str, Any], piece: Piece, shadow: Parameter
+    ) -> None:
+        parameter, progress = piece.slot.parameter, self._progress[piece.slot.parameter]
+        if not isinstance(value, Tensor) or value.shape != shadow.shape:
+            progress.after[name] = value
+            return
+        group = self._optimizer.param_groups[piece.slot.group]
+        compact = self._engine.states == "compact"
+        storage = storage_of(name, value, stepped, group, shadow) if compact else "keep"
+        if storage == "keep" and piece.whole and not self._scratch.owns(value):
+            progress.after[name] = value
+            return
+        dtype = value.dtype if storage == "keep" else torch.bfloat16
+        if name not in progress.after:
+            progress.after[name] = _reuse(progress.before.get(name), parameter, dtype)
+        source, target = local_part(value), local_part(piece.view(progress.after[name]))
+        if storage == "stochastic":
+            start = first_element(parameter) + piece.start
+            self._engine.rounding.round_(source, target, (piece.slot.index, name, start))
+        elif source.data_ptr() != target.data_ptr() or source.dtype != target.dtype:
+            target.copy_(source)
+
+    def _narrow(self, piece: Piece, master: Tensor, progress: _StepProgress) -> None:
+        """Write the float32 master into the weight and what is left over into the low half."""
+        mode, parameter = self._engine.mode, piece.slot.parameter.detach()
+        assert mode is not None
+        name, low = low_state_of(mode), None
+        if name is not None:
+            if name not in progress.low_after:
+                dtype = torch.int16 if mode == "split" else torch.bfloat16
+                progress.low_after[name] = _reuse(progress.low.get(name), parameter, dtype)
+            low = local_part(piece.view(progress.low_after[name]))
+        high, stream = (
+            local_part(piece.view(parameter)),
+            (piece.slot.index, first_element(piece.slot.parameter) + piece.start),
+        )
+        narrow_(mode, master, high, low, self._engine.rounding, stream)
+
+
+def _reuse(previous: Any, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor to write to: the one of the last step where it fits."""
+    if isinstance(previous, Tensor) and previous.dtype == dtype and previous.shape == like.shape:
+        return previous
+    return torch.empty_like(like, dtype=dtype)
