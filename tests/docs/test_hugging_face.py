@@ -10,8 +10,8 @@ import lightning.pytorch as pl
 import pytest
 
 import lightning_memkit
+from lightning_memkit.data.loading.batch_options import BatchOptions
 from lightning_memkit.data.sources.shares import DocumentOptions
-from lightning_memkit.plugins.data.packed_data import BatchOptions
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "from-hugging-face.md").read_text(encoding="utf-8")
 ROWS = [

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lightning_memkit import LoaderTuner, MemoryBudget, NoEffectWarning, PackedDataModule
+from lightning_memkit.data.loading.batch_options import BatchOptions
 from lightning_memkit.data.loading.host_memory import HostMemory
 from lightning_memkit.data.loading.load_times import LoadTimes
 from lightning_memkit.data.loading.resumable_loader import ResumableLoader
@@ -24,7 +25,6 @@ from lightning_memkit.data.loading.worker_batches import BatchError
 from lightning_memkit.data.sources.shares import DocumentOptions
 from lightning_memkit.plugins.callbacks.random_state import RandomState
 from lightning_memkit.plugins.data import _training_loaders, loader_tuner
-from lightning_memkit.plugins.data.packed_data import BatchOptions
 from tests.data.test_loader_tuning import simulated
 from tests.plugins.fake_accelerator import on_fake_device
 from tests.plugins.noise import NOISE

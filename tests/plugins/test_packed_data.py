@@ -15,9 +15,10 @@ from jsonargparse import ArgumentError, ArgumentParser
 
 from lightning_memkit.attention.contamination import ContaminationError
 from lightning_memkit.data.batching.batch import PackedBatch
+from lightning_memkit.data.loading.batch_options import BatchOptions
 from lightning_memkit.data.loading.loader import PackedLoader
 from lightning_memkit.data.sources.shares import DocumentOptions
-from lightning_memkit.plugins.data.packed_data import BatchOptions, PackedDataModule
+from lightning_memkit.plugins.data.packed_data import PackedDataModule
 from lightning_memkit.utilities.errors import MissingPackageError
 
 SHARES = DocumentOptions(validation=0.2)

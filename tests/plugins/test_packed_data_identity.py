@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from lightning_memkit.data.loading.batch_options import BatchOptions
 from lightning_memkit.data.packing.pack import WorkLimit
 from lightning_memkit.data.sources.shares import DocumentOptions
-from lightning_memkit.plugins.data.packed_data import BatchOptions, PackedDataModule
+from lightning_memkit.plugins.data.packed_data import PackedDataModule
 from tests.plugins.test_packed_data import documents
 
 ALL = DocumentOptions(validation=0.0)

@@ -12,8 +12,9 @@ import pytest
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_memkit.data.loading.batch_options import BatchOptions
 from lightning_memkit.data.sources.shares import DocumentOptions
-from lightning_memkit.plugins.data.packed_data import BatchOptions, PackedDataModule
+from lightning_memkit.plugins.data.packed_data import PackedDataModule
 from tests.plugins.test_packed_data import documents, real_tokens
 
 COUNT, STEP_ROWS, STEP_TOKENS = 397, 12, 12 * 24

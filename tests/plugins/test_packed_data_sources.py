@@ -12,10 +12,11 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from lightning_memkit.data.loading.batch_options import BatchOptions
 from lightning_memkit.data.packing.pack import WorkLimit
 from lightning_memkit.data.sources import token_file
 from lightning_memkit.data.sources.shares import DocumentOptions
-from lightning_memkit.plugins.data.packed_data import BatchOptions, PackedDataModule
+from lightning_memkit.plugins.data.packed_data import PackedDataModule
 from tests.plugins.test_packed_data import Recorder, Saver, documents, fit, real_tokens
 
 CONTEXT = 16

@@ -1,4 +1,4 @@
-"""Guards Lightning's private names that plugins/seams/training_loop.py relies on."""
+"""Guards Lightning's private names that training_loop.py, strategy.py and logged.py of plugins/seams rely on."""
 
 import inspect
 

@@ -33,6 +33,11 @@ class Corpus:
     tokenizer: Tokenizer | None = field(default=None, init=False)
     _first_is_ids: bool | None = field(default=None, init=False)
 
+    @property
+    def pad_id(self) -> int:
+        """The token that fills a row's end."""
+        return self.tokenizer.pad_id if self.tokenizer else 0
+
     def read(self, source: Any, *, verify: bool = True) -> TokenStore:
         """All documents of a source; mapped from the cache where its contents can be named.
 

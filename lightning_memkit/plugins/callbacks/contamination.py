@@ -11,8 +11,8 @@ from lightning_memkit.attention.contamination import PROBED_ROWS, probe_contamin
 from lightning_memkit.data.batching.batch import PackedBatch
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.micro_batching.ranks.agreement import any_rank
-from lightning_memkit.plugins.seams import training_loop
 from lightning_memkit.plugins.seams.lightning_run import LightningRun
+from lightning_memkit.plugins.seams.logged import loggers_silent, logging_held
 from lightning_memkit.utilities.errors import NoEffectWarning
 
 _TRIED_BATCHES = 8  # with packing="none" no batch has two documents in a row
@@ -90,7 +90,7 @@ def _probe(trainer: Trainer, pl_module: LightningModule, part: PackedBatch) -> b
     strategy = trainer.strategy
     if "batch_to_device" in vars(strategy):  # batches are left on the host, to be moved part by part
         part = type(strategy).batch_to_device(strategy, part, dataloader_idx=0)
-    with training_loop.logging_held(trainer), training_loop.loggers_silent(trainer):
+    with logging_held(trainer), loggers_silent(trainer):
         return probe_contamination(
             pl_module,
             part,

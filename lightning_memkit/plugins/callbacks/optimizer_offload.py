@@ -8,7 +8,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelP
 from lightning_memkit.memory.units import parse_bytes
 from lightning_memkit.optim.offload import StateOffload, offload_of, offload_states
 from lightning_memkit.plugins.pickling import LeavesRunBehind, nothing
-from lightning_memkit.plugins.seams.training_loop import keep_states_in_place
+from lightning_memkit.plugins.seams.strategy import keep_states_in_place
 
 # Strategies that hold or load optimizer states themselves, and what they have instead.
 _OWN_OFFLOAD: dict[type, str] = {

@@ -1,59 +1,33 @@
 """Documents to packed batches for Lightning: any source, every rank its share, resumable anywhere."""
 
-from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
-from numpy.typing import NDArray
 
 from lightning_memkit.data.batching.batch import PackedBatch
-from lightning_memkit.data.batching.batch_plan import Padding, refuse_long_rows
+from lightning_memkit.data.batching.batch_plan import Padding
 from lightning_memkit.data.batching.collate import full_batch, rounded_length
+from lightning_memkit.data.batching.share_packing import SharePacking, vocabulary_of
 from lightning_memkit.data.batching.stream_batches import Stream
 from lightning_memkit.data.batching.summary import summary_line
-from lightning_memkit.data.loading.host_memory import HostMemory, host_room, parse_room
+from lightning_memkit.data.loading.batch_options import BatchOptions
+from lightning_memkit.data.loading.host_memory import parse_room
 from lightning_memkit.data.loading.loader import LoaderOptions, PackedLoader, PackedRows
 from lightning_memkit.data.loading.stream_loader import StreamLoader
 from lightning_memkit.data.packing.pack import LongDocuments, PackingMode, WorkLimit, pack
 from lightning_memkit.data.sources.corpus import Corpus, shares_of
-from lightning_memkit.data.sources.shares import DocumentOptions, deal_documents, drawn_documents
-from lightning_memkit.data.sources.store import TokenStore
-from lightning_memkit.data.sources.stream_source import StreamDocuments, check_stream, is_stream
+from lightning_memkit.data.sources.shares import DocumentOptions
+from lightning_memkit.data.sources.stream_source import is_stream
 from lightning_memkit.data.sources.tokenizers import load_tokenizer
-from lightning_memkit.plugins.asked import says
-from lightning_memkit.plugins.callbacks.contamination import ContaminationProbe
+from lightning_memkit.data.sources.vocabulary import refuse_ids_beyond_embedding
+from lightning_memkit.plugins.data._own_callbacks import OwnCallbacks
 from lightning_memkit.plugins.data._own_datasets import Source, own_datasets
-from lightning_memkit.plugins.data._packing_log import PackingLog
-from lightning_memkit.plugins.data._vocabulary import refuse_ids_beyond_embedding
 
 _ROWS = 16  # a batch, where nothing else limits it
 Loader = PackedLoader | StreamLoader
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchOptions:
-    """How rows become batches.
-
-    Args:
-        num_workers: Processes that build batches ahead. Packing from memory takes microseconds: 0 often does.
-        prefetch: Batches that each of them builds ahead.
-        host_memory: What batches under way may take of RAM and of shared memory, such as "4GiB"; "auto" takes half
-            of what is free. Above it workers hand over parts of a batch.
-        drop_last: Leaves out an epoch's last training step if it has fewer rows than the others.
-        multiple_of: Rounds a batch's length up to a multiple, never beyond the context.
-    """
-
-    num_workers: int = 0
-    prefetch: int = 2
-    host_memory: str | int = "auto"
-    drop_last: bool = False
-    multiple_of: int = 1
-
-
 _ALL_DOCUMENTS, _PLAIN_BATCHES = DocumentOptions(), BatchOptions()
 
 
@@ -128,7 +102,7 @@ class PackedDataModule(pl.LightningDataModule):
         self._train_loader: Loader | None = None
         self._state_to_load: dict[str, Any] | None = None
         self._is_prepared = False
-        self._log, self._probe = PackingLog(), ContaminationProbe()
+        self._callbacks = OwnCallbacks()
         self._loader_options(shuffle=True)
 
     @property
@@ -142,19 +116,12 @@ class PackedDataModule(pl.LightningDataModule):
             return load_tokenizer(self.tokenizer).vocabulary_size
         if not self._splits:
             self.setup()
-        if self._corpus.tokenizer is not None:
-            return self._corpus.tokenizer.vocabulary_size
-        stores = [rows.store for rows in self._splits.values() if isinstance(rows, PackedRows)]
-        if not stores:
-            raise ValueError(
-                "source is a stream of token ids, which doesn't tell its vocabulary; take the tokenizer's."
-            )
-        return max(store.vocabulary for store in stores)
+        return vocabulary_of(self._corpus, self._splits)
 
     @property
     def pad_id(self) -> int:
         """The token that fills a row's end."""
-        return self._corpus.tokenizer.pad_id if self._corpus.tokenizer else 0
+        return self._corpus.pad_id
 
     def prepare_data(self) -> None:
         """Fills the caches in one process before the others read them."""
@@ -168,7 +135,8 @@ class PackedDataModule(pl.LightningDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         """Reads, tokenises and packs, once; says what came of it."""
-        self._add_callbacks(stage)
+        if self.trainer is not None:
+            self._callbacks.put_into(self.trainer, probing=stage == "fit" and self.documents.kept_apart)
         if stage == "fit":
             self._train_loader = None  # of an earlier fit, whose counts are not this one's
         if self._splits and not isinstance(self.source, pl.LightningDataModule):
@@ -185,8 +153,7 @@ class PackedDataModule(pl.LightningDataModule):
     def teardown(self, stage: str | None = None) -> None:
         """Takes out of the trainer what setup put in."""
         if self.trainer is not None:
-            callbacks = _callbacks(self.trainer)
-            callbacks[:] = [callback for callback in callbacks if callback not in (self._log, self._probe)]
+            self._callbacks.take_out_of(self.trainer)
 
     def summary(self) -> str:
         """The size of the vocabulary; what was read and packed, a line a share of the documents."""
@@ -217,7 +184,7 @@ class PackedDataModule(pl.LightningDataModule):
         ):  # made anew in the midst of training: what was dealt still counts
             before: Any = self._train_loader  # of the same kind
             loader.go_on_after(before)
-        self._train_loader = self._log.loader = loader
+        self._train_loader = self._callbacks.log.loader = loader
         return loader
 
     def val_dataloader(self) -> Loader | list[Any]:
@@ -255,17 +222,6 @@ class PackedDataModule(pl.LightningDataModule):
         arguments = ", ".join(f"{name}={getattr(self, name)!r}" for name in signature(type(self)).parameters)
         return f"{type(self).__name__}({arguments})"
 
-    def _add_callbacks(self, stage: str | None) -> None:
-        if self.trainer is None:
-            return
-        callbacks = _callbacks(self.trainer)
-        if self._log not in callbacks:
-            # Before ModelCheckpoint, which saves what the log knows of a stream.
-            callbacks.insert(0, self._log)
-        probes = any(says(callback, "probes_contamination") for callback in callbacks)
-        if stage == "fit" and self.documents.kept_apart and not probes:
-            callbacks.append(self._probe)
-
     def _refuse_ids(self) -> None:
         rows = self._splits["train"]
         module = None if self.trainer is None else getattr(self.trainer, "lightning_module", None)
@@ -277,101 +233,30 @@ class PackedDataModule(pl.LightningDataModule):
             sources: dict[str, Any] | None = own_datasets(self.source, self.trainer, stage)
         else:
             sources = shares_of(self.source)
+        packing = self._packing()
         if sources is None:
-            self._deal_shares()
-            return
-        for share, source in sources.items():
-            if share in self._splits:
-                continue
-            if is_stream(source):
-                self._splits[share] = self._stream(source, None)
-            else:
-                store = self._store(source)
-                self._splits[share] = self._rows(
-                    share, store, drawn_documents(store.documents, self.documents)
-                )
+            self._splits |= packing.dealt(self.source)
+        else:
+            for share, source in sources.items():
+                if share not in self._splits:
+                    self._splits[share] = packing.whole(share, source)
+        for rows in self._splits.values():
+            if isinstance(rows, Stream):  # checks the options now, not in training
+                StreamLoader(rows, self._loader_options(shuffle=False))
 
-    def _deal_shares(self) -> None:
-        """One source to all shares."""
-        if is_stream(self.source):
-            self._splits["train"] = self._stream(self.source, "train")
-            if self.documents.validation:
-                self._splits["validation"] = self._stream(self.source, "validation")
-            if self.documents.test:
-                self._splits["test"] = self._stream(self.source, "test")
-            return
-        store = self._store(self.source)
-        for share, numbers in deal_documents(store.documents, self.documents).items():
-            if len(numbers) or share == "train":
-                self._splits[share] = self._rows(share, store, numbers)
-
-    def _store(self, source: Any) -> TokenStore:
+    def _packing(self) -> SharePacking:
         # Under a trainer one process of a machine has compared the cache with its checksums in prepare_data.
         is_alone = self.trainer is None or getattr(self.trainer, "local_rank", 0) == 0
-        return self._corpus.read(source, verify=is_alone and not self._is_prepared)
-
-    def _rows(self, share: str, store: TokenStore, numbers: NDArray[np.int64]) -> PackedRows:
-        try:
-            packing = pack(
-                store.lengths[numbers],
-                self.context,
-                packing=self.packing,
-                long_documents=self.long_documents,
-                work_limit=self.work_limit,
-                seed=self.documents.seed,
-            )
-        except ValueError as error:
-            raise ValueError(f"In the share {share!r}: {error}") from None
-        rows = PackedRows(
-            store=store,
-            packing=replace(packing, documents=numbers.astype(packing.documents.dtype)[packing.documents]),
-            pad_id=self.pad_id,
-            multiple_of=self.batches.multiple_of,
-            packed_by=self._packed_by(),
-            made_from=self._made_from(),
-        )
-        refuse_long_rows(rows.longest_batch if len(rows) else 0, self.batch_tokens)
-        return rows
-
-    def _packed_by(self) -> dict[str, Any]:
-        """What else than documents and context the rows follow from."""
-        limit = None if self.work_limit is None else repr(self.work_limit)
-        return {"packing": self.packing, "long_documents": self.long_documents, "work_limit": limit}
-
-    def _made_from(self) -> dict[str, Any]:
-        """What the documents follow from, beside the source's contents."""
-        options, tokenizer = self.documents, self._corpus.tokenizer
-        names = ("text_field", "kind", "mask_prompt", "limit", "validation", "test")
-        return {
-            "tokenizer": "none: token ids" if tokenizer is None else self.tokenizer,
-            **{name: getattr(options, name) for name in names},
-        }
-
-    def _stream(self, source: Any, share: str | None) -> Stream:
-        check_stream(source)
-        if self.packing != "stream":
-            raise ValueError(
-                f"source has no length, and packing={self.packing!r} needs all documents at once; take "
-                'packing="stream", which packs them as they come, or give a list of them.'
-            )
-        if self.documents.limit is not None:
-            raise ValueError(
-                f"limit={self.documents.limit} draws among all documents, whose number a stream does not tell; end "
-                "the stream earlier, or set the trainer's limit_train_batches."
-            )
-        tokenizer = self._corpus.tokenizer_for_stream(source)
-        stream = Stream(
-            read=StreamDocuments(source=source, tokenizer=tokenizer, options=self.documents, share=share),
+        return SharePacking(
+            corpus=self._corpus,
+            verify=is_alone and not self._is_prepared,
             context=self.context,
+            packing=self.packing,
             long_documents=self.long_documents,
-            seed=self.documents.seed,
-            pad_id=self.pad_id,
-            multiple_of=self.batches.multiple_of,
             work_limit=self.work_limit,
-            made_from=self._made_from(),
+            multiple_of=self.batches.multiple_of,
+            batch_tokens=self.batch_tokens,
         )
-        StreamLoader(stream, self._loader_options(shuffle=False))  # checks the options now, not in training
-        return stream
 
     def _loader(self, share: str, *, shuffle: bool = False, drop_last: bool = False) -> Loader:
         trainer = self.trainer
@@ -393,10 +278,7 @@ class PackedDataModule(pl.LightningDataModule):
 
     def _loader_options(self, *, shuffle: bool, drop_last: bool = False) -> LoaderOptions:
         trainer, batches = self.trainer, self.batches
-        room: HostMemory | None = None
-        if batches.num_workers > 0:
-            processes = getattr(trainer, "num_devices", 1) if trainer is not None else 1
-            room = parse_room(batches.host_memory) or host_room(processes)
+        processes = getattr(trainer, "num_devices", 1) if trainer is not None else 1
         return LoaderOptions(
             batch_size=self.batch_size,
             batch_tokens=self.batch_tokens,
@@ -407,9 +289,5 @@ class PackedDataModule(pl.LightningDataModule):
             num_workers=batches.num_workers,
             prefetch=batches.prefetch,
             pin_memory=trainer is not None and trainer.strategy.root_device.type == "cuda",
-            room=room,
+            room=batches.room(processes),
         )
-
-
-def _callbacks(trainer: pl.Trainer) -> list[Any]:
-    return trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]

@@ -12,8 +12,8 @@ from lightning_memkit.distributed.fsdp2 import sharded_states
 from lightning_memkit.micro_batching.ranks.agreement import Unretried
 from lightning_memkit.micro_batching.ranks.alone import Ranks
 from lightning_memkit.micro_batching.ranks.together import Announced, Sharded
-from lightning_memkit.plugins.seams import training_loop
 from lightning_memkit.plugins.seams.lightning_run import LightningRun
+from lightning_memkit.plugins.seams.strategy import communicates_in_every_part
 
 
 class EvaluationRanks:
@@ -37,7 +37,7 @@ class EvaluationRanks:
         """
         if self._trainer.world_size == 1:
             return Ranks()
-        sharded = training_loop.communicates_in_every_part(self._trainer)
+        sharded = communicates_in_every_part(self._trainer)
         if not sharded and not communicates():
             return Ranks()
         if self._made is None:

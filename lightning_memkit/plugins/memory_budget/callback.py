@@ -23,7 +23,7 @@ from lightning_memkit.micro_batching.run import Step
 from lightning_memkit.plugins.memory_budget._evaluation import Observer, keep_budget_in_evaluation
 from lightning_memkit.plugins.memory_budget._forecast import foreseen
 from lightning_memkit.plugins.pickling import LeavesRunBehind, nothing
-from lightning_memkit.plugins.seams import training_loop
+from lightning_memkit.plugins.seams import strategy, training_loop
 from lightning_memkit.plugins.seams._checks import check_accumulation, warn_of_inexactness
 from lightning_memkit.plugins.seams.lightning_run import LightningRun
 from lightning_memkit.utilities.patching import Undo
@@ -185,7 +185,7 @@ class MemoryBudget(LeavesRunBehind, Callback):
             return
         check_accumulation(trainer, self.effective_batch_size)
         warn_of_inexactness(trainer, pl_module)
-        transfer, undo_transfer = training_loop.keep_batches_on_host(trainer)
+        transfer, undo_transfer = strategy.keep_batches_on_host(trainer)
         run = LightningRun(trainer, transfer)
         self._record.history = []
         self._engine = Engine(

@@ -27,7 +27,7 @@ from lightning_memkit.plugins.memory_report._meter import BatchMeter, census, is
 from lightning_memkit.plugins.memory_report._rates import Rates, known_device
 from lightning_memkit.plugins.memory_report._watch import StepsWatch
 from lightning_memkit.plugins.pickling import LeavesRunBehind, nothing
-from lightning_memkit.plugins.seams import training_loop
+from lightning_memkit.plugins.seams import loaders
 from lightning_memkit.utilities.patching import Undo
 
 
@@ -139,7 +139,7 @@ class MemoryReport(LeavesRunBehind, Callback):
         self._foresight = Foresight(predict=self.predict, advise=self.advise)
         held = sum(t.untyped_storage().nbytes() for t in [*pl_module.parameters(), *pl_module.buffers()])
         self._process_bytes = max(0, process_bytes() - held)
-        self._waited, undo = training_loop.time_data_waits(trainer)
+        self._waited, undo = loaders.time_data_waits(trainer)
         self._in_bar = {}
         self._files = ReportFiles(trainer, self.path, self._printer)
         self._undo += [undo, show_in_bar(trainer, self._in_bar)]

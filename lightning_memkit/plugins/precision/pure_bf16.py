@@ -8,10 +8,8 @@ from typing import Any, Literal, get_args
 
 import torch
 from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -28,14 +26,19 @@ from lightning_memkit.optim.compensation import (
 )
 from lightning_memkit.optim.consolidate import NAMES_KEY, parameter_names
 from lightning_memkit.optim.float32_checkpoints import capture_low_halves, take_low_halves
+from lightning_memkit.optim.gradient_dtype import (
+    GradDtype,
+    GradientDtype,
+    full_precision_reductions,
+    why_no_float32_gradients,
+)
 from lightning_memkit.optim.methods import uses_closure_its_own_way
 from lightning_memkit.optim.modes import Mode, States
 from lightning_memkit.optim.pieces import is_compensated, slots
 from lightning_memkit.plugins.precision._averages import average_in_float32, reload_averages
+from lightning_memkit.plugins.precision._fit import batches_per_step, is_fitting, trainer_of, unwrapped
 from lightning_memkit.plugins.seams.lightning_run import averages_after_backward
 from lightning_memkit.plugins.strategies._eight_bit import adapt_bitsandbytes_in
-
-GradDtype = Literal["auto", "float32", "bfloat16"]
 
 
 class PureBF16Precision(Precision):
@@ -95,11 +98,7 @@ class PureBF16Precision(Precision):
         self._module: nn.Module | None = None
         self._low_halves: dict[nn.Parameter, Tensor] = {}
         self._undo: list[Callable[[], None]] = []
-        self._batches_per_step = 1
-        self._gradient_parts = 1
-        self._float32_gradients = False
-        self._no_float32_gradients: str | None = None  # why they can't be set, where they can't
-        self._announced = False
+        self._gradients = GradientDtype(grad_dtype)
 
     def __repr__(self) -> str:
         return (
@@ -127,7 +126,7 @@ class PureBF16Precision(Precision):
         # The module stays cast after the run: its float32 bits live in the optimizer's states, and the next fit
         # has new optimizers. Without a fit they are kept, too, since one may follow.
         wants_low = self.compensation in ("kahan", "split")
-        if wants_low and _is_fitting(module):
+        if wants_low and is_fitting(module):
             self._low_halves.update(take_low_halves(module, self.compensations))
         cast_module(
             module,
@@ -165,18 +164,18 @@ class PureBF16Precision(Precision):
         """Compensate the optimizers of a fit and set the dtype of their gradients."""
         for optimizer in optimizers:
             refuse_unsupported(optimizer)
-        if optimizers and _is_fitting(model):
-            self._module = _unwrapped(model)
+        if optimizers and is_fitting(model):
+            self._module = unwrapped(model)
             adapt_bitsandbytes_in(self._module, optimizers)
             self._optimizers = optimizers  # a compensation alone doesn't keep its optimizer alive
             self.compensations = [self._compensation_for(optimizer) for optimizer in optimizers]
-            self._undo.append(_full_precision_reductions())
-            self._undo.append(self._default_gradients)
-            self._no_float32_gradients = _why_no_float32_gradients(model)
-            self._batches_per_step, self._announced = _batches_per_step(model), False
+            self._undo.append(full_precision_reductions())
+            self._undo.append(lambda: self._gradients.give_back(self._trainable_parameters()))
+            why_not = why_no_float32_gradients(model, averaged_late=_averages_late(model))
+            self._gradients.begin(least_parts=batches_per_step(model), why_not=why_not)
             self.set_gradient_parts(1)
             self._low_halves.clear()
-        if (trainer := _trainer_of(model)) is not None:  # callbacks lend their averages after a fit, too
+        if (trainer := trainer_of(model)) is not None:  # callbacks lend their averages after a fit, too
             self._undo.append(average_in_float32(trainer, self._optimizers))
         return model, optimizers, lr_schedulers
 
@@ -187,12 +186,7 @@ class PureBF16Precision(Precision):
         in bfloat16 stall, and one makes them bfloat16 again. Gradients that exist are converted. The first
         step with float32 gradients prints it.
         """
-        self._gradient_parts = parts = max(parts, self._batches_per_step)
-        wanted = self.grad_dtype == "float32" or (self.grad_dtype == "auto" and parts > 1)
-        if wanted != self._float32_gradients and self._can_set_grad_dtype():
-            for parameter in self._trainable_parameters():
-                _set_grad_dtype(parameter, torch.float32 if wanted else parameter.dtype)
-            self._float32_gradients = wanted
+        self._gradients.set_parts(parts, self._trainable_parameters, rank_zero_warn)
 
     def optimizer_step(
         self,
@@ -237,7 +231,7 @@ class PureBF16Precision(Precision):
         """Keep what a module that was built in bfloat16 drops of a checkpoint's float32 tensors."""
         if self._module is not None:
             capture_low_halves(checkpoint, self._module, self.compensations)
-            if (trainer := _trainer_of(self._module)) is not None:
+            if (trainer := trainer_of(self._module)) is not None:
                 reload_averages(trainer, checkpoint)
 
     def teardown(self) -> None:
@@ -270,68 +264,13 @@ class PureBF16Precision(Precision):
         later = [] if module is None else [p for p in module.parameters() if is_compensated(p)]
         return {*self._compensated_parameters(), *later}
 
-    def _default_gradients(self) -> None:
-        self._float32_gradients = False
-        for parameter in self._trainable_parameters():
-            _set_grad_dtype(parameter, parameter.dtype)
-
     def _announce_gradients(self) -> None:
-        """Say once a fit what float32 gradients cost; not when they are set, since that may be a trial."""
-        if not self._float32_gradients or self._announced:
-            return
-        self._announced = True
-        auto = self.grad_dtype == "auto"
-        reason = f"{self._gradient_parts} parts add up to a step" if auto else "grad_dtype='float32'"
-        count = sum(parameter.numel() for parameter in self._compensated_parameters())
-        rank_zero_info(
-            f"Gradients of {count:,} bfloat16 parameters are float32, since {reason}: +2 bytes a parameter."
-        )
-
-    def _can_set_grad_dtype(self) -> bool:
-        if self._no_float32_gradients is None:
-            return True
-        if self.grad_dtype == "float32":
-            raise ValueError(
-                f"grad_dtype='float32' is not possible: {self._no_float32_gradients}; write grad_dtype='bfloat16'."
-            )
-        if not self._announced:
-            self._announced = True
-            rank_zero_warn(
-                f"The gradients of {self._gradient_parts} parts add up in bfloat16, where small parts get lost, "
-                f"since {self._no_float32_gradients}. Write grad_dtype='bfloat16' to accept that."
-            )
-        return False
+        if (cost := self._gradients.announcement(self._compensated_parameters)) is not None:
+            rank_zero_info(cost)
 
     def _undo_all(self) -> None:
         while self._undo:
             self._undo.pop()()
-
-
-def _trainer_of(module: nn.Module) -> Trainer | None:
-    """The trainer of a LightningModule, or of the one that a strategy has wrapped."""
-    trainer = getattr(_unwrapped(module), "_trainer", None)
-    return trainer if isinstance(trainer, Trainer) else None
-
-
-def _unwrapped(module: nn.Module) -> nn.Module:
-    return module if isinstance(module, LightningModule) else getattr(module, "module", module)
-
-
-def _is_fitting(module: nn.Module) -> bool:
-    trainer = _trainer_of(module)
-    return trainer is None or trainer.state.fn == TrainerFn.FITTING
-
-
-def _batches_per_step(module: nn.Module) -> int:
-    """The most batches that Lightning's own accumulation adds up in this fit."""
-    trainer = _trainer_of(module)
-    if trainer is None:
-        return 1
-    most = trainer.accumulate_grad_batches
-    for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
-        if isinstance(callback, GradientAccumulationScheduler):
-            most = max(most, *callback.scheduling.values())
-    return most
 
 
 def _announce_dtype(module: nn.Module, dtype: torch.dtype) -> None:
@@ -341,34 +280,8 @@ def _announce_dtype(module: nn.Module, dtype: torch.dtype) -> None:
             part.__dict__["_dtype"] = dtype
 
 
-def _full_precision_reductions() -> Callable[[], None]:
-    """Have CUDA's bfloat16 matmuls add up in float32 throughout."""
-    flags = torch.backends.cuda.matmul
-    before = flags.allow_bf16_reduced_precision_reduction
-    flags.allow_bf16_reduced_precision_reduction = False
-
-    def undo() -> None:
-        flags.allow_bf16_reduced_precision_reduction = before
-
-    return undo
-
-
-def _why_no_float32_gradients(model: nn.Module) -> str | None:
-    """Why gradients of bfloat16 weights can't be float32 here; None where they can."""
-    if not hasattr(Tensor, "grad_dtype"):
-        return f"torch {torch.__version__} lacks Tensor.grad_dtype"
-    trainer = _trainer_of(model)
-    if isinstance(model, DistributedDataParallel) and not (
-        trainer is not None and averages_after_backward(trainer, model)
-    ):
-        return "DistributedDataParallel reduces gradients of the weights' dtype only"
-    if any(hasattr(parameter, "placements") for parameter in model.parameters()):
-        return "FSDP2 gives gradients of the weights' dtype only"
-    return None
-
-
-def _set_grad_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    gradient, parameter.grad = parameter.grad, None
-    parameter.grad_dtype = dtype
-    if gradient is not None:
-        parameter.grad = gradient.to(dtype)
+def _averages_late(model: nn.Module) -> bool:
+    """Whether `MemoryBudget` averages DDP's gradients after the backward."""
+    trainer = trainer_of(model)
+    is_ddp = isinstance(model, DistributedDataParallel)
+    return is_ddp and trainer is not None and averages_after_backward(trainer, model)

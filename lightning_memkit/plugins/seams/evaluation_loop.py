@@ -12,7 +12,8 @@ from typing import Any, Protocol
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 
-from lightning_memkit.plugins.seams.training_loop import calls_held, finder_runs, keep_logged, loggers_silent
+from lightning_memkit.plugins.seams.logged import calls_held, keep_logged, loggers_silent
+from lightning_memkit.plugins.seams.training_loop import finder_runs
 from lightning_memkit.utilities.patching import Undo
 
 HOOKS = ("validation_step", "test_step", "predict_step")

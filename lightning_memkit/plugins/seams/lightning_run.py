@@ -17,7 +17,7 @@ from lightning_memkit.distributed.ddp import why_no_late_reduction
 from lightning_memkit.micro_batching.run import Logged, Run
 from lightning_memkit.micro_batching.sizes.tuned_sizes import class_name, without_addresses
 from lightning_memkit.plugins.asked import callbacks_of, says
-from lightning_memkit.plugins.seams import training_loop
+from lightning_memkit.plugins.seams import loaders, logged, strategy
 from lightning_memkit.plugins.seams._checks import hooks_run_by_part
 from lightning_memkit.plugins.seams._worst_batch import scanned_once, worst_batch
 from lightning_memkit.utilities.patching import Undo
@@ -101,7 +101,7 @@ class LightningRun(Run):
     @property
     @override
     def meets_in_every_part(self) -> bool:
-        return training_loop.communicates_in_every_part(self.trainer)
+        return strategy.communicates_in_every_part(self.trainer)
 
     @property
     @override
@@ -127,7 +127,7 @@ class LightningRun(Run):
     @property
     @override
     def loader_batch_size(self) -> int | None:
-        size = getattr(training_loop.training_source(self.trainer), "batch_size", None)
+        size = getattr(loaders.training_source(self.trainer), "batch_size", None)
         return size if isinstance(size, int) else None
 
     @override
@@ -150,11 +150,11 @@ class LightningRun(Run):
 
     @override
     def gradient_sync(self, *, wanted: bool) -> AbstractContextManager[None]:
-        return training_loop.no_gradient_sync(self.trainer, block=not wanted)
+        return strategy.no_gradient_sync(self.trainer, block=not wanted)
 
     @override
     def clip_by(self, clip: Callable[[Iterable[nn.Parameter], float], bool]) -> Undo:
-        return training_loop.clip_by(self.trainer, clip)
+        return strategy.clip_by(self.trainer, clip)
 
     @override
     def of_first_rank(self, answer: Callable[[], T]) -> T:
@@ -167,23 +167,23 @@ class LightningRun(Run):
 
     @override
     def logging_held(self) -> AbstractContextManager[list[Logged]]:
-        return training_loop.logging_held(self.trainer)
+        return logged.logging_held(self.trainer)
 
     @override
     def log_now(self, entry: Logged) -> None:
-        training_loop.log_now(self.trainer, entry)
+        logged.log_now(self.trainer, entry)
 
     @override
     def keep_results(self) -> Undo:
-        return training_loop.keep_results(self.trainer)
+        return logged.keep_results(self.trainer)
 
     @override
     def loggers_silent(self) -> AbstractContextManager[None]:
-        return training_loop.loggers_silent(self.trainer)
+        return logged.loggers_silent(self.trainer)
 
     @override
     def keep_scaler(self) -> Undo:
-        return training_loop.keep_scaler(self.trainer)
+        return strategy.keep_scaler(self.trainer)
 
     @override
     def changed_beside(self) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Where Lightning makes, draws from and saves loaders; `tests/plugins/test_seam_loader.py` guards its names."""
 
 from collections.abc import Callable
+from time import perf_counter
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -92,3 +93,35 @@ def transfer_hooks(trainer: Trainer) -> list[str]:
             if owner is not None and is_overridden(name, owner, parent):
                 found.append(f"{type(owner).__name__}.{name}")
     return found
+
+
+def training_source(trainer: Trainer) -> Any:
+    """What the training batches come from: a DataLoader, or the module or datamodule that makes one."""
+    return trainer.fit_loop._data_source.instance
+
+
+def time_data_waits(trainer: Trainer) -> tuple[Callable[[], float], Undo]:
+    """Returns the seconds spent so far waiting for the training loader, and the undo."""
+    waited, started = 0.0, 0.0
+    profiler: Any = vars(trainer)["profiler"]
+    start, stop = profiler.start, profiler.stop
+
+    def timed_start(action_name: str) -> None:
+        nonlocal started
+        if action_name.endswith("train_dataloader_next"):
+            started = perf_counter()
+        start(action_name)
+
+    def timed_stop(action_name: str) -> None:
+        nonlocal waited
+        stop(action_name)
+        if action_name.endswith("train_dataloader_next"):
+            waited += perf_counter() - started
+
+    profiler.start, profiler.stop = timed_start, timed_stop
+
+    def undo() -> None:
+        vars(profiler).pop("start", None)
+        vars(profiler).pop("stop", None)
+
+    return lambda: waited, undo

@@ -1,24 +1,20 @@
-"""The one place that touches Lightning's private names; `tests/plugins/test_seam.py` guards them.
+"""A step of Lightning's training loop, and its closure; `tests/plugins/test_seam.py` guards the private names.
 
 Lightning runs zero_grad after `training_step` inside its closure, so a batch can be run in parts only where
 the closure is made. `install` replaces the loop's automatic optimization by one whose closure asks a driver.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from time import perf_counter
 from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.strategies import strategy as strategy_module
 from lightning.pytorch.trainer import call
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_memkit.micro_batching.run import Run, Step
@@ -225,199 +221,7 @@ def install(trainer: Trainer, run: Run, driver: Driver) -> Undo:
     return undo
 
 
-def keep_samplers(trainer: Trainer) -> None:
-    """Leave the loaders' samplers as they are: on one device there is nothing to be distributed, or shuffled."""
-    trainer._accelerator_connector.use_distributed_sampler = False
-
-
 def epoch_of(trainer: Trainer) -> int:
     """How many epochs of a fit are over, those of the run that is resumed included."""
     current: Any = trainer.fit_loop.epoch_progress.current
     return current.processed
-
-
-def keep_batches_on_host(trainer: Trainer) -> tuple[Callable[[Any], Any], Undo]:
-    """Leave training batches where the loader put them; returns the transfer of a part, and the undo.
-
-    Lightning moves a whole batch before the step. The transfer hooks run once a part instead.
-    """
-    strategy = trainer.strategy
-    transfer, stands_aside = strategy.batch_to_device, finder_runs(trainer)
-
-    def batch_to_device(batch: Any, *args: Any, **kwargs: Any) -> Any:
-        if trainer.training and not stands_aside() and trainer.lightning_module.automatic_optimization:
-            return batch
-        return transfer(batch, *args, **kwargs)
-
-    strategy.batch_to_device = batch_to_device
-
-    def undo() -> None:
-        vars(strategy).pop("batch_to_device", None)
-
-    return partial(transfer, dataloader_idx=0), undo
-
-
-def communicates_in_every_part(trainer: Trainer) -> bool:
-    """Whether ranks meet in each forward and backward (sharded parameters), not only in a step's last."""
-    return trainer.world_size > 1 and not isinstance(trainer.strategy, DDPStrategy)
-
-
-@contextmanager
-def no_gradient_sync(trainer: Trainer, block: bool) -> Iterator[None]:
-    """DDP: gradients stay local to the rank while blocked; other strategies are left alone."""
-    strategy = trainer.strategy
-    if block and isinstance(strategy, DDPStrategy):
-        with strategy.block_backward_sync():
-            yield
-    else:
-        yield
-
-
-@contextmanager
-def logging_held(trainer: Trainer) -> Iterator[list[dict[str, Any]]]:
-    """Collects the calls of `self.log` instead of counting them; each is the keywords of one call."""
-    with calls_held(trainer.fit_loop.epoch_loop._results) as held:
-        yield held
-
-
-@contextmanager
-def calls_held(results: Any) -> Iterator[list[dict[str, Any]]]:
-    """Collects what is logged to a loop's results instead of counting it."""
-    held: list[dict[str, Any]] = []
-
-    def log(fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        if args:  # Lightning 2.6 passes all but three by keyword
-            raise TypeError("Lightning calls _ResultCollection.log with new positional arguments.")
-        held.append({"fx": fx, "name": name, "value": value, **kwargs})
-
-    vars(results)["log"] = log
-    try:
-        yield held
-    finally:
-        vars(results).pop("log", None)
-
-
-def training_source(trainer: Trainer) -> Any:
-    """What the training batches come from: a DataLoader, or the module or datamodule that makes one."""
-    return trainer.fit_loop._data_source.instance
-
-
-@contextmanager
-def loggers_silent(trainer: Trainer) -> Iterator[None]:
-    """What a module sends to `self.logger` by itself goes nowhere."""
-    loggers = trainer.loggers
-    trainer.loggers = [DummyLogger() for _ in loggers]
-    try:
-        yield
-    finally:
-        trainer.loggers = loggers
-
-
-def keep_results(trainer: Trainer) -> Undo:
-    """Returns a function that puts the values logged so far back to what they are now."""
-    return keep_logged(trainer.fit_loop.epoch_loop._results)
-
-
-def keep_logged(results: Any) -> Undo:
-    """The same for the results of any loop."""
-    # Lightning replaces a metric's values, never changes them in place: references are enough.
-    kept = {key: (metric, dict(vars(metric))) for key, metric in results.items()}
-
-    def undo() -> None:
-        for key in [key for key in results if key not in kept]:
-            del results[key]
-        for metric, values in kept.values():
-            vars(metric).clear()
-            vars(metric).update(values)
-
-    return undo
-
-
-def clip_by(trainer: Trainer, clip: Callable[[Iterable[nn.Parameter], float], bool]) -> Undo:
-    """Let `clip` clip gradients by their norm where it can (it tells), and Lightning elsewhere; returns the undo."""
-    precision = trainer.precision_plugin
-    stock = precision.clip_grad_by_norm
-
-    def clip_grad_by_norm(optimizer: Optimizer, clip_val: int | float) -> None:
-        if not clip(precision.main_params(optimizer), clip_val):
-            stock(optimizer, clip_val)
-
-    precision.clip_grad_by_norm = clip_grad_by_norm
-
-    def undo() -> None:
-        vars(precision).pop("clip_grad_by_norm", None)
-
-    return undo
-
-
-def keep_scaler(trainer: Trainer) -> Undo:
-    """Returns a function that lets a gradient scaler forget which gradients it has unscaled since."""
-    scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
-    if scaler is None:
-        return lambda: None
-    kept = {key: dict(state) for key, state in scaler._per_optimizer_states.items()}
-
-    def undo() -> None:
-        scaler._per_optimizer_states.clear()
-        scaler._per_optimizer_states.update({key: dict(state) for key, state in kept.items()})
-
-    return undo
-
-
-def log_now(trainer: Trainer, entry: dict[str, Any]) -> None:
-    """Count one entry that `logging_held` has collected."""
-    results: Any = trainer.fit_loop.epoch_loop._results
-    results.log(**entry)
-
-
-def time_data_waits(trainer: Trainer) -> tuple[Callable[[], float], Undo]:
-    """Returns the seconds spent so far waiting for the training loader, and the undo."""
-    waited, started = 0.0, 0.0
-    profiler: Any = vars(trainer)["profiler"]
-    start, stop = profiler.start, profiler.stop
-
-    def timed_start(action_name: str) -> None:
-        nonlocal started
-        if action_name.endswith("train_dataloader_next"):
-            started = perf_counter()
-        start(action_name)
-
-    def timed_stop(action_name: str) -> None:
-        nonlocal waited
-        stop(action_name)
-        if action_name.endswith("train_dataloader_next"):
-            waited += perf_counter() - started
-
-    profiler.start, profiler.stop = timed_start, timed_stop
-
-    def undo() -> None:
-        vars(profiler).pop("start", None)
-        vars(profiler).pop("stop", None)
-
-    return lambda: waited, undo
-
-
-def keep_states_in_place(trainer: Trainer, stays: Callable[[Optimizer], bool]) -> Undo:
-    """Keep Lightning from moving the states of some optimizers to the device when it has loaded them."""
-    strategy = trainer.strategy
-    load = strategy.load_optimizer_state_dict
-
-    def load_in_place(*args: Any, **kwargs: Any) -> None:
-        stock: Callable[..., None] = strategy_module._optimizer_to_device
-
-        def move(optimizer: Optimizer, device: Any) -> None:
-            if not stays(optimizer):
-                stock(optimizer, device)
-
-        strategy_module._optimizer_to_device = move
-        try:
-            load(*args, **kwargs)
-        finally:
-            strategy_module._optimizer_to_device = stock
-
-    strategy.load_optimizer_state_dict = load_in_place
-
-    def undo() -> None:
-        vars(strategy).pop("load_optimizer_state_dict", None)
-
-    return undo

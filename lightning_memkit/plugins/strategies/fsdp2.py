@@ -26,7 +26,7 @@ from lightning_memkit.distributed.sharding import Sharding, shard_blocks
 from lightning_memkit.distributed.timeouts import give_timeout
 from lightning_memkit.initialization.building import build_empty, build_on
 from lightning_memkit.initialization.materialization import materialize
-from lightning_memkit.plugins.seams import training_loop
+from lightning_memkit.plugins.seams import strategy
 from lightning_memkit.plugins.strategies import _sharded_checkpoints
 from lightning_memkit.plugins.strategies._eight_bit import adapt_bitsandbytes_in
 from lightning_memkit.plugins.strategies.checkpoint_io import StreamingCheckpointIO
@@ -125,7 +125,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         give_timeout(self.device_mesh)
         trainer = getattr(self.lightning_module, "_trainer", None)
         if ranks == 1 and isinstance(trainer, Trainer):
-            training_loop.keep_samplers(trainer)
+            strategy.keep_samplers(trainer)
 
     def setup(self, trainer: Trainer) -> None:
         """Cast, shard, and only then make the optimizers."""

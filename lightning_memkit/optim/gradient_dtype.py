@@ -1,0 +1,117 @@
+"""Gradients of another dtype than their weights: where torch allows them, and how they are set."""
+
+from collections.abc import Callable, Iterable
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+GradDtype = Literal["auto", "float32", "bfloat16"]
+
+
+class GradientDtype:
+    """The dtype of the gradients of bfloat16 weights: float32 where several passes add up, or where it is asked for.
+
+    Args:
+        wanted: ``"auto"``, or the one dtype.
+    """
+
+    def __init__(self, wanted: GradDtype) -> None:
+        self._wanted: GradDtype = wanted
+        self._least_parts = self._parts = 1
+        self._is_float32 = False
+        self._why_not: str | None = None
+        self._announced = False
+
+    def begin(self, *, least_parts: int, why_not: str | None) -> None:
+        """A fit begins.
+
+        Args:
+            least_parts: backward passes that add up to a step, whatever `set_parts` says.
+            why_not: why float32 gradients can't be set, where they can't.
+        """
+        self._least_parts, self._why_not, self._announced = least_parts, why_not, False
+
+    def set_parts(
+        self, parts: int, parameters: Callable[[], Iterable[nn.Parameter]], warn: Callable[[str], None]
+    ) -> None:
+        """Say how many backward passes add up to a step; gradients that exist are converted.
+
+        Raises:
+            ValueError: float32 is asked for and impossible; where it is only better, that is warned of.
+        """
+        self._parts = parts = max(parts, self._least_parts)
+        wanted = self._wanted == "float32" or (self._wanted == "auto" and parts > 1)
+        if wanted != self._is_float32 and self._is_possible(warn):
+            for parameter in parameters():
+                set_grad_dtype(parameter, torch.float32 if wanted else parameter.dtype)
+            self._is_float32 = wanted
+
+    def give_back(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Gradients are of their weights' dtype again."""
+        self._is_float32 = False
+        for parameter in parameters:
+            set_grad_dtype(parameter, parameter.dtype)
+
+    def announcement(self, parameters: Callable[[], Iterable[nn.Parameter]]) -> str | None:
+        """What float32 gradients cost, once a fit; not when they are set, since that may be a trial."""
+        if not self._is_float32 or self._announced:
+            return None
+        self._announced = True
+        reason = f"{self._parts} parts add up to a step" if self._wanted == "auto" else "grad_dtype='float32'"
+        count = sum(parameter.numel() for parameter in parameters())
+        return (
+            f"Gradients of {count:,} bfloat16 parameters are float32, since {reason}: +2 bytes a parameter."
+        )
+
+    def _is_possible(self, warn: Callable[[str], None]) -> bool:
+        if self._why_not is None:
+            return True
+        if self._wanted == "float32":
+            raise ValueError(
+                f"grad_dtype='float32' is not possible: {self._why_not}; write grad_dtype='bfloat16'."
+            )
+        if not self._announced:
+            self._announced = True
+            warn(
+                f"The gradients of {self._parts} parts add up in bfloat16, where small parts get lost, "
+                f"since {self._why_not}. Write grad_dtype='bfloat16' to accept that."
+            )
+        return False
+
+
+def why_no_float32_gradients(model: nn.Module, *, averaged_late: bool) -> str | None:
+    """Why gradients of bfloat16 weights can't be float32 here; None where they can.
+
+    Args:
+        model: the module as it is trained, wrapped or sharded.
+        averaged_late: DDP's gradients are averaged after the backward, by another than DDP.
+    """
+    if not hasattr(Tensor, "grad_dtype"):
+        return f"torch {torch.__version__} lacks Tensor.grad_dtype"
+    if isinstance(model, DistributedDataParallel) and not averaged_late:
+        return "DistributedDataParallel reduces gradients of the weights' dtype only"
+    if any(hasattr(parameter, "placements") for parameter in model.parameters()):
+        return "FSDP2 gives gradients of the weights' dtype only"
+    return None
+
+
+def set_grad_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    """Make a parameter's gradients of a dtype, and the one that exists, too."""
+    gradient, parameter.grad = parameter.grad, None
+    parameter.grad_dtype = dtype
+    if gradient is not None:
+        parameter.grad = gradient.to(dtype)
+
+
+def full_precision_reductions() -> Callable[[], None]:
+    """Have CUDA's bfloat16 matmuls add up in float32 throughout."""
+    flags = torch.backends.cuda.matmul
+    before = flags.allow_bf16_reduced_precision_reduction
+    flags.allow_bf16_reduced_precision_reduction = False
+
+    def undo() -> None:
+        flags.allow_bf16_reduced_precision_reduction = before
+
+    return undo

@@ -1,0 +1,35 @@
+"""The fit that a module is in: whose trainer, at what, and how many batches make a step."""
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+
+
+def trainer_of(module: nn.Module) -> Trainer | None:
+    """The trainer of a LightningModule, or of the one that a strategy has wrapped."""
+    trainer = getattr(unwrapped(module), "_trainer", None)
+    return trainer if isinstance(trainer, Trainer) else None
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The LightningModule, where a strategy has wrapped it."""
+    return module if isinstance(module, LightningModule) else getattr(module, "module", module)
+
+
+def is_fitting(module: nn.Module) -> bool:
+    """Whether the module is in a fit, or in no trainer that tells."""
+    trainer = trainer_of(module)
+    return trainer is None or trainer.state.fn == TrainerFn.FITTING
+
+
+def batches_per_step(module: nn.Module) -> int:
+    """The most batches that Lightning's own accumulation adds up in this fit."""
+    trainer = trainer_of(module)
+    if trainer is None:
+        return 1
+    most = trainer.accumulate_grad_batches
+    for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
+        if isinstance(callback, GradientAccumulationScheduler):
+            most = max(most, *callback.scheduling.values())
+    return most

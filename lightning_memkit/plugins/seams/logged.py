@@ -1,0 +1,71 @@
+"""What a loop logs: held, counted, put back; `tests/plugins/test_seam.py` guards Lightning's private names."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
+
+from lightning_memkit.utilities.patching import Undo
+
+
+@contextmanager
+def logging_held(trainer: Trainer) -> Iterator[list[dict[str, Any]]]:
+    """Collects the calls of `self.log` instead of counting them; each is the keywords of one call."""
+    with calls_held(trainer.fit_loop.epoch_loop._results) as held:
+        yield held
+
+
+@contextmanager
+def calls_held(results: Any) -> Iterator[list[dict[str, Any]]]:
+    """Collects what is logged to a loop's results instead of counting it."""
+    held: list[dict[str, Any]] = []
+
+    def log(fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        if args:  # Lightning 2.6 passes all but three by keyword
+            raise TypeError("Lightning calls _ResultCollection.log with new positional arguments.")
+        held.append({"fx": fx, "name": name, "value": value, **kwargs})
+
+    vars(results)["log"] = log
+    try:
+        yield held
+    finally:
+        vars(results).pop("log", None)
+
+
+def log_now(trainer: Trainer, entry: dict[str, Any]) -> None:
+    """Count one entry that `logging_held` has collected."""
+    results: Any = trainer.fit_loop.epoch_loop._results
+    results.log(**entry)
+
+
+@contextmanager
+def loggers_silent(trainer: Trainer) -> Iterator[None]:
+    """What a module sends to `self.logger` by itself goes nowhere."""
+    loggers = trainer.loggers
+    trainer.loggers = [DummyLogger() for _ in loggers]
+    try:
+        yield
+    finally:
+        trainer.loggers = loggers
+
+
+def keep_results(trainer: Trainer) -> Undo:
+    """Returns a function that puts the values logged so far back to what they are now."""
+    return keep_logged(trainer.fit_loop.epoch_loop._results)
+
+
+def keep_logged(results: Any) -> Undo:
+    """The same for the results of any loop."""
+    # Lightning replaces a metric's values, never changes them in place: references are enough.
+    kept = {key: (metric, dict(vars(metric))) for key, metric in results.items()}
+
+    def undo() -> None:
+        for key in [key for key in results if key not in kept]:
+            del results[key]
+        for metric, values in kept.values():
+            vars(metric).clear()
+            vars(metric).update(values)
+
+    return undo
