@@ -103,10 +103,14 @@ class House:
 
     @cached_property
     def _imports(self) -> list[tuple[str, str, bool]]:
-        """Who imports whom, and whether within a function; what stands under TYPE_CHECKING is none."""
+        """Who imports whom, and whether within a function; also for types alone, which hides a circle as well.
+
+        The package's own lazy names are none: they are for type checkers what they are for users.
+        """
         return [
             (module, target, deferred)
             for module, tree in self.trees.items()
+            if module != self._name
             for name, deferred in _imported(tree)
             for target in [self._module(name)]
             if target and target != module
@@ -202,8 +206,6 @@ def _imported(tree: ast.Module) -> Iterator[tuple[str, bool]]:
             yield from ((alias.name, deferred) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield from ((f"{node.module}.{alias.name}", deferred) for alias in node.names)
-        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            stack += [(child, deferred) for child in node.orelse]
         else:
             inside = deferred or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
             stack += [(child, inside) for child in ast.iter_child_nodes(node)]

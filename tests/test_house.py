@@ -60,10 +60,10 @@ def test_a_circle_that_a_deferred_import_closes_is_seen(tmp_path: Path) -> None:
     assert house.circles == [["planted.optim.one", "planted.optim.two"]]
 
 
-def test_what_stands_under_type_checking_is_no_import(tmp_path: Path) -> None:
+def test_an_import_for_types_alone_is_seen(tmp_path: Path) -> None:
     text = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from planted.optim.high import x\n"
     house = package(tmp_path, memory__low=text, optim__high="x = 1\n")
-    assert house.upward == []
+    assert house.upward == [("planted.memory.low", "planted.optim.high")]
 
 
 def test_names_and_signatures_are_counted(tmp_path: Path) -> None:

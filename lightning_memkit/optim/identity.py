@@ -10,7 +10,7 @@ the two objects exchange what they stand for and take it back.
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,10 +20,8 @@ from torch.optim import Optimizer
 from lightning_memkit.optim.blocks import first_element
 from lightning_memkit.optim.modes import LOW_STATES, low_state_of, narrow_, widen_
 from lightning_memkit.optim.pieces import Slot
+from lightning_memkit.optim.shadow_options import ShadowOptions
 from lightning_memkit.optim.state_dtypes import storage_of
-
-if TYPE_CHECKING:
-    from lightning_memkit.optim.shadow import ShadowEngine
 
 
 def exchange(one: Tensor, other: Tensor) -> None:
@@ -34,7 +32,7 @@ def exchange(one: Tensor, other: Tensor) -> None:
 class _Float32Form:
     """One parameter, to be float32 for a time, with the bfloat16 states of its own."""
 
-    def __init__(self, engine: "ShadowEngine", optimizer: Optimizer, slot: Slot) -> None:
+    def __init__(self, engine: ShadowOptions, optimizer: Optimizer, slot: Slot) -> None:
         self.slot = slot
         self._engine = engine
         self._optimizer = optimizer
@@ -171,7 +169,7 @@ class Float32Forms:
         shown: bfloat16 parameters, none of them sharded.
     """
 
-    def __init__(self, engine: "ShadowEngine", optimizer: Optimizer, shown: Iterable[Slot]) -> None:
+    def __init__(self, engine: ShadowOptions, optimizer: Optimizer, shown: Iterable[Slot]) -> None:
         with torch.no_grad():
             self._forms = [_Float32Form(engine, optimizer, slot) for slot in shown]
 

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,10 +20,8 @@ from lightning_memkit.optim.identity import Float32Forms
 from lightning_memkit.optim.own_attributes import has_own_values, own_numbers
 from lightning_memkit.optim.piece_shadows import PieceShadows
 from lightning_memkit.optim.pieces import Piece, Slot, buckets_of, slots
+from lightning_memkit.optim.shadow_options import ShadowOptions
 from lightning_memkit.optim.state_home import home_of
-
-if TYPE_CHECKING:
-    from lightning_memkit.optim.shadow import ShadowEngine
 
 
 class OpenStep:
@@ -32,7 +30,7 @@ class OpenStep:
     Each parameter may be advanced once, in any order; `finish` ends the step.
     """
 
-    def __init__(self, engine: "ShadowEngine", optimizer: Optimizer, stock_step: Callable[..., Any]) -> None:
+    def __init__(self, engine: ShadowOptions, optimizer: Optimizer, stock_step: Callable[..., Any]) -> None:
         self._engine = engine
         self._optimizer = optimizer
         self._stock_step = stock_step

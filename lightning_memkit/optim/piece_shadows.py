@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,10 +13,8 @@ from lightning_memkit.optim.blocks import first_element, local_part
 from lightning_memkit.optim.group_scalars import copied
 from lightning_memkit.optim.modes import LOW_STATES, low_state_of, narrow_, widen_
 from lightning_memkit.optim.pieces import Piece, Scratch
+from lightning_memkit.optim.shadow_options import ShadowOptions
 from lightning_memkit.optim.state_dtypes import storage_of
-
-if TYPE_CHECKING:
-    from lightning_memkit.optim.shadow import ShadowEngine
 
 
 @dataclass
@@ -39,7 +37,7 @@ class _StepProgress:
 class PieceShadows:
     """The shadows of one optimizer step; a large parameter has one after the other, in the same scratch memory."""
 
-    def __init__(self, engine: "ShadowEngine", optimizer: Optimizer) -> None:
+    def __init__(self, engine: ShadowOptions, optimizer: Optimizer) -> None:
         self._engine = engine
         self._optimizer = optimizer
         self._scratch = Scratch()

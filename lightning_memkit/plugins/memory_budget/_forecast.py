@@ -17,6 +17,8 @@ from lightning_memkit.planning.budget import Budget
 from lightning_memkit.planning.problem import Row
 from lightning_memkit.planning.sizes import reach
 from lightning_memkit.plugins.planning._given_run import GivenRun, is_automatic, predict_apart
+from lightning_memkit.plugins.planning.planning import plan
+from lightning_memkit.plugins.planning.prediction import predict_memory
 from lightning_memkit.plugins.seams._worst_batch import worst_batch
 from lightning_memkit.prediction.residuals import keep_residual, residual_of
 from lightning_memkit.utilities.tensors import tensors_of
@@ -62,8 +64,6 @@ def _predicted(
     given: GivenRun, batch: Any, parts: Mapping[int, Any], sizes: Sequence[int], budget: Budget
 ) -> tuple[Foreseen, str]:
     """What is predicted, and the name of the device whose residual corrects it."""
-    from lightning_memkit.plugins.planning.prediction import predict_memory  # it knows MemoryBudget by name
-
     device = budget.target()
     parts = {size: part if device is None else _alone(part) for size, part in parts.items()}
     beside = 0 if device is None else device.context_bytes
@@ -92,8 +92,6 @@ def _beside_parts(batch: Any, part: Any) -> int:
 
 def _remedy(given: GivenRun, batch: Any, budget: Budget) -> str:
     """The fastest that changes no numbers, and the fastest of all that fits; the least where nothing does."""
-    from lightning_memkit.plugins.planning.planning import plan
-
     constraints = {**given.arguments, "accumulate_grad_batches": given.accumulated}
     if constraints.get("precision") == "32-true":  # Lightning's default is no choice
         del constraints["precision"]

@@ -12,6 +12,12 @@ from lightning_memkit.memory.report import Advice, PredictedStep
 from lightning_memkit.micro_batching import SplitError, batch_size
 from lightning_memkit.planning.budget import Budget
 from lightning_memkit.plugins.asked import budget_of
+from lightning_memkit.plugins.memory_report._advice import (
+    RunAsProblem,
+    RunsBatch,
+    advice,
+    predicted_step,
+)
 from lightning_memkit.plugins.planning._given_run import GivenRun, predict_apart
 from lightning_memkit.prediction.devices import Device
 
@@ -76,13 +82,6 @@ class Foresight:
             raise ValueError('several ranks train; predict_memory(trainer={"devices": ...}) predicts them')
         if not trainer.lightning_module.automatic_optimization:
             raise ValueError("the module optimizes manually; predict_memory predicts its training_step")
-        from lightning_memkit.plugins.memory_report._advice import (
-            RunAsProblem,
-            RunsBatch,
-            advice,
-            predicted_step,
-        )
-
         host, rows, size = _part(trainer, batch)
         budget = budget_of(trainer)
         described = RunsBatch(

@@ -1,0 +1,43 @@
+"""What every part of a step on float32 shadows goes by."""
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_memkit.optim.modes import Mode, States
+from lightning_memkit.optim.pieces import is_compensated
+from lightning_memkit.optim.stochastic_rounding import StochasticRounding
+
+
+class ShadowOptions:
+    """How an optimizer's bfloat16 parameters are stepped in float32; `ShadowEngine` steps them so.
+
+    Args:
+        mode: what keeps the bits that bfloat16 lacks; None steps every parameter as it is.
+        states: ``"compact"`` keeps moments in bfloat16, ``"exact"`` in float32.
+        rounding: the noise of stochastic rounding.
+        bucket_bytes: float32 temporaries at a time; None for a size that suits the device.
+    """
+
+    def __init__(
+        self, mode: Mode | None, states: States, rounding: StochasticRounding, bucket_bytes: int | None
+    ) -> None:
+        self.mode: Mode | None = mode
+        self.states: States = states
+        self.rounding = rounding
+        self.bucket_bytes = bucket_bytes
+        self.under_identity = False  # whether parameters are float32 themselves in a step, not by shadows
+        self.bfloat16_states: set[str] = set()  # states that an optimizer keeps in bfloat16 by its own choice
+        self.refuses_own_ways = False  # whether a step may evaluate its closure at its start only
+        self.may_fuse = True  # whether a kernel may stand in for the step of a class that it knows
+        # What the optimizer sees in the place of parameters that are not in the bucket: it has no gradient,
+        # so it is passed over, and the places of the others, which some optimizers go by, stay.
+        self._absent = Parameter(torch.empty(0))
+
+    def shadows(self, parameter: Tensor) -> bool:
+        """Whether a parameter is stepped on a float32 shadow."""
+        return self.mode is not None and is_compensated(parameter)
+
+    def absent(self, count: int) -> list[Parameter]:
+        """Placeholders for the parameters of a group."""
+        return [self._absent] * count
