@@ -255,7 +255,7 @@ class Engine:
 
 def _warn_of_hooks(run: Run) -> None:
     """Name the hooks that run once a micro-batch, where a batch is split."""
-    names = run.hooks_by_part()
+    names = run.hooks_by_micro_batch()
     if names:
         shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         warnings.warn(

@@ -34,7 +34,7 @@ class Run:
         world_size: the number of ranks.
         batches_a_step: how many batches the loop accumulates into one optimizer step, each weighing the same.
         steps_taken: optimizer steps so far.
-        meets_in_every_part: ranks communicate in each forward and backward (sharded parameters).
+        meets_in_every_micro_batch: ranks communicate in each forward and backward (sharded parameters).
         sums_gradients_otherwise: gradients of several micro-batches are summed in another dtype than one's.
         recomputes_activations: some are recomputed already.
         offloads_states: the optimizer's states lie on the host already.
@@ -46,7 +46,7 @@ class Run:
     world_size = 1
     batches_a_step = 1
     steps_taken = 0
-    meets_in_every_part = False
+    meets_in_every_micro_batch = False
     sums_gradients_otherwise = False
     recomputes_activations = False
     offloads_states = False
@@ -78,7 +78,7 @@ class Run:
 
     @property
     def ranks_by(self) -> str:
-        """What runs the ranks, for messages."""
+        """The name of what runs the ranks, for messages."""
         return type(self).__name__
 
     @property
@@ -93,9 +93,9 @@ class Run:
             return self._device
         return next((parameter.device for parameter in self.module.parameters()), torch.device("cpu"))
 
-    def transfer(self, part: Any) -> Any:
+    def transfer(self, micro_batch: Any) -> Any:
         """A micro-batch on the device."""
-        return part if self._transfer is None else self._transfer(part)
+        return micro_batch if self._transfer is None else self._transfer(micro_batch)
 
     def worst_batch(self, batch: Any, rows: int) -> Any:
         """A batch of `rows` samples as large as training may meet; here the first rows of the batch at hand."""
@@ -154,7 +154,7 @@ class Run:
             for number, group in enumerate(optimizer.param_groups)
         }
 
-    def hooks_by_part(self) -> list[str]:
+    def hooks_by_micro_batch(self) -> list[str]:
         """The user's hooks that see the gradients of each micro-batch, by name."""
         return []
 
@@ -214,9 +214,9 @@ class Step:
         """Whether gradients are zeroed in this step."""
         return self._starts_window
 
-    def forward(self, part: Any) -> tuple[Tensor | None, dict[str, Any]]:
+    def forward(self, micro_batch: Any) -> tuple[Tensor | None, dict[str, Any]]:
         """The loss of a micro-batch, and what else the step returned."""
-        return self._loss_of(part), {}
+        return self._loss_of(micro_batch), {}
 
     def zero_grad(self) -> None:
         """Zero the gradients, where this batch is the first to accumulate."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memkit import MemoryBudget, MemoryReport
-from lightning_memkit.plugins.seams._checks import hooks_run_by_part
+from lightning_memkit.plugins.seams._checks import hooks_run_by_micro_batch
 from tests.plugins.toys import trained, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
@@ -87,4 +87,4 @@ def test_a_batch_that_runs_whole_needs_no_warning(module: Any, callbacks: Any, n
 
 def test_callbacks_of_lightning_and_ours_do_not_mind() -> None:
     callbacks = [Timer(), DeviceStatsMonitor(), MemoryReport(), MemoryBudget("1GiB")]
-    assert hooks_run_by_part(trainer(*callbacks), Small()) == []
+    assert hooks_run_by_micro_batch(trainer(*callbacks), Small()) == []

@@ -47,7 +47,7 @@ def form_by_tokens(
     row_tokens = _columns(step.run.worst_batch(step.batch, 1)) or _columns(step.batch)
     if row_tokens is None or partition.micro_batch_size >= batch_size(step.batch):
         return
-    if step.run.meets_in_every_part:
+    if step.run.meets_in_every_micro_batch:
         return
     partition.row_tokens, partition.wide = row_tokens, wide_tensors(step.batch)
     useful = partition.cut(step.batch).places is not None

@@ -31,7 +31,12 @@ from lightning_memkit.micro_batching.proof.judged import (
 from lightning_memkit.micro_batching.proof.learning import learn_counts, learn_rests
 from lightning_memkit.micro_batching.proof.novelty import Novelties
 from lightning_memkit.micro_batching.proof.probed_rows import in_order_of, probed_rows, told_apart
-from lightning_memkit.micro_batching.proof.row_runs import ComparisonOutcome, NothingCountsError, Rows
+from lightning_memkit.micro_batching.proof.row_runs import (
+    ComparisonOutcome,
+    NothingCountsError,
+    RowRuns,
+    Rows,
+)
 from lightning_memkit.micro_batching.proof.row_trials import RowTrials
 from lightning_memkit.micro_batching.proof.trial_values import StepFailedError
 from lightning_memkit.micro_batching.proof.trials import Trials
@@ -258,7 +263,7 @@ class Weighing:
         """
         for level in LEVELS:
             with quiet(step.run.module, level) as draws:
-                rows = RowTrials(step, trials, probed, draws)
+                rows = RowTrials(RowRuns(step, trials, probed, draws))
                 outcome = rows.compare(self._open, reads=self._given == "auto", known=self.rules)
                 self.unlike = self.unlike or outcome.unlike
                 # Ranks see other samples, and must come to one answer.

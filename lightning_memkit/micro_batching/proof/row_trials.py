@@ -33,14 +33,10 @@ from lightning_memkit.micro_batching.proof.row_runs import (
     ComparisonOutcome,
     NothingCountsError,
     RowRuns,
-    Rows,
     TrialStep,
 )
 from lightning_memkit.micro_batching.proof.trial_values import StepFailedError
-from lightning_memkit.micro_batching.proof.trials import Trials
-from lightning_memkit.micro_batching.proof.without_noise import SharedDraws
 from lightning_memkit.micro_batching.ranks.agreement import any_rank, largest_of_ranks, values_of_ranks
-from lightning_memkit.micro_batching.run import Step
 from lightning_memkit.micro_batching.shares.foreseen import UnforeseenLossError
 
 # Batch statistics are warned about; a batch that is changed in place is handed out in copies.
@@ -48,18 +44,14 @@ _CHANGED_IN_PARTS = ("batch_statistics", "batch", "generator")
 
 
 class RowTrials:
-    """Runs rows whole and in parts, which leaves no trace, and compares.
+    """Compares rows whole and in micro-batches.
 
     Args:
-        step: whose rows they are.
-        trials: run them.
-        rows: to compare.
-        draws: hands the whole's random numbers out to its parts; None where the step draws none that matter.
+        runs: run them, which leaves no trace.
     """
 
-    def __init__(self, step: Step, trials: Trials, rows: Rows, draws: SharedDraws | None) -> None:
-        self._step, self._trials, self._rows, self._draws = step, trials, rows, draws
-        self._runs = RowRuns(step, trials, rows, draws)
+    def __init__(self, runs: RowRuns) -> None:
+        self._runs = runs
 
     def compare(
         self, ways: list[WeighBy | Weigher], *, reads: bool, known: LossRules | None = None
@@ -75,36 +67,36 @@ class RowTrials:
             NothingCountsError: the rows of a rank have no gradient, or one of their loss's terms counts none of them,
                 or it shows less than is known.
         """
-        self._trials.capture = None
-        if self._draws is not None:
-            self._draws.record()
-        whole = self._runs.run(self._rows.whole)
-        if any_rank(self._step.run, not whole.counts):
+        self._runs.trials.capture = None
+        if self._runs.draws is not None:
+            self._runs.draws.record()
+        whole = self._runs.run(self._runs.rows.whole)
+        if any_rank(self._runs.step.run, not whole.counts):
             raise NothingCountsError
-        changes = [c for c in self._trials.changes if not c.composes and c.kind not in _CHANGED_IN_PARTS]
+        changes = [c for c in self._runs.trials.changes if not c.composes and c.kind not in _CHANGED_IN_PARTS]
         state = self._capture(changes, whole.loss.dtype)
         scaled = self._runs.whole(lambda loss: loss * SCALE)
         whole.left, again = scaled.left, scaled.gradient / SCALE
         comparison = Comparison(self._runs.spans(), whole.gradient, again)
         bends = self._bends(comparison)
-        parts = [self._runs.part(index) for index in range(len(self._rows.parts))]
+        parts = [self._runs.part(index) for index in range(len(self._runs.rows.parts))]
         present = [part for part in parts if part is not None]
         terms = TermComparison(self._runs, ways, whole, parts, comparison)
         rules, outcome, is_less = None, None, False
         if reads and present and not bends:
-            looks = self._step.run.world_size == 1
+            looks = self._runs.step.run.world_size == 1
             of_parts = [part.terms for part in present]
             rules = learned(whole.terms, of_parts, whole.loss.dtype, known=known, looks=looks)
             is_less = isinstance(rules, LossRules) and known is not None and rules.tells_less(known)
-        if any_rank(self._step.run, rules == NOTHING_COUNTS):
+        if any_rank(self._runs.step.run, rules == NOTHING_COUNTS):
             raise NothingCountsError
-        if any_rank(self._step.run, is_less):
+        if any_rank(self._runs.step.run, is_less):
             return _against(terms, known)
         rules = self._of_all_ranks(rules)
         if isinstance(rules, LossRules):
             outcome = terms.compare(rules)
             kept = self._kept(rules, outcome, whole, parts)
-            if kept and self._step.run.world_size == 1:
+            if kept and self._runs.step.run.world_size == 1:
                 outcome = terms.compare(rules.looking_up(kept)) or outcome
             elif kept:
                 outcome = _by_whole(terms, rules, kept) or outcome
@@ -132,32 +124,36 @@ class RowTrials:
         unlike = [
             share_of(total, own) != 1 for total, own in zip(totals, counts_of(rules, whole), strict=True)
         ]
-        unlike = largest_of_ranks(self._step.run, [float(one) for one in unlike])
+        unlike = largest_of_ranks(self._runs.step.run, [float(one) for one in unlike])
         return [index for index in rules.means if unlike[index]]
 
     def noise_explains(self, outcome: ComparisonOutcome) -> bool:
         """Whether parts may differ by their random numbers alone, which then are to be taken away or shared."""
         self._runs.hand_out(None)
-        other = self._runs.together(partial(self._trials.gradient_of, self._step, self._rows.whole, seed=1))
-        incomplete = self._draws is not None and not self._draws.complete
-        return any_rank(self._step.run, incomplete or outcome.comparison.differs(other))
+        other = self._runs.together(
+            partial(self._runs.trials.gradient_of, self._runs.step, self._runs.rows.whole, seed=1)
+        )
+        incomplete = self._runs.draws is not None and not self._runs.draws.complete
+        return any_rank(self._runs.step.run, incomplete or outcome.comparison.differs(other))
 
     def dependence(self, outcome: ComparisonOutcome) -> Verdict | None:
         """None where the second part's gradient is the same after the first as alone, else what to say of it."""
         second = outcome.parts[1]
-        if self._draws is not None:
+        if self._runs.draws is not None:
             return None  # with numbers that are handed out, another step before would take them
         counts = (
             second is not None and outcome.parts[0] is not None and bool(second.gradient.isfinite().all())
         )
-        if any_rank(self._step.run, not counts) or second is None:
+        if any_rank(self._runs.step.run, not counts) or second is None:
             return None
-        trials, parts = self._trials, self._rows.parts
+        trials, parts = self._runs.trials, self._runs.rows.parts
         failure, error = "", 0.0
         trials.capture = None
         trials.between = None if outcome.state is None else outcome.state.begin_anew
         try:
-            after = self._runs.together(partial(trials.gradient_of, self._step, parts[1], after=parts[0]))
+            after = self._runs.together(
+                partial(trials.gradient_of, self._runs.step, parts[1], after=parts[0])
+            )
             noisy = second.gradient * (1 + outcome.comparison.level)
             miss = Comparison(self._runs.spans(), second.gradient, noisy).miss([after], [1.0])
             error = miss.relative_error if miss.excess > 1 else 0.0
@@ -165,7 +161,7 @@ class RowTrials:
             if failed.skipped or is_out_of_memory(failed.cause):
                 raise
             error, failure = float("inf"), f" ({type(failed.cause).__name__}: {failed.cause})"
-        error = largest_of_ranks(self._step.run, [error])[0]
+        error = largest_of_ranks(self._runs.step.run, [error])[0]
         if error == 0:
             return None
         return verdicts.handed_on(
@@ -174,9 +170,9 @@ class RowTrials:
 
     def _of_all_ranks(self, rules: LossRules | str | None) -> LossRules | str | None:
         """The rules, where the loss has shown the same terms on every rank; else why it has none on one."""
-        if self._step.run.world_size == 1:
+        if self._runs.step.run.world_size == 1:
             return rules
-        told: list[LossRules | str | None] = values_of_ranks(self._step.run, rules)
+        told: list[LossRules | str | None] = values_of_ranks(self._runs.step.run, rules)
         for one in told:
             if one == VARYING_FACTOR or isinstance(one, CurvedLoss | UnlikeDivisors):
                 return one
@@ -187,7 +183,7 @@ class RowTrials:
         if isinstance(rules, CurvedLoss) or (isinstance(rules, str) and rules == VARYING_FACTOR):
             return rules
         # In few bits a small term is no more than the rounding of the large ones.
-        if isinstance(rules, UnlikeDivisors) and any_rank(self._step.run, comparison.level > COARSE):
+        if isinstance(rules, UnlikeDivisors) and any_rank(self._runs.step.run, comparison.level > COARSE):
             return rules
         return ""
 
@@ -197,9 +193,9 @@ class RowTrials:
         if not names:
             return None
         rounding = max(ROUNDED if self._runs.is_exact else 2e-2, 10 * torch.finfo(dtype).eps)
-        state = ComposedState(self._step.run.module, names, rounding)
+        state = ComposedState(self._runs.step.run.module, names, rounding)
         state.begin()
-        self._trials.capture = state.left
+        self._runs.trials.capture = state.left
         return state
 
     def _bends(self, comparison: Comparison) -> bool:
@@ -208,7 +204,7 @@ class RowTrials:
         Half of a loss has half of its gradients to the bit. Where it has not, another run tells what kernels do in
         another order each time.
         """
-        run = self._step.run
+        run = self._runs.step.run
         if run.precision.startswith("16"):
             return False  # small gradients are rounded to fewer bits
         halved = self._runs.whole(lambda loss: loss * 0.5).gradient * 2
@@ -238,21 +234,21 @@ class RowTrials:
         least = min(miss.excess for miss in misses)
         # A clear lead only: ways that differ by rounding stay open, in their order.
         kept = [index for index, miss in enumerate(misses) if miss.excess <= max(3 * least, 0.05)]
-        count = weigher(ways[kept[0]], self._rows.whole)
+        count = weigher(ways[kept[0]], self._runs.rows.whole)
         return ComparisonOutcome(
             miss=misses[kept[0]],
             ways=[ways[index] for index in kept],
             rules=None,
             whole=whole,
             parts=parts,
-            shares=[float(count(part)) for part in self._rows.parts],
+            shares=[float(count(part)) for part in self._runs.rows.parts],
             comparison=comparison,
         )
 
     def _scaled_parts(self, way: WeighBy | Weigher) -> list[Tensor]:
         """The gradients of parts whose loss each rank has weighed by itself."""
         weights = self._weights(way)
-        if any_rank(self._step.run, not all(weights)):  # 0 times a mean over nothing is nan
+        if any_rank(self._runs.step.run, not all(weights)):  # 0 times a mean over nothing is nan
             raise NothingCountsError
         runs = [
             self._runs.part(index, lambda loss, weight=weight: loss * weight)
@@ -261,8 +257,8 @@ class RowTrials:
         return [run.gradient for run in runs if run is not None]
 
     def _weights(self, way: WeighBy | Weigher) -> list[float]:
-        count = weigher(way, self._rows.whole)
-        return normalized([float(count(part)) for part in self._rows.parts], summed=way == "sum")
+        count = weigher(way, self._runs.rows.whole)
+        return normalized([float(count(part)) for part in self._runs.rows.parts], summed=way == "sum")
 
 
 def _against(terms: TermComparison, known: LossRules | None) -> ComparisonOutcome:

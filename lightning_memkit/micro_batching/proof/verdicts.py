@@ -93,7 +93,7 @@ def divided_unlike(what: str, error: float) -> Verdict:
 
 def bent(run: Run, error: float) -> Verdict:
     """Gradients are changed by what is not linear in them."""
-    hooks = run.hooks_by_part()
+    hooks = run.hooks_by_micro_batch()
     named = f" ({', '.join(hooks[:3])})" if hooks else ""
     return _refused(
         f"half of the loss has not half of its gradients: a hook{named} or a backward of the module's own changes "

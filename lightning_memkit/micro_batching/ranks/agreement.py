@@ -114,7 +114,7 @@ class Unretried(Ranks):
     def __init__(self, run: Run, reason: str, *, meets: bool | None = None) -> None:
         self.reason = reason
         self._run = run
-        self.meets = run.meets_in_every_part if meets is None else meets
+        self.meets = run.meets_in_every_micro_batch if meets is None else meets
         self.exchanges = self.meets
         self.compares = not self.meets
         self.uncounted = "backward" if self.meets else "zeros"

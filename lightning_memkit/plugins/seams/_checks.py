@@ -31,7 +31,7 @@ def warn_of_inexactness(trainer: Trainer, module: LightningModule) -> None:
         )
 
 
-def hooks_run_by_part(trainer: Trainer, module: LightningModule) -> list[str]:
+def hooks_run_by_micro_batch(trainer: Trainer, module: LightningModule) -> list[str]:
     """What of the user's runs once a micro-batch, on gradients that are not the batch's: named, in order.
 
     `on_before_backward`, and hooks on parameters' gradients; `on_after_backward` runs once. Lightning's callbacks and

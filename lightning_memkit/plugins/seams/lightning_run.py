@@ -18,7 +18,7 @@ from lightning_memkit.micro_batching.run import Logged, Run
 from lightning_memkit.micro_batching.sizes.tuned_sizes import class_name, without_addresses
 from lightning_memkit.plugins.asked import callbacks_of, says
 from lightning_memkit.plugins.seams import loaders, logged, strategy
-from lightning_memkit.plugins.seams._checks import hooks_run_by_part
+from lightning_memkit.plugins.seams._checks import hooks_run_by_micro_batch
 from lightning_memkit.plugins.seams._worst_batch import scanned_once, worst_batch
 from lightning_memkit.utilities.patching import Undo
 
@@ -42,7 +42,9 @@ class LightningRun(Run):
         transfer: moves a micro-batch to the device, with the user's transfer hooks.
     """
 
-    def __init__(self, trainer: Trainer, transfer: Callable[[Any], Any] = lambda part: part) -> None:
+    def __init__(
+        self, trainer: Trainer, transfer: Callable[[Any], Any] = lambda micro_batch: micro_batch
+    ) -> None:
         self.trainer, self._transfer = trainer, transfer
 
     @property
@@ -100,7 +102,7 @@ class LightningRun(Run):
 
     @property
     @override
-    def meets_in_every_part(self) -> bool:
+    def meets_in_every_micro_batch(self) -> bool:
         return strategy.communicates_in_every_part(self.trainer)
 
     @property
@@ -131,8 +133,8 @@ class LightningRun(Run):
         return size if isinstance(size, int) else None
 
     @override
-    def transfer(self, part: Any) -> Any:
-        return self._transfer(part)
+    def transfer(self, micro_batch: Any) -> Any:
+        return self._transfer(micro_batch)
 
     @override
     def worst_batch(self, batch: Any, rows: int) -> Any:
@@ -196,8 +198,8 @@ class LightningRun(Run):
         return found
 
     @override
-    def hooks_by_part(self) -> list[str]:
-        return hooks_run_by_part(self.trainer, self.trainer.lightning_module)
+    def hooks_by_micro_batch(self) -> list[str]:
+        return hooks_run_by_micro_batch(self.trainer, self.trainer.lightning_module)
 
     @override
     def out_of_memory(self, error: BaseException) -> None:

@@ -47,9 +47,9 @@ class LightningStep(Step):
         """Whether gradients are zeroed in this step."""
         return self._zero_grad is not None
 
-    def forward(self, part: Any) -> tuple[Tensor | None, dict[str, Any]]:
-        """`training_step` on a part: its loss, and what else it returned."""
-        kwargs = OrderedDict(self._kwargs, batch=part)
+    def forward(self, micro_batch: Any) -> tuple[Tensor | None, dict[str, Any]]:
+        """`training_step` on a micro-batch: its loss, and what else it returned."""
+        kwargs = OrderedDict(self._kwargs, batch=micro_batch)
         trainer = self._loop.trainer
         output = call._call_strategy_hook(trainer, "training_step", *kwargs.values())
         trainer.strategy.post_training_step()
