@@ -5,7 +5,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, get_args
+from typing import Any
 from weakref import ref
 
 import torch
@@ -32,7 +32,7 @@ from lightning_memkit.optim.methods import (
     stock_step,
     uses_closure_its_own_way,
 )
-from lightning_memkit.optim.modes import LOW_STATES, Mode, States
+from lightning_memkit.optim.modes import LOW_STATES, Mode, States, check_options
 from lightning_memkit.optim.pieces import is_compensated, slots
 from lightning_memkit.optim.schedule_free import switch_in_float32
 from lightning_memkit.optim.shadow import ShadowEngine
@@ -40,17 +40,6 @@ from lightning_memkit.optim.snapshots import OptimizerSnapshot, restore_snapshot
 from lightning_memkit.optim.split import LOW_HALF
 from lightning_memkit.optim.stochastic_rounding import StochasticRounding
 from lightning_memkit.utilities.errors import NoEffectWarning
-
-
-def check_options(mode: str, states: str) -> None:
-    """Refuse unknown modes and states.
-
-    Raises:
-        ValueError: with the known names.
-    """
-    for name, value, known in (("mode", mode, get_args(Mode)), ("states", states, get_args(States))):
-        if value not in known:
-            raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(map(repr, known))}.")
 
 
 class Compensation:

@@ -23,8 +23,8 @@ from lightning_memkit.optim.methods import give_step_back, living, replaced_step
 from lightning_memkit.optim.open_step import OpenStep
 from lightning_memkit.optim.pieces import Slot, slots
 from lightning_memkit.optim.release_checks import (
-    changed_options,
     options_of,
+    refuse_changed_options,
     refuse_gradient,
     refuse_unreleasable,
     second_gradient_error,
@@ -208,12 +208,8 @@ class Release:
     def _finish(self) -> None:
         """Step what else has a gradient, and end the step."""
         step, optimizer = self._open_step(), self.optimizer
-        if self.parameters_stepped and options_of(optimizer) != self._options:
-            changed = changed_options(self._options, options_of(optimizer))
-            raise RuntimeError(
-                f"Options of {type(optimizer).__name__} changed between backward and step(), after parameters were "
-                f"stepped with the old ones ({changed}); change them before backward, or after step()."
-            )
+        if self.parameters_stepped:
+            refuse_changed_options(optimizer, self._options)
         left = [slot.parameter for slot in self._slots.values() if slot.parameter.grad is not None]
         waiting = set(map(id, self._waiting))
         others = [parameter for parameter in left if id(parameter) not in waiting]

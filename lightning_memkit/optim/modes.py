@@ -1,6 +1,6 @@
 """Where a float32 weight is kept: bfloat16 and, by the mode, a low half beside it."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -14,6 +14,17 @@ from lightning_memkit.optim.stochastic_rounding import StochasticRounding
 Mode = Literal["kahan", "split", "stochastic", "none"]
 States = Literal["compact", "exact"]
 LOW_STATES = (LOW_HALF, COMPENSATION)
+
+
+def check_options(mode: str, states: str) -> None:
+    """Refuse unknown modes and states.
+
+    Raises:
+        ValueError: with the known names.
+    """
+    for name, value, known in (("mode", mode, get_args(Mode)), ("states", states, get_args(States))):
+        if value not in known:
+            raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(map(repr, known))}.")
 
 
 def low_state_of(mode: Mode) -> str | None:

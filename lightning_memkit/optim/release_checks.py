@@ -63,7 +63,21 @@ def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def changed_options(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> str:
+def refuse_changed_options(optimizer: Optimizer, before: list[dict[str, Any]]) -> None:
+    """Refuse options that changed after parameters were stepped with the old ones.
+
+    Raises:
+        RuntimeError: naming the first option that differs.
+    """
+    now = options_of(optimizer)
+    if now != before:
+        raise RuntimeError(
+            f"Options of {type(optimizer).__name__} changed between backward and step(), after parameters were "
+            f"stepped with the old ones ({_change(before, now)}); change them before backward, or after step()."
+        )
+
+
+def _change(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> str:
     """Name the first option that differs."""
     for old, new in zip(before, after, strict=False):
         for key in old:
