@@ -12,7 +12,7 @@ from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning_memkit import PureBF16Precision
 from lightning_memkit.cli import COMMANDS, main
 from lightning_memkit.plugins.callbacks.random_state import KEY
-from lightning_memkit.plugins.cli.memkit_cli import target_device, target_dtype
+from lightning_memkit.plugins.cli._build_target import target_device, target_dtype
 from tests import cli_models
 from tests.plugins.noise import NOISE
 

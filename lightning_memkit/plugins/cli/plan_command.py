@@ -18,7 +18,8 @@ from lightning_memkit.planning.budget import Budget, Goal
 from lightning_memkit.planning.explained import beside_prediction, bytes_a_parameter
 from lightning_memkit.planning.plan import Plan
 from lightning_memkit.planning.problem import Row
-from lightning_memkit.plugins.cli.memkit_cli import MemkitCLI, target_dtype
+from lightning_memkit.plugins.cli._build_target import target_dtype
+from lightning_memkit.plugins.cli.memkit_cli import MemkitCLI
 from lightning_memkit.plugins.planning.planning import OptimizerStates, plan
 from lightning_memkit.prediction.devices import DEVICES
 
