@@ -6,7 +6,7 @@ import logging
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -25,21 +25,20 @@ from lightning.pytorch.callbacks import (
 from torch.optim import Optimizer
 
 from lightning_memkit.data.batching.sampling_order import GlobalNumbers
-from lightning_memkit.memory.meter import unmetered
 from lightning_memkit.plugins.asked import budgets_among, says
 from lightning_memkit.plugins.planning._predicted_ranks import many_ranks
-from lightning_memkit.plugins.planning._prediction_errors import check_batch, explained
 from lightning_memkit.plugins.planning._sharded_prediction import ddp_in_buckets
 from lightning_memkit.prediction.contained import NO_AUTOGRAD_IN_FORKS, contained
 from lightning_memkit.prediction.devices import Device, device_named
 from lightning_memkit.prediction.pretrained import without_reading_weights
 from lightning_memkit.prediction.ranks import RankSimulation
+from lightning_memkit.prediction.refusals import check_batch, explained
 from lightning_memkit.prediction.result import Prediction
 from lightning_memkit.prediction.simulation import Simulation
+from lightning_memkit.prediction.whole_steps import STEPS, BatchCopies, predicted_steps
 from lightning_memkit.utilities.errors import PredictionError
 from lightning_memkit.utilities.tensors import tensors_of
 
-_STEPS = 2  # the first makes the optimizer's states, the second has them from its beginning
 _WATCHERS = (
     Checkpoint, DeviceStatsMonitor, EarlyStopping, LearningRateMonitor, ModelSummary, ProgressBar, ThroughputMonitor,
     Timer,
@@ -131,7 +130,7 @@ def predict_memory(
                 f"trainer asks for {ranks} rank(s), and a training step that is a function has no Trainer: give a "
                 "LightningModule, or leave trainer out to predict one device."
             )
-        return _apart(lambda: _steps(module, batch, Simulation(target)), _refused, timeout_s)
+        return _apart(lambda: predicted_steps(module, batch, Simulation(target)), _refused, timeout_s)
 
     return _apart(
         lambda: _fit(module, batch, options, simulation()),
@@ -247,7 +246,7 @@ def _fit(
             )
         callbacks = [*options["callbacks"], _Phases(simulation)]
         trainer = Trainer(**{**options, "callbacks": callbacks}, max_epochs=1, default_root_dir=folder)
-        trainer.fit(module, _Batches(batch, _STEPS * trainer.accumulate_grad_batches))
+        trainer.fit(module, BatchCopies(batch, STEPS * trainer.accumulate_grad_batches))
         # Lightning steps its optimizer even if there is no loss.
         if trainer.global_step == 0 or "backward" not in simulation.phase_peaks:
             raise PredictionError(
@@ -255,34 +254,6 @@ def _fit(
                 "configure_optimizers gave no optimizer. Give a batch that is trained on."
             )
     return simulation.result()
-
-
-def _steps(step: Callable[[Any], Any], batch: Any, simulation: Simulation) -> Prediction:
-    """A training step that is a function; changes what it works on for good."""
-    warnings.simplefilter("ignore")
-    with simulation, explained():
-        for given in _Batches(batch, _STEPS):
-            simulation.begin_step(tensors_of(given))
-            step(given)
-            simulation.end_step()
-    return simulation.result()
-
-
-class _Batches:
-    """As many copies of a batch as are asked for: real ones, whose life is that of a loader's batches."""
-
-    def __init__(self, batch: Any, number: int) -> None:
-        self._batch, self._number = batch, number
-
-    def __len__(self) -> int:
-        return self._number
-
-    def __iter__(self) -> Iterator[Any]:
-        for _ in range(self._number):
-            with unmetered():
-                batch = copy.deepcopy(self._batch)
-            yield batch
-            del batch
 
 
 class _Phases(Callback):
