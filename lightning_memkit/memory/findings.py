@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from lightning_memkit.memory.units import format_bytes
 
 Kind = Literal[
@@ -32,6 +34,12 @@ class Finding:
 
     def __str__(self) -> str:
         return f"{self.what}: {format_bytes(self.size_bytes)}, {self.where}; {self.remedy}"
+
+
+def fragmentation_of(device: torch.device) -> tuple[Finding, ...]:
+    """`fragmentation` of what a device's allocator has counted so far; nothing of a device that is no GPU."""
+    found = fragmentation(torch.cuda.memory_stats(device)) if device.type == "cuda" else None
+    return () if found is None else (found,)
 
 
 def fragmentation(stats: Mapping[str, int]) -> Finding | None:

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_memkit.memory.cublas import cublas_bytes
 from lightning_memkit.memory.limits import device_memory, host_limits, reserved_bytes
@@ -93,6 +93,12 @@ def fixed_bytes(device: torch.device) -> int:
         return 0
     free, total = memory
     return max(0, total - free - reserved_bytes(device))
+
+
+def bytes_beside(module: nn.Module) -> int:
+    """What this process holds besides a module's tensors, or 0 where the system does not tell."""
+    held = sum(t.untyped_storage().nbytes() for t in [*module.parameters(), *module.buffers()])
+    return max(0, process_bytes() - held)
 
 
 def process_bytes() -> int:

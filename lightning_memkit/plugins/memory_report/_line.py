@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgre
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from rich.console import Console, RenderableType
+from torch import Tensor
 
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.utilities.patching import Undo
@@ -116,3 +117,20 @@ def _memory(values: dict[str, float]) -> list[str]:
     now = f"memory {format_bytes(values['memory_gib'] * 2**30)}"
     of = f" of {format_bytes(values['budget_gib'] * 2**30)}" if "budget_gib" in values else ""
     return [f"{now}, peak {format_bytes(values['peak_gib'] * 2**30)}{of}"]
+
+
+def loss_of(trainer: Trainer, outputs: Any, name: str | None) -> float | None:
+    """The logged value of that name, or what `training_step` returned; None where it is no tensor."""
+    value = outputs.get("loss") if isinstance(outputs, dict) else outputs
+    if name is not None:
+        value = trainer.callback_metrics.get(name)
+    return float(value) * trainer.accumulate_grad_batches if isinstance(value, Tensor) else None
+
+
+def validation_line(trainer: Trainer) -> str:
+    """What validation has logged: the values whose names begin with "val"; empty without, and in a sanity check."""
+    found = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val")}
+    if not found or trainer.sanity_checking:
+        return ""
+    cells = [f"{name} {value:.4f}" for name, value in found.items()]
+    return " | ".join([f"step {trainer.global_step} validation", *cells])

@@ -3,17 +3,17 @@
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_memkit.memory.anatomy import Anatomy
 from lightning_memkit.memory.experts import ExpertBytes, expert_bytes
-from lightning_memkit.memory.findings import Finding, fragmentation
-from lightning_memkit.memory.measure import fixed_bytes, process_bytes
+from lightning_memkit.memory.findings import Finding, fragmentation_of
+from lightning_memkit.memory.measure import bytes_beside, fixed_bytes
 from lightning_memkit.memory.origins import Place, places
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.memory.report import StepReport
@@ -22,9 +22,18 @@ from lightning_memkit.plugins.asked import budget_of
 from lightning_memkit.plugins.memory_report._facts import device_bytes, facts
 from lightning_memkit.plugins.memory_report._files import ReportFiles
 from lightning_memkit.plugins.memory_report._foresight import Foresight
-from lightning_memkit.plugins.memory_report._line import Printer, in_bar, line, show_in_bar, to_loggers
-from lightning_memkit.plugins.memory_report._meter import BatchMeter, census, is_compiled
+from lightning_memkit.plugins.memory_report._line import (
+    Printer,
+    in_bar,
+    line,
+    loss_of,
+    show_in_bar,
+    to_loggers,
+    validation_line,
+)
+from lightning_memkit.plugins.memory_report._meter import BatchMeter, is_compiled
 from lightning_memkit.plugins.memory_report._rates import Rates, known_device
+from lightning_memkit.plugins.memory_report._step_reports import failed_report, metered_report
 from lightning_memkit.plugins.memory_report._watch import StepsWatch
 from lightning_memkit.plugins.pickling import LeavesRunBehind, nothing
 from lightning_memkit.plugins.seams import loaders
@@ -119,11 +128,8 @@ class MemoryReport(LeavesRunBehind, Callback):
         self._files: ReportFiles | None = None
 
     def __repr__(self) -> str:
-        return (
-            f"MemoryReport(measured_step={self.measured_step!r}, live={self.live!r}, path={self.path!r}, "
-            f"loss_name={self.loss_name!r}, watched_steps={self.watched_steps!r}, least_bytes={self.least_bytes!r}, "
-            f"predict={self.predict!r}, advise={self.advise!r})"
-        )
+        options = ", ".join(f"{name}={getattr(self, name)!r}" for name in signature(MemoryReport).parameters)
+        return f"MemoryReport({options})"
 
     @property
     def anatomy(self) -> Anatomy | None:
@@ -137,8 +143,7 @@ class MemoryReport(LeavesRunBehind, Callback):
         self._outer = places()
         self._watch = StepsWatch(self.watched_steps, self._outer)
         self._foresight = Foresight(predict=self.predict, advise=self.advise)
-        held = sum(t.untyped_storage().nbytes() for t in [*pl_module.parameters(), *pl_module.buffers()])
-        self._process_bytes = max(0, process_bytes() - held)
+        self._process_bytes = bytes_beside(pl_module)
         self._waited, undo = loaders.time_data_waits(trainer)
         self._in_bar = {}
         self._files = ReportFiles(trainer, self.path, self._printer)
@@ -199,16 +204,12 @@ class MemoryReport(LeavesRunBehind, Callback):
         if self.report is not None:
             self.report = replace(self.report, rates=values)
         if self.live:
-            self._printer.show(trainer, line(trainer, self._loss(trainer, outputs), values))
+            self._printer.show(trainer, line(trainer, loss_of(trainer, outputs, self.loss_name), values))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print what validation has logged: the values whose names begin with "val"."""
-        found = {
-            name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val")
-        }
-        if self.live and found and not trainer.sanity_checking:
-            cells = [f"{name} {value:.4f}" for name, value in found.items()]
-            self._printer.show(trainer, " | ".join([f"step {trainer.global_step} validation", *cells]))
+        if self.live and (text := validation_line(trainer)):
+            self._printer.show(trainer, text)
         self._rates.restart(self._waited())
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -220,9 +221,7 @@ class MemoryReport(LeavesRunBehind, Callback):
         """Print the tables and the findings, and write JSON and page."""
         self._drop_meter()
         self._judge(trainer, pl_module)
-        device = trainer.strategy.root_device
-        torn = fragmentation(torch.cuda.memory_stats(device)) if device.type == "cuda" else None
-        self.findings += (torn,) if torn is not None else ()
+        self.findings += fragmentation_of(trainer.strategy.root_device)
         if self.report is not None and self._files is not None:
             run = replace(self.report.run, retries=facts(trainer, self._batches).retries)
             self.report = replace(self.report, run=run).with_findings(self.findings)
@@ -251,16 +250,8 @@ class MemoryReport(LeavesRunBehind, Callback):
         self._give_back()
 
     def _take_apart(self, trainer: Trainer, error: BaseException) -> None:
-        fixed, metered = self._fixed_bytes(trainer), self._meter is not None
-        step = (
-            self._meter.failed_step(fixed) if self._meter is not None else census(trainer, self._batch, fixed)
-        )
-        self.failed = StepReport(
-            step=step,
-            run=facts(trainer, self._batches),
-            metered=metered,
-            failure=f"{type(error).__name__}: {error}",
-        )
+        fixed = self._fixed_bytes(trainer)
+        self.failed = failed_report(trainer, self._batches, self._meter, fixed, self._batch, error)
         if self._files is not None:
             self._files.write_failed(self.failed)
 
@@ -286,14 +277,8 @@ class MemoryReport(LeavesRunBehind, Callback):
         meter.leave()
         if self._batches == self.measured_step:
             self._foresight.after_metered(trainer, batch)
-            self.report = StepReport(
-                step=meter.step(self._fixed_bytes(trainer)),
-                run=facts(trainer, self._batches),
-                flops=meter.flops,
-                predicted=self._foresight.found.predicted,
-                advice=self._foresight.found.advice,
-                advised=self.advise,
-            )
+            fixed, foresight = self._fixed_bytes(trainer), self._foresight
+            self.report = metered_report(trainer, self._batches, meter, fixed, foresight, advised=self.advise)
             self.findings += tuple(meter.findings())
             self._live_bytes = meter.live_bytes
         meter.forget()
@@ -312,9 +297,3 @@ class MemoryReport(LeavesRunBehind, Callback):
     def _print_lines(self, trainer: Trainer, lines: Sequence[Finding | ExpertBytes]) -> None:
         for one in lines:
             self._printer.show(trainer, f"memory report: {one}")
-
-    def _loss(self, trainer: Trainer, outputs: Any) -> float | None:
-        value = outputs.get("loss") if isinstance(outputs, dict) else outputs
-        if self.loss_name is not None:
-            value = trainer.callback_metrics.get(self.loss_name)
-        return float(value) * trainer.accumulate_grad_batches if isinstance(value, Tensor) else None
