@@ -2,16 +2,13 @@
 
 import warnings
 from contextlib import suppress
-from typing import Any
 
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.micro_batching import (
     WeighBy,
     Weigher,
     batch_size,
-    normalized,
     split_batch,
-    weigher,
 )
 from lightning_memkit.micro_batching.changes.composed_state import ComposedState
 from lightning_memkit.micro_batching.graph.loss_rules import LossRules
@@ -30,7 +27,13 @@ from lightning_memkit.micro_batching.proof.judged import (
 )
 from lightning_memkit.micro_batching.proof.learning import learn_counts, learn_rests
 from lightning_memkit.micro_batching.proof.novelty import Novelties
-from lightning_memkit.micro_batching.proof.probed_rows import in_order_of, probed_rows, told_apart
+from lightning_memkit.micro_batching.proof.probed_rows import (
+    in_order_of,
+    numbers_of_rows,
+    probed_rows,
+    told_apart,
+    weigh_differently,
+)
 from lightning_memkit.micro_batching.proof.row_runs import (
     ComparisonOutcome,
     NothingCountsError,
@@ -49,9 +52,8 @@ from lightning_memkit.micro_batching.shares.foreseen import ForeseenWronglyError
 _PAIR, _UNLIKE_PAIRS = 2, (1, 3, 5)  # by the first numbers of the batch that differ between its rows
 _ROUNDED_PAIR = 0.01  # how noise is measured on two rows of a deep net may miss by less
 _PROBED_SAMPLES = (5, 2)  # the second where the first runs out of memory
-_PROBED_BATCHES = (
-    3  # rows of one batch may be too alike to act on each other, or to tell ways of weighing apart
-)
+# Rows of one batch may be too alike to act on each other, or to tell ways of weighing apart.
+_PROBED_BATCHES = 3
 _MOST_PROBES = 24  # of a run whose every batch is new in something
 _PLACES = 3  # where rows are looked for that count in the loss, of which a batch may have few
 
@@ -165,18 +167,7 @@ class Weighing:
             return True
         if micro_batch_size == 1 and self._smallest > 1:
             return True
-        return self.rules is None and self._open_ways_differ(step.batch, micro_batch_size)
-
-    def _open_ways_differ(self, batch: Any, micro_batch_size: int) -> bool:
-        """Whether ways of weighing that gradients could not tell apart weigh this batch's parts differently."""
-        if len(self._open) < 2:
-            return False
-        total = batch_size(batch)
-        sizes = [min(micro_batch_size, total)]
-        sizes += [1] * (total - sizes[0])
-        parts = split_batch(batch, sizes, split=self.split)
-        shares = [normalized([float(weigher(way, batch)(part)) for part in parts]) for way in self._open]
-        return any(abs(a - b) > 1e-12 for other in shares[1:] for a, b in zip(shares[0], other, strict=True))
+        return self.rules is None and weigh_differently(self._open, step.batch, micro_batch_size, self.split)
 
     def _probe(self, step: Step, trials: Trials, most: int) -> None:
         """Compare as many rows as run in the memory there is."""
@@ -186,7 +177,7 @@ class Weighing:
             return
         # Ranks compare as many rows, each of its own batch.
         total = -int(largest_of_ranks(step.run, [-batch_size(step.batch)])[0])
-        numbers = self._numbers_of_rows(most, total)
+        numbers = numbers_of_rows(_PROBED_SAMPLES, most, total, fewest=self.fewest)
         for rows in numbers:
             # Without a probe nothing is known: on the host the smallest may take what it needs.
             trials.limited = rows > _PROBED_SAMPLES[-1]
@@ -214,12 +205,6 @@ class Weighing:
                 return
         if numbers and self.verdict is None:  # else it is known from batches before
             self.unproven = "two samples at once run out of memory"
-
-    def _numbers_of_rows(self, most: int, total: int) -> list[int]:
-        """To try one after the other, each of two parts on which the step runs; none in a batch that has fewer."""
-        least = 2 * self.fewest
-        numbers = {min(max(min(samples, most), least), total) for samples in _PROBED_SAMPLES}
-        return sorted((rows for rows in numbers if rows >= least), reverse=True)
 
     def _trusted(self, reason: str) -> None:
         """What can't be compared is split as the user says, or as the batch's labels suggest, with a warning."""

@@ -1,7 +1,7 @@
 """Which rows of a batch are probed: some that differ, with labels that tell ways of weighing apart."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import isfinite
 from typing import Any
@@ -13,10 +13,14 @@ from lightning_memkit.micro_batching import (
     LABEL_NAMES,
     SplitError,
     SplittableBatch,
+    WeighBy,
+    Weigher,
     batch_size,
     find_labels,
+    normalized,
     picked_rows,
     split_batch,
+    weigher,
 )
 from lightning_memkit.micro_batching.parts.partition import Splitter
 from lightning_memkit.micro_batching.shares.batch_counts import BatchCount, counts_of
@@ -166,3 +170,24 @@ def _with_labels(batch: Any, labels: Tensor, changed: Tensor) -> Any:
     name = next(name for name in LABEL_NAMES if getattr(batch, name, None) is labels)
     object.__setattr__(replaced, name, changed)
     return replaced
+
+
+def weigh_differently(
+    ways: Sequence[WeighBy | Weigher], batch: Any, micro_batch_size: int, split: Splitter | None
+) -> bool:
+    """Whether ways of weighing that gradients could not tell apart weigh a batch's micro-batches differently."""
+    if len(ways) < 2:
+        return False
+    total = batch_size(batch)
+    sizes = [min(micro_batch_size, total)]
+    sizes += [1] * (total - sizes[0])
+    parts = split_batch(batch, sizes, split=split)
+    shares = [normalized([float(weigher(way, batch)(part)) for part in parts]) for way in ways]
+    return any(abs(a - b) > 1e-12 for other in shares[1:] for a, b in zip(shares[0], other, strict=True))
+
+
+def numbers_of_rows(wanted: Sequence[int], most: int, total: int, *, fewest: int) -> list[int]:
+    """To try one after the other, each of two micro-batches on which the step runs; none in a batch that has fewer."""
+    least = 2 * fewest
+    numbers = {min(max(min(samples, most), least), total) for samples in wanted}
+    return sorted((rows for rows in numbers if rows >= least), reverse=True)

@@ -1,0 +1,203 @@
+"""Where a walk through a loss's graph stands, what it has met, and the numbers that it meets."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, float32, float64
+
+from lightning_memkit.micro_batching.graph.graph_nodes import (
+    is_number_viewed,
+    is_packed,
+    kind_of,
+    numel_into,
+    numel_out,
+    of_parameters,
+    of_weights,
+    shape_into,
+)
+from lightning_memkit.micro_batching.graph.loss_terms import (
+    Addend,
+    Divisor,
+    Edge,
+    LossTerm,
+    Number,
+)
+
+_FACTOR_NUMEL = 2**16
+
+
+@dataclass(slots=True, eq=False)
+class WalkPath:
+    """Where a walk stands, and what it has met."""
+
+    node: Any
+    output: int
+    last: Any  # the node before, or this one where it left other terms
+    top: Addend
+    summand: Addend
+    entry: Any = None  # the first product with a parameter, whose gradient is the term's, too
+    is_entered: bool = False
+    shared_factor: Any = None  # where that parameter meets other terms as well
+    products: tuple[Edge, ...] = ()
+    shared_products: tuple[Edge, ...] = ()  # above where it left other terms
+    is_offset: bool = False
+    passed: tuple[Any, ...] = ()  # nodes below that entry
+    edge: Edge | None = None  # where it left the other terms
+    is_divided: bool = False  # since then
+    name: str = ""
+    branch: str = ""
+    divisor: Divisor = 1.0
+    levels: tuple[tuple[str, Divisor], ...] = ()
+    reduced: bool = False
+    quotient: Divisor = 0.0
+    is_multiplied: bool = False
+    gain: Divisor = 1.0  # what the node's number is multiplied with on its way into the loss
+    sums: tuple[Addend, ...] = ()
+    scaling: tuple[Tensor, ...] = ()  # by several numbers since the last reduction
+    factors: tuple[Tensor, ...] = ()
+    element: int | None = None  # which number of a vector of losses it follows
+    place: Edge | None = None  # where it is alone in that vector
+
+    @classmethod
+    def of(cls, loss: Tensor) -> "WalkPath":
+        """A walk that begins at a loss."""
+        whole = Addend(Number(loss.grad_fn, loss.output_nr), 1.0)
+        return cls(node=loss.grad_fn, output=loss.output_nr, last=loss.grad_fn, top=whole, summand=whole)
+
+
+def down(path: WalkPath, index: int) -> WalkPath:
+    """One node further, by one of its inputs."""
+    if path.is_entered:
+        path.passed = (*path.passed, path.node)
+    path.last = path.node
+    path.node, path.output = path.node.next_functions[index]
+    return path
+
+
+def ended_term(path: WalkPath, *, curved: str = "", opaque: str = "") -> LossTerm:
+    """The term at which a walk ends; curved or opaque where it can't be read further."""
+    bottom = path.last
+    if not path.reduced:
+        # Other terms may come by what is made of parameters; a division by zero is to stay above the scale elsewhere.
+        is_made = of_parameters(path.node) or of_weights(path.node)
+        if path.edge is not None and (is_made or not path.is_divided):
+            bottom = path.edge
+        elif not is_made:
+            bottom = path.node
+    return LossTerm(
+        name=path.name,
+        divisor=path.divisor,
+        nodes=(path.entry if path.is_entered else bottom,),
+        bottom=bottom,
+        quotient=path.quotient,
+        is_multiplied=path.is_multiplied,
+        levels=path.levels,
+        branch=path.branch,
+        top=path.top,
+        summand=path.summand,
+        sums=path.sums,
+        factors=path.factors,
+        shared_factor=path.shared_factor,
+        products=path.products,
+        shared_products=path.shared_products,
+        is_offset=path.is_offset,
+        passed=(*path.passed, path.node) if path.is_entered else (),
+        curved=curved,
+        opaque=opaque,
+    )
+
+
+def is_learned(path: WalkPath) -> bool:
+    """Whether a learned factor scales what it stands at."""
+    return bool(path.is_entered or path.shared_factor or path.products or path.shared_products)
+
+
+def is_number(node: Any, index: int) -> bool:
+    """Whether an input is a number, or a view of one; a vector of one is a row."""
+    child = node.next_functions[index][0]
+    return numel_into(node, index) == 1 and (not shape_into(node, index) or is_number_viewed(child))
+
+
+def share(path: WalkPath) -> None:
+    """What it has met is several terms'."""
+    path.shared_factor = path.shared_factor or (path.entry if path.is_entered else None)
+    path.is_entered = False
+    path.products, path.shared_products = (), (*path.shared_products, *path.products)
+
+
+def addend(path: WalkPath) -> Addend:
+    """What the number at which a walk stands adds to the loss."""
+    return Addend(Number(path.node, path.output, path.element), path.gain)
+
+
+def sign_of(node: Any, index: int) -> float:
+    """What a sum multiplies one of its summands with."""
+    alpha = float(getattr(node, "_saved_alpha", 1))
+    signs = {"Add": (1.0, alpha), "Sub": (1.0, -alpha), "Rsub": (-alpha, 1.0)}.get(kind_of(node))
+    return 1.0 if signs is None else signs[index]
+
+
+def own_number(path: WalkPath, factor: Tensor) -> Tensor:
+    """Of what scales a vector of losses, the number that scales the one that is followed."""
+    return factor if factor.numel() == 1 or path.element is None else factor.reshape(-1)[path.element]
+
+
+def leveled(path: WalkPath) -> WalkPath:
+    """Note what the loss is divided by down to here."""
+    path.levels = (*path.levels, (path.name, path.divisor))
+    return path
+
+
+def divided(path: WalkPath, by: Divisor) -> WalkPath:
+    """A walk that has met a divisor."""
+    path.divisor = path.divisor * in_double(by)
+    return leveled(path)
+
+
+def in_double(number: Divisor) -> Divisor:
+    """A number, in double precision; one that lies on a device stays there, where waiting for it would cost time."""
+    if not isinstance(number, Tensor):
+        return number
+    if number.device.type == "cpu":
+        return float(number.item())
+    return number.detach().to(float32 if number.device.type == "mps" else float64)
+
+
+def inverse(factor: Divisor) -> Divisor:
+    """One over a number, which may lie on a device; infinity for zero."""
+    factor = in_double(factor)
+    if isinstance(factor, Tensor):
+        return factor.reciprocal()
+    return 1.0 / factor if factor else float("inf")
+
+
+def scalar(path: WalkPath, name: str) -> "Divisor | None":
+    """The number that a node has saved; None where it is a tensor of several, which scales row by row."""
+    raw = getattr(path.node, f"_raw{name}", None)
+    is_large = numel_out(path.node, path.output) != 1 and path.element is None
+    if raw is not None and is_packed(raw) and is_large:
+        return None  # unpacking may bring a large tensor back from the host, or run a forward again
+    value = getattr(path.node, name)
+    if isinstance(value, Tensor):
+        if path.element is not None:
+            return value if value.numel() == 1 and value.ndim == 0 else None
+        # Of one row, what scales row by row is one number, too: below a reduction it has a dimension.
+        by_row = path.reduced and value.ndim > 0 and numel_out(path.node, path.output) == 1
+        return value if value.numel() == 1 and not by_row else None
+    return None if value is None else float(value)
+
+
+def note_scaling(path: WalkPath, name: str) -> None:
+    """Keep several numbers that scale what was reduced: another reduction may lie below."""
+    if path.element is not None:
+        value = getattr(path.node, name).detach()
+        number = in_double(own_number(path, value))
+        path.gain = path.gain * (inverse(number) if kind_of(path.node) == "Div" else number)
+        path.factors = (*path.factors, value)
+        return
+    raw = getattr(path.node, f"_raw{name}", None)
+    if not path.reduced or is_packed(raw):
+        return
+    value = getattr(path.node, name)
+    if isinstance(value, Tensor) and value.numel() <= _FACTOR_NUMEL:
+        path.scaling = (*path.scaling, value.detach())
