@@ -136,7 +136,7 @@ class ArmedBudget(MemoryBudget):
         super().prepare(step)
         now = step.trainer.global_step
         if now in self.given and self._engine is not None:
-            self._engine.runner.partition.micro_batch_size = self.given[now]
+            self._engine.runner.partition.resize(self.given[now])
         if self.faults is not None and now == self.armed_step:
             self.faults.arm()
 

@@ -1,4 +1,4 @@
-"""Decide how a run's batches are split: what parts weigh, how large they are, and whether they may be taken at all."""
+"""Decide how a run's batches are split: whether they may be, how large micro-batches are, and what they weigh."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +9,7 @@ import torch
 
 from lightning_memkit.memory.sizing import Sizing
 from lightning_memkit.memory.units import format_bytes
-from lightning_memkit.micro_batching import SplitError, batch_size, weigher
+from lightning_memkit.micro_batching import SplitError, batch_size
 from lightning_memkit.micro_batching.graph.loss_rules import VARYING_FACTOR
 from lightning_memkit.micro_batching.options import BudgetOptions
 from lightning_memkit.micro_batching.parts.by_tokens import form_by_tokens
@@ -40,20 +40,21 @@ from lightning_memkit.micro_batching.sizes.window import AccumulationWindow
 
 
 class PartsChoice:
-    """Sets a runner's partition: before step 1 by probe and measurement, later by probes of what is new in a batch.
+    """Decides how a runner splits: before step 1 by probe and measurement, later where a batch is new in something.
 
     Args:
-        options: what the user wants.
-        runner: runs batches in parts; its partition is set here.
-        trials: run the steps that leave no trace.
-        window: how many loader batches make a step.
-        resumed: the state of the run that is resumed: its size is repeated.
-        foresee: predicts the peaks of sizes, None where that can't be or does not pay.
+        options: what the user asks for.
+        runner: runs batches in micro-batches; its partition is told here.
+        trials: run steps that leave no trace.
+        window: how many loader batches make an optimizer step.
+        resumed: the state of the run that is resumed, whose size is repeated.
+        foresee: predicts the peaks of sizes; None where a prediction is impossible or costs more than it saves.
 
     Attributes:
-        sizing: the size that was verified before step 1, None before.
-        tuning: what finds the fastest size; None where nothing is left to be found.
-        known: sizes that are known without being measured anew, and what was predicted of them.
+        sizing: the verified size, None before step 1.
+        tuning: times sizes until the fastest is known; None where the size is not open.
+        weighing: what was proven of the loss.
+        known: sizes of earlier runs, and predictions.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class PartsChoice:
         self._sized_for = 0  # samples of the largest batch that a size was measured for
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run repeats: the size in use, or the sizes of which the clock has still to choose one."""
+        """What a resumed run repeats: the size in use, or the sizes that are still being timed."""
         partition, tuning = self._runner.partition, self.tuning
         under_way = tuning is not None and tuning.fastest.settled is None
         return {
@@ -92,7 +93,7 @@ class PartsChoice:
 
     @property
     def size_in_use(self) -> int:
-        """The most samples in a part; of batches that run whole, those of the largest one so far."""
+        """The most samples in a micro-batch so far."""
         return self._at_most_whole(self._runner.partition.micro_batch_size)
 
     def _at_most_whole(self, size: int) -> int:
@@ -100,19 +101,19 @@ class PartsChoice:
 
     @property
     def faster_than_larger_ones(self) -> int | None:
-        """The size that the clock has chosen, if larger ones fit and are slower."""
+        """The size that was timed to be the fastest, if larger ones fit; else None."""
         fastest = self.tuning.fastest if self.tuning is not None else None
         return None if fastest is None or fastest.held_by_memory else fastest.settled
 
     def timed(self, step: Step) -> AbstractContextManager[None]:
-        """Encloses a batch's step, whose time may decide."""
+        """Encloses a batch's step, which is timed while sizes are tuned."""
         return nullcontext() if self.tuning is None else self.tuning.timed(step)
 
     def before_first(self, step: Step) -> Sizing:
-        """Probe, measure, choose.
+        """Probe the loss, measure peaks, choose a size.
 
         Raises:
-            BudgetError: the budget can't hold what has to be held, or the loss can't be split.
+            BudgetError: nothing fits the budget, or the loss can't be split.
         """
         with step.run.scanned_once():
             self.sizing = sizing = self._first(step)
@@ -131,7 +132,7 @@ class PartsChoice:
                 raise
             warnings.warn(f"MemoryBudget runs batches whole: {error}", stacklevel=2)
             sizing = self.known.whole(step, why=str(error))
-            partition.whole, self._runner.unsplittable = True, str(error)
+            partition.never_split(str(error))
             return sizing
         self._window.open(step.run, total)
         # The probe's backward may end what forks can do.
@@ -147,19 +148,19 @@ class PartsChoice:
         return sizing
 
     def _sized(self, step: Step, foreseen: Foreseen | None) -> Sizing:
-        """Measure and set the size: of parts, or of whole batches where the loss can't be split."""
+        """Measure a size and set it; that of the whole batch where the loss can't be split."""
         partition, total = self._runner.partition, batch_size(step.batch)
         sizing = self._size(step, foreseen)
         self._sized_for = int(largest_of_ranks(step.run, [total])[0])
-        partition.micro_batch_size = sizing.micro_batch_size
+        partition.resize(sizing.micro_batch_size)
         self._check(splits=sizing.micro_batch_size < total)
         return sizing
 
     def before_later(self, step: Step) -> None:
-        """Probe where this batch is the first to differ; measure where it is the largest so far, and none was split.
+        """Probe a batch that is new in something; measure one that is larger than all before, unless it is split.
 
         Raises:
-            BudgetError: it shows that the loss can't be split, and as a whole it does not fit.
+            BudgetError: the batch shows that the loss can't be split, and whole it does not fit.
         """
         partition = self._runner.partition
         if partition.whole:
@@ -175,15 +176,15 @@ class PartsChoice:
             self._check(splits=partition.micro_batch_size < total and not partition.held)
 
     def reconsider(self, step: Step, error: ForeseenWronglyError, *, last: bool) -> None:
-        """After a batch whose loss was another one than foreseen, and before it runs again.
+        """Draw the consequence of a batch whose loss was not the one that was proven, before the batch runs again.
 
         Args:
-            step: the batch's.
-            error: what was foreseen wrongly on this rank; all ranks act on the worst of theirs.
-            last: it was foreseen wrongly so often that batches run whole from here on.
+            step: the batch's step.
+            error: what was wrong on this rank. All ranks act on the worst of their errors.
+            last: this batch has failed so often that batches run whole from here on.
 
         Raises:
-            BudgetError: its loss can't be split, and as a whole it does not fit.
+            BudgetError: the loss can't be split, and whole the batch does not fit.
         """
         partition, weighing = self._runner.partition, self.weighing
         error = worst_of_ranks(step.run, error)
@@ -193,20 +194,21 @@ class PartsChoice:
             self.sizing = self._sized(step, None)
             return
         if isinstance(error, NothingCountedError):
-            partition.counts_nothing = step.batch_idx
+            partition.survey_batch(step.batch_idx)
             return
         if isinstance(error, LoneCountError):
-            # Where it is the last of several that are accumulated, those before run again, too.
+            # If it ends an accumulation window, the batches before it run again, too.
             accumulated = max(step.run.batches_a_step, self._window.loader_batches)
-            partition.has_lone = range(step.batch_idx - accumulated + 1, step.batch_idx + 1)
-            # A divisor that does not count makes the reported loss no mean of the micro-batches' losses.
-            partition.unlike = partition.unlike or self._window.loader_batches < 2
+            partition.look_up_in(range(step.batch_idx - accumulated + 1, step.batch_idx + 1))
+            # With a divisor that is no count, the reported loss is no mean of the micro-batches' losses.
+            if self._window.loader_batches < 2:
+                partition.note_values()
             return
         if isinstance(error, (ForeseenElsewhereError, MistakenTotalsError)):
-            return  # what foretold them is forgotten
+            return  # the wrong prediction is forgotten already, so the retry reads totals itself
         if isinstance(error, UnknownTotalsError):
             self._window.check(self.weighing.rules, is_unlike=True)
-            partition.surveyed = partition.unlike = True
+            partition.survey_each_batch()
             return
         if isinstance(error, KeptConstantError):
             weighing.refuse(verdicts.constant_beside_a_kept_mean())
@@ -221,24 +223,25 @@ class PartsChoice:
             self.sizing = self._sized(step, None)
 
     def dry(self, step: Step, failure: str) -> Exception:
-        """The error where no smaller part can help."""
+        """The error to raise when no smaller micro-batch can help."""
         runner, trials = self._runner, self.sizing.trials if self.sizing is not None else ()
         smallest = min(trials, key=lambda trial: trial.micro_batch_size, default=None)
-        return torch.OutOfMemoryError(ran_dry(step, runner.phase, failure, smallest, runner.unsplittable))
+        why = runner.partition.unsplittable
+        return torch.OutOfMemoryError(ran_dry(step, runner.phase, failure, smallest, why))
 
     @property
     def _splits_by_itself(self) -> bool:
-        """Whether the user has left it to the proof how parts are made and weighed."""
+        """Whether memkit decides how batches are split and micro-batches weighed."""
         return self._options.weigh_by == "auto" and self._options.split is None
 
     @property
     def _runs_whole(self) -> bool:
-        """Whether what can't be split runs whole where it fits; a size of the user's that is wrong is refused."""
+        """Whether a batch that can't be split may run whole; else the user's size, which splits it, is refused."""
         unproven = bool(self.weighing.unproven)
         return self._splits_by_itself and (self._options.micro_batch_size == "auto" or unproven)
 
     def _size(self, step: Step, foreseen: Foreseen | None) -> Sizing:
-        """The whole batch's, where it can't be split; else what is known, or the largest that fits."""
+        """The whole batch where it can't be split; else a known size, or the largest that fits."""
         if self._mismatch and self._runs_whole:
             try:
                 return self.known.given(step, batch_size(step.batch))
@@ -247,14 +250,14 @@ class PartsChoice:
         return self.known.size(step, foreseen)
 
     def _tuning_of(self, step: Step, sizing: Sizing) -> SizeTuning | None:
-        """What finds the fastest size, where the size is open and the loss known to add up from parts."""
+        """Times sizes, where the size is open and the loss is known to add up; else None."""
         if self._mismatch or not clock_may_choose(step.run):
             return None
         weighing = self.weighing
         return SizeTuning(step, self._runner, sizing, proven=lambda: weighing.proven, kept=self.known.tuned)
 
     def _settle(self, step: Step) -> None:
-        """Let the probe decide how this batch's parts are weighed, where that is still open."""
+        """Probe how this batch's micro-batches are weighed, where that is still open."""
         partition = self._runner.partition
         size = partition.micro_batch_size if self.tuning is None else self.tuning.probed_size
         self.weighing.fewest = partition.fewest
@@ -263,21 +266,18 @@ class PartsChoice:
 
     def _take_over(self, step: Step) -> None:
         weighing, partition = self.weighing, self._runner.partition
-        partition.weigh = weigher(weighing.weigh_by, step.batch)
-        partition.rules, partition.foretold = weighing.rules, weighing.foretold
-        partition.unlike, partition.rests = partition.unlike or weighing.unlike, weighing.rests
+        combination = weighing.combination(step.batch)
+        partition.combine_by(combination, held=weighing.skipped, unlike=weighing.unlike)
         self._window.check(weighing.rules, is_unlike=partition.unlike)
-        partition.held, partition.state = weighing.skipped, weighing.state
-        partition.summed = weighing.weigh_by == "sum"
         self._runner.values.logs, self._runner.values.returned = weighing.logs, weighing.returned
 
     @property
     def _mismatch(self) -> str:
-        """Why the loss can't be split, and what to do; empty where it can, or nothing is known."""
+        """Why the loss can't be split, and the remedy; empty where it can be, or nothing is known."""
         return why_whole(self.weighing, by_itself=self._splits_by_itself)
 
     def _check(self, *, splits: bool) -> None:
-        """Refuse to split by guess; warn where the user decided otherwise, and say what runs whole."""
+        """Refuse to split on a guess; warn where the user insists, and say that batches run whole."""
         text, options = self._mismatch, self._options
         if not text:
             return
@@ -287,10 +287,10 @@ class PartsChoice:
             return
         if splits and not (self.tuning is not None and self.tuning.keep_whole()):
             raise BudgetError(text)
-        self._runner.unsplittable = text
+        self._runner.partition.stop_splitting(text)
         if not self._runs_whole:
             return
-        self._runner.partition.micro_batch_size = WHOLE
+        self._runner.partition.resize(WHOLE)
         if options.micro_batch_size != "auto" and options.micro_batch_size < self._sized_for:
             self._warn(f"MemoryBudget runs batches whole, not in parts of {options.micro_batch_size}: {text}")
 

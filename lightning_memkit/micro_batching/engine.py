@@ -1,4 +1,4 @@
-"""Trains a run's batches within a budget: prove, size, split, weigh, recover; without a word of Lightning's."""
+"""Train a run's batches within a budget: prove, size, split, weigh, recover. Knows nothing of Lightning."""
 
 import gc
 import warnings
@@ -33,19 +33,19 @@ from lightning_memkit.utilities.generators import Generators
 from lightning_memkit.utilities.patching import Undo
 from lightning_memkit.utilities.tensors import tensors_of
 
-_COPIED = 0.01  # of the budget, for copies beside an optimizer's step that may be left half-done
+_COPIED = 0.01  # of the budget: copies that an optimizer's step keeps so that it can be finished after an OOM
 
 Foresee = Callable[[Step, Sequence[int]], Foreseen | None]
 
 
 @dataclass(kw_only=True)
 class Record:
-    """What a run has come to so far; it outlives the engine.
+    """The results of a run so far. It outlives the engine.
 
     Attributes:
         sizing: the size that was verified before step 1.
         peak_bytes: the verified peak; the largest of any step where all bytes are counted.
-        retries: steps that ran out of memory and were taken again.
+        retries: how many steps were retried after an OOM.
         history: from which step on micro-batches had which size.
     """
 
@@ -56,18 +56,19 @@ class Record:
 
 
 class Engine:
-    """Takes each batch of a run within a budget, with the unsplit batch's result.
+    """Takes the steps of a run within a budget, with the unsplit batch's result.
 
-    A loop calls, for each batch: `prepare`; then, within `around`, `drive` with its own optimizer step, whose closure
-    calls `run` in the place of forward, zero_grad and backward. At the end `close`.
+    For each batch a loop calls `prepare`; then, within `around`, it calls `drive` with its own optimizer step, whose
+    closure calls `run` in place of forward, zero_grad and backward. After the last batch it calls `close`.
 
     Args:
         run: the loop.
-        options: the budget, and what the user has decided.
-        record: what the run comes to.
+        options: the budget, and the user's choices.
+        record: filled with the run's results.
         resumed: the state of the run that is resumed; it may be filled until the first batch.
-        foresee: predicts the peaks of sizes before the first step, None where that can't be or does not pay.
-        retried: called before a batch runs again after an OOM.
+        foresee: predicts the peaks of sizes before the first step; None where a prediction is impossible or costs
+            more than it saves.
+        retried: called before a batch is retried after an OOM.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class Engine:
         self._undo: list[Undo] = [self.window.close]
 
     def close(self) -> None:
-        """Give back what the run was given."""
+        """Undo all that was changed in the run."""
         while self._undo:
             self._undo.pop()()
 
@@ -114,14 +115,16 @@ class Engine:
         }
 
     def prepare(self, step: Step) -> None:
-        """Before the first step: probe, measure, choose; then probe where a batch is the first to differ.
+        """Before the first step probe, measure and choose a size; later probe a batch that is new in something.
 
         Raises:
-            BudgetError: the budget can't hold what has to be held, or the loss can't be split.
+            BudgetError: nothing fits the budget, or the loss can't be split.
         """
-        generators = Generators()  # a data set that is scanned for its largest sample may draw
+        generators = (
+            Generators()
+        )  # a data set may draw random numbers while it is scanned for its largest sample
         try:
-            with unmetered():  # whoever meters the step is to see the step
+            with unmetered():  # a meter around the step must see the step alone
                 if self.prepared:
                     probes = self.choice.weighing.probes
                     self.choice.before_later(step)
@@ -130,12 +133,12 @@ class Engine:
                 else:
                     self._prepare_first(step)
             if self.choice.sizing is not None:
-                self.runner.partition.fewest = self.choice.sizing.fewest
+                self.runner.partition.need_rows(self.choice.sizing.fewest)
         finally:
             generators.restore()
 
     def _prepare_first(self, step: Step) -> None:
-        """Before the first step; where that fails, everything is as before, and it may be tried again."""
+        """Prepare the first step. If that fails, the run is as before, and it may be tried again."""
         taken = len(self._undo)
         try:
             self.recovery.load_state_dict(self._resumed)
@@ -150,32 +153,33 @@ class Engine:
         self.record.peak_bytes = self.record.sizing.peak_bytes
         self.recovery.changing = self.trials.changing
         self.prepared = True
-        gc.collect()  # nodes of the trials' graphs that refer to each other hold tensors until then
+        gc.collect()  # reference cycles among the nodes of the trials' graphs hold tensors until then
 
     def _meet(self) -> None:
-        """Let ranks take steps together, where that can be."""
+        """Connect the ranks, so that one that runs out of memory leaves no other waiting."""
         recover = self.options.recover
         ranks = ranks_of(self.loop, recover=recover)
         if ranks.reason and recover:
             self.loop.warn(
                 f"Steps that run out of memory are not retried on several ranks, since {ranks.reason}."
             )
-        self.runner.ranks = self.trials.ranks = ranks
-        self.runner.survey = self._survey
+        self.trials.ranks = ranks
+        self.runner.connect(ranks, self._survey)
         self.runner.values.look = ValueLooks(self.trials) if self.loop.world_size == 1 else None
         if self.loop.world_size > 1:
             self._undo += [ranks.close, self.loop.clip_by(ranks.clip)]
 
     def _survey(self, step: Step, cut: Cut) -> list[float]:
-        """What the terms of a batch's loss count in all its parts, and on all ranks."""
-        partition = self.runner.partition
-        if partition.rules is None:
+        """What the terms of a batch's loss count in all its micro-batches, and on all ranks."""
+        partition, rules = self.runner.partition, self.runner.partition.combination.rules
+        if rules is None:
             raise RuntimeError("The engine surveys a batch before its loss is known.")
+        self.runner.phase = "in reading what the loss counts"
         with unmetered():
-            return self._surveys(step, cut, partition, partition.rules)
+            return self._surveys(step, cut, partition, rules)
 
     def _journal(self, step: Step) -> None:
-        """Let the optimizer's own step survive an OOM; where it can't, no step is retried."""
+        """Let the optimizer's own step survive an OOM; where that is impossible, no step is retried."""
         if not self.options.recover:
             return
         try:
@@ -207,11 +211,11 @@ class Engine:
         self.record.peak_bytes = max(self.record.peak_bytes, meter.peak_bytes)
 
     def run(self, step: Step) -> tuple[Tensor | None, dict[str, Any]]:
-        """Run the step's batch in parts."""
+        """Run the step's batch in micro-batches."""
         return self.runner.run(step)
 
     def drive(self, step: Step, optimize: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Take the optimizer step; again with smaller parts where it runs out of memory."""
+        """Take the optimizer step; retry it with smaller micro-batches after an OOM."""
         began_at = self.loop.steps_taken
         self._warn_where_split(step)
         with self.choice.timed(step):
@@ -224,7 +228,7 @@ class Engine:
         return result
 
     def _warn_where_split(self, step: Step) -> None:
-        """Once, before the first batch that is split: which hooks run in every part."""
+        """Before the first batch that is split, name the hooks that run in every micro-batch."""
         partition = self.runner.partition
         if self._has_split or partition.whole or partition.held:
             return
@@ -237,7 +241,7 @@ class Engine:
             _warn_of_hooks(self.loop)
 
     def _reconsidered(self, step: Step, error: ForeseenWronglyError, *, last: bool) -> None:
-        """A batch's loss was another one than foreseen: what follows from it, before the batch runs again."""
+        """Draw the consequence of a batch whose loss was not the one that was proven."""
         generators = Generators()
         try:
             with unmetered():
@@ -246,7 +250,7 @@ class Engine:
             generators.restore()
 
     def _resized(self, step: Step, *, retry: bool) -> None:
-        """Gradients are summed over another number of parts; a retry counts."""
+        """Tell the loop over how many micro-batches gradients are summed; count a retry."""
         self.loop.set_gradient_parts(-(-batch_size(step.batch) // self.runner.partition.micro_batch_size))
         if retry:
             self.record.retries += 1

@@ -1,4 +1,4 @@
-"""Retry a step that ran out of memory: the state before it, smaller parts, the same batch again."""
+"""Retry a step that ran out of memory: restore the state before it, and run the batch in smaller micro-batches."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -14,31 +14,32 @@ from lightning_memkit.micro_batching.run import Run, Step
 from lightning_memkit.micro_batching.shares.foreseen import ForeseenWronglyError
 from lightning_memkit.optim.journaled_step import StepOutOfMemoryError
 
-_CALM_STEPS = 32  # without an OOM, before larger parts are tried again; twice as many after each failure
-_MOST_REPEATS = 3  # of a batch that was foreseen wrongly: its totals, its terms, or both
+_CALM_STEPS = 32  # without an OOM, before a larger size is tried again; twice as many after each failure
+_MOST_REPEATS = 3  # of a batch whose loss was not as proven: its totals, its terms, or both
 
 
 class Resized(Protocol):
-    """What is told of another size of the parts."""
+    """A callback for a changed micro-batch size."""
 
     def __call__(self, step: Step, *, retry: bool) -> None:
-        """Called with the step, and whether a retry is the cause."""
+        """Called with the step; `retry` if an OOM is the cause."""
         ...
 
 
 class Reconsidered(Protocol):
-    """What is told of a batch that was foreseen wrongly."""
+    """A callback for a batch whose loss was not the one that was proven."""
 
     def __call__(self, step: Step, error: ForeseenWronglyError, *, last: bool) -> None:
-        """Called with what was wrong, and whether the batch is not to be split any more."""
+        """Called with what was wrong; `last` if batches are not to be split any more."""
         ...
 
 
 class SafePoint:
-    """What a step changes besides gradients and the optimizer, as it was before the step; the batch included.
+    """The state before a step, besides gradients and the optimizer: counters, buffers, attributes, the batch.
 
-    Of tensors those are cloned that trials, or earlier steps, were seen to change: a teacher that is moved within the
-    step costs its bytes once more. One that a step changes for the first time as it runs out of memory is named.
+    Only tensors that trials or earlier steps were seen to change are cloned: a teacher that is updated within the
+    step costs its bytes once more. A tensor that the failed step was the first to change can't be restored; `restore`
+    returns its name.
     """
 
     def __init__(self, step: Step, changing: frozenset[tuple[str, str]] | None) -> None:
@@ -51,11 +52,11 @@ class SafePoint:
         self._rollback = Rollback(step.run.module, changing, batches=[step.batch], beside=kept)
 
     def optimizer_steps(self) -> frozenset[tuple[str, str]]:
-        """Weights change by the optimizer from here on; returns the tensors that the step itself has changed."""
+        """The optimizer changes weights from here on; returns the tensors that the step itself has changed."""
         return self._rollback.optimizer_steps()
 
     def restore(self) -> frozenset[tuple[str, str]]:
-        """Put it back, as often as needed; returns the tensors that were changed in place and not cloned."""
+        """Restore the state, any number of times; returns the tensors that were changed in place and not cloned."""
         for put_back in self._undo:
             put_back()
         return self._rollback.restore()
@@ -63,29 +64,28 @@ class SafePoint:
 
 @dataclass(frozen=True, kw_only=True)
 class _Past:
-    """A batch of the accumulation window that has run: how to run it again."""
+    """A batch of the accumulation window that has run, and what it takes to run it again."""
 
     step: Step
     point: SafePoint
-    micro_batch_size: int
-    row_tokens: int | None
+    form: tuple[int, int | None]  # see `Partition.form`
 
 
 class Recovery:
-    """Drives optimizer steps; after an OOM, the same step again with smaller parts.
+    """Drives optimizer steps; retries a step after an OOM with smaller micro-batches.
 
-    Weights and the optimizer change in the optimizer's own step only, and that step repairs itself
+    Weights and optimizer states change in the optimizer's own step only, and that step finishes what it has begun
     (`optim.journal`): wherever memory runs out, they are as before the step or as after it.
 
     Args:
-        runner: runs the step's batch in parts; its partition's size is what shrinks and grows.
-        resized: called with the step whenever the size has changed, and whether a retry is the cause.
-        dry: the error for a batch that no smaller part can help.
-        reconsider: told of a batch whose loss was another one than foreseen, before it runs again; and when it has
-            been foreseen wrongly so often that it is not to be split any more.
+        runner: runs the step's batch in micro-batches, whose size is what shrinks and grows.
+        resized: called whenever the size has changed.
+        dry: makes the error for a batch that no smaller micro-batch can help.
+        reconsider: called before a batch runs again because its loss was not the one that was proven.
 
     Attributes:
-        retries: an OOM is retried; else only a batch that was foreseen wrongly runs again.
+        retries: whether an OOM is retried. A batch whose loss was not as proven runs again in any case.
+        changing: the tensors that steps were seen to change; None where that is unknown.
     """
 
     def __init__(
@@ -111,35 +111,38 @@ class Recovery:
         self._grown = False  # larger parts are on trial
 
     def state_dict(self) -> dict[str, Any]:
-        """What decides when larger parts are tried again."""
+        """What decides when a larger size is tried again."""
         return {"larger": list(self._larger), "calm": self._calm, "patience": self._patience}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on as the run that wrote it would have."""
+        """Go on as the saved run would have."""
         self._larger = [int(size) for size in state.get("larger", ())]
         self._calm = int(state.get("calm", 0))
         self._patience = int(state.get("patience", _CALM_STEPS))
 
     def forget_above(self, size: int) -> None:
-        """Larger sizes are not tried again: this one is faster."""
+        """Don't try sizes above this one again: they are slower."""
         self._larger = [larger for larger in self._larger if larger <= size]
 
     def optimizer_steps(self) -> None:
-        """The optimizer's own step begins, if all ranks agree; from here on weights change."""
+        """The optimizer's own step begins if all ranks agree. Weights change from here on."""
         self._runner.ranks.optimizer_steps()
         self._stepping = True
         if self._point is not None and self.changing is not None:
             self.changing |= self._point.optimizer_steps()
 
     def drive(self, step: Step, optimize: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Take the step, as often as it takes.
+        """Take the step; retry it as often as needed.
 
         Args:
-            step: the batch, and the seams of the loop.
-            optimize: forward and backward in parts, hooks, clipping and the optimizer's step.
+            step: the batch, and what the loop does with it.
+            optimize: forward and backward in micro-batches, hooks, clipping and the optimizer's step.
+
+        Returns:
+            What `optimize` returned.
 
         Raises:
-            OutOfMemoryError: parts of one sample run out of memory, or the batch can't be split.
+            OutOfMemoryError: micro-batches of one sample run out of memory, or the batch can't be split.
         """
         ends_window, ranks, point, retries = step.ends_window, self._runner.ranks, None, 0
         self._repeated = False
@@ -178,28 +181,22 @@ class Recovery:
         if ends_window:
             self._past = []
         else:
-            size, row_tokens = self._runner.partition.micro_batch_size, self._runner.partition.row_tokens
-            self._past.append(_Past(step=step, point=point, micro_batch_size=size, row_tokens=row_tokens))
+            self._past.append(_Past(step=step, point=point, form=self._runner.partition.form))
         return result
 
     def _replay(self) -> None:
-        """Run the window's earlier batches again, each as it ran before: gradients are bit for bit what they were."""
-        partition = self._runner.partition
-        now = partition.micro_batch_size, partition.row_tokens
+        """Run the window's earlier batches again, split as before: their gradients are bitwise the same."""
         for past in self._past:
             past.point.restore()
-            partition.micro_batch_size, partition.row_tokens = past.micro_batch_size, past.row_tokens
-            try:
+            with self._runner.partition.formed(past.form):
                 self._runner.run_again(past.step)
-            finally:
-                partition.micro_batch_size, partition.row_tokens = now
 
     def _retriable(self, run: Run, error: BaseException) -> bool:
         if not self.retries or not is_out_of_memory(error) or self._runner.ranks.reason:
             return False
         if not self._stepping:
             return True
-        # Other ranks have stepped.
+        # Once the optimizer steps, other ranks may have stepped: a rank alone must not go back.
         alone = run.world_size == 1
         return alone and isinstance(error, StepOutOfMemoryError) and not error.half_stepped
 
@@ -219,7 +216,7 @@ class Recovery:
             )
 
     def _begin_again(self, step: Step, failure: str, point: SafePoint | None) -> None:
-        """Restore the state before the step, and halve the parts."""
+        """Restore the state before the step, and halve the micro-batches."""
         self._put_back(step, point)
         free_memory()
         failed = self._shrink(step, failure)
@@ -235,25 +232,27 @@ class Recovery:
         failed = 1 if partition.whole else min(partition.micro_batch_size, batch_size(step.batch))
         failed = self._runner.ranks.largest(failed)
         if failed == 1 and partition.row_tokens is not None:
-            partition.row_tokens = None  # a part may hold several short rows
+            partition.form_by_rows()  # a micro-batch by tokens may hold several short rows
             self._resized(step, retry=True)
             return failed
-        if failed == 1 or self._runner.unsplittable:
+        if failed == 1 or partition.unsplittable:
             if self._repeated:
                 raise self._dry(step, failure)
-            self._repeated = True  # it was measured to fit: another process or a fragmented cache may be why
+            self._repeated = (
+                True  # this size was measured to fit: a fragmented cache or another process may be the cause
+            )
             self._resized(step, retry=True)
             return failed
         self._patience = 2 * self._patience if self._grown else _CALM_STEPS
         self._grown = False
         if not self._larger or self._larger[-1] > failed:
             self._larger.append(failed)
-        partition.micro_batch_size = (failed + 1) // 2
+        partition.resize((failed + 1) // 2)
         self._resized(step, retry=True)
         return failed
 
     def _grow(self, step: Step) -> None:
-        """After calm steps, try the size that last ran out of memory once more."""
+        """After enough steps without an OOM, try the size that last ran out of memory once more."""
         if not self._larger or self._calm < self._patience:
             return
         self._calm, self._grown = 0, False
@@ -264,13 +263,13 @@ class Recovery:
             step.run.info(
                 f"MemoryBudget: {self._patience} steps without an OOM; parts of {size} are tried again."
             )
-            partition.micro_batch_size = size
+            partition.resize(size)
             self._resized(step, retry=False)
         else:
             self._larger.pop()
 
 
 def _step_hooks(step: Step) -> dict[str, Any]:
-    """The hooks that an optimizer's step begins with, which a retry calls again; those after it are past retries."""
+    """The hooks before an optimizer's step, which a retry calls again; hooks after it run after the last retry."""
     hooks: Any = getattr(step.optimizer, "_optimizer_step_pre_hooks", {})  # torch's; others may have none
     return {"step_pre_hooks": list(hooks.values())} if hooks else {}

@@ -179,10 +179,9 @@ class Step:
     """One batch of a loop, in pieces that may run several times; this one is a plain torch loop's.
 
     Args:
-        run: the loop.
+        run: the loop. Its first optimizer steps after the last batch of a window.
         batch: what the loader gave.
         loss_of: gives the loss of some rows; None passes them over.
-        optimizer: steps after the last batch of a window.
         batch_idx: the epoch's batch.
         starts_window: gradients are zeroed in it: it is the first (or only) batch to accumulate.
         ends_window: the optimizer steps after it.
@@ -200,12 +199,12 @@ class Step:
         batch: Any,
         loss_of: Callable[[Any], Tensor | None],
         *,
-        optimizer: Optimizer,
         batch_idx: int = 0,
         starts_window: bool = True,
         ends_window: bool = True,
     ) -> None:
-        self.run, self.batch, self.optimizer, self.batch_idx = run, batch, optimizer, batch_idx
+        self.run, self.batch, self.batch_idx = run, batch, batch_idx
+        self.optimizer = run.optimizers[0]
         self.ends_window = ends_window
         self._loss_of, self._starts_window = loss_of, starts_window
 

@@ -72,7 +72,6 @@ def by_engine(size: Any, window: int = 1, faults: Faults | None = None) -> tuple
                 run,
                 batch,
                 loss_of,
-                optimizer=optimizer,
                 batch_idx=index,
                 starts_window=starts,
                 ends_window=ends,
@@ -134,7 +133,7 @@ def test_a_batch_that_does_not_split_runs_whole() -> None:
 
     record = Record()
     engine = Engine(run, BudgetOptions(budget_bytes=2**30), record=record, resumed={})
-    step = Step(run, batches()[0], contrastive, optimizer=optimizer)
+    step = Step(run, batches()[0], contrastive)
     engine.prepare(step)
     seen.clear()
     engine.drive(step, lambda: {"loss": engine.run(step)[0]})

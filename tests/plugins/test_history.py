@@ -39,7 +39,11 @@ class Replaying(MemoryBudget):
     def prepare(self, step: Any) -> None:
         super().prepare(step)
         then, partition = in_force(self.given, step.trainer.global_step, step.batch_idx), self.partition
-        partition.micro_batch_size, partition.row_tokens = then.micro_batch_size, then.row_tokens
+        partition.resize(then.micro_batch_size)
+        if then.row_tokens is None:
+            partition.form_by_rows()
+        else:
+            partition.form_by_tokens(then.row_tokens, partition.wide)
 
     @property
     def partition(self) -> Any:

@@ -486,7 +486,7 @@ class Faulty(MemoryBudget):
         if step.batch_idx != 2 or self._engine is None:
             return super().drive(step, optimize)
         if self.fail_at is None:
-            self._engine.runner.partition.micro_batch_size = 4
+            self._engine.runner.partition.resize(4)
             step.run.set_gradient_parts(2)
         with self.meter:  # it fails once: the retry goes on
             return super().drive(step, optimize)
@@ -740,7 +740,7 @@ class InWindow(MemoryBudget):
         if step.batch_idx != 6 or self._engine is None:
             return super().run(step)
         if self.fail_at is None:
-            self._engine.runner.partition.micro_batch_size = 1
+            self._engine.runner.partition.resize(1)
         with self.meter:
             return super().run(step)
 

@@ -184,7 +184,7 @@ class DuringClipping(MemoryBudget):
 
     def run(self, step: Any) -> Any:
         if step.batch_idx == 2 and self.fail_at is None and self._engine is not None:
-            self._engine.runner.partition.micro_batch_size = 4
+            self._engine.runner.partition.resize(4)
         return super().run(step)
 
 

@@ -1,4 +1,4 @@
-"""A batch that is being run in micro-batches, and what one try at it has come to."""
+"""A batch that is being run in micro-batches, what one attempt at it has come to, and what is reported of it."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,40 +14,29 @@ from lightning_memkit.micro_batching.shares.step_shares import StepShares
 
 
 @dataclass(kw_only=True)
-class Window:
-    """Batches that are accumulated into one step, weighed exactly: what each has counted so far."""
-
-    reference: float = 0.0
-    counted: float = 0.0
-    totals: list[float] | None = None  # of the terms that a graph shows: the first batch's
-    # Of each mean, and whether a constant stands beside it (see `StepShares`).
-    fractions: list[float] = field(default_factory=list)
-    beside: list[float] = field(default_factory=list)
-
-    @property
-    def factor(self) -> float:
-        """What gradients at the first batch's scale are multiplied with, once all batches have run."""
-        return self.reference / self.counted if self.counted else 1.0
-
-
-@dataclass(kw_only=True)
 class Attempt(GivenValues):
-    """What one try at a batch has come to."""
+    """What one attempt at a batch has come to.
+
+    Attributes:
+        losses: of the micro-batches, detached.
+        contributions: what each micro-batch's terms add to the batch's loss, where terms weigh unlike.
+        rest: the part of the batch's loss that has no gradient.
+    """
 
     losses: list[Tensor] = field(default_factory=list)
-    contributions: list[Tensor | None] = field(default_factory=list)  # of terms of unlike shares, to the loss
-    rest: Tensor | None = None  # of the batch's loss, beside them
+    contributions: list[Tensor | None] = field(default_factory=list)
+    rest: Tensor | None = None
 
 
 @dataclass(kw_only=True)
 class BatchRun:
-    """A batch that is being run in parts.
+    """A batch that is being run in micro-batches.
 
     Args:
         step: its step.
-        cut: its parts.
-        weights: what each weighs, where this is known before they run; else by `shares`.
-        shares: weighs each by its own loss.
+        cut: its micro-batches.
+        weights: what each weighs, where `shares` is None.
+        shares: weighs each by its own loss while it runs.
     """
 
     step: Step
@@ -56,13 +45,8 @@ class BatchRun:
     shares: StepShares | None
 
 
-def summed_up(before: list[float], own: list[float]) -> list[float]:
-    """Numbers of a window so far, with a batch's added."""
-    return [a + b for a, b in zip(before or [0.0] * len(own), own, strict=True)]
-
-
 def put_together(attempt: Attempt) -> Tensor | None:
-    """The batch's loss from what each part's terms add to it; None where they all weigh alike, or can't be told."""
+    """The batch's loss, summed over its terms; None where all terms weigh alike, or their values are unknown."""
     told = [value for value in attempt.contributions if value is not None]
     if not told or len(told) < len(attempt.contributions):
         return None
@@ -70,7 +54,7 @@ def put_together(attempt: Attempt) -> Tensor | None:
 
 
 def names_of_the_loss(attempt: Attempt) -> set[tuple[str, str]]:
-    """Hooks and names of what was logged and is in every part the very number that it has as a loss."""
+    """Hooks and names of logged values that equal the loss in every micro-batch."""
     if not attempt.losses or len(attempt.logged) != len(attempt.losses):
         return set()
     seen, other = set[tuple[str, str]](), set[tuple[str, str]]()
@@ -81,7 +65,7 @@ def names_of_the_loss(attempt: Attempt) -> set[tuple[str, str]]:
 
 
 def same_number(loss: Tensor, value: Any) -> bool:
-    """Whether a value is the loss itself; a mean over nothing is nan."""
+    """Whether a value equals the loss; nan (a mean over nothing) equals nan."""
     if not isinstance(value, Tensor) or value.numel() != 1:
         return False
     return bool(value == loss) or bool(value.isnan() & loss.isnan())
@@ -93,7 +77,8 @@ def reported(
     """The batch's loss, what the step returned of it, and its logged values, which are counted now."""
     whole = put_together(attempt)
     total = sum(attempt.weights)
-    summed = partition.summed or (partition.rules is not None and partition.rules.summed)
+    combination = partition.combination
+    summed = combination.summed or (combination.rules is not None and combination.rules.summed)
     shares = [weight / total for weight in attempt.weights] if total and not summed else None
     shares = shares or attempt.weights
     loss = whole
@@ -115,6 +100,6 @@ def reported(
             key: whole if all(map(same_number, attempt.losses, (e[key] for e in attempt.extras))) else value
             for key, value in extra.items()
         }
-    if partition.state is not None and len(attempt.logged) > 1:
-        partition.state.take(loss)
+    if combination.state is not None and len(attempt.logged) > 1:
+        combination.state.take(loss)
     return loss, extra

@@ -1,4 +1,4 @@
-"""May the parts of this run's padded batches be formed by tokens? Asked of its own module, before step 1."""
+"""Decide before step 1 whether padded batches may be split by tokens instead of rows: the module is asked."""
 
 from functools import partial
 from typing import Any
@@ -30,18 +30,24 @@ def form_by_tokens(
     usable_bytes: int,
     resumed: tuple[int, frozenset[str]] | None = None,
 ) -> None:
-    """Let a partition form its parts by tokens, where that saves something, is exact, and was measured to fit.
+    """Let a partition form micro-batches by tokens, where that saves something, is exact, and was measured to fit.
 
-    Exact: the gradient of a short and a long row together is that of both apart, the short one without padding.
+    Exact: the gradient of a short and a long row together equals that of both apart, the short one without padding.
     A module that looks at padding (no mask in its attention, positions counted from the right) fails this, and its
-    batches are split by rows. Only the tensors that were as wide as the mask then go without their padding later.
+    batches are split by rows. Padding is dropped from those tensors only that are as wide as the mask here.
 
-    What a `resumed` run had come to (the tokens of a row, and the wide tensors) is taken as it was, if it fits.
+    Args:
+        step: the first step.
+        trials: run forwards and backwards that leave no trace.
+        partition: what is told.
+        usable_bytes: a micro-batch by tokens must fit into these.
+        resumed: the row length and the wide tensors of the run that is resumed: taken without a comparison, if they
+            fit.
     """
-    if partition.whole or partition.summed or partition.split is not None:
+    if partition.whole or partition.combination.summed or partition.split is not None:
         return
     if resumed is not None:
-        partition.row_tokens, partition.wide = resumed
+        partition.form_by_tokens(*resumed)
         _keep_where_it_fits(step, trials, partition, usable_bytes)
         return
     row_tokens = _columns(step.run.worst_batch(step.batch, 1)) or _columns(step.batch)
@@ -49,9 +55,10 @@ def form_by_tokens(
         return
     if step.run.meets_in_every_micro_batch:
         return
-    partition.row_tokens, partition.wide = row_tokens, wide_tensors(step.batch)
+    wide = wide_tensors(step.batch)
+    partition.form_by_tokens(row_tokens, wide)
     useful = partition.cut(step.batch).places is not None
-    partition.row_tokens = None
+    partition.form_by_rows()
     if not any_rank(step.run, useful):
         return
     miss = _miss(step, trials, partition)
@@ -61,7 +68,7 @@ def form_by_tokens(
             f"{miss.relative_error:.1%}, so the module looks at padding."
         )
         return
-    partition.row_tokens = row_tokens
+    partition.form_by_tokens(row_tokens, wide)
     _keep_where_it_fits(step, trials, partition, usable_bytes)
 
 
@@ -71,7 +78,7 @@ def _keep_where_it_fits(step: Step, trials: Trials, partition: Partition, usable
     with optimizer_state(step) as (states, _):
         peak = trials.peak_of(step, largest, [*states, *resident], usable_bytes)
     if any_rank(step.run, peak is None or peak > usable_bytes):
-        partition.row_tokens = None
+        partition.form_by_rows()
 
 
 def _columns(batch: Any) -> int | None:
@@ -80,7 +87,8 @@ def _columns(batch: Any) -> int | None:
 
 
 def _miss(step: Step, trials: Trials, partition: Partition) -> Miss:
-    """How far the shortest and the longest row's gradients, apart and without padding, miss that of both together."""
+    """How far the gradients of the shortest and longest row, apart and without padding, miss those of both as one."""
+    combination = partition.combination
     extent = extent_of(step.batch)
     if extent is None:
         return _MISSED
@@ -101,11 +109,11 @@ def _miss(step: Step, trials: Trials, partition: Partition) -> Miss:
                 together = trials.gradient_of(step, both)
                 again = trials.gradient_of(step, both, look=lambda loss: loss * SCALE) / SCALE
                 counts: list[float] = []
-                note = partial(_noted, partition.rules, counts)
+                note = partial(_noted, combination.rules, counts)
                 gradients = [trials.gradient_of(step, part, look=note) for part in apart]
                 comparison = Comparison(spans_of(module), together, again)
-                if partition.rules is None:
-                    counts = [float(partition.weigh(part)) for part in apart]
+                if combination.rules is None:
+                    counts = [float(combination.weigh(part)) for part in apart]
                 miss = comparison.miss(gradients, normalized(counts))
                 # On one rank's answer alone no other may wait: each tries as many levels as there are.
                 random = comparison.differs(trials.gradient_of(step, both, seed=1))

@@ -1,6 +1,7 @@
-"""How batches are split: into runs of rows, or by tokens where padded rows go without their padding."""
+"""How batches are split, and who owns that: into runs of rows, or by tokens where rows can drop their padding."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,64 +28,149 @@ from lightning_memkit.micro_batching.shares.batch_counts import Foretelling
 
 Splitter = Callable[[Any, Sequence[int]], Sequence[Any]]
 
-WHOLE = 2**62  # samples in a part: any batch
+WHOLE = 2**62  # samples in a micro-batch: any batch
 _LESS_PADDING = 0.9  # of the tokens: what makes copying and sorting rows worth while
+
+
+@dataclass(frozen=True, kw_only=True)
+class Combination:
+    """How the loss of a batch, and its gradients, come from those of its micro-batches.
+
+    Args:
+        weigh: what a micro-batch holds of what the loss is a mean over; asked where `rules` is None.
+        summed: the loss is a sum: every micro-batch weighs 1.
+        rules: how the loss's terms add up, where its graph shows it: each micro-batch is weighed by its own loss.
+        foretold: what the numbers of a batch tell of each rule's divisor before it runs.
+        rests: how the parts of the loss without a gradient combine, with `rules`.
+        state: attributes and lists that the step changes, which micro-batches leave as the batch would.
+    """
+
+    weigh: Weigher = batch_size
+    summed: bool = False
+    rules: LossRules | None = None
+    foretold: Foretelling = field(default_factory=Foretelling)
+    rests: RestRules | None = None
+    state: ComposedState | None = None
 
 
 @dataclass(kw_only=True)
 class Partition:
-    """How batches are split.
+    """How batches are split, and how what their micro-batches give is combined.
 
-    Args:
-        micro_batch_size: the most samples in a part.
-        weigh: what a part holds of what the loss is a mean over.
-        summed: the loss is a sum: every part weighs 1.
+    One object a run. Whoever learns something that changes it calls one of its methods; its attributes are assigned
+    in this file only.
+
+    Attributes:
+        micro_batch_size: the most samples in a micro-batch.
         split: the user's own splitter.
-        whole: batches are not split at all.
-        held: this batch is not split: as a whole it has no loss.
-        rules: how the loss's terms add up, where its graph shows it: micro-batches are weighed by what each shows of
-            itself, and `weigh` is not asked.
-        foretold: numbers of the batch that were in proportion to the divisors so far, by rule.
-        state: attributes and lists that the step changes, which parts leave as the batch would.
-        unlike: the loss's terms have unlike shares, or one may count nothing: their values are noted, and the loss's
-            is put together from them.
-        rests: how what has no gradient in the losses of parts makes the batch's, with `rules`.
-        surveyed: the terms' totals are read off forwards without a backward before each batch.
-        counts_nothing: the index of a batch that does not count at all, which is surveyed alone.
-        has_lone: the indices of batches in which divisors may not be counts, likewise.
-        row_tokens: the length of the worst batch's rows, where parts of a padded batch may be formed by tokens:
-            short rows together, without padding, `micro_batch_size` times so many in a part.
+        whole: batches can't be split at all: their structure does not allow it.
+        unsplittable: why the loss can't be split, once that is known; else empty.
+        held: the batch at hand is not split: as a whole it has no loss.
+        combination: how the loss comes from the micro-batches'.
+        unlike: terms of the loss may weigh unlike. Their values are noted, and the reported loss is put together from
+            them.
+        row_tokens: the length of the worst batch's rows, where micro-batches of a padded batch are formed by tokens:
+            short rows together, without padding, `micro_batch_size` times so many tokens in a micro-batch.
         wide: the tensors that are as wide as the mask, and were shown to go without padding.
-        fewest: the fewest samples that the step runs on (batch normalization does not on one): no part holds less,
+        fewest: the fewest samples that the step runs on (batch normalization fails on one). No micro-batch holds less,
             though one may then hold more than `micro_batch_size`.
     """
 
     micro_batch_size: int
-    weigh: Weigher = batch_size
-    summed: bool = False
     split: Splitter | None = None
     whole: bool = False
+    unsplittable: str = ""
     held: bool = False
-    rules: LossRules | None = None
-    foretold: Foretelling = field(default_factory=Foretelling)
-    state: ComposedState | None = None
+    combination: Combination = field(default_factory=Combination)
     unlike: bool = False
-    rests: RestRules | None = None
-    surveyed: bool = False
-    counts_nothing: int | None = None
-    has_lone: range = range(0)
     row_tokens: int | None = None
     wide: frozenset[str] = frozenset()
     fewest: int = 1
+    _surveys_each: bool = False
+    _counts_nothing: int | None = None
+    _has_lone: range = range(0)
+
+    # What changes it
+
+    def never_split(self, why: str) -> None:
+        """Run all batches whole from here on: their structure can't be split."""
+        self.whole, self.unsplittable = True, why
+
+    def stop_splitting(self, why: str) -> None:
+        """Remember that the loss can't be split; the size is set by `resize`."""
+        self.unsplittable = why
+
+    def resize(self, micro_batch_size: int) -> None:
+        """Put at most so many samples into a micro-batch."""
+        self.micro_batch_size = micro_batch_size
+
+    def combine_by(self, combination: Combination, *, held: bool, unlike: bool) -> None:
+        """Take over what the proof has found out.
+
+        Args:
+            combination: how the loss comes from those of micro-batches.
+            held: the batch at hand is not split.
+            unlike: terms of the loss weigh unlike; once true, it stays so.
+        """
+        self.combination, self.held = combination, held
+        self.unlike = self.unlike or unlike
+
+    def note_values(self) -> None:
+        """Note the values of the loss's terms from here on: the loss is no mean of its micro-batches' losses."""
+        self.unlike = True
+
+    def survey_each_batch(self) -> None:
+        """Read the terms' totals off a forward before each batch, since its micro-batches are scaled by them."""
+        self._surveys_each = self.unlike = True
+
+    def survey_batch(self, batch_idx: int) -> None:
+        """Survey this batch, in which nothing may count at all."""
+        self._counts_nothing = batch_idx
+
+    def look_up_in(self, batches: range) -> None:
+        """Survey these batches, in which a divisor may be no count."""
+        self._has_lone = batches
+
+    def form_by_tokens(self, row_tokens: int, wide: frozenset[str]) -> None:
+        """Put short rows together, `micro_batch_size * row_tokens` tokens in a micro-batch."""
+        self.row_tokens, self.wide = row_tokens, wide
+
+    def form_by_rows(self) -> None:
+        """Split into runs of rows, padding included."""
+        self.row_tokens = None
+
+    def need_rows(self, fewest: int) -> None:
+        """Put at least so many samples into a micro-batch."""
+        self.fewest = fewest
+
+    @property
+    def form(self) -> tuple[int, int | None]:
+        """The size, and whether by tokens: `formed` splits the same way again."""
+        return self.micro_batch_size, self.row_tokens
+
+    @contextmanager
+    def formed(self, form: tuple[int, int | None]) -> Iterator[None]:
+        """Within it, split as before."""
+        now, (self.micro_batch_size, self.row_tokens) = self.form, form
+        try:
+            yield
+        finally:
+            self.micro_batch_size, self.row_tokens = now
+
+    # What it tells
 
     def looks_up(self, batch_idx: int) -> bool:
         """Whether divisors in a whole batch are looked up before it runs: another attempt at it would ask for them."""
-        sums = self.rules.looked_up if self.rules is not None else ()
-        is_known = all(map(self.foretold.is_constant, sums))
-        return batch_idx in self.has_lone or not is_known
+        rules, foretold = self.combination.rules, self.combination.foretold
+        sums = rules.looked_up if rules is not None else ()
+        return batch_idx in self._has_lone or not all(map(foretold.is_constant, sums))
+
+    def surveys(self, batch_idx: int) -> bool:
+        """Whether the batch that begins a window is surveyed before it runs."""
+        return self._surveys_each or self._counts_nothing == batch_idx
 
     def cut(self, batch: Any) -> "Cut":
-        """The parts of a batch."""
+        """The micro-batches of a batch."""
         if self.whole or self.held:
             return Cut(parts=[batch], sizes=[1])
         sizes = even_sizes(batch_size(batch), self.micro_batch_size, self.fewest)
@@ -94,7 +180,7 @@ class Partition:
         return by_tokens or Cut(parts=split_batch(batch, sizes, split=self.split), sizes=sizes)
 
     def _cut_by_tokens(self, batch: Any) -> "Cut | None":
-        """Parts by tokens, where that computes a tenth less of padding, or the same in fewer parts."""
+        """Micro-batches by tokens, where that computes a tenth less of padding, or the same in fewer of them."""
         if self.row_tokens is None or self.split is not None or self.fewest > 1:
             return None
         extent = extent_of(batch)
@@ -113,7 +199,14 @@ class Partition:
 
 @dataclass(kw_only=True)
 class Cut:
-    """A batch in parts: each with its number of samples, and where it is from, if it is not a run of rows."""
+    """A split batch: its micro-batches, their sizes, and where each is from unless it is a run of rows.
+
+    Args:
+        parts: the micro-batches.
+        sizes: the number of samples in each.
+        places: the rows and columns of each, where they are formed by tokens.
+        columns: of the batch, with `places`.
+    """
 
     parts: list[Any]
     sizes: list[int]
@@ -121,27 +214,27 @@ class Cut:
     columns: int = 0
 
     def as_wide_as_the_batch(self, index: int, output: Any) -> Any:
-        """What the step gave for a part, with the columns that the part does without."""
+        """What the step returned for a micro-batch, padded to the columns of the whole batch."""
         return output if self.places is None else widened(output, self.places[index], self.columns)
 
     def rows_of(self, index: int) -> list[int]:
-        """The batch's rows that a part holds."""
+        """The indices of the batch's rows in a micro-batch."""
         if self.places is not None:
             return list(self.places[index].rows)
         first = sum(self.sizes[:index])
         return list(range(first, first + self.sizes[index]))
 
     def rows(self, indices: Sequence[int]) -> list[int] | None:
-        """The batch's rows that some parts hold; None where they are in order."""
+        """The indices of the batch's rows in some micro-batches; None where they are in order."""
         return None if self.places is None else [row for i in indices for row in self.places[i].rows]
 
 
 def rows_together(
     batch: Any, cut: Cut, split: Splitter | None, first: int, second: int, *, adjacent: bool
 ) -> tuple[Any, list[Any]] | None:
-    """The rows of two parts of a batch as one, and as two; None where such a batch can't be made.
+    """The rows of two micro-batches as one, and as two; None where such a batch can't be made.
 
-    `adjacent`: rows can't be picked out of the batch, and only neighbours are one.
+    `adjacent`: rows can't be picked out of the batch, so that only neighbours can be joined.
     """
     rows = cut.rows_of(first), cut.rows_of(second)
     if not adjacent:

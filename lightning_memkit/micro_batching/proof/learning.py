@@ -1,14 +1,20 @@
-"""What a comparison of rows tells of batches to come: numbers that foretell divisors, and what has no gradient."""
+"""Learn from a comparison of rows: what foretells divisors, and how values without a gradient combine."""
 
 from lightning_memkit.micro_batching.graph.loss_rules import LossRules
 from lightning_memkit.micro_batching.graph.rests import Rest, RestRules
 from lightning_memkit.micro_batching.graph.term_values import rounding_of_terms, weighed_value
+from lightning_memkit.micro_batching.parts.joining_rules import ROUNDED
+from lightning_memkit.micro_batching.parts.logged_values import LoggedValues
+from lightning_memkit.micro_batching.parts.returned_values import ReturnedValues
+from lightning_memkit.micro_batching.proof import decomposability
 from lightning_memkit.micro_batching.proof.by_terms import counts_of
+from lightning_memkit.micro_batching.proof.judged import counts_by_way
 from lightning_memkit.micro_batching.proof.row_runs import (
     ComparisonOutcome,
     Rows,
     TrialStep,
 )
+from lightning_memkit.micro_batching.run import Step
 from lightning_memkit.micro_batching.shares.batch_counts import Foretelling
 
 
@@ -28,6 +34,43 @@ def learn_counts(rows: Rows, foretold: Foretelling, outcome: ComparisonOutcome, 
         ],
         [(rule.name, rule.index, rule.branch) for rule in rules.rules],
     )
+
+
+def learn_values(
+    step: Step,
+    probed: Rows,
+    outcome: ComparisonOutcome,
+    *,
+    logs: LoggedValues,
+    returned: ReturnedValues,
+    rests: RestRules | None,
+) -> RestRules | None:
+    """Learn how logged and returned values of a batch come from those of its micro-batches.
+
+    Args:
+        step: the step whose rows were compared.
+        probed: the rows.
+        outcome: of the comparison.
+        logs: learns how logged values combine.
+        returned: learns how returned values combine.
+        rests: what is known of the parts of the loss without a gradient, None before the first comparison.
+
+    Returns:
+        `rests`, or new ones where the loss has other terms than before.
+    """
+    parts = [part for part in outcome.parts if part is not None]
+    exact = step.run.precision in ("32-true", "64-true")
+    allowed = decomposability.tolerance(step.run.module.parameters(), reduced=not exact)
+    allowed = min(allowed, ROUNDED) if exact else allowed
+    shares, sizes = outcome.present_shares, [probed.sizes[index] for index in outcome.present]
+    if outcome.rules is not None:
+        if rests is None or rests.pieces != len(outcome.rules.rules) + 1:
+            rests = RestRules(len(outcome.rules.rules))
+        learn_rests(probed, rests, outcome, allowed)
+    logs.compare(outcome.whole.logged, [part.logged for part in parts], shares, sizes, allowed)
+    ways = counts_by_way(probed, outcome)
+    returned.compare(outcome.whole.returned, [part.returned for part in parts], ways, allowed)
+    return rests
 
 
 def learn_rests(compared: Rows, rests: RestRules, outcome: ComparisonOutcome, noise: float) -> None:

@@ -1,31 +1,21 @@
-"""Prove that a batch may be split: what its loss's graph shows, and gradients of some rows whole and in parts."""
+"""Prove that a batch may be split: by its loss's graph, and by gradients of some rows whole and in micro-batches."""
 
 import warnings
 from contextlib import suppress
+from typing import Any
 
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
-from lightning_memkit.micro_batching import (
-    WeighBy,
-    Weigher,
-    batch_size,
-    split_batch,
-)
+from lightning_memkit.micro_batching import WeighBy, Weigher, batch_size, split_batch, weigher
 from lightning_memkit.micro_batching.changes.composed_state import ComposedState
 from lightning_memkit.micro_batching.graph.loss_rules import LossRules
 from lightning_memkit.micro_batching.graph.rests import RestRules
-from lightning_memkit.micro_batching.parts.joining_rules import ROUNDED
 from lightning_memkit.micro_batching.parts.logged_values import LoggedValues
-from lightning_memkit.micro_batching.parts.partition import Splitter
+from lightning_memkit.micro_batching.parts.partition import Combination, Splitter
 from lightning_memkit.micro_batching.parts.returned_values import ReturnedValues
-from lightning_memkit.micro_batching.proof import decomposability, verdicts
+from lightning_memkit.micro_batching.proof import verdicts
 from lightning_memkit.micro_batching.proof.decomposability import Verdict
-from lightning_memkit.micro_batching.proof.judged import (
-    candidates,
-    changes_verdict,
-    counts_by_way,
-    mismatch_verdict,
-)
-from lightning_memkit.micro_batching.proof.learning import learn_counts, learn_rests
+from lightning_memkit.micro_batching.proof.judged import candidates, changes_verdict, mismatch_verdict
+from lightning_memkit.micro_batching.proof.learning import learn_counts, learn_values
 from lightning_memkit.micro_batching.proof.novelty import Novelties
 from lightning_memkit.micro_batching.proof.probed_rows import (
     in_order_of,
@@ -49,39 +39,41 @@ from lightning_memkit.micro_batching.run import Step
 from lightning_memkit.micro_batching.shares.batch_counts import Foretelling
 from lightning_memkit.micro_batching.shares.foreseen import ForeseenWronglyError
 
-_PAIR, _UNLIKE_PAIRS = 2, (1, 3, 5)  # by the first numbers of the batch that differ between its rows
-_ROUNDED_PAIR = 0.01  # how noise is measured on two rows of a deep net may miss by less
-_PROBED_SAMPLES = (5, 2)  # the second where the first runs out of memory
-# Rows of one batch may be too alike to act on each other, or to tell ways of weighing apart.
+_PAIR, _UNLIKE_PAIRS = 2, (1, 3, 5)  # pairs of rows are chosen by the first tensors that differ between rows
+_ROUNDED_PAIR = (
+    0.01  # a pair's miss below this may be noise that two rows of a deep net are too few to measure
+)
+_PROBED_SAMPLES = (5, 2)  # rows to compare; the second number if the first runs out of memory
+# Rows of one batch may be too alike to show that they act on each other, or to tell candidates apart.
 _PROBED_BATCHES = 3
-_MOST_PROBES = 24  # of a run whose every batch is new in something
-_PLACES = 3  # where rows are looked for that count in the loss, of which a batch may have few
+_MOST_PROBES = 24  # in a run in which every batch is new in something
+_PLACES = 3  # in the batch, where rows are looked for that count in the loss
 
 
 class Weighing:
-    """How parts are weighed: by what each part's loss shows of itself, by what the user says, or by what fits.
+    """How micro-batches are weighed: by the divisors that each loss shows, as the user says, or as gradients confirm.
 
-    A loss whose terms show their divisors is weighed by these, in every part of every batch. What it shows nothing of
-    is compared: ways of weighing that gradients can't tell apart stay open until a batch weighs differently under
-    them; that batch is probed again.
+    A loss whose graph shows the divisors of its terms is weighed by these, in every micro-batch of every batch. A loss
+    that shows none is compared: candidates of `weigh_by` that the gradients can't tell apart stay open until a batch
+    weighs differently under them; that batch is probed again.
 
     Args:
-        weigh_by: the user's choice; `"auto"` considers all that a batch may mean.
+        weigh_by: the user's choice; `"auto"` compares all candidates.
         split: the user's own splitter.
 
     Attributes:
-        verdict: whether parts add up; None where this could not be found out.
+        verdict: whether micro-batches add up; None where this is unknown.
         rules: how the loss's terms add up, where its graph shows it.
-        foretold: what the numbers of a batch tell of each rule's divisor, while none has told wrongly.
-        unlike: the loss's terms have unlike shares.
-        rests: how what has no gradient in the loss goes together, with `rules`.
-        state: attributes and lists that the step changes, as far as parts compose them.
-        logs: how logged values come from those of parts.
-        returned: how what the step returns comes from what it returns of parts.
-        unproven: why nothing could be found out; empty where it was.
+        foretold: which numbers of a batch predict each rule's divisor; dropped once it predicts wrongly.
+        unlike: terms of the loss weigh unlike in a micro-batch.
+        rests: how the parts of the loss without a gradient combine, with `rules`.
+        state: attributes and lists that the step changes, where micro-batches leave them as the batch would.
+        logs: how logged values come from those of micro-batches.
+        returned: how returned values come from those of micro-batches.
+        unproven: why nothing could be proven; empty where it was.
         probes: how many comparisons were made.
-        fewest: rows that the step runs on, as far as known.
-        skipped: the batch at hand is passed over by the module itself: as a whole it has no loss.
+        fewest: the fewest rows that the step runs on, as far as known.
+        skipped: the module passes over the batch at hand: as a whole it has no loss.
     """
 
     def __init__(self, weigh_by: WeighBy | Weigher, split: Splitter | None) -> None:
@@ -102,8 +94,8 @@ class Weighing:
         self._given: WeighBy | Weigher = weigh_by
         self._open: list[WeighBy | Weigher] = []
         self._batches = 0
-        self._smallest = 0  # rows of the smallest part that was compared
-        self._is_mixed = False  # parts that both count were compared
+        self._smallest = 0  # rows of the smallest micro-batch that was compared
+        self._is_mixed = False  # two micro-batches were compared that both count something
         self._novelties = Novelties()
 
     @property
@@ -116,7 +108,7 @@ class Weighing:
         return enough and holds and not self.skipped
 
     def settle(self, step: Step, trials: Trials, micro_batch_size: int) -> None:
-        """Probe where the batch needs it; afterwards `weigh_by` and `rules` hold for this batch."""
+        """Probe the batch if it needs it; afterwards `weigh_by` and `rules` hold for it."""
         self.skipped = False
         self._batches += 1
         if self.probes == 0 and not self.unproven:
@@ -124,13 +116,13 @@ class Weighing:
         if not any_rank(step.run, self._wanted(step, micro_batch_size)):
             return
         is_first = self.probes == 0
-        # Once a size is chosen, a probe keeps to it: it must not need more memory than training does.
+        # Once a size is chosen, a probe compares no more rows: it must not need more memory than training.
         self._probe(step, trials, _PROBED_SAMPLES[0] if is_first else micro_batch_size)
         if is_first and self.probes and self.verdict is not None and self.verdict.adds_up:
             self._contradict(step, trials)
 
     def _contradict(self, step: Step, trials: Trials) -> None:
-        """Compare pairs of the most unlike rows before the first batch is split: more rows may hide what these do."""
+        """Compare pairs of the most unlike rows before the first split: among five rows their effect may drown."""
         total = -int(largest_of_ranks(step.run, [-batch_size(step.batch)])[0])
         if self.fewest > 1 or total <= _PAIR or not trials.ranks.compares:
             return
@@ -142,16 +134,27 @@ class Weighing:
             verdict = self.verdict
             if verdict is None or not (verdict.adds_up or verdict.relative_error < _ROUNDED_PAIR):
                 return
-            # Two rows tell no more than the five did; no batch less is compared for them.
+            # A pair proves no more than five rows did: its findings are dropped, and it counts as no probe.
             vars(self).update(known)
 
     def again(self, step: Step, trials: Trials, micro_batch_size: int) -> None:
-        """Probe this batch, whose loss turned out to be another one than was proven."""
+        """Probe this batch, whose loss was not the one that was proven."""
         self._open = candidates(self._given, step.batch)
         self._probe(step, trials, micro_batch_size)
 
+    def combination(self, batch: Any) -> Combination:
+        """How a batch's loss comes from its micro-batches', as far as known."""
+        return Combination(
+            weigh=weigher(self.weigh_by, batch),
+            summed=self.weigh_by == "sum",
+            rules=self.rules,
+            foretold=self.foretold,
+            rests=self.rests,
+            state=self.state,
+        )
+
     def refuse(self, verdict: Verdict) -> None:
-        """Batches are not split any more."""
+        """Don't split batches any more."""
         self.rules, self.verdict = None, verdict
 
     def _wanted(self, step: Step, micro_batch_size: int) -> bool:
@@ -162,7 +165,7 @@ class Weighing:
             return False
         if not 0 < micro_batch_size < batch_size(step.batch) or self.probes >= _MOST_PROBES:
             return False
-        # Also of a loss that shows its divisors: what is logged comes from parts by rules that may hold by chance.
+        # Losses that show their divisors, too: rules for logged values may hold by chance in one batch.
         if self.probes < _PROBED_BATCHES or new or not self._is_mixed:
             return True
         if micro_batch_size == 1 and self._smallest > 1:
@@ -170,44 +173,44 @@ class Weighing:
         return self.rules is None and weigh_differently(self._open, step.batch, micro_batch_size, self.split)
 
     def _probe(self, step: Step, trials: Trials, most: int) -> None:
-        """Compare as many rows as run in the memory there is."""
+        """Compare as many rows as fit into memory."""
         self.weigh_by = self._open[0]
         if not trials.ranks.compares:
             self._trusted(f"ranks reduce gradients in every backward and {trials.ranks.reason}")
             return
-        # Ranks compare as many rows, each of its own batch.
+        # All ranks compare the same number of rows, each of its own batch.
         total = -int(largest_of_ranks(step.run, [-batch_size(step.batch)])[0])
         numbers = numbers_of_rows(_PROBED_SAMPLES, most, total, fewest=self.fewest)
         for rows in numbers:
-            # Without a probe nothing is known: on the host the smallest may take what it needs.
+            # The smallest comparison is not limited on the host: without one, nothing is known.
             trials.limited = rows > _PROBED_SAMPLES[-1]
             try:
                 places = _PLACES if rows < total else 1
                 self._compare(step, trials, rows, places, alone=most == 1 and self.fewest == 1)
                 return
-            except NothingCountsError:  # nothing counts in this batch, or the run has diverged
+            except NothingCountsError:  # no row of this batch counts, or the run has diverged
                 self.skipped = self.verdict is None
                 return
             except StepFailedError as error:
-                # Nothing is learned from a batch that the module passes over.
+                # A batch that the module passes over tells nothing.
                 if error.skipped or isinstance(error.cause, ForeseenWronglyError):
                     self.skipped = True
                     return
                 if is_out_of_memory(error.cause):
                     continue
                 if self.verdict is not None and self.verdict.adds_up and rows // 2 < self._smallest:
-                    self.fewest = rows // 2 + 1  # it may not run on so few, which is no matter of the loss
+                    self.fewest = rows // 2 + 1  # the step fails on so few rows, whatever its loss
                     return
                 if step.run.world_size > 1:
                     raise error.cause from None
                 self.probes += 1
                 self.refuse(verdicts.fails_on_parts(error.cause))
                 return
-        if numbers and self.verdict is None:  # else it is known from batches before
+        if numbers and self.verdict is None:  # otherwise earlier batches have proven it
             self.unproven = "two samples at once run out of memory"
 
     def _trusted(self, reason: str) -> None:
-        """What can't be compared is split as the user says, or as the batch's labels suggest, with a warning."""
+        """Split as the user says, or as the batch's labels suggest, with a warning: nothing can be compared."""
         self.probes, self._open, self.verdict = _PROBED_BATCHES, self._open[:1], None
         if self.weigh_by != "auto" and not callable(self.weigh_by):
             warnings.warn(
@@ -217,10 +220,10 @@ class Weighing:
             )
 
     def _compare(self, step: Step, trials: Trials, rows: int, places: int, *, alone: bool) -> None:
-        """Compare some rows whole and in parts; others, where too few of them count to tell.
+        """Compare some rows whole and in micro-batches; other rows, if too few of these count.
 
         Raises:
-            NothingCountsError: none counts, wherever rows were looked for.
+            NothingCountsError: no row counts in any of the places.
         """
         for place in range(self.probes, self.probes + places):
             is_last = place == self.probes + places - 1
@@ -242,22 +245,22 @@ class Weighing:
         return Rows(whole=small, parts=split_batch(small, sizes, split=self.split), sizes=sizes)
 
     def _settled_by(self, step: Step, trials: Trials, probed: Rows, *, is_last: bool) -> bool:
-        """Whether these rows have told; the last ones do in any case.
+        """Compare these rows; True if that settles how they add up, and for the last rows in any case.
 
-        In train mode first; with less noise where another seed shows that noise alone may be the difference.
+        In train mode first; with less noise where another seed shows that noise alone explains the difference.
         """
         for level in LEVELS:
             with quiet(step.run.module, level) as draws:
                 rows = RowTrials(RowRuns(step, trials, probed, draws))
                 outcome = rows.compare(self._open, reads=self._given == "auto", known=self.rules)
                 self.unlike = self.unlike or outcome.unlike
-                # Ranks see other samples, and must come to one answer.
+                # Ranks see different samples, and must come to one answer.
                 if largest_of_ranks(step.run, [outcome.miss.excess])[0] <= 1:
                     is_mixed = not any_rank(step.run, not outcome.is_mixed)
                     if not is_mixed and not is_last:
                         return False
                     if not is_mixed and (self._is_mixed or any_rank(step.run, outcome.is_lone)):
-                        raise NothingCountsError  # more is known than these rows tell
+                        raise NothingCountsError  # earlier comparisons know more than these rows show
                     self._is_mixed = is_mixed
                     self._holds(step, probed, rows, outcome)
                     return True
@@ -269,7 +272,7 @@ class Weighing:
         return True
 
     def _holds(self, step: Step, probed: Rows, rows: RowTrials, outcome: ComparisonOutcome) -> None:
-        """Keep how the parts add up, unless one hands something on to the next."""
+        """Keep how the micro-batches add up, unless one depends on what another left behind."""
         self.probes += 1
         self._smallest = min(self._smallest or probed.sizes[0], *probed.sizes)
         self.verdict = (
@@ -283,20 +286,6 @@ class Weighing:
             learn_counts(probed, self.foretold, outcome, outcome.rules)
         self._open = outcome.ways
         self.weigh_by = self._open[0]
-        self._learn_values(step, probed, rows, outcome)
-
-    def _learn_values(self, step: Step, probed: Rows, rows: RowTrials, outcome: ComparisonOutcome) -> None:
-        """How what is logged and returned comes from what parts log and return."""
-        parts = [part for part in outcome.parts if part is not None]
-        exact = step.run.precision in ("32-true", "64-true")
-        allowed = decomposability.tolerance(step.run.module.parameters(), reduced=not exact)
-        allowed = min(allowed, ROUNDED) if exact else allowed
-        shares, sizes = outcome.present_shares, [probed.sizes[index] for index in outcome.present]
-        if outcome.rules is not None:
-            if self.rests is None or self.rests.pieces != len(outcome.rules.rules) + 1:
-                self.rests = RestRules(len(outcome.rules.rules))
-            learn_rests(probed, self.rests, outcome, allowed)
-        self.logs.compare(outcome.whole.logged, [part.logged for part in parts], shares, sizes, allowed)
-        self.returned.compare(
-            outcome.whole.returned, [part.returned for part in parts], counts_by_way(probed, outcome), allowed
+        self.rests = learn_values(
+            step, probed, outcome, logs=self.logs, returned=self.returned, rests=self.rests
         )

@@ -56,11 +56,11 @@ class Surveys:
         Raises:
             UnforeseenLossError: a micro-batch's loss has other terms, or such a look failed.
         """
-        told = partition.foretold
+        told, state = partition.combination.foretold, partition.combination.state
         found = self._lone_counts(step, partition, rules)
         with self._trials.no_trace(step, *cut.parts):
-            if partition.state is not None:
-                partition.state.begin()
+            if state is not None:
+                state.begin()
             for counts, lone, _ in self._each_counted(step, cut.parts, partition, rules):
                 found.counts.append(counts)
                 found.lone.append(lone)
@@ -92,7 +92,7 @@ class Surveys:
 
     def _lone_counts(self, step: Step, partition: Partition, rules: LossRules) -> LoneCounts:
         """What is to be looked up, of no micro-batch yet."""
-        told, is_alone = partition.foretold, self._run.world_size == 1
+        told, is_alone = partition.combination.foretold, self._run.world_size == 1
         of_no_law = {index for index in rules.looked_up if rules.rules[index].law is Law.OWN}
         return LoneCounts(
             counts=[],
@@ -107,7 +107,8 @@ class Surveys:
 
     def _look(self, step: Step, cut: Cut, partition: Partition, found: LoneCounts) -> None:
         """Run micro-batches as one, as far as this can be; nothing is learned of those that can't."""
-        assert partition.rules is not None
+        rules = partition.combination.rules
+        assert rules is not None
         looks, rows = [], []
         for look in found.looks():
             together = _rows_of(step.batch, cut, partition, look, adjacent=found.adjacent)
@@ -117,9 +118,7 @@ class Surveys:
         try:
             saved = nullcontext() if self._differentiates else saving_shapes_only()
             with self._trials.within_budget(step) or nullcontext(), saved:
-                for index, (_, _, told) in enumerate(
-                    self._each_counted(step, rows, partition, partition.rules)
-                ):
+                for index, (_, _, told) in enumerate(self._each_counted(step, rows, partition, rules)):
                     found.learn(looks[index], told)
         except Exception as error:
             # Two micro-batches may be more than there is memory for, or than the step allows. Ranks retry together.
@@ -134,13 +133,14 @@ class Surveys:
         self, step: Step, parts: Sequence[Any], partition: Partition, rules: LossRules
     ) -> Iterator[tuple[tuple[float, ...], frozenset[int], tuple[float, ...]]]:
         """Of each of some rows, what terms count, which are divided by 1 for an unknown reason, and `looked_at`."""
+        combination = partition.combination
         least = [one_row(step.batch)]  # for ranks that have nothing to run while others do
         for index in range(self._trials.ranks.most_parts(len(parts))):
             part = (parts or least)[min(index, max(len(parts) - 1, 0))]
-            if partition.state is not None:
-                partition.state.begin_anew()
+            if combination.state is not None:
+                combination.state.begin_anew()
             found = self._trials.ranks.part(
-                lambda part=part: self._counted(step, part, rules, partition.foretold),
+                lambda part=part: self._counted(step, part, rules, combination.foretold),
                 counts=False,
                 smallest=lambda part=part: step.forward(self._run.transfer(one_row(part))),
                 kind="survey",

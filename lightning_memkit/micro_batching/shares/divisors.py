@@ -3,12 +3,12 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from lightning_memkit.micro_batching.graph.loss_rules import SMALL, LossRules
-from lightning_memkit.micro_batching.graph.term_rules import Law, Reading
-from lightning_memkit.micro_batching.shares.batch_counts import Foretelling
-from lightning_memkit.micro_batching.shares.foreseen import (
-    UnforeseenLossError,
-)
+from lightning_memkit.micro_batching.graph.term_rules import Law, Reading, rounding_of, share_of
+from lightning_memkit.micro_batching.shares.batch_counts import Foretelling, Shown
+from lightning_memkit.micro_batching.shares.foreseen import LoneCountError, UnforeseenLossError
 
 
 class LeastDivisors(NamedTuple):
@@ -66,6 +66,58 @@ def looked_at(rules: LossRules, reading: Reading, counts: Sequence[float]) -> tu
 def main_mean(rules: LossRules, totals: Sequence[float]) -> int:
     """The mean by whose counts a term weighs that looks at no row: the first that counts something in the batch."""
     return next((index for index in rules.means if totals[index]), rules.means[0])
+
+
+class OwnDivisors:
+    """The divisors of a batch's terms that are no means: one number in all micro-batches, or one that is looked up.
+
+    Args:
+        rules: how the loss's terms add up.
+        looked_up: by term, what seeming sums are divided by in the whole batch; None where that was not looked up.
+        by_itself: the batch's loss is its own, not a part of one over further batches or ranks.
+    """
+
+    def __init__(self, rules: LossRules, looked_up: Sequence[float] | None, *, by_itself: bool) -> None:
+        self._rules, self._looked_up, self._by_itself = rules, looked_up, by_itself
+        self._seen: dict[int, float] = {}
+
+    def compare(
+        self, reading: Reading, dtype: torch.dtype, foretelling: Foretelling | None, lone: frozenset[int]
+    ) -> None:
+        """Check that a micro-batch divides these terms by what the others divide them by.
+
+        Raises:
+            UnforeseenLossError: it does not.
+            LoneCountError: nor does one that seemed to be a sum; the step divides it by a number of its own.
+        """
+        for index, rule in enumerate(self._rules.rules):
+            if rule.law is Law.MEAN or index in lone:
+                continue
+            divisor = reading.divisors[index]
+            first = self._seen.setdefault(index, divisor)
+            if divisor == first or abs(divisor - first) <= rounding_of(dtype) * abs(first):
+                continue
+            if not rule.looks_up or foretelling is None:
+                raise UnforeseenLossError(
+                    f"a sum divided by {first:g} and by {divisor:g} in two micro-batches"
+                )
+            foretelling.confirm_sum(index, Shown.KEPT)
+            raise LoneCountError
+
+    def share(self, index: int, divisor: float) -> float:
+        """The weight of a term that is a sum, and is divided by another number in the whole batch.
+
+        Raises:
+            UnforeseenLossError: further batches or ranks are part of the loss, and its divisor is not known.
+        """
+        assert self._looked_up is not None
+        total = self._looked_up[index]
+        share = share_of(divisor, total)
+        if share != 1 and not self._by_itself:
+            raise UnforeseenLossError(
+                f"a term divided by {divisor:g} in micro-batches, and by {total:g} in their batch"
+            )
+        return share
 
 
 class BatchSums(NamedTuple):

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_memkit.micro_batching.graph.loss_rules import VARYING_FACTOR, LossRules
@@ -14,14 +13,12 @@ from lightning_memkit.micro_batching.graph.term_rules import (
     Reading,
     UnseenValueError,
     alike,
-    rounding_of,
     same_factors,
-    share_of,
 )
 from lightning_memkit.micro_batching.graph.term_scales import scale_terms
 from lightning_memkit.micro_batching.graph.term_values import rounding_of_terms, weighed_value
-from lightning_memkit.micro_batching.shares.batch_counts import Foretelling, Shown
-from lightning_memkit.micro_batching.shares.divisors import BatchSums, least_divisors, main_mean
+from lightning_memkit.micro_batching.shares.batch_counts import Foretelling
+from lightning_memkit.micro_batching.shares.divisors import BatchSums, OwnDivisors, least_divisors, main_mean
 from lightning_memkit.micro_batching.shares.foreseen import (
     KeptConstantError,
     LoneCountError,
@@ -38,26 +35,26 @@ ADD_UP = 1e-9  # how far from 1 the fractions of a batch may add up, by rounding
 class StepShares:
     """What each micro-batch of a batch weighs, read off its loss.
 
-    A loss whose terms all weigh alike is scaled by one number, relative to a reference: `factor` brings the sum of all
-    to the batch's own scale. Terms of unlike shares are scaled each by its own, which takes totals.
+    A loss whose terms all weigh alike is scaled by one number relative to a reference; `factor` brings the sum of all
+    micro-batches to the batch's own scale. Terms that weigh unlike are scaled one by one, which takes totals.
 
     Attributes:
-        lone: for each term, 1 where a divisor of 1 may not have been a count: what it `counted` is not to be trusted.
-        fractions: how much of each mean the micro-batches have had; more than one where their divisors are kept.
-        beside: for each mean, 1 where a learned factor scales it together with a number that has no gradient.
-        shared: how much of a term that looks at no row the micro-batches have had; None where the loss has none.
+        lone: by term, 1 where a divisor of 1 may be no count, so that `counted` can't be trusted.
+        fractions: by mean, how much of it the micro-batches have accumulated; more than 1 where their divisors are
+            kept from being less.
+        beside: by mean, 1 where a learned factor scales it together with a number that has no gradient.
+        shared: how much of a term that looks at no row has been accumulated; None where the loss has no such term.
         contributions: what the terms of each micro-batch add to the batch's loss, where values were noted.
-        rests: what has no gradient in the losses of the micro-batches, where this is known.
+        rests: the parts of the micro-batches' losses that have no gradient, where values were noted.
 
     Args:
         rules: how the loss's terms add up.
-        totals: what each term counts in the whole batch, over all ranks and divided by their number; None where this
-            is not known yet.
+        totals: what each term counts in the whole batch, over all ranks and divided by their number; None if unknown.
         is_known: the totals are the batch's own, not those of a batch that was accumulated before.
         looked_up: what each term counts in this batch, whatever its least divisors stand for, and what seeming sums
             are divided by in it; None where that was not looked up.
-        by_itself: the batch's loss is its own, and no part of one over further batches or ranks.
-        ranks: that have one batch between them.
+        by_itself: the batch's loss is its own, not a part of one over further batches or ranks.
+        ranks: the number of ranks that have one batch between them.
     """
 
     def __init__(
@@ -73,9 +70,8 @@ class StepShares:
         self.rules = rules
         self.lone = [0.0] * len(rules.rules)
         self.looked_up = looked_up
-        self._by_itself = by_itself
         self._ranks = ranks
-        self._divisors: dict[int, float] = {}  # of terms that are no mean, in this batch
+        self._divisors = OwnDivisors(rules, looked_up, by_itself=by_itself)
         self.counted = [0.0] * len(rules.rules)
         self.fractions, self.beside = [0.0] * len(rules.rules), [0.0] * len(rules.rules)
         self.totals = list(totals) if totals is not None else None
@@ -96,21 +92,21 @@ class StepShares:
         foretelling: Foretelling | None = None,
         part: Any = None,
     ) -> tuple[Tensor | None, float]:
-        """What a micro-batch's backward starts from, None where nothing of it counts; and what its loss counts.
+        """The scaled loss for a micro-batch's backward, None where nothing of it counts; and what its loss counts.
 
         Args:
             loss: of the micro-batch.
-            rows: its share of the batch's rows, for a loss that looks at none.
-            over: batches that are accumulated, each a mean of its own.
-            values: the numbers that its step has computed, from which `contributions` are made.
-            foretelling: what tells a divisor that is a count from one that keeps the term from being divided by less.
+            rows: its fraction of the batch's rows, for a loss that looks at none.
+            over: how many batches are accumulated, each a mean of its own.
+            values: the numbers that the step computed, from which `contributions` are made.
+            foretelling: tells a divisor that is a count from one that is kept from being less.
             part: the micro-batch.
 
         Raises:
-            UnforeseenLossError: its loss has other terms, or other factors than the micro-batches before.
-            UnknownTotalsError: totals are needed.
-            LoneCountError: they are, and have to be looked up.
-            UnseenValueError: values are needed.
+            UnforeseenLossError: the loss has other terms or factors than the micro-batches before.
+            UnknownTotalsError: the totals have to be known before the batch runs.
+            LoneCountError: divisors have to be looked up before the batch runs.
+            UnseenValueError: `values` are needed.
         """
         reading = self.rules.read(terms_of(loss))
         if self._factors is None:
@@ -120,27 +116,25 @@ class StepShares:
         least = least_divisors(self.rules, reading, foretelling, part)
         if least.lone and self.looked_up is None:
             raise LoneCountError
-        self._compare_divisors(reading, loss.dtype, foretelling, least.lone)
+        self._divisors.compare(reading, loss.dtype, foretelling, least.lone)
         own = self.rules.counts(reading, loss, values)
         counts = list(own)
         for index in {*least.lone, *least.counts} & set(self.rules.means):
             counts[index] = reading.divisors[index]  # whatever it counts, this is what it was divided by
         kept = [least.counts.get(index, 1.0) == 0 for index in range(len(counts))]
         if any(kept) and values is None:
-            raise UnseenValueError  # the loss is no mean of its micro-batches' any more
+            raise UnseenValueError  # the batch's loss is no mean of its micro-batches' losses any more
         for index in least.lone:
             self.lone[index] = 1.0
-        for index, count in enumerate(counts):
-            self.counted[index] += least.counts.get(index, count)
-        shares = self._shares(
-            counts, [least.counts.get(index, count) for index, count in enumerate(counts)], rows
-        )
+        real = [least.counts.get(index, count) for index, count in enumerate(counts)]
+        self.counted = [before + count for before, count in zip(self.counted, real, strict=True)]
+        shares = self._shares(counts, real, rows)
         for index in least.lone & self.rules.looked_up:
-            shares[index] = self._share_looked_up(index, reading.divisors[index])
+            shares[index] = self._divisors.share(index, reading.divisors[index])
             if shares[index] != 1 and values is None:
                 raise UnseenValueError
         main = self.rules.means[0] if self.rules.means else None
-        # What is reported beside gradients goes by the likelier: a term that is zero counts nothing.
+        # Reported values are weighed by the likelier count: a term that is zero counts nothing.
         likely = [least.counts.get(index, count) for index, count in enumerate(own)]
         weight = likely[main] if main is not None else (1.0 if self.rules.summed else rows)
         for index in self.rules.means:
@@ -162,53 +156,15 @@ class StepShares:
         scale_terms(reading, [share / over for share in shares])
         return loss * 1, weight
 
-    def _compare_divisors(
-        self, reading: Reading, dtype: torch.dtype, foretelling: Foretelling | None, lone: frozenset[int]
-    ) -> None:
-        """Terms that are no mean are divided by one number in all micro-batches, unless that was looked up.
-
-        Raises:
-            UnforeseenLossError: they are not.
-            LoneCountError: nor is one that seemed to be a sum, by a number of the step's own.
-        """
-        for index, rule in enumerate(self.rules.rules):
-            if rule.law is Law.MEAN or index in lone:
-                continue
-            divisor = reading.divisors[index]
-            first = self._divisors.setdefault(index, divisor)
-            if divisor == first or abs(divisor - first) <= rounding_of(dtype) * abs(first):
-                continue
-            if not rule.looks_up or foretelling is None:
-                raise UnforeseenLossError(
-                    f"a sum divided by {first:g} and by {divisor:g} in two micro-batches"
-                )
-            foretelling.confirm_sum(index, Shown.KEPT)
-            raise LoneCountError
-
-    def _share_looked_up(self, index: int, divisor: float) -> float:
-        """What a term weighs whose sums add up, and are divided by another number in the whole batch.
-
-        Raises:
-            UnforeseenLossError: further batches or ranks are part of the loss, and its divisor is not known.
-        """
-        assert self.looked_up is not None
-        total = self.looked_up[index]
-        share = share_of(divisor, total)
-        if share != 1 and not self._by_itself:
-            raise UnforeseenLossError(
-                f"a term divided by {divisor:g} in micro-batches, and by {total:g} in their batch"
-            )
-        return share
-
     def _note_beside(
         self, reading: Reading, weighed: tuple[Tensor, list[Tensor] | None] | None, rounding: float
     ) -> None:
-        """Note the means that a learned factor scales with a constant, or with what may be one."""
+        """Note the means that a learned factor scales together with a constant, or with what may be one."""
         for index in self.rules.means:
             if self.beside[index] or not reading.offset[index]:
                 continue
             pieces = weighed[1] if weighed is not None else None
-            # What is added to it, or stands beside all terms: a constant in a stack of losses.
+            # The constant is added to the mean, or stands beside all terms in a stack of losses.
             told = None if pieces is None else [float(pieces[place].detach()) for place in (index, -1)]
             if told is None or not max(map(abs, told)) <= rounding:
                 self.beside[index] = 1.0
@@ -222,7 +178,7 @@ class StepShares:
             self.rests.append(Rest(pieces=pieces, counts=counts, rows=rows))
 
     def nothing(self, loss: Tensor) -> Tensor:
-        """A loss whose backward runs as any, and leaves exact zeros: other ranks wait in it."""
+        """A loss whose backward runs like any other and leaves exact zeros: other ranks wait in it."""
         reading: Reading = self.rules.read(terms_of(loss))
         scale_terms(reading, [0.0] * len(reading.nodes))
         return loss * 1
@@ -239,41 +195,40 @@ class StepShares:
         )
 
     def counted_of(self, overall: "BatchSums") -> list[float]:
-        """What the terms counted in all ranks' micro-batches; where that was not to be trusted, what was looked up."""
+        """What the terms counted on all ranks; where that can't be trusted, what was looked up."""
         if self.looked_up is None:
             return overall.counted
         looked_up = zip(overall.counted, self.looked_up, overall.lone, strict=True)
         return [total if lone > 0 else own for own, total, lone in looked_up]
 
     def factor(self, overall: "BatchSums") -> float:
-        """What gradients are multiplied with once the batch has run: 1 where its totals were right.
+        """What gradients are multiplied with once the batch has run; 1 where its totals were right.
 
         Args:
             overall: `sums`, of all ranks and divided by their number.
 
         Raises:
-            MistakenTotalsError: the totals that terms of unlike shares were scaled by were foretold wrongly, or
-                nothing was foretold to count where something does; or the micro-batches have had more than one of
-                what the batch has one.
+            MistakenTotalsError: terms that weigh unlike were scaled by wrong totals, or totals of zero although
+                something counts, or a term that looks at no row was accumulated more or less than once.
             KeptConstantError: see `refuse_constants`.
         """
         factor = self._factor(self.counted_of(overall), unlike=overall.unlike > 0)
-        # Whatever each counted, of what looks at no row the micro-batches have one between them.
+        # Whatever each micro-batch counted, a term that looks at no row is accumulated once.
         if self.shared is not None and not self._is_one(overall.shared * factor):
             raise MistakenTotalsError
         self.refuse_constants(overall.fractions, overall.beside, factor)
         return factor
 
     def refuse_constants(self, fractions: Sequence[float], beside: Sequence[float], factor: float) -> None:
-        """Check that a learned factor has seen a constant once, which it scales together with a mean.
+        """Check that a constant which a learned factor scales together with a mean was accumulated once.
 
         Args:
-            fractions: how much of each mean the micro-batches have had, before gradients are multiplied.
+            fractions: how much of each mean was accumulated, before gradients are multiplied.
             beside: above 0 for a mean with such a constant.
             factor: what gradients are multiplied with.
 
         Raises:
-            KeptConstantError: it has not, since the mean's divisor is kept from less.
+            KeptConstantError: it was not, since the mean's divisor is kept from being less.
         """
         for index in self.rules.means:
             if beside[index] > 0 and not self._is_one(fractions[index] * factor):
@@ -303,12 +258,12 @@ class StepShares:
         return factors[0]
 
     def _shares(self, counts: Sequence[float], real: Sequence[float], rows: float) -> list[float]:
-        """What a micro-batch weighs in each term.
+        """The weight of a micro-batch in each term.
 
         Args:
             counts: what each term is divided by.
-            real: what it counts, which a least divisor hides.
-            rows: the micro-batch's fraction of the batch's.
+            real: what each term counts, where a least divisor hides it.
+            rows: the micro-batch's fraction of the batch's rows.
         """
         means = self.rules.means
         if not means:
@@ -316,14 +271,13 @@ class StepShares:
         if not self.is_known and self.rules.needs_totals:
             raise UnknownTotalsError
         if self.totals is None:
-            if any(counts[index] for index in means):
-                self.totals = [float(count) for count in counts]
-            else:
+            if not any(counts[index] for index in means):
                 return [0.0] * len(counts)
+            self.totals = [float(count) for count in counts]
         if self.is_known and not any(self.totals[index] for index in means):
             return self._of_nothing(counts)
         if self.is_known and self.looked_up is not None:
-            main = rows  # a divisor may be more than what it counts: then counts are not the batch's between them
+            main = rows  # divisors may be more than counts, and then don't add up to the batch's
         else:
             main = self._share(real, main_mean(self.rules, self.totals))
         if self.shared is not None:
@@ -333,11 +287,11 @@ class StepShares:
         return self.rules.shares(counts, self.totals, main, ranks=self._ranks)
 
     def _of_nothing(self, counts: Sequence[float]) -> list[float]:
-        """Where nothing is counted in the whole batch."""
+        """The weights in a batch in which nothing counts."""
         self._ran += 1
         if self.shared is not None and self._ran == 1:
             self.shared += 1
-        # The ranks' one batch is divided by that number once, and gradients are averaged.
+        # All ranks' batch is divided by the least divisor once, and gradients are averaged over ranks.
         kept = self._ranks if any(counts[index] for index in self.rules.means) else 0
         return self.rules.shares_of_nothing(is_first=self._ran == 1, kept=kept)
 

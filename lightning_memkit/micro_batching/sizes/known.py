@@ -55,7 +55,7 @@ class KnownSizes:
         Raises:
             BudgetError: it does not fit.
         """
-        return choose_size(step, self._trials, **self._known, given=size)
+        return choose_size(step, self._trials, self._options, given=size)
 
     def whole(self, step: Step, *, why: str) -> Sizing:
         """A batch that has no rows to split, verified.
@@ -63,7 +63,7 @@ class KnownSizes:
         Raises:
             BudgetError: it does not fit; `why` says why it is not split.
         """
-        return verify_whole(step, self._trials, **self._known, why=why)
+        return verify_whole(step, self._trials, self._options, why=why)
 
     def size(self, step: Step, foreseen: Foreseen | None) -> Sizing:
         """What the user says holds; else a resumed run's size, if it still fits; else the largest that fits."""
@@ -75,7 +75,7 @@ class KnownSizes:
                 return sizing
         remembered = self._remembered.micro_batch_size if self._remembered is not None else None
         return choose_size(
-            step, self._trials, **self._known, given=given, remembered=remembered, foreseen=foreseen
+            step, self._trials, self._options, given=given, remembered=remembered, foreseen=foreseen
         )
 
     def _resumed_size(self, step: Step) -> Sizing | None:
@@ -84,7 +84,7 @@ class KnownSizes:
         still_open = tuple(int(size) for size in self._resumed.get("open_sizes", ()) if size < ran_out)
         given = max(still_open, default=int(self._resumed["micro_batch_size"]))
         try:
-            sizing = choose_size(step, self._trials, **self._known, given=given)
+            sizing = choose_size(step, self._trials, self._options, given=given)
         except BudgetError:
             warnings.warn(
                 f"The resumed run's micro-batch of {given} does not fit this budget; another one is measured, "
@@ -108,7 +108,3 @@ class KnownSizes:
             return None
         question = question_of(step, budget=options.budget, usable_bytes=options.usable_bytes)
         return TunedSizes(step.run, question)
-
-    @property
-    def _known(self) -> dict[str, Any]:
-        return {"budget_bytes": self._options.budget_bytes, "headroom": self._options.headroom}

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from lightning_memkit.memory.sizing import Forecast, NothingFitsError, Sizing, Trial, largest_fitting
 from lightning_memkit.memory.speed import smaller_sizes
 from lightning_memkit.micro_batching import batch_size
+from lightning_memkit.micro_batching.options import BudgetOptions
 from lightning_memkit.micro_batching.proof.optimizer_trial import optimizer_state
 from lightning_memkit.micro_batching.proof.trial_values import StepFailedError
 from lightning_memkit.micro_batching.proof.trials import Trials
@@ -50,9 +51,8 @@ class Foreseen:
 def choose_size(
     step: Step,
     trials: Trials,
+    options: BudgetOptions,
     *,
-    budget_bytes: int,
-    headroom: float,
     given: int | Literal["auto"],
     remembered: int | None = None,
     foreseen: Foreseen | None = None,
@@ -62,8 +62,7 @@ def choose_size(
     Args:
         step: the first step.
         trials: run the steps that leave no trace.
-        budget_bytes: what the peak must not pass, less the headroom.
-        headroom: the fraction of the budget that stays free.
+        options: the budget and its headroom, which the peak must not exceed.
         given: the user's or a resumed run's size, or `"auto"`.
         remembered: with `"auto"`, an earlier run's answer: taken if it fits, which costs one trial.
         foreseen: with `"auto"`, what was predicted: taken if it fits, which costs one trial.
@@ -71,7 +70,7 @@ def choose_size(
     Raises:
         BudgetError: not even a micro-batch of 1 fits, or the given size does not.
     """
-    usable = int(budget_bytes * (1 - headroom))
+    usable = options.usable_bytes
     total = int(largest_of_ranks(step.run, [batch_size(step.batch)])[0])
     step.run.set_gradient_parts(total)
     policy, forecast = AutomaticPolicy(step.run), None
@@ -111,7 +110,7 @@ def choose_size(
             needs = Needs.measured(step, part_peak=peaks.of_part_here, step_peak=step_peak, states=states)
             predicted = "" if foreseen is None else foreseen.remedy
             size = min(peaks.least if given == "auto" else given, total)
-            raise BudgetError(shortfall(needs, size, usable, headroom, predicted))
+            raise BudgetError(shortfall(needs, size, usable, options.headroom, predicted))
         sizing = policy.loosened(sizing, lambda size: peaks.of(size, usable), usable)
         if given == "auto" and sizing.candidates == ():
             sizing = _with_candidates(step, sizing, lambda size: peaks.of(size, usable), usable, total)
@@ -241,20 +240,20 @@ def _fits(trial: Trial, usable: int) -> bool:
     return trial.peak_bytes is not None and trial.peak_bytes <= usable
 
 
-def verify_whole(step: Step, trials: Trials, *, budget_bytes: int, headroom: float, why: str) -> Sizing:
+def verify_whole(step: Step, trials: Trials, options: BudgetOptions, *, why: str) -> Sizing:
     """The peak of a batch that can't be split.
 
     Raises:
         BudgetError: it does not fit.
     """
-    usable = int(budget_bytes * (1 - headroom))
+    usable = options.usable_bytes
     step.run.set_gradient_parts(1)
     with optimizer_state(step) as (states, step_peak):
         part_peak = trials.peak_of(step, step.batch, [*states, *tensors_of(step.batch)], None)
         peak = _largest_of_ranks(step.run, None if part_peak is None else max(part_peak, step_peak))
         if peak is None or peak > usable:
             needs = Needs.measured(step, part_peak=part_peak, step_peak=step_peak, states=states)
-            raise BudgetError(f"{shortfall(needs, 1, usable, headroom)} {why}")
+            raise BudgetError(f"{shortfall(needs, 1, usable, options.headroom)} {why}")
     return Sizing(micro_batch_size=1, peak_bytes=peak, trials=(Trial(micro_batch_size=1, peak_bytes=peak),))
 
 

@@ -80,7 +80,8 @@ class SizeTuning:
     def keep_whole(self) -> bool:
         """End the tuning with whole batches, as the loss can't be split after all; False where they don't fit."""
         if self.fits_whole:
-            self.fastest.settled = self._runner.partition.micro_batch_size = self.sizes[0]
+            self.fastest.settled = self.sizes[0]
+            self._runner.partition.resize(self.sizes[0])
         return self.fits_whole
 
     @contextmanager
@@ -102,7 +103,7 @@ class SizeTuning:
 
     def _begin(self, step: Step) -> None:
         """The size of the optimizer step that begins; None where nothing may be split yet."""
-        if self.fits_whole and (self._runner.unsplittable or not self._proven()):
+        if self.fits_whole and (self._runner.partition.unsplittable or not self._proven()):
             self._size = None
             return
         self._size = self.fastest.next_size()
@@ -122,7 +123,7 @@ class SizeTuning:
 
     def _resize(self, step: Step, size: int) -> None:
         if self._runner.partition.micro_batch_size != size:
-            self._runner.partition.micro_batch_size = size
+            self._runner.partition.resize(size)
             step.run.set_gradient_parts(-(-batch_size(step.batch) // size))
 
     def _settle(self, step: Step) -> None:

@@ -1,0 +1,211 @@
+"""Decide what each micro-batch of a batch weighs, and scale gradients where that is known only at the batch's end."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from lightning_memkit.micro_batching import normalized
+from lightning_memkit.micro_batching.graph import observation
+from lightning_memkit.micro_batching.parts.partition import Cut, Partition
+from lightning_memkit.micro_batching.ranks.agreement import Ranks, any_rank, sum_of_ranks
+from lightning_memkit.micro_batching.run import Run, Step
+from lightning_memkit.micro_batching.shares.divisors import BatchSums
+from lightning_memkit.micro_batching.shares.foreseen import MistakenTotalsError, UnknownTotalsError
+from lightning_memkit.micro_batching.shares.step_shares import StepShares
+
+# Reads what a batch's terms count off forwards that leave no trace: `Surveys`.
+Survey = Callable[[Step, Cut], list[float]]
+
+
+@dataclass(kw_only=True)
+class Window:
+    """Batches that are accumulated into one step and weighed as one: what each has counted so far.
+
+    Attributes:
+        reference: what gradients have been divided by so far: the first batch's count.
+        counted: the sum of all batches' counts.
+        totals: by term of the loss, what the first batch counts.
+        fractions: how much of each mean has been accumulated (see `StepShares`).
+        beside: whether a constant stands beside a mean (see `StepShares`).
+    """
+
+    reference: float = 0.0
+    counted: float = 0.0
+    totals: list[float] | None = None
+    fractions: list[float] = field(default_factory=list)
+    beside: list[float] = field(default_factory=list)
+
+    @property
+    def factor(self) -> float:
+        """What gradients at the first batch's scale are multiplied with, once all batches have run."""
+        return self.reference / self.counted if self.counted else 1.0
+
+
+class BatchWeights:
+    """Weighs the micro-batches of each batch of a run.
+
+    Three sources, in this order: each micro-batch's own loss, whose graph shows its divisors (`Combination.rules`);
+    the counts that `Combination.weigh` reads off the micro-batches; 1 for a loss that is a sum. Where totals are known
+    before the batch runs, gradients have the right scale at once. Otherwise they are relative to the first
+    micro-batch (or to the first batch of a window), and `finish` multiplies them once.
+
+    Args:
+        run: the loop.
+        partition: how the batch is split, and how its loss comes from the micro-batches'.
+        exact_window: weigh the batches of an accumulation window by what they count (`effective_batch_size`).
+
+    Attributes:
+        ranks: sums counts over ranks.
+        survey: reads a batch's totals before it runs.
+    """
+
+    def __init__(self, run: Run, partition: Partition, *, exact_window: bool) -> None:
+        self.ranks = Ranks()
+        self.survey: Survey | None = None
+        self._run, self._partition = run, partition
+        self._has_exact_windows = exact_window
+        self._window = Window()
+
+    @property
+    def exact_window(self) -> bool:
+        """Whether several batches are weighed as one; a window of one batch is that batch."""
+        return self._has_exact_windows and self._run.batches_a_step > 1
+
+    def begin(self, step: Step) -> None:
+        """A batch begins; with it perhaps a window."""
+        if self.exact_window and step.starts_window:
+            self._window = Window()
+
+    @property
+    def _is_observed(self) -> bool:
+        """Whether micro-batches are weighed by what their own losses show."""
+        return self._partition.combination.rules is not None and not observation.is_paused()
+
+    def of(self, step: Step) -> tuple[Cut, list[float]]:
+        """The micro-batches of the step's batch, and the weight of each, relative to all ranks' batches."""
+        partition, combination = self._partition, self._partition.combination
+        even = partition.whole or combination.summed or self._is_observed
+        cuts: list[Cut] = []
+        counts: list[float] = []
+
+        def count() -> list[float]:
+            cuts.append(partition.cut(step.batch))
+            counts.extend(1.0 if even else float(combination.weigh(part)) for part in cuts[0].parts)
+            return [sum(counts)]
+
+        # Gradients are averaged over ranks, and weights are relative to what all ranks count together.
+        total = self.ranks.totals(count)[0] / self._run.world_size
+        if combination.summed or self._is_observed:
+            return cuts[0], counts
+        if self.exact_window:
+            self._window.reference = self._window.reference or total
+            self._window.counted += total
+            if total == 0:  # other batches of the window may count something
+                return cuts[0], [0.0] * len(counts)
+            total = self._window.reference
+        return cuts[0], normalized(counts, total=total)
+
+    def shares(self, step: Step, cut: Cut) -> StepShares | None:
+        """What weighs each micro-batch by its own loss; None where weights are known from `of`.
+
+        Raises:
+            UnknownTotalsError: totals are needed before the batch runs, and are not known.
+        """
+        # A batch that runs whole weighs 1, unless it is one of several.
+        if not self._is_observed or not (len(cut.parts) > 1 or self.exact_window or self._run.world_size > 1):
+            return None
+        partition, rules, ranks = self._partition, self._partition.combination.rules, self._run.world_size
+        assert rules is not None
+        goes_on = self.exact_window and not step.starts_window
+        foretold = partition.combination.foretold
+        told = [foretold.total(index, step.batch) for index in range(len(rules.rules))]
+        is_told = all(told[index] is not None for index in rules.means)
+        if self.exact_window and not all(told[index] for index in rules.means):
+            is_told = False
+        surveys = partition.looks_up(step.batch_idx) or (not goes_on and partition.surveys(step.batch_idx))
+        if ranks > 1 and (rules.means or rules.looked_up):  # all ranks need one reference
+            surveys = any_rank(self._run, surveys or not (is_told or goes_on))
+        if surveys and self.survey is not None:
+            own = self.survey(step, cut)
+            return StepShares(
+                rules,
+                self._window.totals if goes_on else own,
+                is_known=not goes_on,
+                looked_up=own,
+                by_itself=ranks == 1 and not self.exact_window,
+                ranks=ranks,
+            )
+        if goes_on:
+            return StepShares(rules, self._window.totals, ranks=ranks)
+        if is_told:
+            totals = self._averaged([total or 0.0 for total in told])
+            return StepShares(rules, totals, is_known=True, ranks=ranks)
+        if step.run.batches_a_step > 1 and rules.means and not self.exact_window:
+            raise UnknownTotalsError  # other batches' gradients are there already: no factor could mend these alone
+        return StepShares(rules, None)
+
+    def finish(self, step: Step, shares: StepShares | None) -> float:
+        """Check what the micro-batches counted against the totals that they were weighed by; mend the scale.
+
+        Returns:
+            What this batch's gradients were multiplied with.
+
+        Raises:
+            MistakenTotalsError: one factor can't mend the scale.
+        """
+        if shares is None:
+            if self.exact_window and step.ends_window:
+                _scale(step, self._window.factor)
+            return 1.0
+        if not shares.rules.means:
+            return 1.0
+        counted, foretold = shares.counted, self._partition.combination.foretold
+        overall = shares.sums().averaged(self._averaged)
+        if self.exact_window:
+            self._finish_batch_of_window(step, shares, overall)
+            return 1.0
+        try:
+            factor = shares.factor(overall)
+        except MistakenTotalsError:
+            foretold.forget_wrong(step.batch, counted)
+            raise
+        if factor == 1.0:
+            return factor
+        foretold.forget_wrong(step.batch, counted)
+        if self._run.batches_a_step > 1:
+            raise MistakenTotalsError
+        _scale(step, factor)
+        return factor
+
+    def _finish_batch_of_window(self, step: Step, shares: StepShares, overall: BatchSums) -> None:
+        """Add up what the batches of a window have counted; after the last one mend their scale."""
+        window, main = self._window, shares.rules.means[0]
+        window.totals = shares.totals
+        window.counted += shares.counted_of(overall)[main]
+        window.fractions = _added(window.fractions, overall.fractions)
+        window.beside = _added(window.beside, overall.beside)
+        if step.ends_window and window.totals is not None:
+            window.reference = window.totals[main]
+            shares.refuse_constants(window.fractions, window.beside, window.factor)
+            _scale(step, window.factor)
+
+    def _averaged(self, totals: Sequence[float]) -> list[float]:
+        """Totals over all ranks, divided by their number, as gradients are."""
+        return [total / self._run.world_size for total in sum_of_ranks(self._run, totals)]
+
+
+def parameters_of(step: Step) -> Iterator[torch.nn.Parameter]:
+    """All that the step's optimizer changes."""
+    for group in step.optimizer.param_groups:
+        yield from group["params"]
+
+
+def _scale(step: Step, factor: float) -> None:
+    gradients = [parameter.grad for parameter in parameters_of(step) if parameter.grad is not None]
+    if factor != 1.0 and gradients:
+        torch._foreach_mul_(gradients, factor)
+
+
+def _added(before: list[float], own: list[float]) -> list[float]:
+    return [a + b for a, b in zip(before or [0.0] * len(own), own, strict=True)]
