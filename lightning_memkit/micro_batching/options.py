@@ -1,4 +1,4 @@
-"""What a user asks of a `MemoryBudget`, checked at construction, and as its parts get it."""
+"""The options of a `MemoryBudget`: checked at construction, passed to the engine as one dataclass."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -36,10 +36,10 @@ def check_options(
     headroom: float,
     enforce: str,
 ) -> None:
-    """Refuse what is outside its range.
+    """Check the arguments of a `MemoryBudget`.
 
     Raises:
-        ValueError: an argument is.
+        ValueError: an argument is outside its range.
     """
     if micro_batch_size != "auto" and (not isinstance(micro_batch_size, int) or micro_batch_size < 1):
         raise ValueError(
