@@ -81,7 +81,7 @@ def test_a_logged_value_that_does_not_come_from_parts_is_named() -> None:
             return output
 
     with pytest.warns(
-        UserWarning, match="What training_step logs as 'spread' can't be made from a batch's parts"
+        UserWarning, match="What training_step logs as 'spread' can't be made from a batch's micro-batches"
     ):
         trained(MemoryBudget("1GiB", micro_batch_size=2), module=Spread, max_steps=4)
 

@@ -79,9 +79,8 @@ class RestRules:
         self._laws = [rule.law for rule in rules.rules]
         for place, ways in enumerate(self._open):
             target, pieces = float(whole.pieces[place]), [float(part.pieces[place]) for part in parts]
-            told = [
-                value for value in (target, *pieces) if isfinite(value)
-            ]  # nan beside a mean over nothing
+            # A rest beside a mean over nothing is nan.
+            told = [value for value in (target, *pieces) if isfinite(value)]
             largest = max(map(abs, told), default=0.0)
             if largest <= rounding:
                 continue

@@ -105,7 +105,7 @@ class Reading:
         return bool(self.quotients[index]) or (bool(self.multiplied) and self.multiplied[index])
 
     def scales_apart(self, shares: Sequence[float]) -> bool:
-        """Whether each term can be scaled by its own share: below one learned factor, shares must be equal."""
+        """Whether each term can be scaled by its own share: below a learned factor, shares must be equal."""
         if self.is_crossed:
             return alike(shares)
         of_factors: dict[Any, list[float]] = defaultdict(list)
