@@ -33,7 +33,7 @@ from lightning_memkit.micro_batching.parts.joining_rules import (
 from lightning_memkit.micro_batching.parts.nested import branch, branches, check_same_keys, rebuilt_result
 
 # A rule is taken as certain after so many comparisons that no other kind of rule fits: for a mean, a sum or
-# a concatenation; for any other rule. After the last number of comparisons it is taken as certain in any case.
+# a concatenation; for any other rule. After the last number of comparisons it is taken as certain anyway.
 _ENOUGH, _ENOUGH_OF_OTHERS, _MOST_COMPARISONS = 4, 12, 32
 _UNLIKE_PARTS = 24  # the most micro-batches among which a pair that distinguishes rules is searched
 _STRIDE = 7  # from one pair to the next, so that later comparisons take other micro-batches

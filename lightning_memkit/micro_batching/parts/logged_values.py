@@ -100,7 +100,7 @@ class LoggedValues:
     def learn(
         self, whole: Entries, parts: Sequence[Entries], shares: Sequence[float], sizes: Sequence[int]
     ) -> bool:
-        """Compare whole rows with micro-batches for doubtful and unsure values; True if there were any."""
+        """Compare rows run whole and in micro-batches, for doubtful and unsure values; whether any was."""
         told = False
         for key, entry, values in _in_all(whole, parts):
             if key not in self.doubtful and key not in self.unsure:

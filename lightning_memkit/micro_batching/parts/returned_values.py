@@ -122,7 +122,7 @@ class ReturnedValues:
     def learn(
         self, whole: Returned, parts: Sequence[Returned], shares: Sequence[float], sizes: Sequence[int]
     ) -> bool:
-        """Compare whole rows with micro-batches for doubtful and unsure values; True if there were any."""
+        """Compare rows run whole and in micro-batches, for doubtful and unsure values; whether any was."""
         names = [n for n in (*self.doubtful, *self.unsure) if all(n in one for one in (whole, *parts))]
         counts = ways_of_weighing(shares, sizes)
         for name in names:
