@@ -115,7 +115,7 @@ class KeptTensor:
         return self.copy is None and self.was_written and not self.was_replaced and not self.was_freed
 
     def changes(self) -> Iterator[StepChange]:
-        """A change if it differs; of a parameter or buffer, any write: a moving average may start as a copy."""
+        """A change if it differs; for parameters and buffers any write: an average may start as a copy."""
         if self.differs or (self.place.kind in ("parameter", "buffer") and self.was_set):
             yield self.place.change()
 
