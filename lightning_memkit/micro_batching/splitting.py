@@ -70,7 +70,7 @@ def micro_batches(
     """
     if micro_batch_size < 1:
         raise ValueError(
-            f"micro_batch_size={micro_batch_size} is below 1; write the samples a part may hold."
+            f"micro_batch_size={micro_batch_size} is below 1; write the most samples of a micro-batch."
         )
     parts = split_batch(batch, even_sizes(batch_size(batch), micro_batch_size), split=split)
     weigh = weigher(weigh_by, batch)
@@ -145,7 +145,7 @@ def split_batch(
         parts = list(split(batch, sizes) if split is not None else batch.split(sizes))
         if len(parts) != len(sizes):
             raise SplitError(
-                f"split gave {len(parts)} parts for sizes={list(sizes)}; it must give one for each."
+                f"split gave {len(parts)} micro-batches for sizes={list(sizes)}; it must give one for each."
             )
         return parts
     size = batch_size(batch)
@@ -171,7 +171,7 @@ def weigher(weigh_by: WeighBy | Weigher, batch: Any) -> Weigher:
     if weigh_by not in ("labels", "causal_labels"):
         raise ValueError(
             f'weigh_by={weigh_by!r} is unknown; write "auto", "samples", "labels", "causal_labels", "sum", '
-            "or a callable from a part of the batch to the number that its loss is a mean over."
+            "or a callable from a micro-batch to the number that its loss is a mean over."
         )
     if find_labels(batch) is None:
         raise ValueError(
@@ -183,7 +183,7 @@ def weigher(weigh_by: WeighBy | Weigher, batch: Any) -> Weigher:
     def count(part: Any) -> float:
         labels = find_labels(part)
         if labels is None:
-            raise ValueError(f"weigh_by={weigh_by!r}: a part of the batch has no labels; pass a callable.")
+            raise ValueError(f"weigh_by={weigh_by!r}: a micro-batch has no labels; pass a callable.")
         return int((labels[..., skip:] != IGNORED_LABEL).sum())
 
     return count

@@ -157,7 +157,7 @@ class _Peaks:
                 self.of(1)
 
     def of(self, size: int, limit: int | None = None) -> int | None:
-        """The peak with micro-batches of `size`, the optimizer's step included; None after an OOM on any rank.
+        """The peak with micro-batches of `size`, or of the optimizer's step; None after an OOM on any rank.
 
         Raises:
             StepFailedError: the step does not run on so few samples, on this rank or another.
