@@ -11,7 +11,7 @@ Enforce = Literal["verified", "always"]
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetOptions:
-    """The arguments of a `MemoryBudget`, and the bytes that its budget comes to on the run's device."""
+    """The arguments of a `MemoryBudget`, and its budget in bytes on the run's device."""
 
     budget_bytes: int
     budget: str | int | float = "auto"
@@ -25,7 +25,7 @@ class BudgetOptions:
 
     @property
     def usable_bytes(self) -> int:
-        """The budget without its headroom."""
+        """The budget less its headroom."""
         return int(self.budget_bytes * (1 - self.headroom))
 
 

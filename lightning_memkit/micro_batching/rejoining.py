@@ -62,7 +62,7 @@ def joined(
             if doubtful is not None and len(outputs) > 1 and all(_same(first, out) for out in outputs[1:]):
                 doubtful.append(
                     name or type(first).__name__
-                )  # a list that is always the same, or one entry a row
+                )  # it can't be told whether this is one entry a row, or a list that is always the same
             entries = [entry for out in outputs for entry in out]
             if rows is not None:
                 entries = [

@@ -90,7 +90,7 @@ class Run:
 
     @property
     def device(self) -> torch.device:
-        """Where the module is."""
+        """The module's device."""
         if self._device is not None:
             return self._device
         return next((parameter.device for parameter in self.module.parameters()), torch.device("cpu"))
@@ -228,7 +228,7 @@ class Step:
             self.optimizer.zero_grad()
 
     def backward(self, loss: Tensor) -> None:
-        """The loop's backward of a micro-batch's loss."""
+        """The loop's backward from a micro-batch's loss."""
         loss.backward()
 
     def after_backward(self) -> None:

@@ -26,7 +26,7 @@ class SplittableBatch(Protocol):
 
     @property
     def rows(self) -> int:
-        """How many rows there are to split."""
+        """The number of rows that can be split."""
         ...
 
     def split(self, sizes: Sequence[int]) -> Sequence[Any]:

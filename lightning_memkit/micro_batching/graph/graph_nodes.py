@@ -36,7 +36,7 @@ _LEAF = "torch::autograd::AccumulateGrad"
 MOST_NODES = 4096  # that a walk visits
 # Functions that act on each element of a vector by itself.
 _BY_ELEMENT = frozenset("Add Alias Clone Div Mul Neg Rsub Sub ToCopy".split())
-_VECTOR_NODES = 64  # between a sum and the losses that were stacked for it
+_VECTOR_NODES = 64  # the most nodes between a sum and the losses that were stacked for it
 _KINDS: dict[type, str] = {}
 
 

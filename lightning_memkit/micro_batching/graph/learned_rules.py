@@ -49,7 +49,7 @@ def learned(
         parts: the terms of each micro-batch's loss.
         dtype: the dtype in which the loss was computed, for the rounding of divisors.
         known: rules learned from other rows; a term of `Law.OWN` stays so.
-        looks: divisors of no law can be looked up in each batch.
+        looks: whether divisors that follow no law can be looked up in each batch.
     """
     own_laws = {(r.name, r.index) for r in (known.rules if known else ()) if r.law is Law.OWN}
     for seen in (whole, *parts):

@@ -86,7 +86,7 @@ def branched_vector(path: WalkPath, present: list[int], element: int) -> list[Wa
     ways = []
     for index in [element] if is_stack else present:
         if index not in present:
-            continue  # a constant among the losses
+            continue  # the element is a constant, without a gradient
         way, edge = down(copy.copy(path), index), Edge(node, index, element)
         if not path.is_entered:  # the stacked scalar may be used elsewhere, too: scale on the edge
             way.edge, way.last, way.is_divided = path.place if is_stack else edge, way.node, False

@@ -14,7 +14,7 @@ from lightning_memkit.micro_batching.parts.joining_rules import (
     name_of,
 )
 
-DEEPEST_RESULT = 12  # levels of nested results; objects may refer to each other in a circle
+DEEPEST_RESULT = 12  # levels of nested results; a limit, because objects may refer to each other in a cycle
 
 
 def branches(item: Any, depth: int) -> list[tuple[Any, Any]] | None:

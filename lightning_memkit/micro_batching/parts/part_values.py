@@ -65,7 +65,7 @@ class PartValues:
         self.returned = ReturnedValues()
         self.look: ValueLooks | None = None
         self.seconds = 0.0
-        self._failed = 0  # looks that told nothing
+        self._failed = 0  # looks that gave no comparison
 
     def of_batch(
         self, step: Step, given: GivenValues, shares: Sequence[float], known: Container[tuple[str, str]]

@@ -1,6 +1,6 @@
 """Compare the gradients of rows, run whole and in micro-batches, by the divisors of their loss's terms.
 
-"The whole" is a trial of all rows, "the parts" are trials of their micro-batches.
+The "whole" is a trial of all rows, "parts" are the trials of their micro-batches.
 """
 
 from collections import defaultdict

@@ -91,7 +91,7 @@ class NotedChanges:
         return {_named(change): replace(change, composes=change in composed) for change in again}
 
     def _composed_without_noise(self, step: Step, rows: Any) -> frozenset[StepChange]:
-        """The changes that compose in eval mode, in which no dropout draws other numbers for a micro-batch."""
+        """The changes that compose in eval mode, where dropout draws no other numbers in micro-batches."""
         with quiet(self._run.module, 2):
             rollback = self._trials.kept(step, rows)
             try:

@@ -19,7 +19,7 @@ class Novelties:
         self._many: set[str] = set()  # tensors with more distinct values than `_MOST_VALUES`
 
     def are_in(self, batch: Any, *, values: bool) -> bool:
-        """Whether a batch holds something new; it is remembered.
+        """Whether a batch holds something new; what it holds is remembered.
 
         Args:
             batch: any nested structure.

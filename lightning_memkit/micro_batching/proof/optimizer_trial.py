@@ -70,7 +70,7 @@ def _step_without_gradient(step: Step, parameters: list[nn.Parameter]) -> int:
     held = [*step.run.module.parameters(), *step.run.module.buffers(), *tensors_of(step.batch)]
     held += [p.grad for p in parameters if p.grad is not None]
     device = step.run.device
-    # ZeRO's own step would send what is put back here to ranks that have no copy of it.
+    # ZeRO's own step would broadcast the trial's weights to ranks that have no copy to restore them from.
     optimizer = local_optimizer(step.optimizer)
     held += states_on(device, optimizer)
     meter = peak_meter(device, held)
@@ -88,7 +88,7 @@ def _step_without_gradient(step: Step, parameters: list[nn.Parameter]) -> int:
                 # Once more for copies of states, which the first step did not have yet.
                 if journal.needed and counts_copies:
                     optimizer.step()
-    except (RuntimeError, TypeError) as error:  # sparse gradients only, or a closure is asked for
+    except (RuntimeError, TypeError) as error:  # it takes only sparse gradients, or requires a closure
         if is_out_of_memory(error):
             raise
         warnings.warn(

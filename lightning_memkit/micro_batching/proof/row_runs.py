@@ -38,7 +38,7 @@ class NothingCountsError(Exception):
 
 @dataclass(kw_only=True)
 class TrialStep:
-    """The results of one trial step: gradient, loss, logs, returned values, and the state that it has left."""
+    """The results of one trial step: gradient, loss, logs, returned values, and the state that it left."""
 
     gradient: Tensor
     terms: LossTerms

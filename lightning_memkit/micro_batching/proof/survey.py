@@ -122,8 +122,8 @@ class Surveys:
                 ):
                     found.learn(looks[index], told)
         except Exception as error:
-            # Two micro-batches may need too much memory, or the step may fail on them. On several ranks the error
-            # is raised, because all must retry together.
+            # Two micro-batches may need too much memory, or the step may fail on them. On several ranks the
+            # error is raised, because all must retry together.
             if self._run.world_size > 1 or isinstance(error, ForeseenWronglyError):
                 raise
             self._run.debug(f"MemoryBudget can't look at micro-batches as one: {error!r}")
@@ -134,7 +134,7 @@ class Surveys:
     def _each_counted(
         self, step: Step, parts: Sequence[Any], partition: Partition, rules: LossRules
     ) -> Iterator[tuple[tuple[float, ...], frozenset[int], tuple[float, ...]]]:
-        """For each micro-batch: the terms' counts, those with a lone divisor, and the result of `looked_at`."""
+        """For each micro-batch: the terms' counts, the lone terms, and the result of `looked_at`."""
         least = [one_row(step.batch)]  # what a rank without micro-batches runs while others run theirs
         for index in range(self._trials.ranks.most_parts(len(parts))):
             part = (parts or least)[min(index, max(len(parts) - 1, 0))]

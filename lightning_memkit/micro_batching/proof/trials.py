@@ -184,7 +184,7 @@ class Trials:
         return losses[0] if losses else None
 
     def values_of(self, step: Step, batch: Any, *, gradient: bool) -> TrialValues:
-        """What a step logs and returns for some rows, by a forward after the batch's backward; gradients stay.
+        """What a step logs and returns for some rows, by a forward after the batch's backward.
 
         Args:
             step: the current step.

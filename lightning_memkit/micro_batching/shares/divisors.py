@@ -19,7 +19,7 @@ class LeastDivisors(NamedTuple):
     """The terms of a micro-batch that the step divides by 1, or by the least divisor seen so far.
 
     Attributes:
-        lone: those whose divisor may be a count or clamped, which nothing tells; see `LoneCounts`.
+        lone: those of which it is unknown whether the divisor is a count or clamped; see `LoneCounts`.
         counts: the counts of the others, by term.
     """
 
