@@ -25,9 +25,10 @@ class Rollback(StateWalk):
     states, closure variables, and plain objects of the user's own classes. The batch is covered in the same
     way.
 
-    Not covered: the items of containers with more than 10,000 (the list of items is restored), objects beyond
-    20,000 in all or 24 levels deep; the Trainer, loggers, data sets, optimizers and other libraries' objects,
-    unless these hold tensors; variables of Python modules.
+    Not covered: the items of containers with more than 10,000 (which items they hold is restored; with
+    `changing`, only what a list has gained is removed), objects beyond 20,000 in all or 24 levels deep; the
+    Trainer, loggers, data sets, optimizers and other libraries' objects, unless these hold tensors; variables
+    of Python modules.
 
     Without `changing`, buffers and attributes that are tensors are cloned. Parameters, and tensors at deeper
     levels, are copied to the host when an operator first writes to them, if the step runs within

@@ -122,8 +122,8 @@ class TermComparison:
         miss may depend on no row: then each micro-batch takes its fraction of it.
 
         Returns:
-            The worst miss; the rules with the laws that held; whether a sum counts in one micro-batch only,
-            so that it may be no sum.
+            The worst miss; the rules with the laws that held; whether a sum counts in one micro-batch only, so
+            that it may be no sum.
         """
         worst, laws, is_lone = Miss(excess=0.0, relative_error=0.0), list(rules.rules), False
         ones = [1.0] * len(laws)

@@ -7,19 +7,16 @@ state and retries the step with smaller micro-batches, by the same rule. The cal
 1. `begin_step`, before the state before the step is recorded: DDP's buffers are broadcast here.
 2. `totals(run)` around splitting and weighing a batch: sums its counts over all ranks.
 3. `attempt(run)` around all micro-batches of a batch, also when an earlier batch of a window is run again.
-DDP: the
-   ranks agree after the last micro-batch, then average gradients (at a window's end).
+   DDP: the ranks agree after the last micro-batch, then average gradients (at a window's end).
 4. `part(run)` around the transfer, forward and backward of each micro-batch, also in trials. DDP: nothing is
-reduced
-   in it. FSDP2: a rank that fails catches up, then all agree. Each rank runs `most_parts` micro-batches: a
-   rank with fewer repeats one with weight zero, which adds zeros to gradients, whatever its loss.
+   reduced in it. FSDP2: a rank that fails catches up, then all agree. Each rank runs `most_parts`
+   micro-batches: a rank with fewer repeats one with weight zero, which adds zeros to gradients, whatever its
+   loss.
 5. `clip`, where gradients are clipped by norm: sharded ones need an agreement before their all-reduce.
 6. `optimizer_steps`, when the optimizer's own step begins, and again after the whole step: the second
-agreement, which
-   covers hooks and clipping.
+   agreement, which covers hooks and clipping.
 7. `failed`, outside of any `except`, on a rank that has caught an out-of-memory error of the step: tells the
-other
-   ranks, unless they know. Then restore, halve the `largest` of all ranks' sizes, and retry. After
+   other ranks, unless they know. Then restore, halve the `largest` of all ranks' sizes, and retry. After
    `optimizer_steps` nothing can be retried: raise.
 """
 

@@ -32,7 +32,7 @@ class LoneCounts:
 
     Args:
         counts: for each micro-batch, the count of each term.
-        lone: for each micro-batch, the terms with a lone divisor: 1 or the least so far, a count or clamped.
+        lone: for each micro-batch, the terms with a lone divisor: 1 or the least so far, and perhaps clamped.
         whole: terms of no law: only a look at the whole batch gives their divisor.
         sums: terms that seem to be sums, because their divisors were equal in all comparisons. A look at the
             whole batch decides, or looks at two micro-batches if it can't be run (see `unproven`).

@@ -66,7 +66,10 @@ class KnownSizes:
         return verify_whole(step, self._trials, **self._known, why=why)
 
     def size(self, step: Step, foreseen: Foreseen | None) -> Sizing:
-        """The user's size, else the resumed run's if it still fits, else the cached or largest that fits."""
+        """The resumed run's size if `micro_batch_size` is "auto" or unchanged and it fits; else another.
+
+        The other is the user's, or with "auto" the cached one or the largest that fits.
+        """
         given = self._options.micro_batch_size
         repeats = given == "auto" or given == self._resumed.get("given")  # else the user has changed it
         if repeats and self._resumed.get("micro_batch_size") is not None:
