@@ -1,4 +1,4 @@
-"""Split a batch into parts, and have of the parts what the whole batch would have given."""
+"""Split a batch into micro-batches, and join their outputs into what the whole batch would have given."""
 
 from lightning_memkit.micro_batching.rejoining import joined
 from lightning_memkit.micro_batching.splitting import (

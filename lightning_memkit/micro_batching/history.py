@@ -1,18 +1,19 @@
-"""What a run's batches were split into, step by step: enough to take the same steps again without a fault."""
+"""The micro-batch sizes of a run, step by step: enough for a run without OOMs to take the same steps."""
 
 from collections.abc import Sequence
 from typing import Any
 
 
 class PartsChange(tuple[int, int]):
-    """From one step on parts are others: compares and unpacks as (`global_step`, size).
+    """The micro-batch size that holds from one step on; compares and unpacks as (`global_step`, size).
 
     Args:
         global_step: the optimizer step.
-        micro_batch_size: the most samples in a part.
-        row_tokens: the length of the worst batch's rows, where parts are formed by tokens: `micro_batch_size` times
-            so many in a part; None where they are formed by rows.
-        batch_idx: the epoch's batch. Within an accumulation window several have one `global_step`.
+        micro_batch_size: the most samples in a micro-batch.
+        row_tokens: if micro-batches are formed by tokens, the length of the worst batch's rows: a micro-batch
+            holds up to `micro_batch_size * row_tokens` tokens. None if they are formed by rows.
+        batch_idx: the index of the batch in the epoch. The batches of an accumulation window share one
+            `global_step`.
     """
 
     global_step: int
@@ -23,7 +24,7 @@ class PartsChange(tuple[int, int]):
     def __new__(
         cls, global_step: int, micro_batch_size: int, row_tokens: int | None = None, batch_idx: int = 0
     ) -> "PartsChange":
-        """A pair, with what else is known of it."""
+        """A pair that carries `row_tokens` and `batch_idx` as attributes."""
         change = super().__new__(cls, (global_step, micro_batch_size))
         change.global_step, change.micro_batch_size = global_step, micro_batch_size
         change.row_tokens, change.batch_idx = row_tokens, batch_idx
@@ -38,17 +39,17 @@ class PartsChange(tuple[int, int]):
 
 
 def noted(history: list[PartsChange], change: PartsChange) -> None:
-    """Append a change, if it is one."""
+    """Append a change, unless size and tokens are the same as in the last entry."""
     last = history[-1] if history else None
     if last is None or (last[1], last.row_tokens) != (change[1], change.row_tokens):
         history.append(change)
 
 
 def in_force(history: Sequence[PartsChange], global_step: int, batch_idx: int = 0) -> PartsChange:
-    """The change that tells how a batch was split.
+    """The entry of the history that held when a batch was split.
 
     Raises:
-        ValueError: the history begins later.
+        ValueError: the history begins after that batch.
     """
     before = [change for change in history if (change[0], change.batch_idx) <= (global_step, batch_idx)]
     if not before:

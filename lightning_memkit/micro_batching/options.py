@@ -1,4 +1,4 @@
-"""What a user asks of a `MemoryBudget`, checked at construction, and as its parts get it."""
+"""The options of a `MemoryBudget`: checked at construction, passed to the engine as one dataclass."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -11,7 +11,7 @@ Enforce = Literal["verified", "always"]
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetOptions:
-    """The arguments of a `MemoryBudget`, and the bytes that its budget comes to on the run's device."""
+    """The arguments of a `MemoryBudget`, and its budget in bytes on the run's device."""
 
     budget_bytes: int
     budget: str | int | float = "auto"
@@ -25,7 +25,7 @@ class BudgetOptions:
 
     @property
     def usable_bytes(self) -> int:
-        """The budget without its headroom."""
+        """The budget less its headroom."""
         return int(self.budget_bytes * (1 - self.headroom))
 
 
@@ -36,10 +36,10 @@ def check_options(
     headroom: float,
     enforce: str,
 ) -> None:
-    """Refuse what is outside its range.
+    """Check the arguments of a `MemoryBudget`.
 
     Raises:
-        ValueError: an argument is.
+        ValueError: an argument is outside its range.
     """
     if micro_batch_size != "auto" and (not isinstance(micro_batch_size, int) or micro_batch_size < 1):
         raise ValueError(

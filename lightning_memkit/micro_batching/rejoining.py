@@ -1,4 +1,4 @@
-"""What micro-batches gave, as one for the whole batch."""
+"""Join the outputs of micro-batches into one output for the whole batch."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,18 +16,19 @@ def joined(
     doubtful: list[str] | None = None,
     name: str = "",
 ) -> Any:
-    """One output from the parts': rows and lists of one entry a row concatenated, floats averaged by weight.
+    """Join outputs: concatenate tensors and lists that have one entry a row, average float scalars by weight.
 
-    What all parts have alike stays. Of the rest (counts, lists of another length, other objects) the last part's is
-    returned, which is not what the whole batch would have given.
+    A value that is the same in all micro-batches is kept. Of any other (counts, lists of another length,
+    other objects) the last micro-batch's is returned, which may differ from what the whole batch would have
+    given.
 
     Args:
-        outputs: what each part gave.
-        weights: what each part weighs.
-        sizes: the rows of each part.
-        rows: which of the batch's rows the parts held, where they are out of order; they come back in order.
-        doubtful: the names of the values that are the last part's are added to it.
-        name: where the outputs are from, for these names.
+        outputs: the output of each micro-batch.
+        weights: the weight of each micro-batch.
+        sizes: the rows of each micro-batch.
+        rows: the batch's rows that the micro-batches hold, if they are out of order; the result is in order.
+        doubtful: a list to which the names of values taken from the last micro-batch are appended.
+        name: a prefix for these names.
     """
     first = outputs[0]
     if len(outputs) == 1 and rows is None:
@@ -37,7 +38,7 @@ def joined(
             whole = torch.cat(list(outputs))
             return whole if rows is None else whole[torch.tensor(rows, device=whole.device).argsort()]
         if first.ndim == 0 and first.is_floating_point():
-            # A part that counts nothing may have a mean over nothing: nan.
+            # A micro-batch of weight 0 may have a mean over nothing, and 0 times nan is nan: leave it out.
             weighed = [out * weight for out, weight in zip(outputs, weights, strict=True) if weight]
             return sum(weighed[1:], start=weighed[0]) if weighed else first
     elif isinstance(first, Mapping) and all(isinstance(out, Mapping) for out in outputs):
@@ -61,7 +62,7 @@ def joined(
             if doubtful is not None and len(outputs) > 1 and all(_same(first, out) for out in outputs[1:]):
                 doubtful.append(
                     name or type(first).__name__
-                )  # a list that is always the same, or one entry a row
+                )  # it can't be told whether this is one entry a row, or a list that is always the same
             entries = [entry for out in outputs for entry in out]
             if rows is not None:
                 entries = [
@@ -78,7 +79,7 @@ def _within(name: str, key: Any) -> str:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two values are alike; of objects that can't be compared, whether they are one."""
+    """Whether two values are equal; for objects that can't be compared, whether they are identical."""
     if one is other:
         return True
     if type(one) is not type(other):

@@ -1,7 +1,7 @@
-"""What the engine knows of a training loop: a `Run` for all of it, a `Step` for each batch.
+"""The engine's interface to a training loop: a `Run` for the whole loop, a `Step` for each batch.
 
-Both are a plain torch loop's on one device. Another loop overrides what it does otherwise: Lightning's are in
-`plugins/seams/lightning_run.py` and `plugins/seams/training_loop.py`.
+Both classes implement a plain torch loop on one device. Other loops override what differs: Lightning's
+subclasses are in `plugins/seams/lightning_run.py` and `plugins/seams/training_loop.py`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,29 +17,31 @@ from lightning_memkit.micro_batching.splitting import batch_size, split_batch
 from lightning_memkit.utilities.patching import Undo
 
 T = TypeVar("T")
-Logged = dict[str, Any]  # the keywords of one call of a module's `log`: fx, name, value and the rest
+Logged = dict[str, Any]  # the keyword arguments of one call of a module's `log`: fx, name, value and others
 
 
 class Run:
     """A training loop: its module, optimizers, device and ranks, and what it does with micro-batches.
 
     Args:
-        module: what trains.
-        optimizers: step its parameters.
-        device: where it is; by default where its first parameter is.
+        module: the module that is trained.
+        optimizers: the optimizers that step its parameters.
+        device: where the module is; by default the device of its first parameter.
         transfer: moves a micro-batch to the device; by default nothing is moved.
 
     Attributes:
-        precision: as Lightning names it; `32-true` and `64-true` are those without rounding below the weights' own.
+        precision: as Lightning names it; `32-true` and `64-true` compute in the dtype of the weights.
         world_size: the number of ranks.
         batches_a_step: how many batches the loop accumulates into one optimizer step, each weighing the same.
         steps_taken: optimizer steps so far.
         meets_in_every_micro_batch: ranks communicate in each forward and backward (sharded parameters).
-        sums_gradients_otherwise: gradients of several micro-batches are summed in another dtype than one's.
-        recomputes_activations: some are recomputed already.
-        offloads_states: the optimizer's states lie on the host already.
-        recomputation: a plan that may recompute more or less, to fit what was measured; None where there is none.
-        loader_batch_size: rows of a loader's batch, where that is written down.
+        sums_gradients_otherwise: gradients of several micro-batches are accumulated in another dtype than the
+            gradients of one micro-batch have.
+        recomputes_activations: some activations are recomputed already.
+        offloads_states: the optimizer's states are in host memory already.
+        recomputation: an activation-checkpointing plan that may recompute more or less to fit the measured
+            peak; None without one.
+        loader_batch_size: rows of a batch as the loader's settings state it; None if they don't.
     """
 
     precision = "32-true"
@@ -68,57 +70,57 @@ class Run:
 
     @property
     def module(self) -> nn.Module:
-        """What trains."""
+        """The module that is trained."""
         return self._module
 
     @property
     def wrapped(self) -> nn.Module | None:
-        """The module as ranks have wrapped it."""
+        """The module in its distributed wrapper (DDP, say), if it has one."""
         return self.module
 
     @property
     def ranks_by(self) -> str:
-        """The name of what runs the ranks, for messages."""
+        """The name of the class that runs the ranks (a strategy), for messages."""
         return type(self).__name__
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:
-        """All that step the module's parameters."""
+        """All optimizers that step the module's parameters."""
         return self._optimizers
 
     @property
     def device(self) -> torch.device:
-        """Where the module is."""
+        """The module's device."""
         if self._device is not None:
             return self._device
         return next((parameter.device for parameter in self.module.parameters()), torch.device("cpu"))
 
     def transfer(self, micro_batch: Any) -> Any:
-        """A micro-batch on the device."""
+        """Move a micro-batch to the device."""
         return micro_batch if self._transfer is None else self._transfer(micro_batch)
 
     def worst_batch(self, batch: Any, rows: int) -> Any:
-        """A batch of `rows` samples as large as training may meet; here the first rows of the batch at hand."""
+        """A batch of `rows` samples of the largest size in training; here the given batch's first rows."""
         total = batch_size(batch)
         return batch if rows >= total else split_batch(batch, [rows, total - rows])[0]
 
     def scanned_once(self) -> AbstractContextManager[None]:
-        """Within it, whatever `worst_batch` reads to find a batch is read once."""
+        """A context within which `worst_batch` reads the data only once, however often it is called."""
         return nullcontext()
 
     def set_gradient_parts(self, parts: int) -> None:
-        """How many micro-batches each batch's gradients are summed over from here on."""
+        """Tell the loop over how many micro-batches each batch's gradients are accumulated from here on."""
 
     def gradient_sync(self, *, wanted: bool) -> AbstractContextManager[None]:
-        """Within it ranks average gradients in a backward only where that is wanted."""
+        """A context within which a backward averages gradients over ranks only if `wanted`."""
         return nullcontext()
 
     def clip_by(self, clip: Callable[[Iterable[nn.Parameter], float], bool]) -> Undo:
-        """Let `clip` clip gradients by their norm where it can (it tells); returns the undo."""
+        """Let `clip` clip gradients by their norm; it returns whether it did. Returns the undo."""
         return lambda: None
 
     def of_first_rank(self, answer: Callable[[], T]) -> T:
-        """What the first rank answers, on all ranks."""
+        """Call `answer` on the first rank, and return its result on all ranks."""
         return answer()
 
     @property
@@ -128,26 +130,26 @@ class Run:
 
     @contextmanager
     def logging_held(self) -> Iterator[list[Logged]]:
-        """Collects what the module logs instead of counting it."""
+        """A context that collects what the module logs, instead of adding it to the loop's results."""
         yield []
 
     def log_now(self, entry: Logged) -> None:
-        """Count one entry that `logging_held` has collected."""
+        """Log one entry that `logging_held` has collected."""
 
     def keep_results(self) -> Undo:
-        """Returns a function that puts the values logged so far back to what they are now."""
+        """Returns a function that restores the logged values of now."""
         return lambda: None
 
     def loggers_silent(self) -> AbstractContextManager[None]:
-        """Within it, what a module sends to loggers by itself goes nowhere."""
+        """A context within which what a module sends to loggers directly is dropped."""
         return nullcontext()
 
     def keep_scaler(self) -> Undo:
-        """Returns a function that lets a gradient scaler forget which gradients it has unscaled since."""
+        """Returns a function that resets which gradients a gradient scaler has unscaled."""
         return lambda: None
 
     def changed_beside(self) -> dict[str, Any]:
-        """What a step may change besides the module, by name: settings of optimizers, objects with hooks in it."""
+        """Objects that a step may change besides the module, by name: optimizers' settings, hooks' owners."""
         return {
             f"optimizers[{index}].param_groups[{number}]": group
             for index, optimizer in enumerate(self.optimizers)
@@ -155,36 +157,38 @@ class Run:
         }
 
     def hooks_by_micro_batch(self) -> list[str]:
-        """The user's hooks that see the gradients of each micro-batch, by name."""
+        """The names of the user's hooks that see the gradients of each micro-batch."""
         return []
 
     def out_of_memory(self, error: BaseException) -> None:
-        """Tell whoever wants to look at what is alive, while the error's traceback still holds it."""
+        """Notify observers of an OOM while its traceback still keeps the failed step's tensors alive."""
 
     def settings(self) -> dict[str, Any]:
-        """What else a step's time depends on, as plain JSON."""
+        """Further settings on which a step's time depends, as plain JSON."""
         return {}
 
     def info(self, text: str) -> None:
-        """Say something of the run, on the first rank."""
+        """Log information for the user, on the first rank."""
 
     def debug(self, text: str) -> None:
-        """Say something for whoever looks into the engine."""
+        """Log a detail for debugging the engine."""
 
     def warn(self, text: str) -> None:
         """Warn, on the first rank."""
 
 
 class Step:
-    """One batch of a loop, in pieces that may run several times; this one is a plain torch loop's.
+    """One batch of a plain torch loop, as operations that may each run several times.
+
+    An accumulation window is the sequence of loader batches whose gradients make one optimizer step.
 
     Args:
         run: the loop. Its first optimizer steps after the last batch of a window.
-        batch: what the loader gave.
-        loss_of: gives the loss of some rows; None passes them over.
-        batch_idx: the epoch's batch.
-        starts_window: gradients are zeroed in it: it is the first (or only) batch to accumulate.
-        ends_window: the optimizer steps after it.
+        batch: the batch from the loader.
+        loss_of: computes the loss of some rows; None skips them.
+        batch_idx: the index of the batch in the epoch.
+        starts_window: this is the first (or only) batch of its window: gradients are zeroed in it.
+        ends_window: this is the last batch of its window: the optimizer steps after it.
     """
 
     run: Run
@@ -214,25 +218,25 @@ class Step:
         return self._starts_window
 
     def forward(self, micro_batch: Any) -> tuple[Tensor | None, dict[str, Any]]:
-        """The loss of a micro-batch, and what else the step returned."""
+        """The loss of a micro-batch, and the other values that the training step returned."""
         return self._loss_of(micro_batch), {}
 
     def zero_grad(self) -> None:
-        """Zero the gradients, where this batch is the first to accumulate."""
+        """Zero the gradients if this batch is the first of its window."""
         if self.starts_window:
             self.optimizer.zero_grad()
 
     def backward(self, loss: Tensor) -> None:
-        """The loop's backward of a micro-batch's loss."""
+        """The loop's backward from a micro-batch's loss."""
         loss.backward()
 
     def after_backward(self) -> None:
-        """What the loop does once a batch's gradients are complete."""
+        """Called once a batch's gradients are complete."""
 
     def quiet_backward(self, loss: Tensor) -> None:
-        """The module's own backward, without hooks and scaling: for trials."""
+        """The backward without hooks and loss scaling, for trials."""
         loss.backward()
 
     def keep_counters(self) -> Undo:
-        """Returns a function that puts the loop's progress counters back to where they are now."""
+        """Returns a function that resets the loop's progress counters to their values of now."""
         return lambda: None

@@ -1,7 +1,8 @@
-"""Split a batch into parts whose weighted losses have the full batch's gradient.
+"""Split a batch into micro-batches whose weighted losses have the full batch's gradient.
 
-A loss that is a mean over something (samples, labels) is the mean of its parts' losses weighed by how many of
-that something each part holds. `micro_batches` splits any batch and gives every part its weight.
+A loss that is a mean over samples or labels equals the mean of the micro-batches' losses, each weighted by
+the number of samples or labels that it holds. `micro_batches` splits any batch and gives every micro-batch
+its weight.
 """
 
 import copy
@@ -21,24 +22,24 @@ Weigher = Callable[[Any], float]
 
 @runtime_checkable
 class SplittableBatch(Protocol):
-    """A batch that knows its own parts, such as `PackedBatch`: asked instead of the generic splitter."""
+    """A batch that splits itself, such as `PackedBatch`; used instead of the generic splitter."""
 
     @property
     def rows(self) -> int:
-        """How many rows there are to split."""
+        """The number of rows that can be split."""
         ...
 
     def split(self, sizes: Sequence[int]) -> Sequence[Any]:
-        """Parts of that many rows each."""
+        """Micro-batches of `sizes` rows each."""
         ...
 
     def weight(self) -> float:
-        """How many of what the loss is a mean over this batch holds."""
+        """How many samples, labels or whatever the loss is a mean over this batch holds."""
         ...
 
 
 class SplitError(ValueError):
-    """A batch can't be split without being told how."""
+    """The batch can't be split by the generic splitter; the message says how to provide another."""
 
 
 def micro_batches(
@@ -48,19 +49,19 @@ def micro_batches(
     weigh_by: WeighBy | Weigher = "auto",
     split: Callable[[Any, Sequence[int]], Sequence[Any]] | None = None,
 ) -> Iterator[tuple[Any, float]]:
-    """Yields (part, weight) so that the sum of weight x loss has the full batch's gradient; copies no tensor.
+    """Yields (micro-batch, weight); the sum of weight x loss has the full batch's gradient. Copies no tensor.
 
     Args:
         batch: tensors, mappings, tuples, lists or dataclasses of them, or a batch with its own `split`.
-        micro_batch_size: the largest number of samples a part may hold; parts are as even as possible.
+        micro_batch_size: the most samples in a micro-batch; micro-batches are as even as possible.
         weigh_by: what the loss is a mean over: `"samples"`, `"labels"` (those that are not -100),
             `"causal_labels"` (the same without each row's first, for losses that shift inside), `"sum"` (the
-            loss is a sum: all weights are 1), a callable from part to count, or `"auto"`: the batch's own
-            answer, else labels where it has some, else samples.
-        split: from (batch, sizes) to parts, for a batch that is to be cut in another way than row by row.
+            loss is a sum: all weights are 1), a callable from micro-batch to count, or `"auto"`: the batch's
+            own `weight()` if it has one, else labels if it has some, else samples.
+        split: a function from (batch, sizes) to micro-batches, for a batch that is not split row by row.
 
     Raises:
-        SplitError: the batch's size is ambiguous, or there is none.
+        SplitError: the tensors disagree on the number of samples, or there is no tensor to split.
         ValueError: micro_batch_size is below 1, or weigh_by unknown.
 
     Example:
@@ -69,7 +70,7 @@ def micro_batches(
     """
     if micro_batch_size < 1:
         raise ValueError(
-            f"micro_batch_size={micro_batch_size} is below 1; write the samples a part may hold."
+            f"micro_batch_size={micro_batch_size} is below 1; write the most samples of a micro-batch."
         )
     parts = split_batch(batch, even_sizes(batch_size(batch), micro_batch_size), split=split)
     weigh = weigher(weigh_by, batch)
@@ -80,10 +81,10 @@ def micro_batches(
 
 
 def normalized(counts: Sequence[float], *, total: float | None = None, summed: bool = False) -> list[float]:
-    """Weights of parts from what each holds: shares of the total, or all 1 where the loss is a sum.
+    """Weights of micro-batches: each count divided by the total, or all 1 if the loss is a sum.
 
-    Where nothing is counted at all (no label in the whole batch) the first part weighs 1, so that the loss is
-    what the unsplit batch's would be: nan.
+    If the total is 0 (no label in the whole batch), the first micro-batch weighs 1, so that the loss is nan
+    as the unsplit batch's would be.
     """
     if summed:
         return [1.0] * len(counts)
@@ -94,9 +95,10 @@ def normalized(counts: Sequence[float], *, total: float | None = None, summed: b
 
 
 def even_sizes(total: int, largest: int, fewest: int = 1) -> list[int]:
-    """The fewest parts of at most `largest`, as even as possible: 8 by 3 is [3, 3, 2].
+    """The sizes of the fewest micro-batches of at most `largest`, as even as possible: 8 by 3 is [3, 3, 2].
 
-    No part holds less than `fewest`, which goes before `largest`: 5 by 2 with at least 2 in each is [3, 2].
+    No micro-batch holds less than `fewest`, even if one then exceeds `largest`: 5 by 2 with at least 2 in
+    each is [3, 2].
     """
     count = max(1, min(-(-total // largest), total // fewest))
     short, extra = divmod(total, count)
@@ -104,7 +106,7 @@ def even_sizes(total: int, largest: int, fewest: int = 1) -> list[int]:
 
 
 def batch_size(batch: Any) -> int:
-    """How many samples a batch holds: its own answer, or the leading size that its tensors share.
+    """How many samples a batch holds: its own `rows`, or the leading size that its tensors share.
 
     Raises:
         SplitError: tensors disagree on the leading size, or there is no tensor with one.
@@ -131,16 +133,19 @@ def batch_size(batch: Any) -> int:
 def split_batch(
     batch: Any, sizes: Sequence[int], *, split: Callable[[Any, Sequence[int]], Sequence[Any]] | None = None
 ) -> list[Any]:
-    """The parts of a batch, of `sizes` samples each: views, no copies; what is no tensor goes to every part.
+    """The micro-batches of a batch, of `sizes` samples each, as views without copies.
+
+    A list of plain values with one entry a sample is sliced; any other value that is not a tensor goes to
+    every micro-batch.
 
     Raises:
-        SplitError: see `batch_size`; or a split of the user's gave another number of parts.
+        SplitError: see `batch_size`; or the user's `split` returned another number of micro-batches.
     """
     if split is not None or isinstance(batch, SplittableBatch):
         parts = list(split(batch, sizes) if split is not None else batch.split(sizes))
         if len(parts) != len(sizes):
             raise SplitError(
-                f"split gave {len(parts)} parts for sizes={list(sizes)}; it must give one for each."
+                f"split gave {len(parts)} micro-batches for sizes={list(sizes)}; it must give one for each."
             )
         return parts
     size = batch_size(batch)
@@ -150,7 +155,7 @@ def split_batch(
 
 
 def weigher(weigh_by: WeighBy | Weigher, batch: Any) -> Weigher:
-    """The function from a part to what it holds of what the loss is a mean over; see `micro_batches`.
+    """The function that counts in a micro-batch what the loss is a mean over; see `micro_batches`.
 
     Raises:
         ValueError: weigh_by is unknown, or counts labels in a batch that has none.
@@ -166,7 +171,7 @@ def weigher(weigh_by: WeighBy | Weigher, batch: Any) -> Weigher:
     if weigh_by not in ("labels", "causal_labels"):
         raise ValueError(
             f'weigh_by={weigh_by!r} is unknown; write "auto", "samples", "labels", "causal_labels", "sum", '
-            "or a callable from a part of the batch to the number that its loss is a mean over."
+            "or a callable from a micro-batch to the number that its loss is a mean over."
         )
     if find_labels(batch) is None:
         raise ValueError(
@@ -178,7 +183,7 @@ def weigher(weigh_by: WeighBy | Weigher, batch: Any) -> Weigher:
     def count(part: Any) -> float:
         labels = find_labels(part)
         if labels is None:
-            raise ValueError(f"weigh_by={weigh_by!r}: a part of the batch has no labels; pass a callable.")
+            raise ValueError(f"weigh_by={weigh_by!r}: a micro-batch has no labels; pass a callable.")
         return int((labels[..., skip:] != IGNORED_LABEL).sum())
 
     return count
@@ -199,7 +204,7 @@ def find_labels(batch: Any) -> Tensor | None:
 
 
 def _part(item: Any, index: int, sizes: Sequence[int], size: int) -> Any:
-    """The index-th part of any nested structure; structure and types are kept."""
+    """The index-th micro-batch of any nested structure; structure and types are kept."""
     if isinstance(item, Tensor):
         if item.ndim == 0:
             return item
@@ -225,7 +230,10 @@ def _part(item: Any, index: int, sizes: Sequence[int], size: int) -> Any:
 
 
 def picked_rows(batch: Any, rows: Sequence[int]) -> Any:
-    """Some rows of any nested batch, in the order given: copies; what is no tensor and no list of rows stays."""
+    """Copies of some rows of any nested batch, in the given order.
+
+    A value that is neither a tensor nor a list with one entry a sample is kept as it is.
+    """
     size = batch_size(batch)
     index = torch.tensor(list(rows))
 
@@ -240,7 +248,7 @@ def picked_rows(batch: Any, rows: Sequence[int]) -> Any:
 
 
 def rebuilt(item: Any, change: Callable[[Any], Any]) -> Any:
-    """The same mapping, sequence or dataclass with every value changed."""
+    """A copy of a mapping, sequence or dataclass in which `change` has replaced every value."""
     if isinstance(item, Mapping):
         made: Any = copy.copy(item)
         for key, value in item.items():
@@ -263,7 +271,7 @@ def _holds_tensor(item: Any) -> bool:
 
 
 def named_tensors(item: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of any nested structure, in order, each with its place behind `name`."""
+    """The tensors of any nested structure, in order, each with its path, which begins with `name`."""
     if isinstance(item, Tensor):
         yield name, item
     elif isinstance(item, Mapping):

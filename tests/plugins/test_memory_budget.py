@@ -81,7 +81,7 @@ def test_a_logged_value_that_does_not_come_from_parts_is_named() -> None:
             return output
 
     with pytest.warns(
-        UserWarning, match="What training_step logs as 'spread' can't be made from a batch's parts"
+        UserWarning, match="What training_step logs as 'spread' can't be made from a batch's micro-batches"
     ):
         trained(MemoryBudget("1GiB", micro_batch_size=2), module=Spread, max_steps=4)
 
@@ -866,7 +866,7 @@ def test_a_step_that_wants_so_many_samples_runs_whole_but_not_in_parts() -> None
 
     _, fitted = trained(MemoryBudget("1GiB"), module=lambda: Views("mean"), data=vectors(), max_steps=2)
     assert fitted.global_step == 2
-    with pytest.raises(BudgetError, match="fails on a part of the batch"):
+    with pytest.raises(BudgetError, match="fails on a micro-batch"):
         trained(MemoryBudget("1GiB", micro_batch_size=4), module=lambda: Views("mean"), data=vectors())
 
 

@@ -129,7 +129,7 @@ def test_so_are_those_of_few_bits(name: str) -> None:
 def test_what_no_rule_gives_is_named(name: str, size: int, how: str) -> None:
     found, warned = run(Measured(NOT_JOINED[name], how=how), size)
     assert len(found) == BATCHES
-    assert "can't be made from a batch's parts" in warned
+    assert "can't be made from a batch's micro-batches" in warned
 
 
 @pytest.mark.parametrize("name", ["a mean over rows", "a mean over labels", "a sum", "the largest"])

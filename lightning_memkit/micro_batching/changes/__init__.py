@@ -1,1 +1,1 @@
-"""What a step changes besides gradients: kept, put back, and composed from what micro-batches leave."""
+"""State that a step changes besides gradients: recorded, restored, and composed from micro-batches."""

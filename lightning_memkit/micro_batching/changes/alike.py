@@ -1,4 +1,4 @@
-"""Whether two values are the same, also where they are other objects."""
+"""Compare two values of any type by content."""
 
 from collections import deque
 from collections.abc import Mapping, Set
@@ -16,7 +16,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def alike(a: Any, b: Any, depth: int = 0) -> bool:
-    """Whether two values are the same; an object that is still itself is, whatever it holds by now."""
+    """Whether two values are equal; identical objects are, without a look at their content."""
     if a is b:
         return True
     if isinstance(a, Tensor) and isinstance(b, Tensor):
@@ -42,7 +42,7 @@ def alike(a: Any, b: Any, depth: int = 0) -> bool:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are known to be the same bit for bit; allocates nothing, as there may be nothing left."""
+    """Whether two tensors are known to be equal bit for bit; allocates nothing, as it runs after an OOM."""
     bits = _BITS.get(a.element_size())
     if a.device != b.device or a.layout is not torch.strided or a.is_meta or bits is None or a.is_quantized:
         return False

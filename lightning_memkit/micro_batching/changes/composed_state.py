@@ -1,7 +1,7 @@
-"""Counters, noted losses and lists that a step changes: each micro-batch begins where the step did.
+"""Counters, stored losses and lists that a step changes: each micro-batch starts from the step's start.
 
-What the whole batch would have left is put together from what the micro-batches leave, by the rules that a comparison
-has shown to hold (`lightning_memkit.micro_batching.parts.joining`): the same count, the mean of losses, all rows.
+What the whole batch would have left is joined from what the micro-batches leave, by rules that a comparison
+has confirmed (`lightning_memkit.micro_batching.parts.joining`): the same count, the mean of losses, all rows.
 """
 
 from collections import deque
@@ -20,12 +20,12 @@ Counts = Mapping[str, Sequence[float]]
 
 
 class ComposedState:
-    """Attributes of a module, and lists that only grow, which micro-batches leave as their batch would.
+    """Lets micro-batches leave attributes and growing lists of a module as their whole batch would.
 
     Args:
-        module: the module that steps.
-        names: attributes with their paths (`"encoder.last_loss"`) that its step sets or adds to.
-        allowed: the relative error that is rounding.
+        module: the module that takes the step.
+        names: the paths of attributes (`"encoder.last_loss"`) that its step sets or adds to.
+        allowed: the relative error that counts as rounding.
     """
 
     def __init__(self, module: nn.Module, names: Sequence[str], allowed: float) -> None:
@@ -37,7 +37,7 @@ class ComposedState:
         self._left: list[dict[str, Any]] = []
 
     def begin(self) -> None:
-        """The batch begins: what is there now is what each micro-batch begins with."""
+        """Call before a batch: each of its micro-batches will start from the current values."""
         self._left = []
         self._start = {}
         for name in self.names:
@@ -45,14 +45,14 @@ class ComposedState:
             self._start[name] = len(value) if isinstance(value, list) else value
 
     def begin_part(self) -> None:
-        """A further micro-batch begins."""
+        """Call before each micro-batch; resets what the previous one has left."""
         if self._left:
             self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Counters, single numbers and lists are again what they were when the batch began.
+        """Reset counters, single numbers and lists to their values at `begin`.
 
-        What has rows is left as it is: a micro-batch would find other rows there than its own.
+        Tensors with rows are not reset: the old ones need not have a micro-batch's number of rows.
         """
         for name in self.names:
             value, start = self._value(name), self._start[name]
@@ -62,7 +62,7 @@ class ComposedState:
                 self._set(name, start)
 
     def left(self) -> dict[str, Any]:
-        """What a micro-batch has left: values, and what lists have gained."""
+        """What a micro-batch has left: values, and the items that lists have gained."""
         left = {}
         for name, start in self._start.items():
             value = self._value(name)
@@ -71,15 +71,15 @@ class ComposedState:
         return left
 
     def end_part(self) -> None:
-        """A micro-batch has run."""
+        """Call after each micro-batch; stores what it has left."""
         self._left.append(self.left())
 
     def finish(self, counts: Counts, kept: Sequence[int]) -> None:
-        """The batch has run: leave what it would have left as a whole.
+        """Call after the last micro-batch; sets what the whole batch would have left.
 
         Args:
-            counts: ways of weighing, and what each micro-batch that counted counts by them.
-            kept: which of those that ran these are.
+            counts: the counts, by each way of weighing, of the micro-batches in `kept`.
+            kept: the indices of the micro-batches that have a loss.
         """
         parts = [self._left[index] for index in kept] or self._left
         if len(self._left) < 2 or not parts:
@@ -87,7 +87,7 @@ class ComposedState:
         for name, rule in self._rules.items():
             try:
                 whole = rule.join([part[name] for part in parts], counts)
-            except JoinError:  # another structure than was compared: what stands there is the last one's
+            except JoinError:  # the structure has changed since the comparison: the last one's value stays
                 continue
             value = self._value(name)
             if isinstance(value, list):
@@ -96,10 +96,7 @@ class ComposedState:
                 self._set(name, whole)
 
     def take(self, loss: Tensor) -> None:
-        """Where each micro-batch has left its own loss, as a value or in a list, the batch leaves its.
-
-        Called after `finish`.
-        """
+        """Store the batch's loss wherever each micro-batch has stored its own; call after `finish`."""
         for name in self._of_losses:
             value, left = self._value(name), self._left[-1][name]
             if isinstance(value, list):
@@ -114,15 +111,16 @@ class ComposedState:
         counts: Counts,
         losses: Sequence[Tensor],
     ) -> list[str]:
-        """Learn the rules from a batch run whole and in micro-batches; returns the names that follow none.
-
-        These are left alone from then on.
+        """Learn the rules from a batch run whole and in micro-batches.
 
         Args:
             whole: what the batch has left.
             parts: what each micro-batch has left.
-            counts: ways of weighing, and what each micro-batch counts by them.
-            losses: of each micro-batch: where they are what it has left, the batch leaves its own.
+            counts: the counts of the micro-batches, by each way of weighing.
+            losses: the micro-batches' losses, to recognize attributes that store the loss.
+
+        Returns:
+            The names that follow no rule; they are no longer handled.
         """
         failed = []
         for name in self.names:
@@ -139,13 +137,13 @@ class ComposedState:
         return failed
 
     def _may_compose(self, name: str) -> bool:
-        """Whether it is an attribute that is a value or a list; what other containers gain is not known."""
+        """Whether it is an attribute that is no container, or a list: of others, gains can't be told."""
         if _owner(self._module, name) is None or not name.rpartition(".")[2].isidentifier():
             return False
         return not isinstance(self._value(name), (dict, set, deque, np.ndarray))
 
     def notes_integers(self, name: str, whole: Mapping[str, Any]) -> bool:
-        """Whether a list gains nothing but integers and texts: a record of what ran."""
+        """Whether a list gains only integers and strings: a log of what ran."""
         gained = whole.get(name)
         return (
             isinstance(self._value(name), list)
@@ -164,7 +162,7 @@ class ComposedState:
 
 
 def _owner(module: nn.Module, name: str) -> nn.Module | None:
-    """The module that has an attribute; None where the name is not one of a plain attribute."""
+    """The module that holds an attribute in its `__dict__`, or may; None for any other name."""
     path, _, attribute = name.rpartition(".")
     try:
         owner = module.get_submodule(path)
@@ -182,7 +180,7 @@ def _without_graph(value: Any) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is of numbers and texts only, and holds no tensor of several entries and nothing unknown."""
+    """Whether a value consists of numbers, strings and 0-dim tensors only."""
     return all(
         leaf.ndim == 0 if isinstance(leaf, Tensor) else isinstance(leaf, (int, float, str, type(None)))
         for leaf in tree_leaves(value)
@@ -190,7 +188,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _holds(value: Any, loss: Tensor) -> bool:
-    """Whether a value is a loss, or a list has gained it alone."""
+    """Whether a value is the loss, or the only item that a list has gained."""
     if isinstance(value, list):
         return len(value) == 1 and _holds(value[0], loss)
     if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""Whether micro-batches, one after the other, leave in a module what their whole batch leaves."""
+"""Compare the state that micro-batches, run in sequence, leave in a module with the whole batch's."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -18,17 +18,17 @@ Left = dict[StepChange, list[tuple[int, Any, Any]]]
 
 
 def left_behind(entries: Sequence[Kept]) -> Left:
-    """What a step has left where it changed something, and what was there before, as copies, by the change.
+    """For each change of a step, the values before and after it, the latter as copies.
 
-    Of a list that only grew it is what it has gained. What a metric keeps beside its states (how often it was updated,
-    cached results) is passed over.
+    For a list that only grew, the value after is the items that it gained. Of a metric only its states count,
+    not its number of updates or cached results.
     """
     left: Left = {}
     for entry in entries:
         for change in entry.changes():
             values = left.setdefault(change, [])
             if any(key == id(entry) for key, *_ in values):
-                continue  # a metric's states are one change, whichever of them and of what it caches has changed
+                continue  # all states of a metric make one change: take each snapshot once
             if change.kind != "metric" or not entry.place.name.startswith("_"):
                 now = _copied(entry.now(change))
                 values.append((id(entry), entry.before(now), now))
@@ -36,7 +36,7 @@ def left_behind(entries: Sequence[Kept]) -> Left:
 
 
 def compose(whole: Left, parts: Left) -> frozenset[StepChange]:
-    """The changes that parts leave as the whole does, up to rounding; lists with the same rows in one order."""
+    """The changes that micro-batches leave as the whole batch does, up to rounding; of lists, all rows."""
     return frozenset(change for change, values in whole.items() if _match(values, parts.get(change)))
 
 
@@ -59,7 +59,7 @@ def _copied(value: Any, depth: int = 0) -> Any:
 
 
 def _close(a: Any, b: Any, before: Any) -> bool:
-    """Whether two values came from a third by the same change, up to rounding; of lists, whether their rows did."""
+    """Whether two values differ from `before` by the same change, up to rounding; lists compare by rows."""
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
         if a.dtype == object:
             return False
@@ -70,7 +70,7 @@ def _close(a: Any, b: Any, before: Any) -> bool:
     if isinstance(a, float) and isinstance(b, float):
         first, second = (torch.tensor(value, dtype=torch.float64) for value in (a, b))
         start = torch.tensor(before, dtype=torch.float64) if isinstance(before, (int, float)) else None
-        return _within(first, second, start, 1e-5)  # it may be computed from tensors in float32
+        return _within(first, second, start, 1e-5)  # a float may be computed from float32 tensors
     if isinstance(a, list) and isinstance(b, list):
         return _lists_close(a, b, before)
     if isinstance(a, dict) and isinstance(b, dict):
@@ -89,7 +89,7 @@ def _tensors_close(a: Tensor, b: Tensor, before: Any) -> bool:
 
 
 def _within(a: Tensor, b: Tensor, before: Tensor | None, allowed: float) -> bool:
-    """Whether two values differ by little of what has changed; a change as small as rounding tells nothing."""
+    """Whether two values differ little compared to the change; False if the change itself is rounding."""
     change = a if before is None else a - before
     size, noise = change.nan_to_num().norm(), 100 * torch.finfo(a.dtype).eps * a.nan_to_num().norm()
     if before is not None and size <= noise:

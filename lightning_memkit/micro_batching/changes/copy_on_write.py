@@ -1,4 +1,4 @@
-"""Copy tensors to the host just before an operator first writes to them: exact undo at the price of what changes."""
+"""Copy tensors to the host just before an operator first writes to them; costs the bytes that change."""
 
 import sys
 from collections.abc import Iterable, Iterator
@@ -13,22 +13,21 @@ from typing_extensions import Self
 
 from lightning_memkit.memory.meter import storage_is_freed, storages_of, tensors_in
 
-# Kernels of batch normalization write to these without saying so in their schema.
+# Batch normalization's operators write to these arguments, though their schema does not mark them as written.
 _WRITTEN_UNSAID = ("running_mean", "running_var")
 
 
 class CopyOnWrite(TorchDispatchMode):
-    """While it is active, what operators write to is copied first; costs microseconds an operator.
+    """While active, copies watched tensors to the host before they are written to; microseconds an operator.
 
-    An operator is known to write by its schema, whether it is given the tensor itself, a view of it, its `.data`, or
-    it in a list. What kernels write to past the dispatcher (through a raw pointer) is not seen.
-    Copies lie on the host.
+    The operator's schema tells which arguments it writes to: the tensor itself, a view of it, its `.data`, or
+    a list with it. Writes past the dispatcher (by a kernel that has a raw pointer) are not seen.
 
     Args:
-        tensors: those that are watched; they may share storages.
+        tensors: the tensors to watch; they may share storages.
 
     Attributes:
-        copies: what each tensor that was written to had held, by the tensor's `id`.
+        copies: the former values of each tensor that was written to, by the tensor's `id`.
     """
 
     supports_higher_order_operators = True
@@ -43,7 +42,7 @@ class CopyOnWrite(TorchDispatchMode):
                 self._watched.setdefault(storage._cdata, []).append(tensor)
 
     def __enter__(self) -> Self:
-        # What a compiled function writes to is decided within its kernels, which dispatch nothing.
+        # A compiled function's kernels write without dispatching operators: run it eagerly.
         compiles = "torch._dynamo" in sys.modules
         stance = torch.compiler.set_stance("force_eager") if compiles else nullcontext()
         stance.__enter__()
@@ -65,7 +64,7 @@ class CopyOnWrite(TorchDispatchMode):
 
 
 def copy_of(tensor: Tensor) -> Tensor:
-    """A copy on the host; of a tensor in shards, where they are."""
+    """A copy on the host; of a tensor subclass (a sharded tensor, say), on its own device."""
     if is_traceable_wrapper_subclass(tensor):
         return tensor.detach().clone()
     with torch.inference_mode(tensor.is_inference()):
@@ -85,7 +84,7 @@ def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
 
 @cache
 def _places(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Where an operator's arguments are that it writes to, by position and by name."""
+    """The positions and names of the arguments that an operator writes to."""
     schema = getattr(func, "_schema", None)
     if schema is None:  # a higher-order operator; what runs within it is dispatched by itself
         return (), ()

@@ -1,4 +1,4 @@
-"""What holds values of its own, as it was: bytes, cells of functions, arrays, generators of random numbers."""
+"""Snapshots by copy: of bytes, closure cells, NumPy arrays and random generators."""
 
 from array import array
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ _ABSENT = object()
 
 
 class KeptBytes(Kept):
-    """What a `bytearray` or an `array.array` holds."""
+    """Snapshot of a `bytearray` or an `array.array`."""
 
     def __init__(self, place: Place, owner: Any) -> None:
         self.place, self._owner, self._copy = place, owner, owner[:]
@@ -43,7 +43,7 @@ class KeptBytes(Kept):
 
 
 class KeptCell(Kept):
-    """A variable that functions share (`nonlocal n; n += 1`)."""
+    """Snapshot of a closure cell, a variable that functions share (`nonlocal n; n += 1`)."""
 
     def __init__(self, place: Place, owner: Any) -> None:
         self.place, self._owner, self.content = place, owner, _content(owner)
@@ -68,7 +68,7 @@ class KeptCell(Kept):
 
 
 class KeptArray(Kept):
-    """A NumPy array's values."""
+    """Snapshot of a NumPy array's values."""
 
     def __init__(self, place: Place, owner: np.ndarray) -> None:
         self.place, self._owner, self._copy = place, owner, owner.copy()
@@ -93,7 +93,7 @@ class KeptArray(Kept):
 
 
 class KeptGenerator(Kept):
-    """The state of a generator of random numbers of the module's own."""
+    """Snapshot of the state of a random generator that the module owns."""
 
     def __init__(self, place: Place, owner: Any) -> None:
         self.place, self._owner, self._state = place, owner, generators.state_of(owner)
@@ -119,5 +119,5 @@ class KeptGenerator(Kept):
 def _content(cell: Any) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # empty so far
+    except ValueError:  # the cell is empty
         return _ABSENT

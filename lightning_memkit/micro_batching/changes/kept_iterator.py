@@ -1,4 +1,4 @@
-"""An iterator that a step may have advanced: what it gave is given again."""
+"""Snapshot of an iterator that a step may advance; after a restore it yields the same items again."""
 
 import weakref
 from collections import deque
@@ -14,7 +14,7 @@ from lightning_memkit.micro_batching.changes.step_changes import StepChange
 
 
 def is_iterator(value: Any) -> bool:
-    """Whether a value is Python's own kind of iterator, a generator or a loader's: what can't be set back."""
+    """Whether a value is an iterator to be made rewindable: Python's own, a generator, or a loader's."""
     if isinstance(value, Rewindable):
         return True
     kind = type(value)
@@ -23,17 +23,17 @@ def is_iterator(value: Any) -> bool:
 
 
 class Rewindable:
-    """An iterator that can go back to where it stood; it holds what was drawn since the first place still asked for.
+    """Wraps an iterator so that it can go back; keeps the items since the earliest snapshot still alive.
 
     Args:
-        source: what is drawn from, once.
+        source: the iterator; each of its items is drawn once.
     """
 
     def __init__(self, source: Iterator[Any]) -> None:
         self.source = source
         self.position = 0
-        self._drawn: deque[Any] = deque()  # the last ones before the position
-        self._again: deque[Any] = deque()
+        self._drawn: deque[Any] = deque()  # the last items before the position
+        self._again: deque[Any] = deque()  # items to yield again after going back
         self._places: weakref.WeakSet[KeptIterator] = weakref.WeakSet()
 
     def __iter__(self) -> "Rewindable":
@@ -55,26 +55,26 @@ class Rewindable:
         return {**vars(self), "_drawn": deque(), "_places": weakref.WeakSet()}
 
     def ask_for(self, place: "KeptIterator") -> None:
-        """Hold what is drawn from here on, as long as the place is."""
+        """Keep the items that are drawn from now on, as long as the snapshot `place` is alive."""
         first = min((one.position for one in self._places), default=self.position)
         while len(self._drawn) > self.position - first:
             self._drawn.popleft()
         self._places.add(place)
 
     def back_to(self, position: int) -> None:
-        """What was drawn since comes once more."""
+        """Go back: items drawn since `position` are yielded again."""
         while self.position > position and self._drawn:
             self._again.appendleft(self._drawn.pop())
             self.position -= 1
 
 
 class KeptIterator(Kept):
-    """How far an iterator in an attribute has been drawn; it is made one that can go back.
+    """Snapshot of the position of an iterator in an attribute, which is replaced by a `Rewindable`.
 
     Args:
         place: where it is.
-        owner: the attributes.
-        name: its own.
+        owner: the attributes that hold it.
+        name: its name among them.
     """
 
     def __init__(self, place: Place, owner: dict[str, Any], name: str) -> None:

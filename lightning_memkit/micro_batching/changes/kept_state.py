@@ -1,4 +1,4 @@
-"""One value that a step may change, as it was: whether it is still so, and how to put it back in place."""
+"""Snapshots of values that a step may change: each tells whether its value changed, and restores it."""
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
@@ -14,35 +14,35 @@ from lightning_memkit.micro_batching.changes.step_changes import ABSENT, StepCha
 
 
 class Kept(Protocol):
-    """What is remembered of one value."""
+    """A snapshot of one value."""
 
     place: Place
 
     def changes(self) -> Iterator[StepChange]:
-        """What is no longer as it was."""
+        """What has changed since the snapshot."""
         ...
 
     def now(self, change: StepChange) -> Any:
-        """What is there now in the place of what the change names."""
+        """The current value of what `change` names."""
         ...
 
     def before(self, now: Any) -> Any:
-        """What was there before; for numbers and tensors, from which a change is measured."""
+        """The value of the snapshot, against which a change of numbers and tensors is measured; else None."""
         ...
 
     def restore(self) -> None:
-        """Put it back."""
+        """Restore the value of the snapshot."""
         ...
 
 
 class KeptDict(Kept):
-    """The items of a dictionary: an attribute table, or one that holds values itself; the values by reference.
+    """Snapshot of a dictionary's items, by reference: of an object's attributes, or of a plain dictionary.
 
     Args:
         place: where it is.
         owner: the dictionary.
-        passed_over: keys that are neither looked at nor restored.
-        attributes: it is an object's, so that keys are names.
+        passed_over: keys that are neither compared nor restored.
+        attributes: it is an object's `__dict__`, so that keys are attribute names.
     """
 
     def __init__(
@@ -104,13 +104,13 @@ class KeptDict(Kept):
 
 
 def _set_items(owner: dict[Any, Any], items: dict[Any, Any]) -> None:
-    """Give a dictionary the items that it had, in their order."""
+    """Restore a dictionary's items and their order."""
     if not owner and not items:
         return
     kept, now = list(items.items()), list(owner.items())
     if len(kept) == len(now) and all(a is c and b is d for (a, b), (c, d) in zip(kept, now, strict=True)):
         return
-    # A class of the user's may count what is set: the dictionary's own methods don't.
+    # A user's subclass may have side effects in its methods: use those of the base class.
     base: Any = OrderedDict if isinstance(owner, OrderedDict) else dict
     base.clear(owner)
     for key, value in items.items():
@@ -118,11 +118,11 @@ def _set_items(owner: dict[Any, Any], items: dict[Any, Any]) -> None:
 
 
 class KeptHooks(Kept):
-    """Hooks by their identifiers; those that a step adds or takes off again are no change to be said.
+    """Snapshot of tables of hooks; what a step adds or removes is undone, but not reported as a change.
 
     Args:
-        place: whose they are.
-        tables: one for each kind of hook; most are empty, in most modules.
+        place: the owner of the hooks.
+        tables: one table for each kind of hook.
     """
 
     def __init__(self, place: Place, tables: Iterable[dict[Any, Any]]) -> None:
@@ -148,7 +148,7 @@ class KeptHooks(Kept):
 
 
 class KeptItems(Kept):
-    """The items of a list, deque or set, by reference."""
+    """Snapshot of the items of a list, deque or set, by reference."""
 
     def __init__(self, place: Place, owner: Any) -> None:
         self.place, self._owner, self.items = place, owner, list(owner)
@@ -188,7 +188,7 @@ class KeptItems(Kept):
 
 
 class KeptLength(Kept):
-    """How long a list was that is too long to be copied at every step: what it gains is taken off again."""
+    """Snapshot of the length of a container too long to be copied; items that a list gains are removed."""
 
     def __init__(self, place: Place, owner: Any) -> None:
         self.place, self._owner, self._length = place, owner, len(owner)
@@ -213,7 +213,7 @@ class KeptLength(Kept):
 
 
 class KeptSlots(Kept):
-    """The slots of an object."""
+    """Snapshot of an object's slots."""
 
     def __init__(self, place: Place, owner: object) -> None:
         self.place, self._owner = place, owner
@@ -244,7 +244,7 @@ class KeptSlots(Kept):
 
 
 class KeptClassAttributes(Kept):
-    """What a class of the user's holds besides its methods."""
+    """Snapshot of the class attributes of a user's class."""
 
     def __init__(self, place: Place, owner: type, items: dict[str, Any]) -> None:
         self.place, self._owner, self.items = place, owner, items
@@ -271,7 +271,7 @@ class KeptClassAttributes(Kept):
 
 
 class KeptClass(Kept):
-    """A module's class, which a lazy module changes in its first forward."""
+    """Snapshot of a module's class, which a lazy module changes in its first forward."""
 
     def __init__(self, place: Place, owner: nn.Module) -> None:
         self.place, self._owner, self._kind = place, owner, type(owner)

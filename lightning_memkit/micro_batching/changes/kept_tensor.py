@@ -1,4 +1,4 @@
-"""A tensor as it was before a step, and where it is."""
+"""Snapshot of a tensor before a step, and the place where it was found."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ from lightning_memkit.micro_batching.changes.step_changes import ChangeKind, Ste
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a value is: a module's path and the name below it; and what is said of it where it changes.
+    """Where a value is (a module's path and the name below it), and how its change is reported.
 
     Attributes:
-        path: the module's.
-        name: of an attribute, with keys and indices below it; empty for the module itself.
-        kind: of the change.
-        said: the name to say instead of its own (a metric's, for all that it holds).
+        path: the module's path.
+        name: the attribute's name, with keys and indices below it; empty for the module itself.
+        kind: the kind of a change of it.
+        said: the name to report instead of its own (a metric's, for all that the metric holds).
     """
 
     path: str
@@ -31,31 +31,32 @@ class Place:
 
     @property
     def key(self) -> tuple[str, str]:
-        """What `Rollback.changed` gives."""
+        """The identifier that `Rollback.changed` returns for it."""
         return self.path, self.name
 
     def change(self, suffix: str = "", kind: ChangeKind | None = None) -> StepChange:
-        """The change of the value, or of what it holds under a suffix."""
+        """A change of the value, or of what it holds under `suffix`."""
         own = kind if kind is not None and self.kind == "attribute" else self.kind
         return StepChange(kind=own, name=self.said or label(self.path, self.name + suffix))
 
 
 class KeptTensor:
-    """A tensor, without a copy where that is not asked for: its version tells whether it was written to.
+    """Snapshot of a tensor, with a copy only on request; its version counter tells whether it was written to.
 
     Attributes:
-        alias: shares the tensor's storage, and keeps it, whatever the tensor is given instead (`p.data = ...`).
-        copy: what it held, None where that is not known.
-        version: None where writing to it is not the step's doing any more.
+        alias: shares the tensor's storage and keeps it alive, even if the tensor gets another one (`p.data =
+            ...`).
+        copy: the values of the snapshot; None if they were not copied.
+        version: the version at the snapshot; None if writes don't count as the step's (any more).
     """
 
     def __init__(self, place: Place, tensor: Tensor, *, cloned: bool) -> None:
         self.place, self.tensor = place, tensor
-        self.was_copied = False  # by a `CopyOnWrite`, as something wrote to it
+        self.was_copied = False  # by a `CopyOnWrite`, because an operator was about to write to it
         self._kind = type(tensor)
         with torch._C.DisableTorchFunctionSubclass():
             self.alias = tensor.data
-            counts = not tensor.is_inference()  # such tensors count no versions
+            counts = not tensor.is_inference()  # inference tensors have no version counter
             self.version: int | None = None if self.uninitialized else tensor._version if counts else 0
             wanted = (cloned or not counts) and not self.uninitialized and not storage_is_freed(self.alias)
             with torch.inference_mode(not counts):
@@ -63,23 +64,23 @@ class KeptTensor:
 
     @property
     def uninitialized(self) -> bool:
-        """Whether it was a lazy module's, which had no shape yet."""
+        """Whether it belonged to a lazy module and had no shape yet."""
         return issubclass(self._kind, (UninitializedBuffer, UninitializedParameter))
 
     @property
     def was_freed(self) -> bool:
-        """Whether its memory was given back: its owner fills it anew."""
+        """Whether its storage was freed, so that its owner will fill it again."""
         return not self.uninitialized and (storage_is_freed(self.alias) or storage_is_freed(self.tensor))
 
     @property
     def was_written(self) -> bool:
-        """Whether something was written to it, as far as is known without a copy."""
+        """Whether it was written to, by its version counter."""
         tensor = self.tensor
         return self.version is not None and not tensor.is_inference() and tensor._version != self.version
 
     @property
     def was_replaced(self) -> bool:
-        """Whether it has another storage."""
+        """Whether it has another storage, shape or class now."""
         if self._kind is not type(self.tensor):
             return True
         alias = self.alias
@@ -94,12 +95,12 @@ class KeptTensor:
 
     @property
     def was_set(self) -> bool:
-        """Whether it was written to or replaced, with whatever values; what its owner freed since is the owner's."""
+        """Whether it was written to or replaced, even by equal values; False if it was freed since."""
         return (self.was_written or self.was_copied or self.was_replaced) and not self.was_freed
 
     @property
     def differs(self) -> bool:
-        """Whether its values are not what they were."""
+        """Whether its values differ from the snapshot's; without a copy, whether it was written to."""
         if self._kind is not type(self.tensor):
             return True
         if self.was_freed:
@@ -110,24 +111,24 @@ class KeptTensor:
 
     @property
     def is_lost(self) -> bool:
-        """Whether it was written to, and can't be put back."""
+        """Whether it was written to, and can't be restored because it was not copied."""
         return self.copy is None and self.was_written and not self.was_replaced and not self.was_freed
 
     def changes(self) -> Iterator[StepChange]:
-        """Itself, where it was written to: an average that starts as a copy has its old values after a first step."""
+        """A change if it differs; for parameters and buffers any write: an average may start as a copy."""
         if self.differs or (self.place.kind in ("parameter", "buffer") and self.was_set):
             yield self.place.change()
 
     def now(self, change: StepChange) -> Tensor:
-        """What it holds now."""
+        """The current values."""
         return self.tensor.data
 
     def before(self, now: Tensor) -> Tensor:
-        """What it held; where that is not known, what it holds."""
+        """The values of the snapshot; if they were not copied, the current ones."""
         return self.alias if self.copy is None else self.copy
 
     def restore(self) -> None:
-        """Put it back: its class, its storage, its values."""
+        """Restore its class, its storage and, if they were copied, its values."""
         tensor = self.tensor
         replaced = self.was_replaced
         with torch._C.DisableTorchFunctionSubclass():

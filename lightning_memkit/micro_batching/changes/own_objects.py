@@ -1,4 +1,4 @@
-"""Which of a module's attributes to look into for what a step changes, and which belong to somebody else."""
+"""Decide which objects in a module's attributes are recorded, and which belong to a library."""
 
 import functools
 import inspect
@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-MOST_ITEMS = 10_000  # of a container that is looked into; of a longer one only the items themselves are kept
-DEEPEST = 24  # objects within objects
+MOST_ITEMS = 10_000  # of a container whose items are inspected; of a longer one only the list is kept
+DEEPEST = 24  # levels of objects within objects
 MOST_OBJECTS = 20_000  # plain objects, functions and containers in all
 
-# Their objects hold runs, files and connections, or half the process, and what steps change in them is theirs.
+# Objects of these packages hold runs, files and connections, or refer to half the process; they manage their
+# state themselves.
 _FOREIGN = frozenset(
     "torch torchvision torchaudio torchdata lightning lightning_fabric lightning_utilities lightning_memkit "
     "pytorch_lightning numpy scipy pandas pyarrow PIL matplotlib transformers tokenizers datasets accelerate "
@@ -33,14 +34,15 @@ def root_of(kind: Any) -> str:
 
 
 def is_metric(value: object) -> bool:
-    """Whether it is a metric of torchmetrics, or a collection of them."""
+    """Whether it is a torchmetrics metric, or a collection of them."""
     return any(root_of(base) == "torchmetrics" for base in type(value).__mro__)
 
 
 def is_own(value: object, own_roots: frozenset[str]) -> bool:
-    """Whether a plain object is looked into: one of the user's classes, or of a library's if it holds tensors.
+    """Whether a plain object is inspected: of a user's class, or of a library's class if it holds tensors.
 
-    Libraries' other objects are passed over (a run of a logger, say), and all of torch, Lightning, transformers.
+    Other objects of libraries are skipped (a logger's run, say), and so are all of torch, Lightning and
+    transformers.
     """
     kind = type(value)
     if kind is SimpleNamespace:
@@ -51,7 +53,7 @@ def is_own(value: object, own_roots: frozenset[str]) -> bool:
 
 @lru_cache(maxsize=4096)
 def _belongs(kind: type, own_roots: frozenset[str]) -> bool | None:
-    """True: the user's; False: never looked into; None: an installed library's."""
+    """True for a user's class, False for one that is never inspected, None for an installed library's."""
     if issubclass(kind, (type, ModuleType, BaseException)):
         return False
     installed = False
@@ -80,14 +82,14 @@ def _holds_tensors(value: object) -> bool:
 
 
 def state_of(value: object) -> dict[str, Any]:
-    """A plain object's attributes: those of its `__dict__` and of its slots."""
+    """A plain object's attributes, from its `__dict__` and its slots."""
     slots = {name: getattr(value, name) for name in slots_of(type(value)) if hasattr(value, name)}
     return {**getattr(value, "__dict__", {}), **slots}
 
 
 @lru_cache(maxsize=4096)
 def slots_of(kind: type) -> tuple[str, ...]:
-    """The names of a class's slots, bases included."""
+    """The names of a class's slots, including its bases'."""
     names: list[str] = []
     for base in kind.__mro__:
         if root_of(base) in _STANDARD and root_of(base) != "__main__":
@@ -101,14 +103,14 @@ def slots_of(kind: type) -> tuple[str, ...]:
 
 
 def own_classes(value: object, own_roots: frozenset[str]) -> Iterator[type]:
-    """The user's classes among an object's, whose own attributes a step may set."""
+    """The user's classes in an object's MRO; a step may set their class attributes."""
     for base in type(value).__mro__[:-1]:
         if root_of(base) in own_roots or _belongs(base, own_roots) is True:
             yield base
 
 
 def class_attributes(kind: type) -> dict[str, Any]:
-    """What a class holds besides functions, properties and what Python keeps in it."""
+    """A class's attributes except functions, descriptors and Python's own."""
     return {
         name: value
         for name, value in vars(kind).items()
@@ -121,7 +123,7 @@ def class_attributes(kind: type) -> dict[str, Any]:
 
 
 def closure_of(value: object, own_roots: frozenset[str]) -> tuple[list[Any], list[Any]]:
-    """The cells of a function of the user's, and the values that it carries: a bound method's object, defaults."""
+    """The closure cells of a user's function, and the values that it carries: defaults, a method's object."""
     if isinstance(value, functools.partial):
         return [], [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, MethodType):
@@ -140,5 +142,5 @@ def closure_of(value: object, own_roots: frozenset[str]) -> tuple[list[Any], lis
 
 
 def roots_of(module: nn.Module) -> frozenset[str]:
-    """The packages that are the user's whatever place they are installed in: those of the module's own classes."""
+    """The packages of the module's own classes: they count as the user's even if they are installed."""
     return frozenset(root_of(kind) for kind in type(module).__mro__) - _FOREIGN - (_STANDARD - {"__main__"})

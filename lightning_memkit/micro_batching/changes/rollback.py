@@ -1,4 +1,4 @@
-"""Put back all that a training step changes besides gradients and the optimizer; say what it was."""
+"""Undo what a training step changes besides gradients and the optimizer, and report what it was."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,24 +18,27 @@ from lightning_memkit.utilities.generators import Generators
 
 
 class Rollback(StateWalk):
-    """A module's mutable state before a step, to be put back exactly if the step fails or was a trial.
+    """Snapshot of a module's mutable state before a step, restored exactly if the step fails or was a trial.
 
-    It holds the global RNG; parameters, buffers, hooks and attributes of every submodule, with what they hold at any
-    depth: lists, dicts, sets, deques, arrays, generators, `torchmetrics` states, functions' variables, and plain
-    objects of the user's own classes. A batch is looked into likewise.
+    It covers the global random generators, and the parameters, buffers, hooks and attributes of every
+    submodule with what they hold at any depth: lists, dicts, sets, deques, arrays, generators, `torchmetrics`
+    states, closure variables, and plain objects of the user's own classes. The batch is covered in the same
+    way.
 
-    Not looked into: containers of more than 10,000 items (they get their items back, the items are left alone),
-    more than 20,000 objects in all, 24 levels; the Trainer, loggers, data sets, optimizers and other libraries'
-    objects, unless these hold tensors; variables of Python modules.
+    Not covered: the items of containers with more than 10,000 (which items they hold is restored; with
+    `changing`, only what a list has gained is removed), objects beyond 20,000 in all or 24 levels deep; the
+    Trainer, loggers, data sets, optimizers and other libraries' objects, unless these hold tensors; variables
+    of Python modules.
 
-    Without `changing` buffers and attributes that are tensors are cloned; parameters, and tensors that lie deeper, are
-    copied to the host when something first writes to them, if the step runs within `watching()`. With `changing` only
-    the tensors that it names are cloned: cloning every weight at every step would cost what it saves.
+    Without `changing`, buffers and attributes that are tensors are cloned. Parameters, and tensors at deeper
+    levels, are copied to the host when an operator first writes to them, if the step runs within
+    `watching()`. With `changing`, only the tensors that it names are cloned, because clones of all weights in
+    every step would cost more memory than micro-batches save.
 
     Args:
-        module: the module that steps.
-        changing: what `changed()` of earlier rollbacks gave: the tensors that steps do change in place.
-        batches: what the step is given, and what that is a part of.
+        module: the module that takes the step.
+        changing: the results of `changed()` of earlier rollbacks: the tensors that steps change in place.
+        batches: the step's micro-batch, and the batch that contains it.
         beside: by name, other objects that the step's hooks change.
     """
 
@@ -61,9 +64,9 @@ class Rollback(StateWalk):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Within it operators copy to the host what they are about to write to and was not cloned.
+        """A context in which tensors that were not cloned are copied to the host before they are written to.
 
-        Compiled functions run eagerly.
+        Compiled functions run eagerly in it.
         """
         self._uncloned = [one for one in self._tensors if one.copy is None and not one.uninitialized]
         self._mode = CopyOnWrite(one.alias for one in self._uncloned)
@@ -75,14 +78,14 @@ class Rollback(StateWalk):
             self._mode, self._uncloned = None, []
 
     def _collect(self) -> None:
-        """Take over what has been copied so far."""
+        """Take over the copies made so far."""
         if self._mode is not None:
             for one in self._uncloned:
                 one.copy = self._mode.copies.get(id(one.alias))
                 one.was_copied = one.copy is not None
 
     def changed(self) -> Keys:
-        """The tensors and arrays that were changed in place, or replaced, since; to their old values, too."""
+        """The tensors and arrays that were written to or replaced since, even with equal values."""
         self._collect()
         tensors = {one.place.key for one in self._tensors if any(one.changes())}
         arrays = (one for one in self._kept if isinstance(one, (KeptArray, KeptBytes, KeptLength)))
@@ -91,18 +94,18 @@ class Rollback(StateWalk):
         )
 
     def changes(self) -> tuple[StepChange, ...]:
-        """All that is not as it was, by value: what was set to what it had been is not in."""
+        """All values that differ from the snapshot's; one that was set to an equal value is not included."""
         self._collect()
         found = {change: None for one in (*self._tensors, *self._kept) for change in one.changes()}
         return tuple(found)
 
     def left_behind(self) -> Left:
-        """What the step has left in the place of what it changed, to be compared by `compose`."""
+        """The values that the step has left in what it changed, to be compared by `compose`."""
         self._collect()
         return left_behind([*self._tensors, *self._kept])
 
     def replaced(self) -> list[str]:
-        """The attributes that were set since, and hold tensors: what a step hands on to the next."""
+        """The attributes that were assigned since and hold tensors: state that steps hand on."""
         return [
             label(path, key)
             for path, before in self._attributes.items()
@@ -111,12 +114,12 @@ class Rollback(StateWalk):
         ]
 
     def uninitialized(self) -> frozenset[str]:
-        """The paths of lazy modules, which are given shapes by their first forward."""
+        """The paths of lazy modules, whose parameters get their shapes in the first forward."""
         return frozenset(one.place.path for one in self._tensors if one.uninitialized)
 
     def optimizer_steps(self) -> Keys:
-        """From here on parameters change by the optimizer's doing; returns the tensors that changed before."""
-        # By versions: comparing values takes memory, of which there may be none left.
+        """Stop counting writes to parameters: the optimizer steps now. Returns the tensors changed before."""
+        # By version counters: comparing values takes memory, and there may be none left.
         changed = frozenset(one.place.key for one in self._tensors if one.was_written)
         for one in self._tensors:
             if one.copy is None and isinstance(one.tensor, nn.Parameter):
@@ -126,10 +129,10 @@ class Rollback(StateWalk):
         return changed
 
     def restore(self, *, but: frozenset[str] = frozenset()) -> Keys:
-        """Put everything back, except in the modules of some paths.
+        """Restore everything, except in the modules at the paths in `but`.
 
         Returns:
-            The tensors that changed but were not cloned; empty: it is exact.
+            The tensors that changed but were not copied; if there are none, the restored state is exact.
         """
         lost = {one.place.key for one in self._tensors if one.is_lost} | self._lost_before
         self._lost_before = set()

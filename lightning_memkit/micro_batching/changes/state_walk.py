@@ -1,4 +1,8 @@
-"""Find all that a training step may change, from its module, its batch and other objects."""
+"""Find and snapshot the state that a training step may change: of its module, its batch and other objects.
+
+A snapshot is an object of a `Kept...` class: it remembers one value, tells whether it has changed, and
+restores it.
+"""
 
 from array import array
 from collections.abc import Iterable
@@ -41,16 +45,16 @@ _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _PLAIN = frozenset(
     {int, float, str, bytes, bool, complex, type(None), torch.dtype, torch.device, torch.Size, type}
 )
-_SMALL_ARRAY = 2**16  # bytes; larger ones are copied at a step only where steps were seen to change them
+_SMALL_ARRAY = 2**16  # bytes; larger arrays are copied in a step only if earlier steps have changed them
 _BATCH_STATISTICS = nn.modules.batchnorm._NormBase
 
 
 class StateWalk:
-    """What was found, in the order in which it was found: tensors, and all else.
+    """Collects snapshots of tensors and of all other state, in the order in which they are found.
 
     Args:
-        module: the module that steps.
-        changing: the tensors to clone; None: buffers, and attributes that are tensors.
+        module: the module that takes the step.
+        changing: the tensors to clone; if None, buffers and attributes that are tensors.
     """
 
     def __init__(self, module: nn.Module, changing: Keys | None) -> None:
@@ -82,7 +86,8 @@ class StateWalk:
         self._kept += [KeptClass(place, owner), attributes]
         self._attributes[path] = attributes.items
         self._keep_tables(place, owner)
-        # A first forward that notes in an attribute that it has hooked its layers would hook them once more.
+        # A first forward may register hooks and set a flag that it has. Restoring the flag but not the hooks
+        # would register them twice.
         self._keep_hooks(place, {name: vars(owner).get(name) for name in _HOOKS})
         for name, value in attributes.items.items():
             if type(value) not in _PLAIN:
@@ -90,13 +95,13 @@ class StateWalk:
         self._keep_class_attributes(place, owner)
 
     def _metric_above(self, path: str, owner: nn.Module) -> str | None:
-        """The metric's path, of a metric and of the modules within it."""
+        """The path of the metric that `owner` is or belongs to; None if it belongs to none."""
         if own.is_metric(owner):
             self._metrics.append(path)
         return next((one for one in self._metrics if path == one or path.startswith(f"{one}.")), None)
 
     def _keep_tables(self, place: Place, owner: nn.Module) -> None:
-        """Parameters, buffers and submodules: what is under which name, and the tensors."""
+        """Snapshot the tables of parameters, buffers and submodules, and the tensors in them."""
         buffers: ChangeKind = "batch_statistics" if isinstance(owner, _BATCH_STATISTICS) else "buffer"
         kinds: tuple[tuple[str, ChangeKind], ...] = (
             ("_parameters", "parameter"), ("_buffers", buffers), ("_modules", "attribute"),
@@ -104,21 +109,21 @@ class StateWalk:
         for table, kind in kinds:
             values = vars(owner)[table]
             kind = "metric" if place.kind == "metric" else kind
-            # Sharding puts other tensors in the parameters' place, and takes them away, by itself.
+            # FSDP2 itself replaces the entries of `_parameters` while it runs, and restores them.
             if not values or (self._sharded and table == "_parameters"):
                 continue
             below = Place(path=place.path, name="", kind=kind, said=place.said)
             self._kept.append(KeptDict(below, values, attributes=True))
         for table, kind in kinds[:2]:
             for name, tensor in vars(owner)[table].items():
-                # What is gathered is freed within the step, and gathered again from the shard.
+                # A gathered parameter is freed in the step and gathered again from its shard: keep the shard.
                 tensor = self._shards.get((id(owner), name), tensor)
                 if tensor is not None:
                     kind = "metric" if place.kind == "metric" else kind
                     self._keep_tensor(Place(path=place.path, name=name, kind=kind, said=place.said), tensor)
 
     def _keep_hooks(self, place: Place, tables: dict[str, Any]) -> None:
-        """Hooks by the names of their tables, and what those of the user's hold."""
+        """Snapshot tables of hooks, and the state that the user's hooks hold."""
         tables = {name: hooks for name, hooks in tables.items() if isinstance(hooks, dict)}
         if not tables:
             return
@@ -140,7 +145,7 @@ class StateWalk:
                     self._keep_value(Place(path=kind.__name__, name=name, kind="attribute"), value)
 
     def _keep_value(self, place: Place, value: Any, depth: int = 0) -> None:
-        """Whatever an attribute, a container or an object holds."""
+        """Snapshot any value that an attribute, a container or an object holds."""
         if type(value) in _PLAIN or depth > own.DEEPEST:
             return
         if isinstance(value, Tensor):
@@ -188,7 +193,7 @@ class StateWalk:
     def _keep_array(self, place: Place, value: np.ndarray) -> None:
         self._seen.add(id(value))
         wanted = self._changing is None or place.key in self._changing or value.nbytes <= _SMALL_ARRAY
-        # A file's pages are no state, and a constant is none.
+        # A memory-mapped file and a read-only array are not state of the step.
         if wanted and value.flags.writeable and not isinstance(value, np.memmap):
             self._kept.append(KeptArray(place, value))
         if value.dtype == object and value.size <= own.MOST_ITEMS:
@@ -203,7 +208,7 @@ class StateWalk:
             self._kept.append(KeptBytes(_of_kind(place, "object") if plain else place, value))
 
     def _keep_contents(self, place: Place, value: Any, depth: int = 0) -> None:
-        """What a container holds; containers at any depth."""
+        """Snapshot a container and, unless it is too long, its items."""
         self._seen.add(id(value))
         self._objects += 1
         is_long = len(value) > own.MOST_ITEMS
@@ -221,11 +226,11 @@ class StateWalk:
             self._keep_attributes(place, value, depth)
 
     def _looks_into(self, container: Any) -> bool:
-        """Whether the items of a container are kept, too, or only which they are."""
+        """Whether the items of a container are recorded, too, not only the list of them."""
         return True
 
     def _keep_object(self, place: Place, value: Any, depth: int) -> None:
-        """A plain object of the user's, or a function with what it holds."""
+        """Snapshot a plain object of the user's, or a function with its closure and defaults."""
         if isinstance(value, type):
             return
         cells, carried = own.closure_of(value, self._roots)
@@ -237,7 +242,7 @@ class StateWalk:
             self._keep_attributes(place if place.kind == "batch" else _of_kind(place, "object"), value, depth)
 
     def _keep_given(self, place: Place, value: Any) -> None:
-        """An object that is looked into whatever its class."""
+        """Snapshot an object, whatever its class."""
         if isinstance(value, CONTAINERS):
             self._keep_value(place, value)
         elif id(value) not in self._seen:

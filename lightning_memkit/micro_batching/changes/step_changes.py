@@ -1,4 +1,4 @@
-"""What a training step changes besides gradients, as a list with names: what k micro-batches would change k times."""
+"""Names for what a training step changes besides gradients, and k micro-batches would change k times."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -21,15 +21,18 @@ ChangeKind = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class StepChange:
-    """One thing that a step leaves changed, and would change again in every further step.
+    """One value that a step leaves changed, and would change again in every further step.
 
     Attributes:
-        kind: `"parameter"` (a teacher's moving average, weights clamped in the step), `"buffer"`, `"batch_statistics"`
-            (running averages of torch's batch and instance normalization), `"attribute"` (set anew), `"container"` (a
-            list, dict, set or deque), `"metric"` (states of a torchmetrics object), `"object"` (a plain object of the
-            user's own class), `"generator"` (random numbers of its own), `"batch"` (the batch itself).
-        name: where it is, from the module: `teacher.weight`, `losses`, `queue[0]`; from the batch: `batch['x']`.
-        composes: micro-batches one after the other were seen to leave what the whole batch leaves.
+        kind: `"parameter"` (a teacher's moving average, weights clamped in the step), `"buffer"`,
+            `"batch_statistics"` (running averages of torch's batch and instance normalization), `"attribute"`
+            (assigned in the step), `"container"` (a list, dict, set or deque), `"metric"` (states of a
+            torchmetrics object), `"object"` (a plain object of the user's own class), `"generator"` (a random
+            generator of the module's own), `"batch"` (the batch itself).
+        name: its path from the module (`teacher.weight`, `losses`, `queue[0]`) or from the batch
+            (`batch['x']`).
+        composes: a comparison has shown that micro-batches, run in sequence, leave what the whole batch
+            leaves.
     """
 
     kind: ChangeKind
@@ -37,12 +40,12 @@ class StepChange:
     composes: bool = False
 
     def __str__(self) -> str:
-        """The name, with the kind where it does not say so itself."""
+        """The name, followed by the kind unless it is the batch."""
         return self.name if self.kind == "batch" else f"{self.name} ({self.kind.replace('_', ' ')})"
 
 
 def label(path: str, name: str) -> str:
-    """What a place is called: from the module, whose own path is empty, or from the batch."""
+    """The name of a place, from its module's path (empty for the root module) and the name below it."""
     joint = "" if not path or not name or name.startswith(("[", ".")) else "."
     return f"{path}{joint}{name}".lstrip(".")
 
@@ -51,7 +54,7 @@ ABSENT = object()
 
 
 def kind_of(before: Any, after: Any) -> ChangeKind:
-    """What kind of thing an attribute is: a parameter, a container, or just an attribute."""
+    """The kind of an attribute: a parameter, a container, or a plain attribute."""
     value = after if before is ABSENT else before
     if isinstance(value, nn.Parameter):
         return "parameter"

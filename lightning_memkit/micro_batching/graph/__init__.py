@@ -1,1 +1,1 @@
-"""What a loss divides by, read off the autograd graph behind it."""
+"""Reads the terms of a loss, and what each is divided by, from its autograd graph."""

@@ -1,4 +1,4 @@
-"""What the nodes of an autograd graph are: their kinds and shapes, and what a number of the loss is made of."""
+"""Facts about autograd nodes: kinds, shapes, and whether a value is computed from parameters only."""
 
 from collections.abc import Sequence
 from math import prod
@@ -6,24 +6,24 @@ from typing import Any
 
 from torch import Tensor, nn
 
-# What hands a value on as it is, in any shape: its first input is its only one.
+# Functions that pass the values of their only input on, in any shape.
 PASSED = """Alias Clone Contiguous MaskedFill Permute ReshapeAlias Squeeze T ToCopy Transpose Unsqueeze UnsafeView
     View""".split()
 ADDED = "Add Cat Rsub Stack Sub".split()
-PRODUCTS = "Addmv Bmm Dot Mm Mv".split()  # with a constant they are sums
-# Functions of one number that are no multiple of it.
+PRODUCTS = "Addmv Bmm Dot Mm Mv".split()  # with a constant factor they are weighted sums
+# Nonlinear functions of one number.
 CURVED = """Abs Acos Asin Atan Clamp ClampMax ClampMin Cos Cosh Elu Erf Exp Exp2 Expm1 Gelu LeakyRelu LinalgVectorNorm
     Log Log10 Log1P Log2 LogSigmoid Logaddexp Logsumexp Max Maximum Min Minimum Norm Pow Prod Reciprocal Relu Rsqrt
     Sigmoid Silu Sin Sinh Softplus Sqrt Std Tan Tanh Var""".split()
-# What stands between a number and the parameter that it is made of: a learned temperature, the weight of a task.
+# Functions by which a scalar is computed from a small parameter: a learned temperature, the weight of a task.
 _OF_PARAMETERS = {
     *PASSED,
     *CURVED,
     *ADDED,
     *"Div Index LogSoftmax Mean Mul Neg Select Slice Softmax Split SplitWithSizes Sum Unbind".split(),
 }
-PARAMETER_NUMEL = 64  # such numbers stand in a small parameter
-# What stands between a penalty and the weights that it is made of, whatever their size; nothing that takes indices.
+PARAMETER_NUMEL = 64  # the most elements of a parameter that holds such scalars
+# Functions by which a penalty is computed from weights of any size. None takes indices, which depend on rows.
 _OF_WEIGHTS = {
     *PASSED,
     *CURVED,
@@ -33,10 +33,10 @@ _OF_WEIGHTS = {
     Slice Split SplitWithSizes Stack Sum Trace Tril Triu Unbind""".split(),
 } - {"MaskedFill"}
 _LEAF = "torch::autograd::AccumulateGrad"
-MOST_NODES = 4096  # that are looked at below one
-# What acts on each number of a vector by itself.
+MOST_NODES = 4096  # that a walk visits
+# Functions that act on each element of a vector by itself.
 _BY_ELEMENT = frozenset("Add Alias Clone Div Mul Neg Rsub Sub ToCopy".split())
-_VECTOR_NODES = 64  # between a sum and the losses that were stacked for it
+_VECTOR_NODES = 64  # the most nodes between a sum and the losses that were stacked for it
 _KINDS: dict[type, str] = {}
 
 
@@ -48,30 +48,31 @@ def kind_of(node: Any) -> str:
         stem, found, version = name.rpartition("Backward")
         if not (found and version.isdigit()):
             return name
-        if type(node).__name__ != name:  # classes of torch's own nodes live for ever; a user's need not
+        # Only torch's own classes are cached: they live for ever, a user's would be kept alive by the cache.
+        if type(node).__name__ != name:
             return stem
         kind = _KINDS[type(node)] = stem
     return kind
 
 
 def shape_into(node: Any, index: int) -> Sequence[int]:
-    """The shape of one of a node's inputs that has a gradient."""
+    """The shape of a node's `index`-th input, which must have a gradient."""
     child, output = node.next_functions[index]
     return child._input_metadata[output].shape
 
 
 def numel_into(node: Any, index: int) -> int:
-    """The elements of one of a node's inputs that has a gradient."""
+    """The number of elements of a node's `index`-th input, which must have a gradient."""
     return prod(shape_into(node, index))
 
 
 def numel_out(node: Any, output: int) -> int:
-    """The elements of one of a node's results."""
+    """The number of elements of one of a node's outputs."""
     return prod(node._input_metadata[output].shape)
 
 
 def of_parameters(node: Any) -> bool:
-    """Whether a number is computed from a small parameter alone, by functions of one number."""
+    """Whether a scalar is computed from small parameters only, and so is the same in all micro-batches."""
     nodes = [node]
     for _ in range(64):
         if not nodes:
@@ -86,7 +87,7 @@ def of_parameters(node: Any) -> bool:
 
 
 def of_weights(node: Any) -> bool:
-    """Whether a number is computed from parameters alone: a penalty, of which all micro-batches have the same."""
+    """Whether a scalar is computed from parameters only: a penalty, the same in all micro-batches."""
     nodes, seen = [node], {node}
     while nodes:
         current = nodes.pop()
@@ -107,21 +108,21 @@ def of_weights(node: Any) -> bool:
 
 
 def _by_number(node: Any, index: int) -> bool:
-    """Whether what has no gradient in a product or a quotient is one number."""
+    """Whether the operand without a gradient of a product or quotient is a single number."""
     value = getattr(node, "_saved_other" if index else "_saved_self", None)
     return isinstance(value, Tensor) and value.numel() == 1
 
 
 def stacks_numbers(node: Any, numel: int) -> bool:
-    """Whether a vector is made of so many numbers, each of its own graph, by what acts on each by itself.
+    """Whether a vector is a stack of `numel` scalars with graphs of their own, changed elementwise only.
 
-    They are the losses of tasks or of rows: `torch.stack(losses) * weights`.
+    Such scalars are the losses of tasks or of rows: `torch.stack(losses) * weights`.
     """
     return _stacks(node, numel, [_VECTOR_NODES])
 
 
 def is_number_viewed(node: Any) -> bool:
-    """Whether it makes a vector of one number: `loss.unsqueeze(0)`, as `DataParallel` does, or `loss.reshape(1)`."""
+    """Whether a node makes a vector of one scalar: `loss.unsqueeze(0)` (as `DataParallel` does), say."""
     if kind_of(node) not in PASSED or node.next_functions[0][0] is None:
         return False
     return len(shape_into(node, 0)) == 0 and len(node._input_metadata[0].shape) == 1
@@ -141,7 +142,7 @@ def _stacks(node: Any, numel: int, left: list[int]) -> bool:
         if child is None:
             continue
         if numel_into(node, index) != numel:
-            return False  # what all numbers have in common would have to be scaled for each
+            return False  # a scalar shared by all elements can't be scaled for each of them
         if not of_parameters(child):
             if not _stacks(child, numel, left):
                 return False
@@ -152,7 +153,7 @@ def _stacks(node: Any, numel: int, left: list[int]) -> bool:
 
 
 def factors_below(node: Any) -> list[Any]:
-    """The products and quotients between a node of such a vector and its numbers, or the next sum."""
+    """The products and quotients from a node of a stacked vector (see `stacks_numbers`) down to its stack."""
     found = []
     while kind_of(node) in _BY_ELEMENT:
         if kind_of(node) in ("Mul", "Div"):
@@ -166,11 +167,11 @@ def factors_below(node: Any) -> list[Any]:
 
 
 def as_saved(tensor: Tensor) -> Tensor:
-    """What autograd has saved of a tensor that is handed back as it is: this costs nothing, see `is_packed`."""
+    """An unpack hook that returns the saved tensor as it is, which costs nothing; see `is_packed`."""
     return tensor
 
 
 def is_packed(saved: Any) -> bool:
-    """Whether handing a saved tensor back may bring it from the host, or run a forward again."""
+    """Whether unpacking a saved tensor may copy it from the host or recompute a forward."""
     hook = getattr(saved, "unpack_hook", None)
     return hook is not None and hook is not as_saved

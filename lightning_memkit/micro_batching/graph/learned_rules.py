@@ -1,4 +1,4 @@
-"""How a loss's terms add up, learned from one batch that was run whole and in micro-batches."""
+"""Learn how a loss's terms add up from one batch that was run whole and in micro-batches."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,19 +18,20 @@ from lightning_memkit.micro_batching.graph.term_rules import (
     same_factors,
 )
 
-_EPSILON = 1e-4  # of the smallest divisor: what is added to each, so that none is zero
+_EPSILON = 1e-4  # relative to the smallest divisor: the most that is taken for an added epsilon
 NOTHING_COUNTS = "a term that counts nothing in the whole batch"
 
 
 class UnlikeDivisors(str):
-    """Why a term follows no law: what it is divided by is neither the sum of its parts' divisors nor the same.
+    """Why a term follows no law: its divisor is neither the sum of the micro-batches' nor equal to them.
 
-    A mean over pairs of rows is divided by 25 for five rows, and by 4 and 9 for two and three of them.
+    Example: a mean over pairs of rows is divided by 25 for five rows, and by 4 and 9 for two and three of
+    them.
     """
 
 
 class CurvedLoss(str):
-    """Why a loss is no sum over its rows: what is applied to numbers that were reduced over them."""
+    """Why a loss is no sum over its rows: the nonlinear function applied to values reduced over them."""
 
 
 def learned(
@@ -41,14 +42,14 @@ def learned(
     known: LossRules | None = None,
     looks: bool = True,
 ) -> LossRules | str:
-    """How a loss's terms add up, from one batch run whole and in micro-batches; or why this does not show.
+    """Learn how a loss's terms add up from a batch run whole and in micro-batches, or say why it can't be.
 
     Args:
         whole: the terms of the whole batch's loss.
-        parts: those of each micro-batch's.
-        dtype: that the loss was computed in: what its divisors are rounded to.
-        known: what other rows have told: a divisor that was of no law stays so.
-        looks: divisors of no law can be looked up in each batch.
+        parts: the terms of each micro-batch's loss.
+        dtype: the dtype in which the loss was computed, for the rounding of divisors.
+        known: rules learned from other rows; a term of `Law.OWN` stays so.
+        looks: whether divisors that follow no law can be looked up in each batch.
     """
     own_laws = {(r.name, r.index) for r in (known.rules if known else ()) if r.law is Law.OWN}
     for seen in (whole, *parts):
@@ -88,21 +89,21 @@ def learned(
                 return rule
             numbers = (float(t.divisor if t.is_multiplied and not t.quotient else t.quotient) for t in own)
             ones = all(-ALIKE <= number - 1 <= _EPSILON for number in numbers)
-            # A division by 0 shows no number.
+            # `any`, not `all`: a division by 0 gives a quotient of 0, which reads as none.
             numbered = ones or any(term.is_numbered for term in own)
             rules.append(replace(rule, fixed=fixed[index] if fixed else (), divided=ones, numbered=numbered))
     return LossRules(rules=tuple(rules))
 
 
 def agreed(own: LossRules | str | None, told: Sequence[LossRules | str | None]) -> LossRules | None:
-    """A rank's own rules by what those of all ranks tell; None where their losses have other terms, or other laws.
+    """A rank's rules, corrected by those of all ranks; None if their terms or laws contradict each other.
 
-    Rows of which one alone counts divide a term by 1 whole and in parts, as if it were a sum: where those of another
-    rank show that they count, it is a mean.
+    If only one of a rank's rows counts, a mean's divisor is 1 in the whole and in micro-batches, as a sum's
+    would be. If another rank shows that the divisors add up, the term is a mean.
 
     Args:
-        own: the rank's.
-        told: those of all ranks.
+        own: the rules that this rank has learned.
+        told: the rules that each rank has learned.
     """
     rules = [one for one in told if isinstance(one, LossRules)]
     if not isinstance(own, LossRules) or len(rules) < len(told):
@@ -115,7 +116,7 @@ def agreed(own: LossRules | str | None, told: Sequence[LossRules | str | None]) 
 
 
 def _of_ranks(own: TermRule, *told: TermRule) -> TermRule | None:
-    """One term's rule."""
+    """The corrected rule of one term; see `agreed`."""
     if any((rule.name, rule.index, rule.branch) != (own.name, own.index, own.branch) for rule in told):
         return None
     if len({(rule.law, rule.divided) for rule in told}) == 1:
@@ -132,7 +133,10 @@ def _of_ranks(own: TermRule, *told: TermRule) -> TermRule | None:
 
 
 def _fixed_factors(groups: list[list[LossTerm]], dtype: torch.dtype) -> list[tuple[int, ...]] | str:
-    """Of each term, the factors of one shape in the batch and its micro-batches: no rows' own, and so to be equal."""
+    """Per term, the indices of factors of one shape everywhere: they belong to no rows and must be equal.
+
+    Returns a reason instead if they differ.
+    """
     found = []
     for terms in zip(*groups, strict=True):
         fixed = []
@@ -147,7 +151,7 @@ def _fixed_factors(groups: list[list[LossTerm]], dtype: torch.dtype) -> list[tup
 
 
 def _bent_or_hidden(groups: list[list[LossTerm]]) -> str:
-    """What stands against terms that are bent, or don't show their divisor; each row of a batch may have its own."""
+    """Why curved or opaque terms are refused; empty if there are none, or if each row has its own."""
     hidden = next((term for terms in groups for term in terms if hidden_of(term)), None)
     whole, *parts = map(len, groups)
     if hidden is None or (whole == sum(parts) and whole > max(parts)):
@@ -156,7 +160,11 @@ def _bent_or_hidden(groups: list[list[LossTerm]]) -> str:
 
 
 def _aligned(name: str, groups: list[list[LossTerm]]) -> "tuple[str | None, list[list[Divisor]]] | str":
-    """The divisors of terms of one name, the whole's first: one by one, or as one sum over rows."""
+    """The branch and the divisors of terms of one name, the whole batch's first; or why they don't match.
+
+    If the number of terms is the same everywhere, each is aligned by itself (branch None). Otherwise they are
+    rows that the step adds up, and are merged into one term.
+    """
     if len({len(group) for group in groups}) == 1:
         return None, [[term.divisor for term in terms] for terms in zip(*groups, strict=True)]
     branches = {term.branch for group in groups for term in group if len(group) > 1}
@@ -182,7 +190,7 @@ def _rule(
     least = min(parts)
     if 0 < excess <= _EPSILON * least:
         return TermRule(name=name, index=index, branch=branch, law=Law.MEAN, excess=excess)
-    # What is added to every divisor shows in all; a count that is clamped is a whole number where it is not.
+    # An added epsilon makes every divisor fractional; a clamped count is a whole number in the whole batch.
     is_added = excess > 0 and not whole.is_integer()
     if is_added and excess <= least + allowed and least < SMALL * abs(whole):
         return TermRule(name=name, index=index, branch=branch, law=Law.MEAN, excess=excess)
@@ -194,10 +202,10 @@ def _rule(
 
 
 def _is_own(terms: Sequence[LossTerm], dtype: torch.dtype) -> bool:
-    """Whether it is a number of the step's own, and no reduction's, by which a term's divisors follow no law."""
+    """Whether a term's divisors follow no law because of a number of the step's own, not of a reduction."""
     quotients = [float(term.quotient) for term in terms]
     if terms and all(quotients):
         others = [float(term.divisor) / quotient for term, quotient in zip(terms, quotients, strict=True)]
         return not isinstance(_rule("", 0, None, others, dtype), str)
-    # One that is multiplied holds both in its divisor: where there is a mean, whose it is does not show.
+    # A multiplied term's divisor combines its factor and its mean: with a mean, either may follow no law.
     return bool(terms) and all(term.is_multiplied and "/Mean" not in term.name for term in terms)

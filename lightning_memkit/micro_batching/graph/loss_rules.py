@@ -1,9 +1,9 @@
-"""What each micro-batch weighs in its batch's loss, by the divisors that its own graph shows: exact for any counts.
+"""Weigh a micro-batch in its batch's loss by the divisors that its own graph shows; exact for any counts.
 
-A term of a loss is a sum over the batch's rows, divided by something: the weight of the labels, the tokens that a mask
-leaves, a number of elements. Seen once in a whole batch and in its micro-batches, the divisors tell the law: they add
-up (a mean), or are the same (a sum). From then on every micro-batch's own divisors say what it weighs: divisor over
-total for a mean, 1 for a sum.
+A term of a loss is a sum over the batch's rows, divided by something: the weight of the labels, the number of
+tokens that a mask keeps, a number of elements. Comparing the divisors of a whole batch with those of its
+micro-batches gives the term's law: they add up (a mean), or are equal (a sum). From then on a micro-batch's
+own divisor gives its weight, called its share of the term: divisor over total for a mean, 1 for a sum.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,17 +28,17 @@ from lightning_memkit.micro_batching.graph.term_rules import (
 )
 from lightning_memkit.micro_batching.shares.foreseen import UnforeseenLossError
 
-# A divisor below counts nothing: it was added to, or clamped, so that nothing is divided by zero.
+# A divisor below this is no count: it is an epsilon that was added or clamped to, against a division by zero.
 SMALL = 1e-3
 VARYING_FACTOR = "a factor that is made of the batch's rows"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossRules:
-    """How a loss's terms add up: proven on some rows, then read in every micro-batch.
+    """The rules by which a loss's terms add up: learned from some rows, then applied to every micro-batch.
 
     Args:
-        rules: one for each term.
+        rules: one rule for each term.
     """
 
     rules: tuple[TermRule, ...]
@@ -51,10 +51,10 @@ class LossRules:
         )
 
     def read(self, seen: LossTerms) -> Reading:
-        """A micro-batch's divisors.
+        """Read the divisors of a micro-batch's loss.
 
         Raises:
-            UnforeseenLossError: its loss has other terms.
+            UnforeseenLossError: its loss has other terms than the rules.
         """
         if not seen.terms:
             raise UnforeseenLossError(seen.opaque or "a loss without terms")
@@ -106,7 +106,7 @@ class LossRules:
         )
 
     def tells_less(self, known: "LossRules") -> bool:
-        """Whether other rows have told more of a term whose divisor is the same everywhere here: it may be a count."""
+        """Whether `known` has a mean where these rules saw equal divisors, which may be clamped counts."""
         means = {(rule.name, rule.index, rule.branch) for rule in known.rules if rule.law is Law.MEAN}
         return any(
             rule.law is Law.SUM and rule.looks_up and (rule.name, rule.index, rule.branch) in means
@@ -116,19 +116,19 @@ class LossRules:
     def counts(
         self, reading: Reading, loss: Tensor, values: Mapping[tuple[Any, int], Tensor] | None = None
     ) -> tuple[float, ...]:
-        """What a micro-batch counts in each term.
+        """The count of a micro-batch in each term: its divisor for a mean (0 if it counts nothing), else 1.
 
-        A divisor of 1, or one near zero, may be there to keep an empty sum from being divided by zero
-        (`mask.sum().clamp(min=1)`): with a term of exactly zero it counts nothing.
+        A divisor of 1, or one near zero, may only guard against a division by zero
+        (`mask.sum().clamp(min=1)`): if the term is exactly zero as well, it counts nothing.
 
         Args:
-            reading: what its loss shows.
+            reading: the terms that were read from its loss.
             loss: its loss.
-            values: the numbers that its step has computed (see `TermValues`), which its terms' own are among: of one
-                term alone they are asked for where something without a gradient is added to it.
+            values: the numbers that its step has computed (see `TermValues`). Without them, the value of a
+                single term is taken from the loss.
 
         Raises:
-            UnseenValueError: the value of one of several terms is asked for, and `values` are not there.
+            UnseenValueError: the value of one of several terms is needed, and `values` is None.
         """
         counted = list(reading.divisors)
         for index, (rule, quotient) in enumerate(zip(self.rules, reading.quotients, strict=True)):
@@ -154,13 +154,14 @@ class LossRules:
     def shares(
         self, counts: Sequence[float], totals: Sequence[float], main: float, *, ranks: int = 1
     ) -> list[float]:
-        """What a micro-batch weighs in each term.
+        """A micro-batch's share of each term.
 
         Args:
-            counts: its own.
-            totals: the whole batch's; of ranks that have one between them divided by their number.
-            main: the share of a term that looks at no row.
-            ranks: that number.
+            counts: its counts.
+            totals: the whole batch's counts; if ranks share one batch, the sum over ranks divided by their
+                number.
+            main: the share of a term that depends on no row.
+            ranks: the number of ranks.
         """
         by_law = {Law.SUM: 1.0, Law.OWN: 1.0, Law.SHARED: main}
         return [
@@ -169,32 +170,31 @@ class LossRules:
         ]
 
     def shares_of_nothing(self, *, is_first: bool, kept: float = 0.0) -> list[float]:
-        """What a micro-batch weighs in each term where no mean counts anything in the whole batch.
+        """A micro-batch's share of each term if no mean counts anything in the whole batch.
 
-        Sums add up as ever. A term that looks at no row is the batch's in one micro-batch, and so is a mean of
-        nothing.
+        Sums add up as usual. One micro-batch stands for the whole batch in the terms that depend on no row,
+        and in the means.
 
         Args:
-            is_first: it is the one.
-            kept: what a micro-batch's mean weighs in the batch's, where both have a divisor that is kept from being
-                zero, and are no zero themselves.
+            is_first: this is that micro-batch.
+            kept: the share of the means if their divisors are clamped above zero and the terms are not zero.
         """
         once = 1.0 if is_first else 0.0
         by_law = {Law.SUM: 1.0, Law.OWN: 1.0, Law.SHARED: once, Law.MEAN: kept or once}
         return [by_law[rule.law] for rule in self.rules]
 
     def _share(self, index: int, count: float, total: float, ranks: int) -> float:
-        """What a mean weighs in one of which it counts a part; both are divided by their epsilon, too."""
+        """A micro-batch's share of a mean; both divisors include the epsilon that the step adds."""
         excess = self.rules[index].excess
         return (count + excess) / (total + excess / ranks) if count and total else 0.0
 
     @property
     def means(self) -> tuple[int, ...]:
-        """The places of the rules whose divisors add up."""
+        """The indices of the rules whose divisors add up."""
         return tuple(index for index, rule in enumerate(self.rules) if rule.law is Law.MEAN)
 
     def looking_up(self, kept: Sequence[int]) -> "LossRules":
-        """The rules with some means as terms whose divisor is looked up in the whole batch, until rows tell more."""
+        """The rules with the means in `kept` turned into sums whose whole-batch divisor is looked up."""
         return LossRules(
             rules=tuple(
                 replace(rule, law=Law.SUM, numbered=True) if index in kept else rule
@@ -204,14 +204,14 @@ class LossRules:
 
     @property
     def looked_up(self) -> frozenset[int]:
-        """The places of the rules that are no mean, and whose divisor in the whole batch is looked up."""
+        """The indices of the rules that are no mean, and whose divisor in the whole batch is looked up."""
         return frozenset(index for index, rule in enumerate(self.rules) if rule.looks_up)
 
     @property
     def needs_totals(self) -> bool:
-        """Whether sums stand beside means: what a mean weighs beside a sum is its share of a total known before.
+        """Whether totals must be known before the first backward, because terms have different shares.
 
-        Nor do a mean with an epsilon and another term weigh alike.
+        This holds for sums beside means, and for a mean with an epsilon beside any other term.
         """
         has_epsilon = len(self.rules) > 1 and any(rule.excess for rule in self.rules)
         return bool(self.means) and (

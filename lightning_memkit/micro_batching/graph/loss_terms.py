@@ -1,4 +1,4 @@
-"""What a loss is made of, as its autograd graph shows it: terms, what they add, and where they can be scaled."""
+"""The terms of a loss: their divisors, their values, and where their gradients can be scaled."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,12 +10,12 @@ Divisor = float | Tensor
 
 
 class Number(NamedTuple):
-    """One number that a step computes, and what it is noted by.
+    """A key for one number that a step computes.
 
     Args:
-        node: what made it.
-        output: which of its results.
-        element: which number of that vector; None where it is the only one.
+        node: the autograd node of the function that computed it.
+        output: which of the node's outputs it is.
+        element: its index if that output is a vector; None if the output is a single number.
     """
 
     node: Any
@@ -23,10 +23,10 @@ class Number(NamedTuple):
     element: int | None = None
 
     def value(self, values: Mapping[tuple[Any, int], Tensor]) -> Tensor | None:
-        """The number, of those that a step has computed (see `TermValues`); None where it isn't among them."""
+        """The number's value, looked up in those that `TermValues` noted; None if it isn't among them."""
         value = values.get((self.node, self.output))
         if value is None and hasattr(self.node, "variable"):
-            # A parameter by itself, which no function has made.
+            # The node accumulates a parameter's gradient: no function computed the value, so none noted it.
             value = self.node.variable.detach()
         if value is None or (self.element is None and value.numel() != 1):
             return None
@@ -34,29 +34,29 @@ class Number(NamedTuple):
 
 
 class Addend(NamedTuple):
-    """What a number adds to the loss.
+    """A number with the factor by which it enters the loss.
 
     Args:
-        number: which one.
-        gain: what the step multiplies it by until it is part of the loss.
+        number: the number.
+        gain: the product of all factors between the number and the loss.
     """
 
     number: Number
     gain: Divisor
 
     def value(self, values: Mapping[tuple[Any, int], Tensor], total: Tensor) -> Tensor | None:
-        """What it adds, of the loss's dtype and on its device; None where the number isn't known."""
+        """Number times gain, with the dtype and device of `total`; None if the number isn't known."""
         value = self.number.value(values)
         return None if value is None else value.reshape(()).to(total) * self.gain
 
 
 class Edge(NamedTuple):
-    """The way from a node to one of its inputs: the gradient that goes there is this term's, whoever shares the input.
+    """An edge of the graph: the gradient along it is one term's, even if other terms share the input.
 
     Args:
-        node: what adds terms up.
+        node: the node that adds terms up.
         index: which of its inputs; None for all of them.
-        element: which number of the input, a vector of losses, is the term's.
+        element: if the input is a vector of losses, the index of the term's.
     """
 
     node: Any
@@ -68,32 +68,37 @@ class Edge(NamedTuple):
 class LossTerm:
     """One summand of a loss: a sum over the batch, divided by something.
 
+    A term "counts nothing" in a micro-batch that holds none of what it is a mean over (no label, no
+    positive).
+
     Args:
-        name: the nodes from the loss down to the sum, without those that add; the same term of another micro-batch
-            has the same name.
-        divisor: what the sum is divided by, up to a constant factor; a 0-dim tensor where a device holds it.
-        nodes: where the term's gradient can be scaled for it alone, nodes or edges; several where rows were added up
-            one by one.
-        bottom: the node or edge below its divisions. Where it counts nothing, its gradient is made zero there: a
-            division by zero has made nan of a zero.
-        levels: the divisor after each named node on the way.
-        branch: the last place on the way where summands came together; empty without one.
-        quotient: what the step itself divided by last, without constant factors; 0 without one.
-        is_multiplied: the step has multiplied it by a number, which may be one over a count.
-        top: the number that is the term's part of the loss, with what it is multiplied by on its way there.
-        summand: the same higher up, where what has no gradient (an entropy of the targets) has been added to it.
-        sums: the same where it has been added to other terms.
-        factors: tensors of several numbers that scale it between two reductions, small ones only. Where they are no
-            rows' own, they have to be the same in every micro-batch.
-        shared_factor: the node or edge at which a learned factor scales this term and others. They are scaled there,
-            all alike, so that the factor's own gradient is scaled as well; None without such a factor.
-        products: edges of the nodes that multiply this term alone with what is made of parameters. Where it counts
-            nothing and is nan, their gradients are made zero: 0 times nan is nan.
-        shared_products: the same of nodes that multiply it together with others.
-        is_offset: below a learned factor, whose gradient sees it, something without a gradient is added to it.
-        passed: nodes that its gradient passes after the one where it can be scaled.
-        curved: the function that bends what was reduced, where the term was not read further; see `LossTerms.curved`.
-        opaque: the node that does not show what it divides by, likewise.
+        name: the kinds of the nodes from the loss down to the sum, without additions; equal in all
+            micro-batches.
+        divisor: what the sum is divided by, up to a constant factor; a 0-dim tensor if it is on a device.
+        nodes: the nodes or edges at which this term's gradient alone can be scaled; several if the step adds
+            rows up one by one.
+        bottom: the node or edge below the term's divisions. If the term counts nothing, its gradient is set
+            to zero there, because a division by zero has turned a zero gradient into nan.
+        levels: after each named node on the path, its name and the divisor so far.
+        branch: the last node on the path, by name, that adds several summands; empty without one.
+        quotient: the last number that the step itself divided by, without constant factors; 0 without one.
+        is_multiplied: the step has multiplied the term by a number, which may be one over a count.
+        top: the term's own value in the loss, as a number and its gain.
+        summand: the same higher up, after something without a gradient (an entropy of the targets) was added.
+        sums: the sums further up in which the term is added to other terms, likewise.
+        factors: small tensors of several numbers that scale it between two reductions. Those that do not
+            belong to rows must be the same in every micro-batch.
+        shared_factor: the node or edge at which a learned factor scales this term and others. All of them are
+            scaled there, by one share, so that the factor's own gradient is scaled as well; None without such
+            a factor.
+        products: edges of the nodes that multiply this term alone by a value computed from parameters. If the
+            term counts nothing and is nan, gradients are set to zero there, because 0 times nan is nan.
+        shared_products: the same for nodes that multiply it together with other terms.
+        is_offset: something without a gradient is added to the term below a learned factor, and so appears in
+            that factor's gradient.
+        passed: the nodes that the term's gradient passes after the one where it can be scaled.
+        curved: the nonlinear function of a reduced value at which reading stopped; see `LossTerms.curved`.
+        opaque: the node that does not show its divisor, at which reading stopped; see `LossTerms.opaque`.
     """
 
     name: str
@@ -118,21 +123,23 @@ class LossTerm:
 
     @property
     def is_numbered(self) -> bool:
-        """Whether the step itself divides it, or multiplies it, by a number."""
+        """Whether the step itself divides or multiplies the term by a number."""
         return self.is_multiplied or isinstance(self.quotient, Tensor) or self.quotient != 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossTerms:
-    """What the graph behind a loss shows.
+    """All terms of a loss.
 
     Args:
-        terms: the summands; empty where the graph shows none.
-        curved: the function that is applied after a reduction, because of which the loss is no sum of its
-            micro-batches' losses; empty without one. A function of numbers that the loss has several of may be one
-            that is applied to each row: those terms say so, and the loss doesn't.
-        opaque: the node that does not show what it divides by; empty without one, and for several as above.
-        is_crossed: a term's gradient passes a node at which another one would be scaled: all have to be scaled alike.
+        terms: the summands; empty if the graph shows none.
+        curved: the nonlinear function that is applied after a reduction, so that the loss is no sum of its
+            micro-batches' losses; empty without one. If several terms have one name, the function may be
+            applied to each row: then only the terms carry it.
+        opaque: the node that does not show what it divides by; empty without one, and if several terms have
+            one name.
+        is_crossed: a term's gradient passes a node at which another term would be scaled, so all terms must
+            have the same share.
     """
 
     terms: tuple[LossTerm, ...] = ()
@@ -142,7 +149,7 @@ class LossTerms:
 
 
 def collapsed(terms: Sequence[LossTerm], branch: str) -> LossTerm:
-    """Terms of one name as one: what a step adds up row by row, over what it divides their sum by."""
+    """Merge terms of one name, which a step adds up row by row, into one with their sum's divisor."""
     first = terms[0]
     nodes = tuple(node for term in terms for node in term.nodes)
     above = [divisor for name, divisor in first.levels if f"{branch}/".startswith(f"{name}/")]
@@ -152,6 +159,6 @@ def collapsed(terms: Sequence[LossTerm], branch: str) -> LossTerm:
         divisor=divisor,
         nodes=nodes,
         branch=branch,
-        quotient=divisor if above else 0.0,  # those of single rows are no numbers of all
+        quotient=divisor if above else 0.0,  # not the first row's: it may differ from row to row
         is_multiplied=False,
     )

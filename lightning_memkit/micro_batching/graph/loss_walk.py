@@ -1,9 +1,10 @@
-"""Read off the autograd graph which sums a loss is made of, and what each is divided by; costs microseconds.
+"""Read from the autograd graph which sums a loss consists of, and their divisors; costs microseconds.
 
-Behind a loss stand a few nodes that add, scale and divide, then the reductions over the batch: `NllLossBackward0`
-with the weight of its labels, `DivBackward0` over a `SumBackward0` with its divisor, `MeanBackward0` with its count.
-`terms_of` walks from the loss to these reductions and returns each with the scale that it has met. No mode is active,
-no operator is patched, and nothing is computed. How rows act on each other below a reduction does not show here.
+Below a loss are a few nodes that add, scale and divide, then the reductions over the batch:
+`NllLossBackward0` with the weight of its labels, `DivBackward0` over a `SumBackward0` with its divisor,
+`MeanBackward0` with its count. `terms_of` walks from the loss to these reductions and returns each with its
+divisor and factors. No mode is active, no operator is patched, and nothing is computed. Interaction of rows
+below a reduction is not detected here.
 
 Source: torch's "Autograd mechanics" (`grad_fn`, `next_functions`, saved tensors).
 """
@@ -39,20 +40,20 @@ from lightning_memkit.micro_batching.graph.walk_rules import RULES, branched, br
 
 
 def terms_of(loss: Tensor) -> LossTerms:
-    """The terms of a loss, read off its graph; nothing is computed, and only the terms' nodes are kept.
+    """Read the terms of a loss from its graph; nothing is computed, and only the terms' nodes are kept.
 
     Args:
-        loss: a number with a graph behind it.
+        loss: a scalar with a graph.
 
     Returns:
-        The terms. One is `curved` where a function other than a sum, a multiple or a quotient follows a reduction, and
-        `opaque` where a custom function or a compiled graph hides its divisor. A function may show it: the context of
-        a `torch.autograd.Function` is its node, and an attribute `loss_divisor` of it (a number or a 0-dim tensor) is
-        read.
+        The terms. One is `curved` if a nonlinear function follows a reduction, and `opaque` if a custom
+        function or a compiled graph hides its divisor. A `torch.autograd.Function` can reveal its divisor by
+        setting the attribute `loss_divisor` (a number or a 0-dim tensor) on its context, which is the graph's
+        node.
     """
     if loss.grad_fn is None:
         return LossTerms(opaque="a loss without a graph")
-    # Under a dispatch mode, the numbers that nodes have saved are handed to operators as Python's, which they refuse.
+    # Under a dispatch mode, operators refuse the scalars that nodes have saved: they come as Python numbers.
     with _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext():
         return _walked(loss)
 
@@ -83,7 +84,7 @@ def _walked(loss: Tensor) -> LossTerms:
 
 
 def _step(path: WalkPath) -> Any:
-    """One node further: the ways on from it, or the term that ends here."""
+    """Go one node further: the paths from it, or the term that ends here."""
     node, kind = path.node, kind_of(path.node)
     present = [index for index, (child, _) in enumerate(node.next_functions) if child is not None]
     if kind in ADDED:
@@ -104,7 +105,7 @@ def _step(path: WalkPath) -> Any:
     ):
         return [down(path, path.output)]
     if kind in ("Select", "Unbind") and present and not factors_below(node.next_functions[0][0]):
-        # An index from the end is saved as one without a sign.
+        # Autograd saves a negative index as an unsigned 64-bit number.
         number = path.output if kind == "Unbind" else (node._saved_index + 2**63) % 2**64 - 2**63
         ways = elements(path, present[0], number)
         if ways is not None:
@@ -113,14 +114,14 @@ def _step(path: WalkPath) -> Any:
         return ended_term(path)
     if numel_out(node, path.output) == 1:
         if of_weights(node):
-            return ended_term(path)  # a norm of weights: no row is in it
+            return ended_term(path)  # a norm of weights, which depends on no row
         if kind in CURVED:
             return ended_term(path, curved=kind.lower())
     return ended_term(path, opaque=node.name())
 
 
 def _add(terms: dict[Any, LossTerm], term: LossTerm) -> None:
-    """A term that counts nothing is none; one that the loss adds several times is one."""
+    """Add a term, unless it is multiplied by zero; occurrences of one term are merged."""
     if isinstance(term.divisor, float) and isinf(term.divisor):
         return
     node = term.nodes[0]

@@ -1,23 +1,23 @@
-"""Whether micro-batches are weighed by what their own loss shows; paused only to measure what that costs."""
+"""Switches off, for benchmarks only, reading the autograd graph of each loss to weigh its micro-batch."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 
 class _Observation:
-    """Of the whole process: the steps that are measured may run in another thread."""
+    """Process-wide, not thread-local: the measured steps may run in another thread."""
 
     is_paused = False
 
 
 def is_paused() -> bool:
-    """Whether micro-batches are weighed by what is counted in them beforehand, and no loss's graph is read."""
+    """Whether micro-batches are weighed by counts of their inputs, and no loss's graph is read."""
     return _Observation.is_paused
 
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Within it no loss's graph is read. For measurements: what is counted beforehand need not be what weighs."""
+    """A context in which no loss's graph is read; for benchmarks, since weights may then be wrong."""
     before, _Observation.is_paused = _Observation.is_paused, True
     try:
         yield

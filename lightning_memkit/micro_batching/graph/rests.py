@@ -1,7 +1,8 @@
-"""What has no gradient in a loss, a constant or an entropy of the targets: how that of parts makes the whole's.
+"""Rests: the parts of a loss without a gradient (a constant, an entropy of the targets), and how they add up.
 
-No graph shows what it is divided by. Rows that ran whole and in parts tell it: of the ways to weigh parts, those that
-give the whole's number stay.
+No graph shows the divisor of a rest. It is learned from rows that ran whole and in micro-batches: of the
+candidate ways to weigh micro-batches, those that reproduce the whole batch's number are kept. Only the
+reported loss depends on this.
 """
 
 from collections.abc import Sequence
@@ -15,17 +16,17 @@ from torch import Tensor
 from lightning_memkit.micro_batching.graph.loss_rules import LossRules
 from lightning_memkit.micro_batching.graph.term_rules import Law
 
-Way = int | Literal["rows", "sum"]  # as a term counts, the place of its rule; a mean over rows; a sum
+Way = int | Literal["rows", "sum"]  # weighed as the term whose rule has this index; a mean over rows; a sum
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rest:
-    """What has no gradient in a micro-batch's loss.
+    """The rest of a micro-batch's loss.
 
     Args:
-        pieces: what is added to each term alone, one a rule; last what is left beside all.
-        counts: what the micro-batch counts in each term.
-        rows: that it has.
+        pieces: for each rule, what is added to its term alone; last, what is added to several or none.
+        counts: the micro-batch's count in each term.
+        rows: its number of rows.
     """
 
     pieces: Sequence[Tensor]
@@ -34,19 +35,19 @@ class Rest:
 
 
 class RestRules:
-    """How each piece of the rests goes together.
+    """How each piece of the micro-batches' rests adds up to the whole batch's.
 
-    What is added to one term goes as that term does, what is beside several is a mean over rows, until rows are seen
-    that tell otherwise.
+    Until a comparison shows otherwise, a piece that is added to one term is weighed as that term, and the
+    last piece as a mean over rows.
 
     Args:
-        count: terms of the loss.
+        count: the number of terms of the loss.
 
     Attributes:
-        seen: there is something without a gradient: its pieces are to be noted in every micro-batch.
-        untold: a piece was neither a mean over rows, nor one over what a term counts, nor a sum; or one that differs
-            among rows can't be read of a micro-batch, where it stands beside a mean over nothing, or of no comparison
-            could be read as a whole.
+        seen: the loss has a rest, so its pieces are noted in every micro-batch.
+        untold: the rest of the whole batch can't be computed: a piece was neither a mean over rows, nor a
+            mean over a term's counts, nor a sum; or a piece that varies was never compared, or was nan in a
+            micro-batch (beside a mean over nothing).
     """
 
     def __init__(self, count: int) -> None:
@@ -60,27 +61,26 @@ class RestRules:
 
     @property
     def pieces(self) -> int:
-        """How many pieces a rest has."""
+        """The number of pieces of a rest."""
         return len(self._open)
 
     def learn(
         self, rules: LossRules, whole: Rest, parts: Sequence[Rest], rounding: float, noise: float
     ) -> None:
-        """Keep the ways of weighing that hold here, of those that held before.
+        """Of the ways of weighing that held so far, keep those that hold in this comparison.
 
         Args:
-            rules: how the terms go together.
-            whole: the rest of some rows.
-            parts: those of their micro-batches.
-            rounding: of the numbers that a rest is the difference of.
-            noise: that a rest has itself, relative.
+            rules: how the terms add up.
+            whole: the rest of some rows run whole.
+            parts: the rests of their micro-batches.
+            rounding: the rounding error of the loss and the terms, whose difference a rest is.
+            noise: the relative noise of the rest itself.
         """
         self._laws = [rule.law for rule in rules.rules]
         for place, ways in enumerate(self._open):
             target, pieces = float(whole.pieces[place]), [float(part.pieces[place]) for part in parts]
-            told = [
-                value for value in (target, *pieces) if isfinite(value)
-            ]  # beside a mean over nothing is nan
+            # A rest beside a mean over nothing is nan.
+            told = [value for value in (target, *pieces) if isfinite(value)]
             largest = max(map(abs, told), default=0.0)
             if largest <= rounding:
                 continue
@@ -91,7 +91,7 @@ class RestRules:
                 continue
             self._is_compared[place] = True
             errors = [abs(_dot(self._weights(way, parts), pieces) - target) for way in ways]
-            # A clear lead only: ways that differ by rounding stay open, in their order.
+            # Drop a way only if another is clearly better; ways that differ by rounding stay, in order.
             most = min(allowed, 3 * min(errors) + allowed / 20)
             kept: list[Way] = [way for way, error in zip(ways, errors, strict=True) if error <= most]
             self.untold = self.untold or not kept
@@ -99,8 +99,8 @@ class RestRules:
                 ways[:] = kept
 
     def joined(self, parts: Sequence[Rest]) -> Tensor:
-        """The whole's rest; where a micro-batch's can't be read, that of the others."""
-        if not self._laws:  # no rows have told anything
+        """The whole batch's rest; micro-batches whose rest is nan are left out."""
+        if not self._laws:  # nothing was compared yet
             self._laws, self.untold = [Law.MEAN] * (self.pieces - 1), True
         total = torch.zeros_like(parts[0].pieces[0])
         for place, (way, *_) in enumerate(self._open):

@@ -1,4 +1,4 @@
-"""How a term of a loss adds up, and what a loss's graph was read as."""
+"""The rule by which a term's micro-batch values make the whole batch's; the reading of one loss's graph."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -18,32 +18,38 @@ from lightning_memkit.micro_batching.graph.loss_terms import (
 
 
 class Law(Enum):
-    """How a term's divisors in micro-batches make the whole batch's."""
+    """How a term's divisors in micro-batches relate to its divisor in the whole batch.
 
-    MEAN = "mean"  # they add up
-    SUM = "sum"  # they are the same, and the term's sum runs over the rows
-    OWN = "own"  # neither, and the step's own: a root of a count, one more than it. The whole batch's is looked up
-    SHARED = "shared"  # they are the same, and so is the term: it looks at no row (weight decay in the loss)
+    "Looked up" means: a forward of the whole batch without backward reads its divisors (a survey, see
+    `Surveys`).
+    """
+
+    MEAN = "mean"  # they add up to the whole batch's
+    SUM = "sum"  # they are equal to it, and the term is a sum over the rows
+    OWN = "own"  # neither: a number of the step's own (the root of a count); the whole batch's is looked up
+    SHARED = "shared"  # they are equal, and the term depends on no row (weight decay in the loss)
 
 
 class UnseenValueError(Exception):
-    """Whether a term counts nothing shows in its value, which was not noted."""
+    """A term's value is needed to tell whether it counts anything, but values were not noted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TermRule:
-    """One term of a loss, and how it adds up.
+    """One term of a loss, and how its micro-batch values make the whole batch's.
 
     Args:
         name: the term's name in the graph.
         index: which of several terms of that name it is.
-        law: how its divisors make the whole's.
-        branch: where rows that a step adds up one by one come together; None where terms are taken as they are.
-        excess: what every divisor holds more than its rows: the epsilon that keeps it from zero.
-        fixed: which of its factors are not its rows' own, and so the same in every micro-batch.
-        divided: the step itself divides it by a number that it has counted, which was 1 wherever it was looked at: one
-            that is kept from being zero, or a constant.
-        numbered: the step divides it, or multiplies it, by a number of its own.
+        law: how its divisors relate to the whole batch's.
+        branch: the node, by name, that adds up the terms that a step computes row by row; None if each term
+            counts by itself.
+        excess: the epsilon that the step adds to every divisor so that it is not zero.
+        fixed: the indices of its factors that do not belong to rows, and so must be equal in all
+            micro-batches.
+        divided: the step divides it by a number of its own that was 1 in all compared rows: a clamped count,
+            or a constant.
+        numbered: the step divides or multiplies it by a number of its own.
     """
 
     name: str
@@ -57,19 +63,20 @@ class TermRule:
 
     @property
     def looks_up(self) -> bool:
-        """Whether its divisor in the whole batch is looked up: until it is known to be a constant, or in each batch.
+        """Whether its divisor in the whole batch is looked up.
 
-        One that was the same in all that was compared may also be a count that is kept from being less.
+        For `Law.OWN` this happens in each batch. For `Law.SUM` it ends once the divisor is known to be a
+        constant: a divisor that was equal in all compared rows may still be a clamped count.
         """
         return self.law is Law.OWN or (self.law is Law.SUM and self.numbered)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """A micro-batch's divisors and quotients (see `LossTerm`), one a rule, its nodes, and factors that may not vary.
+    """The fields of the terms of a micro-batch's loss (see `LossTerm`), with one entry a rule.
 
-    Of each rule `multiplied` (`Term.is_multiplied`), `tops`, `summands`, `sums`, `shared_factors`, `bottoms`,
-    products and `offset` hold what its terms have (see `LossTerm`).
+    `multiplied` holds `LossTerm.is_multiplied`, `offset` holds `LossTerm.is_offset`. `factors` are those that
+    must be equal in all micro-batches.
     """
 
     divisors: tuple[float, ...]
@@ -88,17 +95,17 @@ class Reading:
     offset: tuple[bool, ...] = ()
 
     def is_one(self, index: int) -> bool:
-        """Whether the step itself divides a term by 1, or multiplies it so: by a count, or by what stands for none."""
+        """Whether the step divides or multiplies a term by 1: a count of one, or a clamped zero."""
         return self.quotients[index] == 1.0 or (
             bool(self.multiplied) and self.multiplied[index] and abs(self.divisors[index] - 1) <= ALIKE
         )
 
     def is_divided(self, index: int) -> bool:
-        """Whether the step itself divides a term, or multiplies it by what may be one over a number of its own."""
+        """Whether the step itself divides a term, or multiplies it by what may be one over a count."""
         return bool(self.quotients[index]) or (bool(self.multiplied) and self.multiplied[index])
 
     def scales_apart(self, shares: Sequence[float]) -> bool:
-        """Whether each term can be scaled by its own share: those below one learned factor have one."""
+        """Whether each term can be scaled by its own share: below a learned factor, shares must be equal."""
         if self.is_crossed:
             return alike(shares)
         of_factors: dict[Any, list[float]] = defaultdict(list)
@@ -109,12 +116,12 @@ class Reading:
 
 
 def rounding_of(dtype: torch.dtype) -> float:
-    """What a divisor may be off by, relative, in a loss of this dtype."""
+    """The relative rounding error that a divisor may have in a loss of this dtype."""
     return _ROUNDING.get(dtype, 1e-5)
 
 
 def share_of(divisor: float, total: float) -> float:
-    """What a micro-batch weighs in a sum that the whole batch divides by another number: 1 where by the same."""
+    """A micro-batch's share of a sum: its divisor over the whole batch's, exactly 1 if they are equal."""
     return 1.0 if abs(divisor - total) <= ALIKE * abs(total) else divisor / total
 
 
@@ -132,17 +139,17 @@ def same_factors(
 
 
 def hidden_of(term: LossTerm) -> str:
-    """Why a term was not read further."""
+    """Why a term could not be read further; empty if it could."""
     return term.curved or term.opaque
 
 
 def alike(shares: Sequence[float]) -> bool:
-    """Whether a micro-batch weighs the same in all terms: then its loss is scaled, and no term by itself."""
+    """Whether a micro-batch has the same share of all terms: then its loss is scaled as one number."""
     return max(shares) - min(shares) <= ALIKE * max(abs(share) for share in shares)
 
 
 def by_name(terms: Sequence[LossTerm]) -> dict[str, list[LossTerm]]:
-    """Terms of one name together."""
+    """Group terms by name."""
     named: dict[str, list[LossTerm]] = defaultdict(list)
     for term in terms:
         named[term.name].append(term)
@@ -150,7 +157,7 @@ def by_name(terms: Sequence[LossTerm]) -> dict[str, list[LossTerm]]:
 
 
 def difference_of(expected: Any, found: Any) -> str:
-    """Which names of terms are new, and which are missing."""
+    """Describe which names of terms are new, and which are missing."""
     new, gone = sorted(set(found) - set(expected)), sorted(set(expected) - set(found))
     return "; ".join(
         f"{what} {', '.join(name.lstrip('/') for name in names)}"
@@ -160,13 +167,13 @@ def difference_of(expected: Any, found: Any) -> str:
 
 
 def on_host(numbers: Sequence[Divisor]) -> tuple[float, ...]:
-    """Numbers of which some may lie on a device: it is waited for once."""
+    """Numbers as floats; those on a device are fetched together, with one synchronization."""
     held = [number.reshape(()) for number in numbers if isinstance(number, Tensor)]
     known = iter(torch.stack(held).tolist() if held else ())
     return tuple(next(known) if isinstance(number, Tensor) else float(number) for number in numbers)
 
 
-ALIKE = 1e-9  # relative: shares that differ by less are the same
+ALIKE = 1e-9  # relative difference below which shares are taken as equal
 
 
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}

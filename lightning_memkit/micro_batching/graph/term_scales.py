@@ -1,4 +1,4 @@
-"""Scale the gradient of each term of a loss by its own share, in the backward that comes; nothing is computed here.
+"""Scale the gradient of each term of a loss by its own share, by hooks that the next backward runs.
 
 Source: torch's `Node.register_hook` and `Node.register_prehook`.
 """
@@ -15,10 +15,10 @@ from lightning_memkit.micro_batching.graph.term_rules import Reading
 
 
 def scale_terms(reading: Reading, shares: Sequence[float]) -> None:
-    """Let the coming backward scale each term's gradient by its share; one that weighs nothing sends none on.
+    """Let the next backward scale each term's gradient by its share; a term of share 0 passes zeros on.
 
-    The scale is set where the gradient enters the term, behind its division: what a division by zero made of it is
-    dropped. Terms below one learned factor are scaled above it, and those of them that weigh nothing by themselves.
+    The gradient is scaled below the term's division, so that the nan of a division by zero is replaced. Terms
+    below one learned factor are scaled together at that factor; those of share 0 also at their own nodes.
     """
     of_factors: dict[Any, float] = {}
     for nodes, share, factors in zip(reading.nodes, shares, reading.shared_factors, strict=True):
@@ -45,7 +45,7 @@ def scale_terms(reading: Reading, shares: Sequence[float]) -> None:
 
 
 def _scale(place: Any, share: float) -> None:
-    """Scale the gradient that passes a node or an edge."""
+    """Register a hook that scales the gradient that passes a node or an edge."""
     if isinstance(place, Edge):
         place.node.register_hook(_scaled_edge(place, share))
     else:
@@ -60,7 +60,7 @@ def _scaled_by(share: float) -> Any:
 
 
 def _scaled_edge(edge: Edge, share: float) -> Any:
-    # What a vector is multiplied with may be a number, of which no element is one term's.
+    # A vector may be multiplied by a scalar, whose gradient has no element to scale: match inputs by size.
     numel = None if edge.index is not None or edge.element is None else _vector_numel(edge.node)
 
     def scale(gradients: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
@@ -79,7 +79,7 @@ def _vector_numel(node: Any) -> int:
 
 
 def _times(gradient: Tensor, share: float, element: int | None) -> Tensor:
-    """A gradient times a share, of which 0 makes 0 of anything; or one number of it."""
+    """A gradient, or one element of it, times a share; a share of 0 gives 0 even for nan."""
     if element is None:
         return gradient * share if share else torch.zeros_like(gradient)
     scaled = gradient.clone(memory_format=torch.contiguous_format)

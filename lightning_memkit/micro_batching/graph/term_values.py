@@ -1,4 +1,4 @@
-"""The numbers that a loss is added up from, noted while a step computes them; costs a microsecond a function."""
+"""Note the values of a loss's terms while a step computes them; costs a microsecond a torch function."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,17 +12,17 @@ from lightning_memkit.micro_batching.graph.graph_nodes import PARAMETER_NUMEL
 from lightning_memkit.micro_batching.graph.loss_terms import Addend
 from lightning_memkit.micro_batching.graph.term_rules import Reading, alike
 
-_ROUNDINGS = 2.0  # of the largest of some numbers: what their sum may be off by
+_ROUNDINGS = 2.0  # by how many roundings of its summands' size a sum may be off
 
 _DIFFERENTIATING = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
 
 class TermValues(TorchFunctionMode):
-    """While it is active, numbers and small vectors with a gradient are noted by what made them (see `Number`).
+    """While active, notes scalars and small vectors with a gradient, by the nodes that made them.
 
     Attributes:
-        values: these, by node and output.
-        differentiates: whether a gradient was taken (by a gradient penalty, say).
+        values: the noted values, by node and output (see `Number`).
+        differentiates: whether a gradient was taken while it was active (by a gradient penalty, say).
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class TermValues(TorchFunctionMode):
         self.differentiates = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the function, and note its result, or results."""
+        """Call the function, and note its results."""
         result = func(*args, **(kwargs or {}))
         self.differentiates = self.differentiates or func in _DIFFERENTIATING
         for one in result if isinstance(result, tuple) else (result,):
@@ -47,19 +47,20 @@ def _is_noted(result: Tensor) -> bool:
 def weighed_value(
     loss: Tensor, reading: Reading, shares: Sequence[float], values: Mapping[tuple[Any, int], Tensor]
 ) -> tuple[Tensor, list[Tensor] | None] | None:
-    """What a micro-batch adds to its batch's loss, each term by its own share; None where this can't be told.
+    """What a micro-batch contributes to its batch's loss: the sum of its terms times their shares.
 
-    Terms of one share that lack values are known by the sum that they alone are added up to, or are what all others
-    leave of the loss.
+    If terms of equal shares lack values, the value of a sum of only these terms serves, or the loss minus all
+    other terms.
 
     Args:
-        loss: its loss.
-        reading: what that shows.
-        shares: of each term.
-        values: the numbers that its step has computed.
+        loss: the micro-batch's loss.
+        reading: the terms that were read from it.
+        shares: the micro-batch's share of each term.
+        values: the numbers that its step has computed (see `TermValues`).
 
     Returns:
-        The weighed terms; and what has no gradient (see `Rest.pieces`), None where terms lack values.
+        The contribution; and the parts of the loss without a gradient (see `Rest.pieces`), None if terms lack
+        values. None instead of both if the contribution can't be computed.
     """
     total = loss.detach()
     known, weighed = torch.zeros_like(total), torch.zeros_like(total)
@@ -78,7 +79,7 @@ def weighed_value(
             known = known + (part if above is None else above)
             if own is not None and above is not None:
                 added = added + (above - own)
-            if share:  # what counts nothing may be a mean over nothing: nan
+            if share:  # a term of share 0 may be a mean over nothing, and 0 times nan is nan
                 weighed = weighed + part * share
         pieces.append(added)
     if not unknown:
@@ -98,7 +99,7 @@ def weighed_value(
 
 @dataclass
 class _Unknown:
-    """A term that lacks a value: its share, and the sums that it is added up to."""
+    """A term without a known value: its share, and the sums in which it is contained."""
 
     share: float
     sums: tuple[Addend, ...]
@@ -108,7 +109,7 @@ class _Unknown:
 def _sums_of_unknown(
     unknown: list[_Unknown], beside: set[Addend], values: Mapping[tuple[Any, int], Tensor]
 ) -> Iterator[tuple[Addend, float]]:
-    """The known sums of nothing but terms that lack values and have one share, the outermost first."""
+    """Sums of known value that consist of unknown terms of one share only; the outermost first."""
     for one in unknown:
         for addend in one.sums:
             if one.is_told or addend in beside or addend.number.value(values) is None:
@@ -121,7 +122,7 @@ def _sums_of_unknown(
 
 
 def rounding_of_terms(reading: Reading, values: Mapping[tuple[Any, int], Tensor], loss: Tensor) -> float:
-    """What adding up the terms of a loss rounds, which may be larger than the loss; 0 where one is nan."""
+    """The rounding error of adding up the terms of a loss, which may exceed the loss; 0 if a term is nan."""
     numbers = [
         addend.number.value(values)
         for own in (reading.tops, reading.summands)

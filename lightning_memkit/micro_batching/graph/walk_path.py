@@ -1,4 +1,4 @@
-"""Where a walk through a loss's graph stands, what it has met, and the numbers that it meets."""
+"""The state of a walk from a loss down its graph, and helpers that read the numbers saved in nodes."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -28,22 +28,22 @@ _FACTOR_NUMEL = 2**16
 
 @dataclass(slots=True, eq=False)
 class WalkPath:
-    """Where a walk stands, and what it has met."""
+    """A path from the loss to a term: the current node, and what was collected so far (see `LossTerm`)."""
 
     node: Any
     output: int
-    last: Any  # the node before, or this one where it left other terms
+    last: Any  # the previous node, or the current one directly below a sum of several terms
     top: Addend
     summand: Addend
-    entry: Any = None  # the first product with a parameter, whose gradient is the term's, too
+    entry: Any = None  # the first product with a parameter; that parameter's gradient has to be scaled, too
     is_entered: bool = False
-    shared_factor: Any = None  # where that parameter meets other terms as well
+    shared_factor: Any = None  # that entry, if the parameter scales other terms as well
     products: tuple[Edge, ...] = ()
-    shared_products: tuple[Edge, ...] = ()  # above where it left other terms
+    shared_products: tuple[Edge, ...] = ()  # those above the last sum of several terms
     is_offset: bool = False
-    passed: tuple[Any, ...] = ()  # nodes below that entry
-    edge: Edge | None = None  # where it left the other terms
-    is_divided: bool = False  # since then
+    passed: tuple[Any, ...] = ()  # nodes below `entry`
+    edge: Edge | None = None  # from the last sum of several terms to this one
+    is_divided: bool = False  # below `edge`
     name: str = ""
     branch: str = ""
     divisor: Divisor = 1.0
@@ -51,22 +51,22 @@ class WalkPath:
     reduced: bool = False
     quotient: Divisor = 0.0
     is_multiplied: bool = False
-    gain: Divisor = 1.0  # what the node's number is multiplied with on its way into the loss
+    gain: Divisor = 1.0  # the product of all factors between this node's number and the loss
     sums: tuple[Addend, ...] = ()
-    scaling: tuple[Tensor, ...] = ()  # by several numbers since the last reduction
+    scaling: tuple[Tensor, ...] = ()  # tensors of several numbers that scale it since the last reduction
     factors: tuple[Tensor, ...] = ()
-    element: int | None = None  # which number of a vector of losses it follows
-    place: Edge | None = None  # where it is alone in that vector
+    element: int | None = None  # the index that is followed in a vector of losses
+    place: Edge | None = None  # the edge along which that element's gradient can be scaled by itself
 
     @classmethod
     def of(cls, loss: Tensor) -> "WalkPath":
-        """A walk that begins at a loss."""
+        """A path that begins at a loss."""
         whole = Addend(Number(loss.grad_fn, loss.output_nr), 1.0)
         return cls(node=loss.grad_fn, output=loss.output_nr, last=loss.grad_fn, top=whole, summand=whole)
 
 
 def down(path: WalkPath, index: int) -> WalkPath:
-    """One node further, by one of its inputs."""
+    """Move the path to the node's `index`-th input."""
     if path.is_entered:
         path.passed = (*path.passed, path.node)
     path.last = path.node
@@ -75,10 +75,11 @@ def down(path: WalkPath, index: int) -> WalkPath:
 
 
 def ended_term(path: WalkPath, *, curved: str = "", opaque: str = "") -> LossTerm:
-    """The term at which a walk ends; curved or opaque where it can't be read further."""
+    """The term at which a path ends; `curved` or `opaque` say why it can't be read further, if so."""
     bottom = path.last
     if not path.reduced:
-        # Other terms may come by what is made of parameters; a division by zero is to stay above the scale elsewhere.
+        # Other terms may share nodes that are computed from parameters: scale on the edge to them. Otherwise
+        # scale below the division, so that the nan of a division by zero is made before gradients are zeroed.
         is_made = of_parameters(path.node) or of_weights(path.node)
         if path.edge is not None and (is_made or not path.is_divided):
             bottom = path.edge
@@ -108,54 +109,54 @@ def ended_term(path: WalkPath, *, curved: str = "", opaque: str = "") -> LossTer
 
 
 def is_learned(path: WalkPath) -> bool:
-    """Whether a learned factor scales what it stands at."""
+    """Whether a learned factor scales the current node."""
     return bool(path.is_entered or path.shared_factor or path.products or path.shared_products)
 
 
 def is_number(node: Any, index: int) -> bool:
-    """Whether an input is a number, or a view of one; a vector of one is a row."""
+    """Whether an input is a scalar or a 1-element view of one; any other 1-element vector is a row."""
     child = node.next_functions[index][0]
     return numel_into(node, index) == 1 and (not shape_into(node, index) or is_number_viewed(child))
 
 
 def share(path: WalkPath) -> None:
-    """What it has met is several terms'."""
+    """Note that the learned factors on the path so far scale several terms."""
     path.shared_factor = path.shared_factor or (path.entry if path.is_entered else None)
     path.is_entered = False
     path.products, path.shared_products = (), (*path.shared_products, *path.products)
 
 
 def addend(path: WalkPath) -> Addend:
-    """What the number at which a walk stands adds to the loss."""
+    """What the number at the current node adds to the loss."""
     return Addend(Number(path.node, path.output, path.element), path.gain)
 
 
 def sign_of(node: Any, index: int) -> float:
-    """What a sum multiplies one of its summands with."""
+    """The factor (sign, `alpha`) by which an addition multiplies its `index`-th input."""
     alpha = float(getattr(node, "_saved_alpha", 1))
     signs = {"Add": (1.0, alpha), "Sub": (1.0, -alpha), "Rsub": (-alpha, 1.0)}.get(kind_of(node))
     return 1.0 if signs is None else signs[index]
 
 
 def own_number(path: WalkPath, factor: Tensor) -> Tensor:
-    """Of what scales a vector of losses, the number that scales the one that is followed."""
+    """The element of a factor of a vector of losses that scales the loss that is followed."""
     return factor if factor.numel() == 1 or path.element is None else factor.reshape(-1)[path.element]
 
 
 def leveled(path: WalkPath) -> WalkPath:
-    """Note what the loss is divided by down to here."""
+    """Note the divisor down to the current node in `levels`."""
     path.levels = (*path.levels, (path.name, path.divisor))
     return path
 
 
 def divided(path: WalkPath, by: Divisor) -> WalkPath:
-    """A walk that has met a divisor."""
+    """Multiply the path's divisor by another one."""
     path.divisor = path.divisor * in_double(by)
     return leveled(path)
 
 
 def in_double(number: Divisor) -> Divisor:
-    """A number, in double precision; one that lies on a device stays there, where waiting for it would cost time."""
+    """A number in double precision; one on a device stays there, because fetching it would synchronize."""
     if not isinstance(number, Tensor):
         return number
     if number.device.type == "cpu":
@@ -164,7 +165,7 @@ def in_double(number: Divisor) -> Divisor:
 
 
 def inverse(factor: Divisor) -> Divisor:
-    """One over a number, which may lie on a device; infinity for zero."""
+    """One over a number, which may be on a device; infinity for zero."""
     factor = in_double(factor)
     if isinstance(factor, Tensor):
         return factor.reciprocal()
@@ -172,23 +173,23 @@ def inverse(factor: Divisor) -> Divisor:
 
 
 def scalar(path: WalkPath, name: str) -> "Divisor | None":
-    """The number that a node has saved; None where it is a tensor of several, which scales row by row."""
+    """The number that a node has saved; None if it is a tensor of several, which scales elementwise."""
     raw = getattr(path.node, f"_raw{name}", None)
     is_large = numel_out(path.node, path.output) != 1 and path.element is None
     if raw is not None and is_packed(raw) and is_large:
-        return None  # unpacking may bring a large tensor back from the host, or run a forward again
+        return None  # unpacking may copy a large tensor from the host, or recompute a forward
     value = getattr(path.node, name)
     if isinstance(value, Tensor):
         if path.element is not None:
             return value if value.numel() == 1 and value.ndim == 0 else None
-        # Of one row, what scales row by row is one number, too: below a reduction it has a dimension.
+        # In a micro-batch of one row a factor for each row is one number, too, but it has a dimension.
         by_row = path.reduced and value.ndim > 0 and numel_out(path.node, path.output) == 1
         return value if value.numel() == 1 and not by_row else None
     return None if value is None else float(value)
 
 
 def note_scaling(path: WalkPath, name: str) -> None:
-    """Keep several numbers that scale what was reduced: another reduction may lie below."""
+    """Keep a tensor of several numbers that scales a reduced value: another reduction may follow below."""
     if path.element is not None:
         value = getattr(path.node, name).detach()
         number = in_double(own_number(path, value))

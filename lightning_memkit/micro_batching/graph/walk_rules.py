@@ -1,4 +1,8 @@
-"""How a walk goes on at each kind of node: sums, products and quotients, reductions, vectors of losses."""
+"""How a walk continues at each kind of node: sums, products and quotients, reductions, vectors of losses.
+
+A rule takes the path and the indices of the inputs that have a gradient (`present`). It returns the paths to
+continue on, or the term at which the walk ends.
+"""
 
 import copy
 from collections.abc import Callable
@@ -40,7 +44,7 @@ from lightning_memkit.micro_batching.graph.walk_path import (
     sign_of,
 )
 
-# Loss functions of torch that reduce by themselves: `_saved_reduction` is 0 (none), 1 (mean) or 2 (sum).
+# torch's loss functions with a reduction of their own: `_saved_reduction` is 0 (none), 1 (mean) or 2 (sum).
 _LOSSES = """BinaryCrossEntropy BinaryCrossEntropyWithLogits HuberLoss MseLoss NllLoss NllLoss2D SmoothL1Loss
     SoftMarginLoss""".split()
 
@@ -49,13 +53,13 @@ _LOSSES_BY_ROW = "MultiMarginLoss MultilabelMarginLoss".split()  # their mean is
 
 
 def branched(path: WalkPath, present: list[int]) -> Any:
-    """The summands of a sum; a summand without a gradient is none."""
+    """The paths to the summands of a sum that have a gradient."""
     if not present:
         return ended_term(path, opaque=path.node.name())
     if path.element is not None:
         return branched_vector(path, present, path.element)
     if path.reduced and len(present) > 1 and not all(is_number(path.node, index) for index in present):
-        return ended_term(path)  # rows are added up element by element: one sum, also of a single row
+        return ended_term(path)  # tensors of rows are added elementwise: still one reduced sum
     path.branch = path.name
     if len(present) > 1 and numel_out(path.node, path.output) == 1:
         path.sums = (*path.sums, addend(path))
@@ -63,11 +67,11 @@ def branched(path: WalkPath, present: list[int]) -> Any:
     for index, way in zip(present, ways, strict=True):
         if len(present) > 1 or not way.is_entered:
             share(way)
-            way.last = way.node  # what they came together in is not one term's alone
+            way.last = way.node  # the sum itself belongs to several terms: one can't be scaled at it
             way.edge, way.is_divided = Edge(path.node, index), False
         way.gain = way.gain * sign_of(path.node, index)
         way.is_offset = way.is_offset or (len(present) == 1 and is_learned(path))
-        # Else something is added to the rows of one sum, which may be a single row.
+        # Otherwise something is added to the rows below a reduction, of which there may be only one.
         if numel_into(path.node, index) == 1 and not (path.reduced and len(present) == 1):
             way.top = addend(way)
             if len(present) > 1:
@@ -76,15 +80,15 @@ def branched(path: WalkPath, present: list[int]) -> Any:
 
 
 def branched_vector(path: WalkPath, present: list[int], element: int) -> list[WalkPath]:
-    """What one number of a vector of losses is added up from."""
+    """The paths to the summands of one element of a vector of losses."""
     node, is_stack = path.node, kind_of(path.node) in ("Cat", "Stack") or is_number_viewed(path.node)
     path.branch = path.name
     ways = []
     for index in [element] if is_stack else present:
         if index not in present:
-            continue  # a constant among the losses
+            continue  # the element is a constant, without a gradient
         way, edge = down(copy.copy(path), index), Edge(node, index, element)
-        if not path.is_entered:  # other ways may come by what is stacked
+        if not path.is_entered:  # the stacked scalar may be used elsewhere, too: scale on the edge
             way.edge, way.last, way.is_divided = path.place if is_stack else edge, way.node, False
         elif not is_stack and len(present) > 1:
             share(way)
@@ -101,7 +105,7 @@ def branched_vector(path: WalkPath, present: list[int], element: int) -> list[Wa
 
 
 def elements(path: WalkPath, index: int, element: int | None = None) -> list[WalkPath] | None:
-    """The ways to the numbers of a vector of losses, of which it takes one or all; None where it is no such vector."""
+    """The paths to one element, or all, of an input that is a vector of losses; None if it is none."""
     node, shape = path.node, shape_into(path.node, index)
     child = node.next_functions[index][0]
     if path.reduced or path.element is not None or len(shape) != 1 or not stacks_numbers(child, shape[0]):
@@ -155,7 +159,7 @@ def _quotient(path: WalkPath, present: list[int]) -> Any:
 
 
 def _product(path: WalkPath, present: list[int]) -> Any:
-    """Two factors with gradients: linear in one where the other is made of parameters alone."""
+    """Both operands have gradients: linear in one if the other is computed from parameters only."""
     if path.reduced or (path.element is None and numel_out(path.node, path.output) != 1):
         return ended_term(path)
     batched = [index for index in present if not of_parameters(path.node.next_functions[index][0])]
@@ -177,7 +181,7 @@ def _product(path: WalkPath, present: list[int]) -> Any:
 
 
 def _dotted(path: WalkPath, present: list[int]) -> Any:
-    """A vector of losses times their weights."""
+    """A dot product of a vector of losses with their weights."""
     if len(present) == 2:
         made = [of_parameters(path.node.next_functions[index][0]) for index in present]
         if sum(made) != 1:
@@ -220,7 +224,7 @@ def _reduced(path: WalkPath) -> WalkPath:
 
 
 def _reduced_by_itself(path: WalkPath, present: list[int]) -> LossTerm:
-    """A loss function of torch's with a reduction of its own."""
+    """One of torch's loss functions with a reduction of its own."""
     kind = kind_of(path.node)
     if path.node._saved_reduction != 1:
         return ended_term(path)

@@ -1,1 +1,1 @@
-"""Running a batch in micro-batches: how it is split, and what is logged and returned of it."""
+"""Runs a batch in micro-batches ("parts"): splits it, and joins what it logs and returns."""

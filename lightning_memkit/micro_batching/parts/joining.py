@@ -1,8 +1,9 @@
-"""A whole batch's results from its parts', by rules that a comparison on a few samples has shown to be right.
+"""Join micro-batches' results into the whole batch's, by rules that a comparison on few samples confirmed.
 
-What a step returns, logs and sets in its module may be rows, means over this or that, sums, extremes. Which, is not
-guessed: `Joining.compare` is given a small batch's results, run whole and in parts, and keeps for every value the
-rules that give the whole's. `Joining.join` applies them to the parts of other batches.
+The values that a step returns, logs or sets in its module may be rows, means over samples or labels, sums or
+extremes. `Joining.compare` takes the results of a small batch that was run whole and in micro-batches, and
+keeps for every value the rules that give the whole's. `Joining.join` applies them to the micro-batches of
+other batches.
 """
 
 from collections.abc import Container, Sequence
@@ -31,34 +32,34 @@ from lightning_memkit.micro_batching.parts.joining_rules import (
 )
 from lightning_memkit.micro_batching.parts.nested import branch, branches, check_same_keys, rebuilt_result
 
-# How many comparisons have to fit one kind of rule alone before it is taken to hold: a mean or a sum, and any other
-# rule. After so many in all it is taken to hold in any case.
+# A rule is taken as certain after so many comparisons that no other kind of rule fits: for a mean, a sum or
+# a concatenation; for any other rule. After the last number of comparisons it is taken as certain anyway.
 _ENOUGH, _ENOUGH_OF_OTHERS, _MOST_COMPARISONS = 4, 12, 32
-_UNLIKE_PARTS = 24  # among which two are looked for that tell rules apart
-_STRIDE = 7  # from one pair of unlike parts to the next, so that later comparisons take other parts
+_UNLIKE_PARTS = 24  # the most micro-batches among which a pair that distinguishes rules is searched
+_STRIDE = 7  # from one pair to the next, so that later comparisons take other micro-batches
 
 
 class Joining:
-    """The rules by which results of parts make the whole's, value by value.
+    """The rules by which micro-batches' results make the whole batch's, value by value.
 
     Args:
-        allowed: the largest relative error, by norm, that is rounding.
+        allowed: the largest relative error, by norm, that counts as rounding.
     """
 
     def __init__(self, allowed: float) -> None:
         self.allowed = allowed
-        self.doubtful: list[str] = []  # values of the last `join` that the rules left give differently
-        self.excess = 0.0  # how far apart they are at most, over what is allowed for rounding
+        self.doubtful: list[str] = []  # values of the last `join` for which the remaining rules differ
+        self.excess = 0.0  # their largest difference, relative to what is allowed for rounding
         self.comparisons = 0
-        self._telling = 0  # comparisons of a number in which rules of one kind alone fitted
-        self._tells = False  # whether the comparison under way is one
+        self._telling = 0  # comparisons of a number that rules of one kind only fitted
+        self._tells = False  # whether the current comparison is one of these
         self._open: dict[Path, list[Rule]] = {}
 
     def compare(self, whole: Any, parts: Sequence[Any], counts: Counts) -> None:
-        """Keep for every value the rules that hold here, of those that held before.
+        """Keep for every value the rules that hold in this comparison, of those that held before.
 
         Raises:
-            JoinError: a value of the whole comes from its parts by none of them.
+            JoinError: none of them gives a value of the whole.
         """
         self._tells = False
         self._compare((), whole, parts, counts)
@@ -66,17 +67,17 @@ class Joining:
         self._telling += self._tells
 
     def join(self, parts: Sequence[Any], counts: Counts) -> Any:
-        """The whole's results; `doubtful` names those that the rules still open don't agree on.
+        """The whole batch's results; `doubtful` names the values on which the remaining rules disagree.
 
         Raises:
-            JoinError: the parts don't fit together (they are padded to unequal lengths, say).
+            JoinError: the micro-batches' values can't be joined (they are padded to unequal lengths, say).
         """
         self.doubtful, self.excess = [], 0.0
         return self._join((), parts, counts)
 
     @property
     def sure(self) -> bool:
-        """Whether enough has been compared for a rule not to fit by chance; an extreme of few numbers often does."""
+        """Whether comparisons are enough that no rule fits by chance, as an extreme of few numbers may."""
         first = next((rules[0][0] for path, rules in self._open.items() if path[-1:] != ("count",)), "")
         enough = _ENOUGH if first in ("mean", "sum", "cat") else _ENOUGH_OF_OTHERS
         return self._telling >= enough or self.comparisons >= _MOST_COMPARISONS
@@ -89,16 +90,16 @@ class Joining:
         adjacent: bool = False,
         but: Container[tuple[int, int]] = (),
     ) -> tuple[int, int] | None:
-        """The two parts on which the rules left differ the most; None where on all by rounding only.
+        """The two micro-batches on which the remaining rules differ the most; None if only by rounding.
 
-        Where rules of a mean differ on many parts, they do on two of them. A comparison of these two, whole and alone,
-        leaves fewer rules.
+        Rules of a mean that differ on many micro-batches also differ on some two of them. Comparing these
+        two, run together and apart, leaves fewer rules.
 
         Args:
-            parts: the values of a batch's parts.
-            counts: what each counts.
+            parts: the values of a batch's micro-batches.
+            counts: their counts, by each way of weighing.
             adjacent: only neighbours can be run as one.
-            but: pairs that have been compared.
+            but: pairs that have been compared already.
         """
         best, pair = 1.0, None
         for first, second in _pairs(parts, counts, adjacent=adjacent):
@@ -114,7 +115,7 @@ class Joining:
         return pair
 
     def _allowed(self, value: Any) -> float:
-        """The tolerance, or what the value's own dtype rounds."""
+        """The tolerance, or the rounding of the value's own dtype if that is larger."""
         rounding = ROUNDING.get(value.dtype, 2e-6) if isinstance(value, Tensor) else 2e-6
         return max(self.allowed, rounding)
 
@@ -157,11 +158,11 @@ class Joining:
         allowed = self._allowed(whole)
         if least > allowed:
             raise JoinError(why_not(path, whole, parts, least))
-        # A clear lead only: rules that differ by rounding (of the whole and of its parts) stay open, in their order.
+        # Drop a rule only if another is clearly better: rules that differ by rounding stay, in their order.
         rounding = max(allowed / 20, 1.5 * _spacing(whole))
         if path[-1:] != ("count",) and is_one_number(
             whole
-        ):  # of large results all rules would be too much work
+        ):  # trying all rules again on large results would cost too much
             self._tells |= len({r[0] for r in rules if rule_error(r, whole, parts, counts) <= allowed}) == 1
         self._open[path] = [
             rule
@@ -213,14 +214,14 @@ def unlike_pair(
     but: Container[tuple[int, int]] = (),
     turn: int = 0,
 ) -> tuple[int, int] | None:
-    """Two parts with unlike values; None where all are alike.
+    """Two micro-batches with different values; None if all values are equal.
 
     Args:
-        parts: the values of a batch's parts.
-        counts: what each counts.
+        parts: the values of a batch's micro-batches.
+        counts: their counts, by each way of weighing.
         adjacent: only neighbours can be run as one.
-        but: pairs that have been compared.
-        turn: how many comparisons there were: each takes another pair.
+        but: pairs that have been compared already.
+        turn: the number of comparisons so far; each turn takes another pair.
     """
     pairs = [
         pair
@@ -231,7 +232,7 @@ def unlike_pair(
 
 
 def _pairs(parts: Sequence[Any], counts: Counts, *, adjacent: bool) -> list[tuple[int, int]]:
-    """The places of two parts of which values or counts differ."""
+    """The candidate pairs: neighbours if `adjacent`, else pairs that differ in value or count."""
     if adjacent:
         return list(pairwise(range(len(parts))))
     unlike: dict[Any, int] = {}
@@ -241,7 +242,7 @@ def _pairs(parts: Sequence[Any], counts: Counts, *, adjacent: bool) -> list[tupl
 
 
 def _weigh_alike(rule: Rule, other: Rule, counts: Counts) -> bool:
-    """Whether two rules are the same mean here, since what they weigh by is in proportion."""
+    """Whether two means give the same result here, because their counts are proportional."""
     if rule[:-1] != other[:-1] or not {rule[-1], other[-1]} <= counts.keys():
         return False
     one, two = counts[rule[-1]], counts[other[-1]]
@@ -250,7 +251,7 @@ def _weigh_alike(rule: Rule, other: Rule, counts: Counts) -> bool:
 
 
 def _spacing(value: Any) -> float:
-    """The relative distance of neighbouring numbers of a value's dtype."""
+    """The machine epsilon of a value's dtype."""
     is_rounded = isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
     return torch.finfo(value.dtype).eps if is_rounded else 0.0
 
@@ -258,6 +259,3 @@ def _spacing(value: Any) -> float:
 def _own_way(parts: Sequence[Counted], counts: Counts) -> tuple[list[Any], Counts]:
     values, own = [part.value for part in parts], [part.count for part in parts]
     return values, counts if None in own else {"its own": [float(count) for count in own], **counts}
-
-
-# Structure: what is looked into, and put together again

@@ -1,4 +1,4 @@
-"""Rules by which one value of a whole batch comes from its parts' values, for `joining`."""
+"""Rules by which one value of a whole batch is computed from its micro-batches' values, for `joining`."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -11,11 +11,9 @@ from torch import Tensor
 
 Path = tuple[Any, ...]
 Rule = tuple[Any, ...]  # its kind, then its options
-Counts = Mapping[str, Sequence[float]]  # a way of weighing, and what each part counts by it
+Counts = Mapping[str, Sequence[float]]  # by what a mean may be weighed, and each micro-batch's count of it
 
-ROUNDED = (
-    1e-5  # relative difference of logged and returned numbers that is rounding; nothing is summed up in them
-)
+ROUNDED = 1e-5  # relative difference of logged and returned numbers that counts as rounding
 _NUMBERS = (bool, int, float)
 # Perplexities are exponentials of means, root mean squares are roots of them.
 _POWER_MEANS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
@@ -26,14 +24,15 @@ ROUNDING = {torch.float64: 0.0, torch.float32: 2e-6, torch.float16: 2e-3, torch.
 
 
 class JoinError(ValueError):
-    """No rule gives the whole's value from its parts'; says which value and why."""
+    """No rule computes the whole batch's value from the micro-batches'; says which value and why."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Counted:
-    """A value with what its user says that it is a mean over (`batch_size=` of a logger), or None.
+    """A logged value with the count by which its user weighs it (`batch_size=` of `self.log`), or None.
 
-    `rule` is the kind of rule that the user asks for (`reduce_fx=` of a logger): it is taken as long as it holds.
+    `rule` is the kind of rule that the user asks for (`reduce_fx=`); it is preferred as long as comparisons
+    agree.
     """
 
     value: Any
@@ -42,17 +41,17 @@ class Counted:
 
 
 def ways_of_weighing(shares: Sequence[float], sizes: Sequence[int]) -> dict[str, list[float]]:
-    """What a value of parts may be a mean over: what the loss counts in each, or the samples of each."""
+    """The weights by which a value may be a mean: the micro-batches' counts in the loss, or their samples."""
     return {"loss": list(shares), "samples": [float(size) for size in sizes]}
 
 
 def name_of(path: Path) -> str:
-    """A value's place in the results, as its user would write it."""
+    """A value's path in the results, as its user would write it."""
     return "".join(f"[{key!r}]" if index else str(key) for index, key in enumerate(path)) or "the result"
 
 
 def rules_for(whole: Any, parts: Sequence[Any], counts: Counts) -> list[Rule]:
-    """Rules whose result has the whole's shape, the likeliest first."""
+    """Rules whose result has the shape of the whole batch's value, the likeliest first."""
     if not is_number_like(whole) or not all(is_number_like(part) for part in parts):
         return [("same",)]
     target, values = _tensor(whole), [_tensor(part) for part in parts]
@@ -67,7 +66,7 @@ def rules_for(whole: Any, parts: Sequence[Any], counts: Counts) -> list[Rule]:
 
 
 def unseen_rules(parts: Sequence[Any], counts: Counts) -> list[Rule]:
-    """The likeliest rule of a value that was in no comparison: rows, else as `rules_for` has it."""
+    """The likeliest rule of a value that was in no comparison: rows, else the first of `rules_for`."""
     if all(isinstance(part, (Tensor, np.ndarray)) and part.ndim for part in parts):
         rows = [part.shape[0] for part in parts]
         if rows == list(counts.get("samples", ())):
@@ -76,7 +75,7 @@ def unseen_rules(parts: Sequence[Any], counts: Counts) -> list[Rule]:
 
 
 def _fits(values: Sequence[Tensor], dim: int, whole: Tensor | None = None) -> bool:
-    """Whether tensors go together along a dimension, to the whole's shape where that is given."""
+    """Whether tensors can be concatenated along a dimension, to the shape of `whole` if that is given."""
     shapes = {(*value.shape[:dim], *value.shape[dim + 1 :]) for value in values if value.ndim > dim}
     if len(shapes) != 1 or any(value.ndim <= dim for value in values):
         return False
@@ -87,14 +86,14 @@ def _fits(values: Sequence[Tensor], dim: int, whole: Tensor | None = None) -> bo
 
 
 def rule_error(rule: Rule, whole: Any, parts: Sequence[Any], counts: Counts) -> float:
-    """How far a rule is from giving the whole's value."""
-    if rule[-1] == "same":  # every part's, not the last one's that happens to be the whole's
+    """The relative error of a rule's result against the whole batch's value."""
+    if rule[-1] == "same":  # all have to be equal, though only the last one's is returned
         return max(relative_error(part, whole) for part in parts)
     return relative_error(applied(rule, parts, counts, ()), whole)
 
 
 def applied(rule: Rule, parts: Sequence[Any], counts: Counts, path: Path) -> Any:
-    """The value that a rule gives."""
+    """Apply a rule to the micro-batches' values."""
     kind, *options = rule
     if kind in ("mean", *_POWER_MEANS) and options[0] not in counts:
         raise JoinError(f"{name_of(path)} is a mean over {options[0]}, which this batch does not tell")
@@ -120,12 +119,12 @@ def applied(rule: Rule, parts: Sequence[Any], counts: Counts, path: Path) -> Any
 
 
 def _mean(values: Sequence[Tensor], counts: Sequence[float]) -> Tensor:
-    """The mean weighed by counts; parts that count nothing are left out, their own mean may be nan."""
+    """The mean weighed by counts, without micro-batches of count 0, whose own mean may be nan."""
     total = sum(counts)
     if total == 0:
         return values[0]
     dtype = values[0].dtype
-    # A mean of equal values is that value, to the bit; Apple's GPUs have no float64.
+    # In float64 a mean of equal values is exactly that value; Apple's GPUs have no float64.
     wide = torch.promote_types(dtype, torch.float32 if values[0].device.type == "mps" else torch.float64)
     weighed = [value.to(wide) * (count / total) for value, count in zip(values, counts, strict=True) if count]
     return torch.stack(weighed).sum(0).to(dtype)
@@ -142,7 +141,7 @@ def is_number_like(item: Any) -> bool:
 
 
 def is_one_number(item: Any) -> bool:
-    """Whether a value is a single number, of Python or in a tensor."""
+    """Whether a value is a single number: Python's, or a tensor of one element."""
     return isinstance(item, (int, float)) or (isinstance(item, Tensor) and item.numel() == 1)
 
 
@@ -153,7 +152,7 @@ def _tensor(item: Any) -> Tensor:
 
 
 def _like(example: Any, value: Tensor) -> Any:
-    """A value in the type that the user's own had."""
+    """Convert a value to the type of `example`, the user's own value."""
     if isinstance(example, Tensor):
         return value.to(example.dtype)
     if isinstance(example, np.ndarray):
@@ -162,7 +161,7 @@ def _like(example: Any, value: Tensor) -> Any:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two values that are no numbers are equal."""
+    """Whether two values that are not numbers are equal."""
     if a is b:
         return True
     try:
@@ -172,7 +171,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def same_everywhere(parts: Sequence[Any]) -> bool:
-    """Whether all parts gave the same value."""
+    """Whether all micro-batches gave the same value."""
     first = parts[0]
     if is_number_like(first):
         return all(is_number_like(part) and relative_error(part, first) == 0 for part in parts)
@@ -180,7 +179,7 @@ def same_everywhere(parts: Sequence[Any]) -> bool:
 
 
 def relative_error(value: Any, target: Any) -> float:
-    """The distance of a value from its target over the target's norm; infinite where shapes differ."""
+    """The distance of a value from its target over the target's norm; infinite if shapes differ."""
     if not (is_number_like(value) and is_number_like(target)):
         return 0.0 if same(value, target) else float("inf")
     a, b = _tensor(value), _tensor(target)
@@ -192,7 +191,7 @@ def relative_error(value: Any, target: Any) -> float:
         a, b = a.to_dense(), b.to_dense()
     wide = torch.complex128 if a.is_complex() else torch.float64
     a, b = a.to("cpu", wide), b.to("cpu", wide)
-    alike = (a == b) | (a.isnan() & b.isnan())  # infinities and nan where both have them
+    alike = (a == b) | (a.isnan() & b.isnan())  # nan and infinities agree if both values have them
     distance = torch.where(alike, torch.zeros_like(a), a - b).norm()
     norm = torch.where(b.isfinite(), b, torch.zeros_like(b)).norm().clamp_min(1e-300)
     error = float(distance / norm)
@@ -207,7 +206,7 @@ def _error_of_numbers(value: float, target: float) -> float:
 
 
 def why_not(path: Path, whole: Any, parts: Sequence[Any], error: float) -> str:
-    """What is wrong with a value that no rule gives; the best comes as near as `error`."""
+    """Describe why no rule gives a value; `error` is the relative error of the best rule."""
     if isinstance(whole, Tensor) and whole.ndim:
         shapes = " and ".join(
             str(tuple(p.shape)) if isinstance(p, Tensor) else type(p).__name__ for p in parts

@@ -1,4 +1,4 @@
-"""What the parts of a batch logged, as if the whole batch had been logged once."""
+"""Join what micro-batches logged into one entry a value, as the whole batch would have logged it."""
 
 import warnings
 from collections import defaultdict
@@ -19,21 +19,22 @@ from lightning_memkit.micro_batching.parts.joining_rules import (
     ways_of_weighing,
 )
 
-Entries = list[dict[str, Any]]  # the keywords of each call of `self.log`
+Entries = list[dict[str, Any]]  # the keyword arguments of each call of `self.log`
 _Key = tuple[str, str, int]
 
 
 class LoggedValues:
-    """Puts logged values together by rules that the probe of the loss has shown to be right.
+    """Joins logged values by rules that the probe of the loss has confirmed.
 
-    A value may be a mean over labels, as the loss is, or over samples, as an accuracy is; a sum; an extreme. The
-    probe compares what a few samples log, whole and in parts. Where that does not tell, or a value was in no
-    comparison, `doubtful` says so: two parts that do are found by `telling_pair`, and `learn` is given what they log.
-    Without, a value is put together by its reduction: means by the user's `batch_size`, else as the loss is weighed.
+    A value may be a mean over labels, as the loss is, or over samples, as an accuracy is; a sum; an extreme.
+    The probe compares what a few samples log as a whole and in micro-batches. If that leaves several rules,
+    or a value was in no comparison, the value is listed in `doubtful`: `telling_pair` then finds two
+    micro-batches that distinguish the rules, and `learn` takes what these log. Without a rule, a value is
+    joined by its `reduce_fx`: a mean is weighed by the user's `batch_size`, else as the loss.
 
     Attributes:
-        doubtful: the values of the last `merged` of which it is not known how parts make them.
-        unsure: those of which it is known from few comparisons.
+        doubtful: the values of the last `merged` for which several rules, or none, are left.
+        unsure: those with one rule left, after too few comparisons to be certain.
     """
 
     def __init__(self) -> None:
@@ -43,7 +44,7 @@ class LoggedValues:
         self._joinings: dict[_Key, Joining] = {}
         self._wrong: set[_Key] = set()
         self._given_up: set[_Key] = set()
-        self._said: set[_Key] = set()  # means of which the user says what over, by `batch_size`
+        self._said: set[_Key] = set()  # means for which the user gives a `batch_size`
 
     def compare(
         self,
@@ -53,14 +54,14 @@ class LoggedValues:
         sizes: Sequence[int],
         allowed: float,
     ) -> None:
-        """Learn from a small batch, run whole and in parts.
+        """Learn from a small batch that was run whole and in micro-batches.
 
         Args:
             whole: what it logged as a whole.
-            parts: what each of its parts logged.
-            shares: what each part holds of what the loss is a mean over.
-            sizes: the samples of each part.
-            allowed: the relative error that is rounding.
+            parts: what each of its micro-batches logged.
+            shares: the weight of each micro-batch in the loss.
+            sizes: the samples of each micro-batch.
+            allowed: the relative error that counts as rounding.
         """
         self._allowed = allowed
         for key, entry, values in _in_all(whole, parts):
@@ -78,7 +79,7 @@ class LoggedValues:
         adjacent: bool,
         but: Collection[tuple[int, int]],
     ) -> tuple[int, int] | None:
-        """The places of two parts, not in `but`, that tell how a doubtful or unsure value goes together."""
+        """Two micro-batches, not in `but`, that distinguish the rules of a doubtful or unsure value."""
         by_part = [_keyed(entries) for _, entries in logged]
         for key in [*self.doubtful, *self.unsure]:
             indices = [index for index, own in enumerate(by_part) if key in own]
@@ -99,7 +100,7 @@ class LoggedValues:
     def learn(
         self, whole: Entries, parts: Sequence[Entries], shares: Sequence[float], sizes: Sequence[int]
     ) -> bool:
-        """Whether rows, run whole and in parts, told more of values that are doubtful, or known from too little."""
+        """Compare rows run whole and in micro-batches, for doubtful and unsure values; whether any was."""
         told = False
         for key, entry, values in _in_all(whole, parts):
             if key not in self.doubtful and key not in self.unsure:
@@ -113,15 +114,15 @@ class LoggedValues:
         return told
 
     def give_up(self) -> None:
-        """Warn of what is doubtful, once for each value; not where the user's `batch_size` says what it is."""
+        """Warn of doubtful values, once each, unless the user's `batch_size` says how to weigh them."""
         for key in self.doubtful:
             self._given_up.add(key)
             if key in self._said:
                 continue
             warnings.warn(
-                f"It is not known how what {key[0]} logs as {key[1]!r} comes from a batch's parts: by their samples, "
-                "by what the loss counts, as a sum. What is logged may not be the whole batch's. To say it, log a "
-                "mean with batch_size=, or a torchmetrics object.",
+                f"It is not known how {key[1]!r}, which {key[0]} logs, adds up over a batch's micro-batches: "
+                "as a mean over samples, a mean over what the loss counts, or a sum. The logged value may "
+                "differ from the whole batch's. Log a mean with batch_size=, or a torchmetrics object.",
                 stacklevel=2,
             )
         self.doubtful = []
@@ -132,12 +133,13 @@ class LoggedValues:
         sizes: Sequence[int],
         known: Container[tuple[str, str]] = (),
     ) -> Entries:
-        """One entry for each value that the parts logged.
+        """One entry for each value that the micro-batches logged.
 
         Args:
-            logged: the weight of each part, and what it logged.
-            sizes: the samples of each part.
-            known: hooks and names of values that the caller puts together: nothing is said of them.
+            logged: the weight of each micro-batch, and what it logged.
+            sizes: the samples of each micro-batch.
+            known: hooks and names of values that the caller joins itself; they are never doubtful and cause
+                no warning.
         """
         self.doubtful, self.unsure = [], []
         grouped: dict[_Key, list[int]] = defaultdict(list)
@@ -186,15 +188,15 @@ class LoggedValues:
         self._joinings.pop(key, None)
         self._given_up.add(key)
         warnings.warn(
-            f"What {key[0]} logs as {key[1]!r} can't be made from a batch's parts: in parts it is their "
-            "reduction (reduce_fx), which is another value than the whole batch's. Log what adds up: a mean, a sum, "
-            "or a torchmetrics object.",
+            f"What {key[0]} logs as {key[1]!r} can't be made from a batch's micro-batches: their values are "
+            "reduced by reduce_fx, which gives another value than the whole batch's. Log what adds up: a "
+            "mean, a sum, or a torchmetrics object.",
             stacklevel=2,
         )
 
 
 def _in_all(whole: Entries, parts: Sequence[Entries]) -> Iterator[tuple[_Key, Counted, list[Counted]]]:
-    """The numbers that the whole and all parts logged."""
+    """The numbers that both the whole and all micro-batches logged."""
     by_part = [_keyed(entries) for entries in parts]
     for key, entry in _keyed(whole).items():
         values = [own[key] for own in by_part if key in own]
@@ -203,13 +205,13 @@ def _in_all(whole: Entries, parts: Sequence[Entries]) -> Iterator[tuple[_Key, Co
 
 
 def _differ(entries: Entries) -> bool:
-    """Whether parts logged unlike numbers."""
+    """Whether micro-batches logged different numbers."""
     values = [entry["value"] for entry in entries]
     return all(map(is_one_number, values)) and not same_everywhere(values)
 
 
 def _keyed(entries: Iterable[dict[str, Any]]) -> dict[_Key, dict[str, Any]]:
-    """The calls by hook, name, and which of several calls of that name it is."""
+    """The calls by hook, name, and the index among the calls of that name."""
     found: dict[_Key, dict[str, Any]] = {}
     seen: dict[tuple[str, str], int] = defaultdict(int)
     for entry in entries:
@@ -220,7 +222,7 @@ def _keyed(entries: Iterable[dict[str, Any]]) -> dict[_Key, dict[str, Any]]:
 
 
 def counted(entry: dict[str, Any]) -> Counted:
-    """A held call of `self.log` as what its value is joined by."""
+    """A collected call of `self.log` in the form that `Joining` takes."""
     return Counted(value=entry["value"], count=entry.get("batch_size"), rule=_reduction(entry))
 
 
@@ -231,7 +233,7 @@ def _reduction(entry: dict[str, Any]) -> str:
 
 
 def _by_reduction(entries: Entries, weights: Sequence[float]) -> dict[str, Any]:
-    """Means are averaged by the user's batch_size, else by the loss's weights; sums add, extremes stay."""
+    """Join by `reduce_fx`: means are weighed by the user's `batch_size`, else as the loss; sums add up."""
     merged = dict(entries[-1])
     values = [entry["value"] for entry in entries]
     if not all(isinstance(value, Tensor) for value in values):

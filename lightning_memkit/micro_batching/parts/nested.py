@@ -1,4 +1,4 @@
-"""Nested results taken apart, and built again."""
+"""Take nested results apart, and rebuild them."""
 
 import copy
 import dataclasses
@@ -14,11 +14,11 @@ from lightning_memkit.micro_batching.parts.joining_rules import (
     name_of,
 )
 
-DEEPEST_RESULT = 12  # levels of nested results; objects may refer to each other in a circle
+DEEPEST_RESULT = 12  # levels of nested results; a limit, because objects may refer to each other in a cycle
 
 
 def branches(item: Any, depth: int) -> list[tuple[Any, Any]] | None:
-    """The named values of a structure; None for a leaf, and below the deepest that is looked into."""
+    """The keys and values of a structure; None for a leaf, and below `DEEPEST_RESULT` levels."""
     if depth > DEEPEST_RESULT:
         return None
     if isinstance(item, Mapping):
@@ -27,7 +27,7 @@ def branches(item: Any, depth: int) -> list[tuple[Any, Any]] | None:
         return list(enumerate(item))
     if dataclasses.is_dataclass(item) and not isinstance(item, type):
         return [(field.name, getattr(item, field.name)) for field in dataclasses.fields(item)]
-    # An object that is equal to itself alone (a model's cache of keys and values) is what its attributes are.
+    # An object without an `__eq__` of its own (a model's KV cache) is compared and joined by its attributes.
     if (
         type(item).__eq__ is object.__eq__
         and not isinstance(item, (nn.Module, Enum, type))
@@ -38,10 +38,10 @@ def branches(item: Any, depth: int) -> list[tuple[Any, Any]] | None:
 
 
 def branch(item: Any, key: Any, path: Path) -> Any:
-    """What an item holds by a key.
+    """An item's entry or attribute by its key.
 
     Raises:
-        JoinError: it holds nothing by that key.
+        JoinError: the item has none.
     """
     try:
         return item[key] if isinstance(item, (Mapping, list, tuple)) else getattr(item, key)
@@ -50,10 +50,10 @@ def branch(item: Any, key: Any, path: Path) -> Any:
 
 
 def check_same_keys(path: Path, first: Any, parts: Sequence[Any]) -> None:
-    """Refuse results of micro-batches that hold other keys than the first one's.
+    """Check that the results of micro-batches have the same keys, in the same order, as `first`.
 
     Raises:
-        JoinError: one does.
+        JoinError: one has others.
     """
     wanted = [key for key, _ in branches(first, len(path)) or ()]
     for part in parts:
@@ -62,7 +62,7 @@ def check_same_keys(path: Path, first: Any, parts: Sequence[Any]) -> None:
 
 
 def rebuilt_result(first: Any, joined: dict[Any, Any]) -> Any:
-    """A result of the first one's kind, with what was joined."""
+    """A result of the type of `first`, with the joined values."""
     if isinstance(first, Mapping):
         rebuilt: Any = copy.copy(first)
         for key, value in joined.items():

@@ -1,4 +1,4 @@
-"""What a batch logs and returns, from what its parts do; two of them are run as one where that is not known."""
+"""Join what micro-batches log and return; in doubt, run two of them as one to learn how values add up."""
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
@@ -13,26 +13,24 @@ from lightning_memkit.micro_batching.parts.value_looks import ValueLooks
 from lightning_memkit.micro_batching.proof.trial_values import TrialValues
 from lightning_memkit.micro_batching.run import Step
 
-_MOST_LOOKS = (
-    8  # at two parts of a batch, each of which leaves fewer rules; and those of a fit that tell nothing
-)
-_LOOKS_IF_UNSURE = 6  # where the rules left agree, but may fit by chance
+_MOST_LOOKS = 8  # at pairs of a batch's micro-batches; and, in a fit, looks that give nothing before they end
+_LOOKS_IF_UNSURE = 6  # if the remaining rules agree on this batch, but may fit by chance
 
 
 @dataclass(kw_only=True)
 class GivenValues:
-    """What the parts of a batch have logged and returned.
+    """What the micro-batches of a batch have logged and returned.
 
     Attributes:
-        extras: what each part with a loss returned beside it.
-        weights: what each of these weighs in the loss.
-        sizes: their rows.
-        parts: which of the cut's parts they are.
-        rows: which of the batch's rows they hold, where they are out of order.
-        logged: the weight of each part, and what it logged.
-        parts_logged: which of the cut's parts these are.
-        cut: the parts.
-        split: how the user splits, if otherwise.
+        extras: what each micro-batch with a loss returned besides it.
+        weights: the weights of these in the loss.
+        sizes: their numbers of rows.
+        parts: their indices among the micro-batches.
+        rows: the batch's rows that they hold, if these are out of order.
+        logged: the weight of each micro-batch, and what it logged.
+        parts_logged: the indices of these among the micro-batches.
+        cut: the batch in micro-batches.
+        split: the user's own function that splits a batch, if there is one.
     """
 
     extras: list[dict[str, Any]] = field(default_factory=list)
@@ -47,18 +45,19 @@ class GivenValues:
 
     @property
     def sizes_logged(self) -> list[int]:
-        """The rows of each part that logged."""
+        """The numbers of rows of the micro-batches in `logged`."""
         return [] if self.cut is None else [self.cut.sizes[index] for index in self.parts_logged]
 
 
 class PartValues:
-    """Puts together what parts log and return.
+    """Joins what micro-batches log and return.
 
     Attributes:
-        logs: how logged values go together.
-        returned: how returned values do.
-        look: runs two parts as one; None on several ranks, and where it fails: what is in doubt is named.
-        seconds: that this has taken.
+        logs: joins logged values.
+        returned: joins returned values.
+        look: runs two micro-batches as one; None on several ranks, or after it has failed too often. Then
+            doubtful values cause a warning.
+        seconds: the time that looks have taken.
     """
 
     def __init__(self) -> None:
@@ -66,18 +65,18 @@ class PartValues:
         self.returned = ReturnedValues()
         self.look: ValueLooks | None = None
         self.seconds = 0.0
-        self._failed = 0  # looks that told nothing
+        self._failed = 0  # looks that gave no comparison
 
     def of_batch(
         self, step: Step, given: GivenValues, shares: Sequence[float], known: Container[tuple[str, str]]
     ) -> tuple[Entries, dict[str, Any]]:
-        """What the batch logs, and what it returns beside its loss.
+        """What the batch logs, and what it returns besides its loss.
 
         Args:
-            step: the batch's, after its backward.
-            given: what its parts logged and returned.
-            shares: what each part with a loss weighs in it.
-            known: hooks and names of what is logged and put together by the caller.
+            step: the batch's step, after its backward.
+            given: what its micro-batches logged and returned.
+            shares: the weights of the micro-batches that have a loss.
+            known: hooks and names of logged values that the caller joins itself.
         """
         tried: set[tuple[int, int]] = set()
         for look in range(_MOST_LOOKS + 1):
@@ -98,11 +97,11 @@ class PartValues:
 
     @property
     def _unsure(self) -> bool:
-        """Whether rules hold of which too few comparisons have told."""
+        """Whether some rules rest on too few comparisons, and a look is possible."""
         return self.look is not None and bool(self.logs.unsure or self.returned.unsure)
 
     def _looked(self, step: Step, given: GivenValues, tried: set[tuple[int, int]]) -> bool:
-        """Whether two parts that were not `tried`, run as one, have told more of how values go together."""
+        """Run two micro-batches that were not `tried` as one; whether that gave a comparison of values."""
         adjacent = given.split is not None or isinstance(step.batch, SplittableBatch)
         places = given.parts_logged
         pair = self.logs.telling_pair(
@@ -127,7 +126,7 @@ class PartValues:
         self._failed += not told
         if (
             self._failed >= _MOST_LOOKS
-        ):  # it draws numbers of its own, has no memory for two parts, logs once only
+        ):  # the step draws random numbers of its own, logs only once, or two micro-batches don't fit
             self.look = None
         return told
 
@@ -138,6 +137,6 @@ class PartValues:
 
 
 def _among(tried: set[tuple[int, int]], parts: Sequence[int]) -> set[tuple[int, int]]:
-    """Pairs of a cut's parts, by their places among some of these."""
+    """Pairs of micro-batches, translated to indices among those in `parts`."""
     place = {part: index for index, part in enumerate(parts)}
     return {(place[a], place[b]) for a, b in tried if a in place and b in place}

@@ -1,4 +1,4 @@
-"""What training_step returns beside its loss, as if the whole batch had returned it."""
+"""Join what training_step returns besides the loss, as the whole batch would have returned it."""
 
 import warnings
 from collections.abc import Collection, Mapping, Sequence
@@ -19,11 +19,11 @@ Returned = Mapping[str, Any]
 
 
 class ReturnedValues:
-    """Puts returned values together: rows by their place, the rest by rules that the probe has shown to be right.
+    """Joins returned values: rows in their order, all others by rules that the probe has confirmed.
 
     Attributes:
-        doubtful: the values of the last `merged` of which it is not known how parts make them.
-        unsure: those of which it is known from few comparisons.
+        doubtful: the values of the last `merged` for which several rules, or none, are left.
+        unsure: those with one rule left, after too few comparisons to be certain.
     """
 
     def __init__(self) -> None:
@@ -36,13 +36,13 @@ class ReturnedValues:
         self._named: set[str] = set()
 
     def compare(self, whole: Returned, parts: Sequence[Returned], counts: Counts, allowed: float) -> None:
-        """Learn from a small batch, run whole and in parts.
+        """Learn from a small batch that was run whole and in micro-batches.
 
         Args:
             whole: what it returned as a whole.
-            parts: what each of its parts returned.
-            counts: ways of weighing, and what each part counts by them.
-            allowed: the relative error that is rounding.
+            parts: what each of its micro-batches returned.
+            counts: the counts of the micro-batches, by each way of weighing.
+            allowed: the relative error that counts as rounding.
         """
         self._allowed = allowed
         for name, value in whole.items():
@@ -61,13 +61,13 @@ class ReturnedValues:
         sizes: Sequence[int],
         rows: Sequence[int] | None,
     ) -> dict[str, Any]:
-        """One value for each that the parts returned.
+        """One value for each that the micro-batches returned.
 
         Args:
-            returned: what each part returned.
-            shares: what each weighs.
-            sizes: the rows of each.
-            rows: which of the batch's rows they held, where they are out of order.
+            returned: what each micro-batch returned.
+            shares: their weights.
+            sizes: their numbers of rows.
+            rows: the batch's rows that they hold, if these are out of order.
         """
         doubtful: list[str] = []
         whole = joined(returned, shares, sizes, rows, doubtful=doubtful)
@@ -104,7 +104,7 @@ class ReturnedValues:
         adjacent: bool,
         but: Collection[tuple[int, int]],
     ) -> tuple[int, int] | None:
-        """The places of two parts, not in `but`, that tell how a doubtful or unsure value goes together."""
+        """Two micro-batches, not in `but`, that distinguish the rules of a doubtful or unsure value."""
         counts = ways_of_weighing(shares, sizes)
         for name in [*self.doubtful, *self.unsure]:
             joining, parts = (
@@ -122,7 +122,7 @@ class ReturnedValues:
     def learn(
         self, whole: Returned, parts: Sequence[Returned], shares: Sequence[float], sizes: Sequence[int]
     ) -> bool:
-        """Whether rows, run whole and in parts, told more of values that are doubtful, or known from too little."""
+        """Compare rows run whole and in micro-batches, for doubtful and unsure values; whether any was."""
         names = [n for n in (*self.doubtful, *self.unsure) if all(n in one for one in (whole, *parts))]
         counts = ways_of_weighing(shares, sizes)
         for name in names:
@@ -134,25 +134,25 @@ class ReturnedValues:
         return bool(names)
 
     def give_up(self) -> None:
-        """Warn of what is doubtful, once for each value."""
+        """Warn of doubtful values, once each."""
         self._given_up.update(self.doubtful)
         for name in self.doubtful:
             warnings.warn(
-                f"It is not known how what training_step returns as {name!r} comes from a batch's parts: by their "
-                "samples, by what the loss counts, as a sum. It may not be the whole batch's. Return a tensor of one "
-                "entry a row instead.",
+                f"It is not known how {name!r}, which training_step returns, adds up over a batch's "
+                "micro-batches: as a mean over samples, a mean over what the loss counts, or a sum. It may "
+                "differ from the whole batch's. Return a tensor of one entry a row instead.",
                 stacklevel=2,
             )
         self.doubtful = []
 
     def _warn(self, name: str) -> None:
-        """Once for each name."""
+        """Warn, once for each name, of a value that no rule gives."""
         if name in self._named:
             return
         self._named.add(name)
         warnings.warn(
-            f"What training_step returns as {name!r} can't be made from a batch's parts: it is an average "
-            "of them by the loss, or the last one's. "
+            f"What training_step returns as {name!r} can't be made from a batch's micro-batches: it is their "
+            "average, weighed as the loss, or the last one's value. "
             "Return tensors or lists of one entry a row, means, or sums.",
             stacklevel=2,
         )

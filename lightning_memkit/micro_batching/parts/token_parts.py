@@ -1,8 +1,9 @@
-"""Parts of a padded batch by tokens, not rows: short rows go together in one part, and their padding is cut off.
+"""Split a padded batch by tokens, not rows: short rows share a micro-batch, and their padding is removed.
 
-A batch of unlike lengths is padded to its longest row. In parts of so many *rows* each, short rows are computed at
-that length, too. Here rows are sorted by length, and a part takes as many as a number of *tokens* allows, counted
-with the padding that is left. Without padding nothing but the partition changes.
+A batch of rows of different lengths is padded to its longest row. In micro-batches of a fixed number of
+*rows*, short rows are computed at that length, too. Here rows are sorted by length, and a micro-batch takes
+as many as a number of *tokens* allows, including the padding that is left. Every row is still computed once;
+only the grouping changes.
 """
 
 import dataclasses
@@ -15,7 +16,7 @@ from torch import Tensor
 from lightning_memkit.micro_batching.splitting import named_tensors, picked_rows, rebuilt
 
 MASK_NAMES = ("attention_mask", "padding_mask", "mask")
-_MULTIPLE = 8  # lengths that matrix units like
+_MULTIPLE = 8  # matrix units are fastest at lengths that are multiples of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,9 +24,9 @@ class Extent:
     """Where the rows of a padded batch hold tokens.
 
     Args:
-        first: the first column that is no padding, for each row.
-        stop: the column after the last one.
-        columns: columns of the whole batch.
+        first: for each row, the first column that is not padding.
+        stop: for each row, the column after the last one that is not padding.
+        columns: the number of columns of the whole batch.
     """
 
     first: Tensor
@@ -34,14 +35,15 @@ class Extent:
 
     @property
     def lengths(self) -> list[int]:
-        """Columns that each row needs."""
+        """The number of columns that each row needs."""
         return (self.stop - self.first).tolist()
 
 
 def extent_of(batch: Any) -> Extent | None:
-    """Where a batch's rows hold tokens, by its mask: an integer or bool matrix that is 0 on padding; else None.
+    """Where a batch's rows hold tokens, by its mask (an integer or bool matrix, 0 on padding), if any.
 
-    The mask is an entry of a mapping or a field of a dataclass, named `attention_mask`, `padding_mask` or `mask`.
+    The mask is an entry of a mapping or a field of a dataclass, named `attention_mask`, `padding_mask` or
+    `mask`.
     """
     if isinstance(batch, Mapping):
         found = next((batch[name] for name in MASK_NAMES if name in batch), None)
@@ -61,7 +63,7 @@ def extent_of(batch: Any) -> Extent | None:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenPart:
-    """One part: its rows in the batch, and the columns that it keeps."""
+    """One micro-batch: its rows in the batch, and the columns that it keeps."""
 
     rows: tuple[int, ...]
     start: int
@@ -69,12 +71,12 @@ class TokenPart:
 
     @property
     def tokens(self) -> int:
-        """Rows times columns, padding that is left included."""
+        """Rows times columns, including the padding that is left."""
         return len(self.rows) * (self.stop - self.start)
 
 
 def parts_by_tokens(extent: Extent, most_tokens: int) -> list[TokenPart]:
-    """Few parts of at most so many tokens each, the longest rows first; a row that is longer is its own part."""
+    """Few micro-batches of at most `most_tokens` each, the longest rows first; longer rows are alone."""
     first, stop = extent.first.tolist(), extent.stop.tolist()
     order = sorted(range(len(first)), key=lambda row: (first[row] - stop[row], row))
     parts: list[TokenPart] = []
@@ -92,7 +94,7 @@ def parts_by_tokens(extent: Extent, most_tokens: int) -> list[TokenPart]:
 
 
 def _aligned(start: int, stop: int, columns: int) -> tuple[int, int]:
-    """Some columns more, on the side where padding is, so that their number is a multiple of 8."""
+    """Widen a range of columns, on the side of the padding, to a multiple of 8."""
     missing = -(stop - start) % _MULTIPLE
     if start == 0:
         return start, min(columns, stop + missing)
@@ -100,7 +102,7 @@ def _aligned(start: int, stop: int, columns: int) -> tuple[int, int]:
 
 
 def wide_tensors(batch: Any) -> frozenset[str]:
-    """The names of the tensors that are as wide as the mask of their batch."""
+    """The names of the tensors that are as wide as the batch's mask."""
     extent = extent_of(batch)
     if extent is None:
         return frozenset()
@@ -112,9 +114,9 @@ def wide_tensors(batch: Any) -> frozenset[str]:
 
 
 def take_part(batch: Any, part: TokenPart, wide: frozenset[str]) -> Any:
-    """A part of any nested batch: its rows of every tensor, and its columns of those that are named wide.
+    """A micro-batch of any nested batch: its rows of every tensor, and its columns of those named in `wide`.
 
-    Tensors are copied, on the device where they are. Lists of one plain value a row are taken by row, too.
+    Tensors are copied on their own device. Lists of one plain value a row are taken by row, too.
     """
     narrowed = {id(tensor) for name, tensor in named_tensors(batch, "") if name in wide}
 
@@ -127,9 +129,9 @@ def take_part(batch: Any, part: TokenPart, wide: frozenset[str]) -> Any:
 
 
 def widened(output: Any, part: TokenPart, columns: int) -> Any:
-    """What a step gave for a part, as wide as the batch: zeros stand in the columns that were cut off.
+    """Pad a step's output for a micro-batch to the width of the batch, with zeros in the removed columns.
 
-    It applies to tensors of a row for each of the part's and a column for each of the part's.
+    This applies to tensors whose first two sizes are the micro-batch's rows and columns; others are kept.
     """
     if not isinstance(output, Tensor):
         return rebuilt(output, lambda item: widened(item, part, columns))

@@ -1,4 +1,4 @@
-"""Two of a batch's parts run as one, which tells how what is logged and returned comes from parts."""
+"""Run two micro-batches together and apart, to learn how logged and returned values add up."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,30 +13,30 @@ from lightning_memkit.micro_batching.run import Step
 
 
 class ValueLooks:
-    """Costs three forwards that leave no trace, of two parts at most; without a gradient where the step allows it.
+    """Three trial forwards of at most two micro-batches each; without a graph if the step allows it.
 
-    A step that draws random numbers runs again with these handed out by rows, else in eval mode; the next look
-    begins there.
+    If the step draws random numbers, they are recorded and handed out by rows; if that fails, the forwards
+    run in eval mode. The next look begins with the mode that worked.
 
     Args:
-        trials: run the forwards.
+        trials: runs the forwards.
     """
 
     def __init__(self, trials: Trials) -> None:
         self._trials = trials
-        self._gradient = False  # whether the step differentiates something itself
-        self._level = 0  # of noise that is taken away, see `quiet`
+        self._gradient = False  # whether the step fails without a graph: it differentiates something itself
+        self._level = 0  # how much noise is removed, see `quiet`
 
     def __call__(
         self, step: Step, whole: Any, parts: Sequence[Any], sizes: Sequence[int]
     ) -> list[TrialValues] | None:
-        """What the whole and then each part log and return; None where that fails, or is random.
+        """What the whole and then each micro-batch log and return; None if the step fails, or stays random.
 
         Args:
-            step: whose rows they are, after its backward.
-            whole: the rows of all parts.
-            parts: the same rows.
-            sizes: how many rows each has.
+            step: the step of these rows, after its backward.
+            whole: the rows of both micro-batches as one.
+            parts: the two micro-batches.
+            sizes: their numbers of rows.
         """
         for level in LEVELS[self._level :]:
             told = self._told(step, whole, parts, sizes, level)
@@ -44,7 +44,7 @@ class ValueLooks:
                 return None
             if not any(values.drew for values in told):
                 return told
-            self._level = level  # what draws once will draw again
+            self._level = level  # a step that draws once will draw again
         return None
 
     def _told(
@@ -53,7 +53,7 @@ class ValueLooks:
         for gradient in (False, True)[self._gradient :]:
             try:
                 told = self._run(step, whole, parts, sizes, level, gradient=gradient)
-            except StepFailedError as error:  # whatever a user's step does with rows that it did not count on
+            except StepFailedError as error:  # a user's step may fail in any way on rows joined like this
                 step.run.debug(f"MemoryBudget can't look at two parts: {error.cause!r}")
                 if error.skipped or is_out_of_memory(error.cause):
                     return None

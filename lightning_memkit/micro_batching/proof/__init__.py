@@ -1,1 +1,1 @@
-"""Whether a batch may be split: trial steps that leave no trace, compared."""
+"""Proves that a batch may be split, by comparing trial steps that leave no trace."""

@@ -1,4 +1,7 @@
-"""How gradients of rows add up by what their loss's terms show that they divide by."""
+"""Compare the gradients of rows, run whole and in micro-batches, by the divisors of their loss's terms.
+
+The "whole" is a trial of all rows, "parts" are the trials of their micro-batches.
+"""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -28,19 +31,19 @@ from lightning_memkit.micro_batching.ranks.agreement import any_rank
 from lightning_memkit.micro_batching.shares.divisors import main_mean
 from lightning_memkit.micro_batching.shares.step_shares import ADD_UP
 
-_TERMS = 6  # of a loss, or groups of them, that are compared one by one
-COARSE = 1e-5  # measured noise from which on a small term could hide in a large one
+_TERMS = 6  # how many terms of a loss, or groups of them, are compared one by one
+COARSE = 1e-5  # the measured noise above which a mismatch of a small term could hide in a large one
 
 
 class TermComparison:
-    """Compares parts with their whole by the rules of their loss's terms.
+    """Compares micro-batches with the whole by the rules of their loss's terms.
 
     Args:
-        runs: run the rows anew, with some of their terms.
-        ways: of weighing that are possible, which an outcome names.
-        whole: the run of all rows.
-        parts: those of the parts.
-        comparison: with the whole's gradient.
+        runs: runs the rows again, with some of their terms.
+        ways: the candidate ways of weighing, which the outcome keeps.
+        whole: the trial of all rows.
+        parts: the trials of the micro-batches.
+        comparison: compares with the whole's gradient.
     """
 
     def __init__(
@@ -60,10 +63,9 @@ class TermComparison:
         *,
         of_whole: bool = False,
     ) -> ComparisonOutcome | None:
-        """The comparison by what the loss shows; None where its terms don't add up as they seem to.
+        """Compare by the loss's terms; None if they don't add up as the rules say.
 
-        `of_whole`: totals are what the whole is divided by, and not what its parts are: these rows are not to tell how
-        divisors add up.
+        With `of_whole`, totals are the whole's divisors instead of the sums of its micro-batches'.
         """
         whole, parts, comparison = self._whole, self._parts, self._comparison
         present = [
@@ -94,7 +96,7 @@ class TermComparison:
                 together = self._all_terms(rules, present, whole, comparison, of_whole=of_whole)
                 miss = max(miss, together, key=lambda miss: miss.excess)
         if miss.excess > 1 and not several and not of_whole:
-            return None  # a single term may be a mean of something that it does not show
+            return None  # a single term may be a mean over something that its graph does not show
         return ComparisonOutcome(
             miss=miss,
             ways=self._ways,
@@ -114,11 +116,14 @@ class TermComparison:
         fractions: Sequence[float],
         of_all: Comparison,
     ) -> tuple[Miss, LossRules, bool]:
-        """The worst miss of terms that are compared by themselves, behind no larger one; and the laws that held.
+        """Compare each term by itself, so that none hides behind a larger one.
 
-        Sums of one name, as the penalties on each of many parameters are, go together. A sum that is not that of its
-        parts' may be one that looks at no row, of which each part takes its fraction; one of which a part alone counts
-        may be none, which is told last.
+        Sums of one name (penalties on many parameters) are compared together. A sum that its micro-batches
+        miss may depend on no row: then each micro-batch takes its fraction of it.
+
+        Returns:
+            The worst miss; the rules with the laws that held; whether a sum counts in one micro-batch only, so
+            that it may be no sum.
         """
         worst, laws, is_lone = Miss(excess=0.0, relative_error=0.0), list(rules.rules), False
         ones = [1.0] * len(laws)
@@ -128,7 +133,7 @@ class TermComparison:
             alone = partial(_scaled_terms, rules, group, ones)
             as_one = self._runs.whole(alone)
             whole = as_one.gradient
-            # The whole loss is scaled: what a term's own scale does not reach would be taken for noise.
+            # Scale the whole loss, not the term: what a term's own scale does not reach would pass for noise.
             again = self._runs.whole(lambda loss, alone=alone: alone(loss) * SCALE).gradient
             comparison = Comparison(self._runs.spans(), whole, again / SCALE)
             runs = self._parts_of_terms(rules, group, shares)
@@ -146,7 +151,7 @@ class TermComparison:
             of_all.sums_up(whole)
             lone = law in (Law.SUM, Law.OWN) and any_rank(self._runs.step.run, not several_count(runs))
             if lone and laws[group[0]].divided:
-                law = Law.MEAN  # by a count, as it seems, of which the other parts have none
+                law = Law.MEAN  # its divisor of 1 seems to be a count that is zero in the other micro-batches
             for index in group:
                 laws[index] = replace(laws[index], law=law)
             is_lone = is_lone or lone
@@ -162,7 +167,7 @@ class TermComparison:
         *,
         of_whole: bool,
     ) -> Miss:
-        """The miss of parts whose terms are all scaled at once, as in training: what scales one may reach another."""
+        """The miss with all terms scaled at once, as in training: the scale of one may reach another."""
         _, scales = _weights_of_parts(rules, present, whole, of_whole=of_whole, by_rows=not rules.means)
         runs = self._parts_of_terms(rules, range(len(rules.rules)), scales)
         return self._runs.miss(comparison, [run.gradient for run in runs], [1.0] * len(runs))
@@ -170,7 +175,7 @@ class TermComparison:
     def _parts_of_terms(
         self, rules: LossRules, group: Sequence[int], shares: Sequence[Sequence[float]]
     ) -> list[TrialStep]:
-        """The runs of parts whose loss is some of its terms, each scaled by its share."""
+        """Run the micro-batches with only some terms in their loss, each scaled by its share."""
         remaining = iter(shares)
         runs = [
             self._runs.part(index, lambda loss: _scaled_terms(rules, group, next(remaining), loss))
@@ -180,16 +185,16 @@ class TermComparison:
 
 
 def _scaled_terms(rules: LossRules, group: Sequence[int], scales: Sequence[float], loss: Tensor) -> Tensor:
-    """A loss whose backward sees some of its terms alone, each scaled."""
+    """A loss whose backward sees only the terms in `group`, each scaled."""
     reading = rules.read(terms_of(loss))
     scale_terms(reading, [scale if index in group else 0.0 for index, scale in enumerate(scales)])
     return loss * 1
 
 
 def _groups(rules: LossRules) -> list[list[int]]:
-    """Terms that are compared at once: sums of one name; and means, where there are many more.
+    """The groups of terms that are compared together: sums of one name; and means beyond the first `_TERMS`.
 
-    Sums of several names may be one that looks at no row, and one of which these rows hold nothing.
+    Sums of different names stay apart: one may depend on no row, and another may count nothing in these rows.
     """
     groups: dict[Any, list[int]] = defaultdict(list)
     for index, rule in enumerate(rules.rules):
@@ -200,7 +205,7 @@ def _groups(rules: LossRules) -> list[list[int]]:
 
 
 def _shared_below_factors(rules: LossRules, whole: TrialStep) -> LossRules:
-    """The rules with sums beside means below one learned factor as what looks at no row: they have one share."""
+    """The rules, with sums that share a learned factor with a mean as `Law.SHARED`: they need one share."""
     shared = rules.read(whole.terms).shared_factors
     of_means = {factor for index in rules.means for factor in shared[index]}
     return LossRules(
@@ -212,11 +217,11 @@ def _shared_below_factors(rules: LossRules, whole: TrialStep) -> LossRules:
 
 
 def _is_same_number(rules: LossRules, index: int, whole: TrialStep, parts: Sequence[TrialStep]) -> bool:
-    """Whether a term that seems to look at no row has one value in the batch and its parts, where this is shown.
+    """Whether a term that seems to depend on no row has one value in all runs; True if values are unknown.
 
-    It is computed from the same weights by the same operators, so to the bit. The gradient of
-    `p.mean(0).square().sum()` over rows that are much alike is that of its parts but for a few per cent, which
-    bfloat16 hides.
+    Such a term is computed from the same weights by the same operators, so its value is equal to the bit.
+    Gradients don't tell: that of `p.mean(0).square().sum()` over similar rows differs by a few per cent,
+    which bfloat16 hides.
     """
     tops = [rules.read(run.terms).tops[index] for run in (whole, *parts)]
     shown = [
@@ -230,7 +235,7 @@ def _is_same_number(rules: LossRules, index: int, whole: TrialStep, parts: Seque
 
 
 def counts_of(rules: LossRules, run: TrialStep | None) -> tuple[float, ...]:
-    """What each term of a run's loss counts."""
+    """The counts of each term of a trial's loss."""
     assert run is not None
     return rules.counts(rules.read(run.terms), run.loss, run.values)
 
@@ -238,7 +243,7 @@ def counts_of(rules: LossRules, run: TrialStep | None) -> tuple[float, ...]:
 def _shares(
     rules: LossRules, part: TrialStep, whole: TrialStep, totals: Sequence[float], main: float
 ) -> list[float]:
-    """What a part weighs in each term, beside the whole that it is of."""
+    """A micro-batch's share of each term; looked-up divisors are the whole's."""
     shares = rules.shares(counts_of(rules, part), totals, main)
     own, divisors = rules.read(part.terms).divisors, rules.read(whole.terms).divisors
     for index in rules.looked_up:
@@ -259,14 +264,14 @@ def _weights_of_parts(
     of_whole: bool,
     by_rows: bool = False,
 ) -> tuple[list[float], list[list[float]]]:
-    """What each part weighs, and what it weighs in each term.
+    """The weight of each micro-batch, and its share of each term.
 
     Args:
         rules: how terms add up.
-        present: the parts, and their rows.
-        whole: what they are parts of.
-        of_whole: totals are what the whole is divided by, and not what its parts are.
-        by_rows: what looks at no row goes by rows, also in a loss of sums.
+        present: the trials of the micro-batches that have a loss, and their numbers of rows.
+        whole: the trial of all rows.
+        of_whole: totals are the whole's divisors instead of the sums of its micro-batches'.
+        by_rows: weigh terms that depend on no row by rows, even in a loss of sums only.
     """
     counts = [counts_of(rules, part) for part, _ in present]
     totals = [sum(values) for values in zip(*counts, strict=True)]
@@ -277,7 +282,7 @@ def _weights_of_parts(
         return [float(first) for first in firsts], [rules.shares_of_nothing(is_first=one) for one in firsts]
     rows = _fractions(present)
     mains = [_main(rules, count, totals, row) for count, row in zip(counts, rows, strict=True)]
-    if by_rows or (of_whole and abs(sum(mains) - 1) > ADD_UP):  # kept divisors are more than what they count
+    if by_rows or (of_whole and abs(sum(mains) - 1) > ADD_UP):  # clamped divisors exceed their counts
         mains = rows
     return mains, [
         _shares(rules, part, whole, totals, main) for (part, _), main in zip(present, mains, strict=True)

@@ -1,4 +1,4 @@
-"""Is a batch's gradient that of its micro-batches? Judged parameter by parameter, against noise that was measured."""
+"""Compare a batch's gradient with its micro-batches', parameter by parameter, against measured noise."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,17 +9,17 @@ from torch import Tensor, nn
 
 from lightning_memkit.micro_batching.proof.decomposability import sampled_places
 
-SCALE = 0.75  # of the loss that shows the noise: exact in every dtype, and it changes the rounding of every product
-_NOISES = 8.0  # times the noise that was measured: what a split may add
-_EPSILONS = {torch.float64: 4.0, torch.float32: 4.0}  # of the gradients' own dtype; 1 where it has few bits
-_BELOW_NOTICE = 1e-2  # of a rounding of the whole gradient: parameters whose gradient is nothing but rounding
+SCALE = 0.75  # of the loss, to measure noise: exact in every dtype, and it changes how every product rounds
+_NOISES = 8.0  # times the measured noise: the difference that a split may cause
+_EPSILONS = {torch.float64: 4.0, torch.float32: 4.0}  # machine epsilons of the gradients' dtype; 1 for others
+_BELOW_NOTICE = 1e-2  # of a rounding of the whole gradient: below it, a parameter's gradient is rounding only
 _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
-_HALVED = 64.0  # roundings: what halving a loss may change where sums run in another order
+_HALVED = 64.0  # machine epsilons that halving a loss may change, because kernels add in another order
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Where a parameter's sampled gradient stands in the flat vector of all."""
+    """The range of a parameter's sampled gradient in the flat vector of all."""
 
     name: str
     start: int
@@ -28,7 +28,7 @@ class Span:
 
 
 def spans_of(module: nn.Module) -> list[Span]:
-    """The places of all trained parameters' gradients in `decomposability.sampled_gradient`'s vector."""
+    """The ranges of all trained parameters' gradients in the vector of `decomposability.sampled_gradient`."""
     spans, start = [], 0
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad:
@@ -43,10 +43,10 @@ def spans_of(module: nn.Module) -> list[Span]:
 
 @dataclass(frozen=True, kw_only=True)
 class Miss:
-    """How far micro-batches are from their batch.
+    """How far micro-batches' gradients are from their batch's.
 
     Args:
-        excess: the largest distance of a parameter's gradient over what noise explains: above 1 they differ.
+        excess: the largest distance of a parameter's gradient over what noise explains; above 1 they differ.
         relative_error: the distance of all gradients together over their norm.
         parameters: the names of those that differ most, with their own relative distance.
     """
@@ -57,17 +57,17 @@ class Miss:
 
 
 class Comparison:
-    """Compares gradients with one batch's, whose noise two runs have shown.
+    """Compares gradients with one batch's, whose noise was measured by two runs.
 
     Attributes:
         level: the noise over the gradient's norm.
-        knows_rounding: whether a third run has shown what weights of other last bits do.
+        knows_rounding: whether a third run, with the last bits of the weights flipped, has widened the noise.
 
     Args:
-        spans: where each parameter stands.
+        spans: the range of each parameter.
         whole: the batch's gradient.
-        again: the same of another run whose loss was scaled by `SCALE`, scaled back: equal but for rounding, and for
-            what kernels do in another order each time.
+        again: the gradient of another run whose loss was scaled by `SCALE`, scaled back: it differs by
+            rounding and by kernels that add in another order each time.
     """
 
     def __init__(self, spans: Sequence[Span], whole: Tensor, again: Tensor) -> None:
@@ -83,7 +83,7 @@ class Comparison:
         self.level = float((again - whole).norm() / whole.norm().clamp_min(1e-300))
 
     def miss(self, gradients: Sequence[Tensor], weights: Sequence[float]) -> Miss:
-        """How far the weighted sum of some gradients is from the batch's; a nan is infinitely far."""
+        """How far the weighted sum of gradients is from the batch's gradient; infinitely for nan."""
         mixed = torch.zeros_like(self.whole)
         scales = self._norms + self._summands
         for gradient, weight in zip(gradients, weights, strict=True):
@@ -110,13 +110,14 @@ class Comparison:
         )
 
     def sums_up(self, gradient: Tensor) -> None:
-        """The batch's gradient is a sum that this one is part of: they may cancel, and round as large as they are."""
+        """Allow for the rounding of a summand of the batch's gradient, which may be larger than the sum."""
         self._summands = self._summands + _norms(self._spans, gradient).nan_to_num(0.0)
 
     def allow(self, rounded: Tensor) -> None:
-        """Widen the noise by what another run's gradient differs by, whose weights were rounded otherwise.
+        """Widen the noise to the difference of a run whose weights were rounded otherwise.
 
-        A deep net without residuals makes much of the last bits of its forward, which are others in other shapes.
+        A deep net without residuals amplifies the last bits of its forward, which depend on the batch's
+        shape.
         """
         self.knows_rounding = True
         differences = rounded - self.whole
@@ -125,24 +126,24 @@ class Comparison:
         self._rounding = max(self._rounding, level if level == level else 0.0)
 
     def bends(self, halved: Tensor, repeated: Tensor | None = None) -> bool:
-        """Whether the doubled gradient of half the loss is another one.
+        """Whether the doubled gradient of half the loss differs: gradients are not linear in the loss then.
 
         Args:
-            halved: the gradient of half the loss, doubled: the same bits, where gradients are linear in the loss's.
-            repeated: the batch's once more; what it differs by is no sign of that.
+            halved: the gradient of half the loss, doubled; equal to the bit if gradients are linear.
+            repeated: the gradient of another run of the batch; what it differs by is allowed as noise.
         """
         noise = 0.0 if repeated is None else _NOISES * _norms(self._spans, repeated - self.whole)
         allowed = self._epsilons * (_HALVED * self._norms + _BELOW_NOTICE * self._size) + noise
         return bool((_norms(self._spans, halved - self.whole) > allowed).any())
 
     def differs(self, other: Tensor) -> bool:
-        """Whether another run's gradient is another one than noise explains."""
+        """Whether another run's gradient differs by more than noise explains."""
         return self.miss([other], [1.0]).excess > 1
 
 
 @contextmanager
 def last_bits_turned(module: nn.Module) -> Iterator[None]:
-    """Within it every weight of 4 or 8 bytes has another last bit; takes no memory, and is undone to the bit."""
+    """A context in which the last bit of every 4- or 8-byte weight is flipped, in place; exactly undone."""
     views: list[Tensor] = []
     for parameter in module.parameters():
         weight = getattr(parameter, "_local_tensor", parameter)  # a shard

@@ -1,4 +1,4 @@
-"""Is a loss the weighted mean of its parts' losses? Judged by gradients; a mismatch gets its likely cause."""
+"""Judge by gradients whether a loss is the weighted mean of its micro-batches' losses; if not, say why."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -6,21 +6,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-# How far the parts' gradient may be from the whole's, relative to its norm. Rounding stays below: in bf16 5 % were
-# seen on a two-layer Llama. A loss that does not decompose is off by tens of per cent.
+# How far the micro-batches' weighted gradient may be from the whole's, relative to its norm. Rounding stays
+# below: in bf16 5 % were seen on a two-layer Llama. A loss that can't be split is off by tens of per cent.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-3, torch.float16: 5e-2, torch.bfloat16: 0.15}
 SAMPLED_PER_PARAMETER = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Whether the parts add up, how far off they are, and what to do where they don't.
+    """Whether micro-batches add up to the whole batch, how far off they are, and what to do if they don't.
 
     Args:
-        adds_up: the weighted gradient of the parts is the whole's, up to rounding.
-        relative_error: its distance from the whole's gradient over that one's norm.
-        cause: the likely reason of a mismatch; empty where the parts add up.
-        remedy: what to write instead; empty where the parts add up.
+        adds_up: the weighted gradient of the micro-batches is the whole batch's, up to rounding.
+        relative_error: the distance of the two gradients over the norm of the latter.
+        cause: the likely reason of a mismatch; empty if they add up.
+        remedy: what to write instead; empty if they add up.
     """
 
     adds_up: bool
@@ -30,10 +30,10 @@ class Verdict:
 
 
 def sampled_gradient(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """Some 4096 evenly spaced elements of every parameter's gradient, as one float64 vector on the host.
+    """About 4096 evenly spaced elements of every parameter's gradient, as one float64 vector on the host.
 
-    A missing gradient counts as zero: a part may leave a parameter unused that the whole batch uses. Of a sharded
-    parameter this rank's shard is sampled.
+    A missing gradient counts as zero: a micro-batch may not use a parameter that the whole batch uses. Of a
+    sharded parameter this rank's shard is sampled.
     """
     samples = []
     for parameter in parameters:
@@ -50,7 +50,7 @@ def sampled_gradient(parameters: Iterable[nn.Parameter]) -> Tensor:
 
 
 def sampled_places(parameter: nn.Parameter) -> range:
-    """Where `sampled_gradient` looks in a flat parameter, or in this rank's shard of it."""
+    """The indices that `sampled_gradient` takes from a flat parameter, or from this rank's shard of it."""
     count = _local(parameter).numel()
     return range(0, count, max(1, count // SAMPLED_PER_PARAMETER))
 
@@ -67,7 +67,7 @@ def tolerance(parameters: Iterable[nn.Parameter], *, reduced: bool = False) -> f
 
 
 def relative_error(whole: Tensor, parts: Sequence[Tensor], weights: Sequence[float]) -> float:
-    """Distance of the weighted parts from the whole over the whole's norm; nan counts as infinite."""
+    """The distance of the weighted micro-batches from the whole over the whole's norm; infinite for nan."""
     mixed = torch.zeros_like(whole)
     for part, weight in zip(parts, weights, strict=True):
         mixed += part * weight
@@ -78,13 +78,13 @@ def relative_error(whole: Tensor, parts: Sequence[Tensor], weights: Sequence[flo
 
 
 def judge(whole: Tensor, parts: Sequence[Tensor], weights: Sequence[float], allowed: float) -> Verdict:
-    """Compare the whole batch's gradient with its parts', and name the likely cause of a mismatch.
+    """Compare the whole batch's gradient with its micro-batches', and name the likely cause of a mismatch.
 
     Args:
         whole: the gradient of the whole batch, flat.
-        parts: the gradients of each part's own loss, flat.
-        weights: each part's share.
-        allowed: the largest relative error that is rounding; see `tolerance`.
+        parts: the gradients of each micro-batch's own loss, flat.
+        weights: each micro-batch's weight.
+        allowed: the largest relative error that counts as rounding; see `tolerance`.
     """
     error = relative_error(whole, parts, weights)
     if error <= allowed:
@@ -93,7 +93,7 @@ def judge(whole: Tensor, parts: Sequence[Tensor], weights: Sequence[float], allo
         return Verdict(
             adds_up=False,
             relative_error=error,
-            cause="the loss is a sum over its samples, not a mean: the parts' gradients add up with weight 1",
+            cause="the loss is a sum over its samples, not a mean: gradients add up without weights",
             remedy='return a mean from training_step, or write weigh_by="sum"',
         )
     fitted = _fitted_weights(whole, parts)
@@ -103,8 +103,8 @@ def judge(whole: Tensor, parts: Sequence[Tensor], weights: Sequence[float], allo
         return Verdict(
             adds_up=False,
             relative_error=error,
-            cause=f"the loss is a mean over something else: its parts weigh {shares}, not {expected}",
-            remedy="write weigh_by= as a callable from a part of the batch to what its loss is a mean over",
+            cause=f"the loss is a mean over something else: micro-batches weigh {shares}, not {expected}",
+            remedy="write weigh_by= as a callable from a micro-batch to what its loss is a mean over",
         )
     return Verdict(
         adds_up=False,
@@ -112,12 +112,12 @@ def judge(whole: Tensor, parts: Sequence[Tensor], weights: Sequence[float], allo
         cause="the samples of a batch act on each other in the loss (contrastive or in-batch negatives, "
         "batch statistics, an auxiliary loss over the batch)",
         remedy="keep the batch whole (micro_batch_size = the loader's batch size; ActivationCheckpointing "
-        "helps it to fit), or pass split= so that each part holds a complete group",
+        "helps it to fit), or pass split= so that each micro-batch holds a complete group",
     )
 
 
 def _fitted_weights(whole: Tensor, parts: Sequence[Tensor]) -> list[float]:
-    """The weights that bring the parts closest to the whole, by least squares."""
+    """The weights that bring the micro-batches' sum closest to the whole, by least squares."""
     matrix = torch.stack(list(parts), dim=1)
     if not bool(torch.isfinite(matrix).all() and torch.isfinite(whole).all()):
         return [1.0 / len(parts)] * len(parts)

@@ -1,4 +1,4 @@
-"""What a comparison that failed says of the loss, and the ways of weighing that are possible."""
+"""The verdict on a failed comparison, and the candidate ways of weighing (values of `weigh_by`)."""
 
 from typing import Any
 
@@ -17,12 +17,12 @@ from lightning_memkit.micro_batching.run import Step
 
 
 def counts_by_way(probed: Rows, outcome: ComparisonOutcome) -> dict[str, list[float]]:
-    """What a value of parts may be weighed by."""
+    """The counts by which a micro-batch's logged or returned value may be weighed."""
     return ways_of_weighing(outcome.present_shares, [probed.sizes[index] for index in outcome.present])
 
 
 def changes_verdict(step: Step, probed: Rows, outcome: ComparisonOutcome) -> Verdict | None:
-    """None where parts change nothing but gradients, or what they change composes; else what to say of it."""
+    """The verdict on what a step changes besides gradients; None if nothing, or all of it can be composed."""
     state, kept = outcome.state, list(outcome.changes)
     if state is not None:
         parts = [part for part in outcome.parts if part is not None]
@@ -39,12 +39,12 @@ def changes_verdict(step: Step, probed: Rows, outcome: ComparisonOutcome) -> Ver
         kept = [change for change in kept if change.name not in settled]
         if noted:
             names = ", ".join(sorted(noted))
-            step.run.info(f"MemoryBudget: training_step adds to {names} once for each part of a batch.")
+            step.run.info(f"MemoryBudget: training_step adds to {names} once in each micro-batch.")
     return verdicts.changes_in_parts(kept) if any_rank(step.run, bool(kept)) else None
 
 
 def mismatch_verdict(step: Step, outcome: ComparisonOutcome) -> Verdict:
-    """Why the parts don't add up."""
+    """The verdict that names why the micro-batches don't add up."""
     error = outcome.miss.relative_error
     if isinstance(outcome.why, UnlikeDivisors):
         return verdicts.divided_unlike(outcome.why, error)
@@ -57,7 +57,7 @@ def mismatch_verdict(step: Step, outcome: ComparisonOutcome) -> Verdict:
 
 
 def candidates(weigh_by: WeighBy | Weigher, batch: Any) -> list[WeighBy | Weigher]:
-    """The ways of weighing to compare: the user's alone, or all that a batch may mean, the likeliest first."""
+    """The ways of weighing to compare: the user's only, or all that fit the batch, the likeliest first."""
     if weigh_by != "auto" or hasattr(batch, "weight"):
         return [weigh_by]
     labels = find_labels(batch)

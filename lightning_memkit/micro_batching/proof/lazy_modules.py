@@ -1,4 +1,4 @@
-"""Modules that learn their shapes from a first batch, in trials before it."""
+"""Give lazy modules their shapes for the trials before the first step."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,10 +11,10 @@ from lightning_memkit.micro_batching.run import Step
 
 @contextmanager
 def materialized(step: Step, trials: Trials) -> Iterator[None]:
-    """Within it lazy modules have the shapes that a forward of some rows gives them; then they are lazy again.
+    """A context in which lazy modules have the shapes of a forward of some rows; then they are lazy again.
 
-    So the first step draws their weights itself, from the random numbers that it has without trials. Costs a
-    forward, and nothing where no module is lazy.
+    So the first step initializes their weights itself, from the same random numbers as without trials. Costs
+    one forward if a module is lazy, else nothing.
     """
     rollback = trials.kept(step)
     lazy = rollback.uninitialized()

@@ -1,4 +1,7 @@
-"""Learn from a comparison of rows: what foretells divisors, and how values without a gradient combine."""
+"""Learn from a comparison of rows for later batches: numbers that predict divisors, and rules of the rests.
+
+A rest is the part of a loss that has no gradient (see `graph/rests.py`).
+"""
 
 from lightning_memkit.micro_batching.graph.loss_rules import LossRules
 from lightning_memkit.micro_batching.graph.rests import Rest, RestRules
@@ -19,7 +22,7 @@ from lightning_memkit.micro_batching.shares.batch_counts import Foretelling
 
 
 def learn_counts(rows: Rows, foretold: Foretelling, outcome: ComparisonOutcome, rules: LossRules) -> None:
-    """Let numbers of the batch be compared with what each term counted in it and in its parts."""
+    """Compare numbers of the batch with each term's counts in the rows and their micro-batches."""
     present = outcome.present
     counts = [
         counts_of(rules, outcome.whole),
@@ -74,13 +77,13 @@ def learn_values(
 
 
 def learn_rests(compared: Rows, rests: RestRules, outcome: ComparisonOutcome, noise: float) -> None:
-    """Let rules of what has no gradient in the loss learn from a comparison by what the loss shows.
+    """Let the rules of the rests learn from a comparison by the loss's terms.
 
     Args:
         compared: the rows.
         rests: the rules.
-        outcome: of the comparison.
-        noise: of a number that is computed from rows, relative.
+        outcome: the result of the comparison.
+        noise: the relative noise of a number that is computed from rows.
     """
     rules = outcome.rules
     assert rules is not None

@@ -1,4 +1,7 @@
-"""What a step changes besides gradients, each time that it runs, and what of it composes from micro-batches."""
+"""Find out what a step changes besides gradients every time that it runs, and which changes compose.
+
+A change composes if micro-batches, run in sequence, leave what the whole batch leaves.
+"""
 
 from dataclasses import replace
 from typing import Any, Protocol
@@ -17,14 +20,14 @@ _Named = tuple[str, str]  # a change's kind and name
 
 
 class Steps(Protocol):
-    """What runs a step on some rows, and knows what steps change: `Trials`."""
+    """Runs a step on some rows, and knows what steps change; implemented by `Trials`."""
 
     changes: tuple[StepChange, ...]
     changing: Keys
     ranks: Ranks
 
     def kept(self, step: Step, *parts: Any) -> Rollback:
-        """What a step may change, as it is before."""
+        """Record the state that a step may change."""
         ...
 
     def run(self, step: Step, batch: Any) -> bool:
@@ -33,34 +36,34 @@ class Steps(Protocol):
 
 
 class NotedChanges:
-    """Tells what a step changes from what only a first one does; sets the `changes` of what runs it.
+    """Distinguishes what every step changes from what only the first one does; sets `changes` of `trials`.
 
     Args:
         run: the loop.
-        trials: run steps on other rows.
+        trials: runs steps on other rows.
     """
 
     def __init__(self, run: Run, trials: Steps) -> None:
         self._run, self._trials = run, trials
         self._once: set[_Named] = set()  # changes that a second step does not repeat
         self._always: dict[_Named, StepChange] = {}
-        self._judged: set[_Named] = set()  # those of which it is known whether they compose
+        self._judged: set[_Named] = set()  # changes of which it is known whether they compose
 
     def note(self, step: Step, batch: Any, rollback: Rollback, logged: list[dict[str, Any]]) -> None:
-        """Tell what every step changes from what only the first one does, and what composes from micro-batches.
+        """Set the changes that every step makes, and whether they compose.
 
-        Costs three more steps, once for all changes of a name; none where a step changes nothing.
+        Costs three more steps, once for each name; none if a step changes nothing.
         """
-        self._trials.changing |= rollback.changed()  # before further runs put something back
+        self._trials.changing |= rollback.changed()  # before further runs restore something
         found, rows, count = rollback.changes(), count_of_rows(batch), len(logged)
-        # One or two rows can't be split into unlike parts: what composes is asked for again when there are more.
+        # One or two rows can't be split into micro-batches of different size: judge again with more rows.
         known = self._once | self._judged | (self._always.keys() if rows < 3 else set())
         unknown = {_named(change) for change in found} - known
         if not self._trials.ranks.reason and self._trials.ranks.any(bool(unknown)):
             again = self._changes_of_a_second_step(step, batch)
             del logged[count:]
             if again is not None:
-                # What was judged without batch statistics is not judged again with them.
+                # A change that was judged without batch statistics keeps its verdict.
                 again = {named: change for named, change in again.items() if named not in self._judged}
                 self._always.update(again)
                 self._judged |= again.keys() if rows > 2 else set()
@@ -71,13 +74,13 @@ class NotedChanges:
         )
 
     def _changes_of_a_second_step(self, step: Step, batch: Any) -> dict[_Named, StepChange] | None:
-        """What the step changes on other rows, after the first; and which of it parts of them change alike."""
+        """What a second step changes, on other rows, and which of these changes compose; None if it fails."""
         rows = other_rows(step.batch, batch)
         rollback = self._trials.kept(step, rows)
         try:
             with rollback.watching():
                 self._trials.run(step, rows)
-        except Exception as error:  # on these rows only: the first step itself went well
+        except Exception as error:  # these rows don't matter: the first step itself has succeeded
             self._run.debug(f"MemoryBudget can't try a second step: {error!r}")
             return None
         again, left = rollback.changes(), rollback.left_behind()
@@ -88,27 +91,27 @@ class NotedChanges:
         return {_named(change): replace(change, composes=change in composed) for change in again}
 
     def _composed_without_noise(self, step: Step, rows: Any) -> frozenset[StepChange]:
-        """The changes that parts leave as their whole in eval mode: dropout draws other numbers for a part."""
+        """The changes that compose in eval mode, where dropout draws no other numbers in micro-batches."""
         with quiet(self._run.module, 2):
             rollback = self._trials.kept(step, rows)
             try:
                 with rollback.watching():
                     self._trials.run(step, rows)
-            except Exception as error:  # a module may not be made for a step in eval mode
+            except Exception as error:  # a training step need not run in eval mode
                 self._run.debug(f"MemoryBudget can't try a step in eval mode: {error!r}")
                 return frozenset()
             return self._composed(step, rows, rollback, rollback.left_behind())
 
     def _composed(self, step: Step, rows: Any, rollback: Rollback, left: Left) -> frozenset[StepChange]:
-        """The changes that two micro-batches of unlike size leave as the whole of them does.
+        """The changes that two micro-batches of different size leave as the whole does.
 
-        What the second leaves by itself, too, it may have put in the place of what the first has left: of such changes
-        the micro-batches run in the other order as well.
+        If the second one alone leaves the same, it may have overwritten what the first has left: for such
+        changes, the micro-batches run in the other order as well.
         """
         total = count_of_rows(rows)
         if total < 3:
             return frozenset()
-        # Two equal halves would pass off a mean of means as the mean.
+        # With two equal halves, a mean of their means would pass for the mean.
         first = total // 2 if total % 2 else total // 2 - 1
         rollback.restore()
         try:
@@ -126,7 +129,7 @@ class NotedChanges:
                 if doubtful:
                     self._trials.run(step, one)
             return composed - doubtful | (doubtful & compose(left, rollback.left_behind()))
-        except Exception as error:  # a part may have too few rows for the module
+        except Exception as error:  # a micro-batch may have too few rows for the module
             self._run.debug(f"MemoryBudget can't try a step in parts: {error!r}")
             return frozenset()
 

@@ -1,4 +1,4 @@
-"""What a batch has that no batch before it had: keys, dtypes, label values, rows without a label."""
+"""Detect what a batch has that no batch before it had: keys, dtypes, label values, rows without a label."""
 
 from typing import Any
 
@@ -7,23 +7,23 @@ from torch import Tensor
 
 from lightning_memkit.micro_batching.splitting import IGNORED_LABEL, named_tensors
 
-_MOST_VALUES = 64  # of a tensor whose values are labels, and not token ids
-_LARGEST = 2**16  # elements of a tensor that is looked through in every batch
+_MOST_VALUES = 64  # distinct values of a tensor of labels; one with more holds token ids
+_LARGEST = 2**16  # elements of a tensor that is searched in every batch
 
 
 class Novelties:
-    """Remembers what batches held, and says of each whether it holds something new."""
+    """Remembers what batches held, and tells whether a batch holds something new."""
 
     def __init__(self) -> None:
         self._seen: set[Any] = set()
-        self._many: set[str] = set()  # tensors of more values than labels have
+        self._many: set[str] = set()  # tensors with more distinct values than `_MOST_VALUES`
 
     def are_in(self, batch: Any, *, values: bool) -> bool:
-        """Whether a batch holds something new; it is remembered.
+        """Whether a batch holds something new; what it holds is remembered.
 
         Args:
             batch: any nested structure.
-            values: look at label values and rows without labels as well, not only at keys and dtypes.
+            values: consider label values and rows without labels, too, not only keys and dtypes.
         """
         found: set[Any] = set()
         for name, tensor in named_tensors(batch, ""):

@@ -1,4 +1,4 @@
-"""A step of the optimizer on trial: its states and its peak, with weights and states bitwise as before."""
+"""A trial step of the optimizer, for its states and its peak; weights and states are restored bitwise."""
 
 import warnings
 from collections.abc import Iterable, Iterator
@@ -29,10 +29,10 @@ from lightning_memkit.utilities.tensors import tensors_of
 
 @contextmanager
 def optimizer_state(step: Step) -> Iterator[tuple[list[Tensor], int]]:
-    """Within it the optimizer's state exists as after a step, taken without gradient; then all is put back.
+    """A context in which the optimizer's states exist, after a step of zero gradients; yields both.
 
-    Weights, states, group scalars and compensation are bitwise as before; their copies lie on the host
-    meanwhile. Yields the state's tensors and the peak of the step.
+    Yields the states and the peak of the step. Weights, states, group scalars and compensation are restored
+    bitwise from copies on the host after the step; states that it has made are removed at the end.
     """
     optimizer = local_optimizer(step.optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
@@ -48,9 +48,9 @@ def optimizer_state(step: Step) -> Iterator[tuple[list[Tensor], int]]:
 
 
 def _stepped_and_back(step: Step, parameters: list[nn.Parameter]) -> int:
-    """The peak of a step; what it has changed is as before, what it has made stays.
+    """The peak of a step; what it has changed is restored, states that it has made stay.
 
-    Its copies are gone before parts are tried: on a CPU the host is the device.
+    The copies are freed before micro-batches are tried, because on a CPU they count towards the budget.
     """
     optimizer = local_optimizer(step.optimizer)
     owner: Any = compensation_of(optimizer)
@@ -70,24 +70,25 @@ def _step_without_gradient(step: Step, parameters: list[nn.Parameter]) -> int:
     held = [*step.run.module.parameters(), *step.run.module.buffers(), *tensors_of(step.batch)]
     held += [p.grad for p in parameters if p.grad is not None]
     device = step.run.device
-    # ZeRO's own step would send what is put back here to ranks that have no copy of it.
+    # ZeRO's own step would broadcast the trial's weights to ranks that have no copy to restore them from.
     optimizer = local_optimizer(step.optimizer)
     held += states_on(device, optimizer)
     meter = peak_meter(device, held)
     try:
         with meter, _without_hooks(optimizer):
             journal = journal_of(optimizer)
-            # A device that is too full for copies leaves them to the host: they need not fit.
+            # On a full accelerator the journal keeps its copies on the host, so they need not fit the budget.
             counts_copies = device.type == "cpu" or journal is None
             with nullcontext() if counts_copies or journal is None else journal.paused():
-                # A journal knows a trial by its gradients, and gives it the closure that it may ask for.
+                # A journal recognizes a trial by its gradients, and passes the closure that it may need.
                 trial_step(optimizer) if journal is None else optimizer.step()
             if journal is not None:
                 with journal.measuring():
                     optimizer.step()
-                if journal.needed and counts_copies:  # those of states, which a first step does not have
+                # Once more for copies of states, which the first step did not have yet.
+                if journal.needed and counts_copies:
                     optimizer.step()
-    except (RuntimeError, TypeError) as error:  # sparse gradients only, or a closure is asked for
+    except (RuntimeError, TypeError) as error:  # it takes only sparse gradients, or requires a closure
         if is_out_of_memory(error):
             raise
         warnings.warn(
@@ -99,20 +100,20 @@ def _step_without_gradient(step: Step, parameters: list[nn.Parameter]) -> int:
 
 
 def allocate_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Give parameters gradients of zeros, in the dtype that they are summed in."""
+    """Give parameters gradients of zeros, in the dtype in which gradients are accumulated."""
     for p in parameters:
         if p.requires_grad:
             p.grad = torch.zeros_like(p, dtype=getattr(p, "grad_dtype", None) or p.dtype)
 
 
 def states_on(device: torch.device, optimizer: Optimizer) -> list[Tensor]:
-    """The states of an optimizer that are in a device's memory; others may be kept in the host's."""
+    """The states of an optimizer that are in a device's memory; others may be in host memory."""
     return [state for state in tensors_of(dict(optimizer.state)) if state.device.type == device.type]
 
 
 @contextmanager
 def _without_hooks(optimizer: Optimizer) -> Iterator[None]:
-    """The user's step hooks (an EMA, say) are not to hear of a trial."""
+    """A context without the user's step hooks (an EMA, say), which must not run in a trial."""
     hooks: tuple[Any, ...] = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     kept = [dict(registered) for registered in hooks]
     for registered in hooks:

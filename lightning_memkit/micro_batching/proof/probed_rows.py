@@ -1,4 +1,7 @@
-"""Which rows of a batch are probed: some that differ, with labels that tell ways of weighing apart."""
+"""Choose the rows of a batch to probe: different ones, with labels that distinguish the ways of weighing.
+
+A mask here is any number of a row that is zero if the row does not count in the loss.
+"""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -25,11 +28,11 @@ from lightning_memkit.micro_batching import (
 from lightning_memkit.micro_batching.parts.partition import Splitter
 from lightning_memkit.micro_batching.shares.batch_counts import BatchCount, counts_of
 
-_COUNTED_ROWS = 256  # of a batch, of which the most unlike are chosen
+_COUNTED_ROWS = 256  # the most rows of a batch that are compared to choose the most different ones
 
 
 def probed_rows(batch: Any, rows: int, split: Splitter | None, probes: int) -> Any:
-    """That many rows of a batch: the most unlike ones, where rows can be picked; else from another place each time."""
+    """Some rows of a batch: the most different ones if rows can be picked, else consecutive ones."""
     total = batch_size(batch)
     if rows >= total:
         return batch
@@ -39,16 +42,17 @@ def probed_rows(batch: Any, rows: int, split: Splitter | None, probes: int) -> A
             chosen = _unlike(singles, rows, probes)
             return picked_rows(batch, chosen)
         except (SplitError, TypeError, ValueError, RuntimeError):
-            pass  # structures of the user's own: a run of rows will do
+            pass  # the user's own structure, of which rows can't be picked: take consecutive ones
     before = _offset(probes, total - rows)
     sizes = [size for size in (before, rows, total - rows - before) if size > 0]
     return split_batch(batch, sizes, split=split)[1 if before else 0]
 
 
 def in_order_of(small: Any, loss_of: Callable[[Any], float | None]) -> Any:
-    """The rows by their own losses, the largest first: a loss over the hardest takes others where one part has them.
+    """Sort rows by their own losses, the largest first, so that micro-batches differ most.
 
-    Of those that count in every mask one comes first and one last, so that both parts count.
+    This reveals a loss over the hardest rows only, which takes other rows if one micro-batch holds them all.
+    Of the rows that count in every mask, one comes first and one last, so that both micro-batches count.
     """
     total = batch_size(small)
     if total < 4 or isinstance(small, SplittableBatch):
@@ -69,21 +73,21 @@ def in_order_of(small: Any, loss_of: Callable[[Any], float | None]) -> Any:
         others = dict.fromkeys(row for row in [*hardest, *range(total)] if row not in (first, last))
         return picked_rows(small, [first, *others, last])
     except (SplitError, TypeError, ValueError, RuntimeError):
-        return small  # structures of the user's own
+        return small  # the user's own structure
 
 
 def _unlike(singles: list[Any], rows: int, probes: int) -> list[int]:
-    """Two rows that count in every mask, then those with the least and the most of every number, then any.
+    """Choose two rows that count in every mask, then those with the least and most of every number, then any.
 
-    One that counts comes first, the other last: wherever the rows are split, both parts count. Of two rows alone these
-    would be all: every other time they are the most unlike ones instead, which may act on each other where rows of one
-    kind don't (negatives that are mined for each positive).
+    Of the two rows that count, one comes first and the other last, so that both micro-batches count. If only
+    two rows are wanted, every other time the most different ones are taken instead: they may act on each
+    other where rows of one kind don't (negatives that are mined for each positive).
     """
     total = len(singles)
     looked_at = range(0, total, -(-total // _COUNTED_ROWS))
     counted = {count: {row: count(singles[row]) for row in looked_at} for count in counts_of(singles[0])}
     masks = _masks(counted)
-    # A mask or a class has few values, and its extremes tell more than those of what has many.
+    # A number with few values is a mask or a class, whose extremes tell more.
     telling = sorted((n for n in counted.values() if len(set(n.values())) > 1), key=_different)
     if rows == 2 and probes % 2 and telling:
         numbers = telling[probes // 2 % len(telling)]
@@ -104,7 +108,7 @@ def _unlike(singles: list[Any], rows: int, probes: int) -> list[int]:
 
 
 def _masks(counted: dict[BatchCount, dict[int, float]]) -> list[dict[int, float]]:
-    """Numbers that are zero where a row does not count: labels, and the sums of what holds no number but 0 and 1."""
+    """The numbers that are masks: counts of labels, and sums of tensors that hold only 0 and 1."""
     found = []
     for count, numbers in counted.items():
         if min(numbers.values()) or not any(numbers.values()):
@@ -120,22 +124,22 @@ def _different(numbers: dict[int, float]) -> int:
 
 
 def _spread(total: int, rows: int) -> list[int]:
-    """Distances that go evenly through a batch, several times."""
+    """Distances from a first row that visit all rows of a batch, the first few evenly spread."""
     each = max(1, total // rows)
     return [step * each + step * each // total for step in range(total)]
 
 
 def _offset(probes: int, free: int) -> int:
-    """Where the probed rows begin: at the start, at the end, in the middle."""
+    """The first probed row: at the batch's start, at its end, or in the middle, in turn."""
     return (0, free, free // 2)[probes % 3]
 
 
 def told_apart(small: Any, first: int, batch: Any) -> Any:
-    """A copy of a batch whose labels tell the ways of weighing apart, where ignored labels are known to be used.
+    """A copy of a batch whose labels distinguish the ways of weighing, if the batch uses ignored labels.
 
-    A row of the first part keeps two labels: its last, and one at position 0, where losses that shift inside don't
-    look; a row of the second keeps its last three. No two ways share alike then, which even bf16 shows.
-    Only values that the batch holds are used: another one might be out of the loss's range.
+    A row of the first micro-batch keeps two labels: its last, and one at position 0, which losses that shift
+    inside ignore. A row of the second keeps its last three. Then all ways give different weights, which shows
+    even in bf16. Only label values of the batch are used, because others might be out of the loss's range.
     """
     everywhere, labels = find_labels(batch), find_labels(small)
     if everywhere is None or labels is None or not bool((everywhere == IGNORED_LABEL).any()):
@@ -175,7 +179,7 @@ def _with_labels(batch: Any, labels: Tensor, changed: Tensor) -> Any:
 def weigh_differently(
     ways: Sequence[WeighBy | Weigher], batch: Any, micro_batch_size: int, split: Splitter | None
 ) -> bool:
-    """Whether ways of weighing that gradients could not tell apart weigh a batch's micro-batches differently."""
+    """Whether the remaining ways of weighing give a batch's micro-batches different weights."""
     if len(ways) < 2:
         return False
     total = batch_size(batch)
@@ -187,7 +191,7 @@ def weigh_differently(
 
 
 def numbers_of_rows(wanted: Sequence[int], most: int, total: int, *, fewest: int) -> list[int]:
-    """To try one after the other, each of two micro-batches on which the step runs; none in a batch that has fewer."""
+    """The numbers of rows to try in turn, each enough for two micro-batches; empty if the batch has less."""
     least = 2 * fewest
     numbers = {min(max(min(samples, most), least), total) for samples in wanted}
     return sorted((rows for rows in numbers if rows >= least), reverse=True)

@@ -1,4 +1,4 @@
-"""Some rows of a batch, run whole and in parts; no trace is left, and ranks try at the same time."""
+"""Trials of some rows of a batch, whole and in micro-batches ("parts"), on all ranks at the same time."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -27,18 +27,18 @@ from lightning_memkit.micro_batching.proof.without_noise import SharedDraws
 from lightning_memkit.micro_batching.ranks.agreement import largest_of_ranks
 from lightning_memkit.micro_batching.run import Step
 
-_OK, _PASSED_OVER, _OUT_OF_MEMORY, _FAILED = range(4)  # how a trial ends on a rank, the worst last
+_OK, _PASSED_OVER, _OUT_OF_MEMORY, _FAILED = range(4)  # outcomes of a trial on a rank, the worst last
 
 T = TypeVar("T")
 
 
 class NothingCountsError(Exception):
-    """The rows have no gradient: of what does not count nothing is learned."""
+    """The rows have no gradient, so that nothing can be learned from them."""
 
 
 @dataclass(kw_only=True)
 class TrialStep:
-    """One trial step: its gradient, and what its loss, its logs and its results were."""
+    """The results of one trial step: gradient, loss, logs, returned values, and the state that it left."""
 
     gradient: Tensor
     terms: LossTerms
@@ -50,13 +50,13 @@ class TrialStep:
 
     @property
     def counts(self) -> bool:
-        """Whether it has a gradient: not where all labels are ignored, or a mean is over nothing."""
+        """Whether it has a gradient; False if all labels are ignored, or a mean is over nothing."""
         return bool(self.gradient.isfinite().all()) and bool(self.gradient.any())
 
 
 @dataclass(kw_only=True)
 class Rows:
-    """Some rows of a batch, whole and in parts."""
+    """Some rows of a batch, whole and split into micro-batches (`parts`) of `sizes` rows."""
 
     whole: Any
     parts: list[Any]
@@ -65,21 +65,23 @@ class Rows:
 
 @dataclass(kw_only=True)
 class ComparisonOutcome:
-    """What a comparison has come to.
+    """The result of a comparison.
 
     Attributes:
-        miss: by how much the parts' gradients miss the whole's, of what rounding explains.
-        ways: of weighing that remain possible.
-        rules: how the loss's terms add up, where its graph shows it.
-        parts: None for one that the module passes over.
-        shares: what each part weighs; with `rules` of those that are not passed over.
-        why: the graph's own word on why the loss does not split.
-        bends: gradients are changed by what is not linear in them.
-        is_lone: a sum of which one part alone counts: it may be a mean that is kept from zero.
-        unlike: the loss's terms have unlike shares.
-        kept: means whose parts' divisors are more than what they count: they foretell nothing.
+        miss: by how much the micro-batches' gradients miss the whole's, relative to what rounding explains.
+        ways: the ways of weighing that remain possible.
+        rules: how the loss's terms add up; None if its graph does not show it.
+        whole: the trial of all rows.
+        parts: the trials of the micro-batches; None for one on which the step returned None.
+        shares: the weight of each micro-batch; with `rules`, only of those that have a loss.
+        comparison: compares with the whole's gradient.
+        why: the reason in the graph why the loss can't be split; empty without one.
+        bends: gradients are changed in a way that is not linear in them.
+        is_lone: a sum counts in one micro-batch only, so that it may be a mean with a clamped divisor.
+        unlike: the loss's terms have different shares.
+        kept: means with clamped divisors in micro-batches; they predict nothing.
         changes: what the step changes besides gradients.
-        state: of these, what may be put together from parts.
+        state: those of the changes that may be composed from micro-batches.
     """
 
     miss: Miss
@@ -99,38 +101,38 @@ class ComparisonOutcome:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether several parts count: one alone tells little of what rows do to each other."""
+        """Whether several micro-batches count; one alone tells little about how rows act on each other."""
         return not self.is_lone and several_count(self.parts)
 
     @property
     def present(self) -> list[int]:
-        """The parts that are not passed over."""
+        """The indices of the micro-batches that have a loss."""
         return [index for index, part in enumerate(self.parts) if part is not None]
 
     @property
     def present_shares(self) -> list[float]:
-        """What each of these weighs."""
+        """The weights of the micro-batches in `present`."""
         return self.shares if self.rules is not None else [self.shares[index] for index in self.present]
 
 
 class RowRuns:
-    """Runs rows whole and in parts.
+    """Runs trials of rows, whole and in micro-batches.
 
     Args:
-        step: whose rows they are.
-        trials: run them.
-        rows: to run.
-        draws: hands the whole's random numbers out to its parts; None where the step draws none that matter.
+        step: the current step.
+        trials: runs them without a trace.
+        rows: the rows.
+        draws: gives the whole's random numbers to its micro-batches; None if that is not needed.
     """
 
     def __init__(self, step: Step, trials: Trials, rows: Rows, draws: SharedDraws | None) -> None:
         self.step, self.trials, self.rows, self.draws = step, trials, rows, draws
         self.is_exact = step.run.precision in ("32-true", "64-true")
-        # Where ranks meet in every part, a gradient is that of all ranks' parts, each scaled before its backward.
+        # If ranks communicate in every micro-batch, gradients are all ranks': scale them before the backward.
         self.meets = trials.ranks.meets
 
     def hand_out(self, part: int | None) -> None:
-        """The next run gets the random numbers of a part's rows; of the whole, its own again."""
+        """Let the next run get the random numbers of a micro-batch's rows, or with None those of all rows."""
         if self.draws is not None:
             sizes = self.rows.sizes
             total = sum(sizes)
@@ -138,10 +140,10 @@ class RowRuns:
             self.draws.hand_out(first, total if part is None else sizes[part], total)
 
     def together(self, run: Callable[[], T]) -> T:
-        """What ranks try at the same time; a failure on one is one on all, so that none waits for the others.
+        """Call `run` on all ranks; a failure on one is raised on all, so that none waits for the others.
 
         Raises:
-            NothingCountsError: another rank's module passes over its rows.
+            NothingCountsError: on another rank the step returned None.
             StepFailedError: the step failed here or on another rank.
         """
         if self.meets or self.step.run.world_size == 1:
@@ -156,7 +158,8 @@ class RowRuns:
             if failure is not None and _ending(failure) == worst:
                 raise failure
         finally:
-            del failure  # its traceback, and with it this frame, holds the failed step's tensors
+            # Its traceback refers to this frame: the cycle would keep the failed step's tensors alive.
+            del failure
         if worst == _PASSED_OVER:
             raise NothingCountsError
         if worst == _OUT_OF_MEMORY:
@@ -167,7 +170,7 @@ class RowRuns:
         return results[0]
 
     def run(self, batch: Any, change: Callable[[Tensor], Tensor] | None = None) -> TrialStep:
-        """A trial step on some rows, on all ranks; `change` gives what is differentiated in place of its loss."""
+        """A trial step on some rows, on all ranks; `change` maps its loss to what is differentiated."""
         return self.together(partial(self._run_here, batch, change))
 
     def _run_here(self, batch: Any, change: Callable[[Tensor], Tensor] | None) -> TrialStep:
@@ -191,12 +194,12 @@ class RowRuns:
         )
 
     def whole(self, change: Callable[[Tensor], Tensor] | None = None) -> TrialStep:
-        """The whole's run once more, with the same random numbers."""
+        """Run the whole again, with the same random numbers."""
         self.hand_out(None)
         return self.run(self.rows.whole, change)
 
     def part(self, index: int, change: Callable[[Tensor], Tensor] | None = None) -> TrialStep | None:
-        """A part's run; None where the module passes over it, though it has a loss of the whole."""
+        """Run a micro-batch; None if the step returns None for it, though not for the whole."""
 
         def run() -> TrialStep | None:
             try:
@@ -210,7 +213,7 @@ class RowRuns:
         return self.together(run)
 
     def spans(self) -> Any:
-        """Where each parameter's numbers are in a sampled gradient."""
+        """The range of each parameter in a sampled gradient."""
         return spans_of(self.step.run.module)
 
     def miss(
@@ -220,16 +223,16 @@ class RowRuns:
         weights: Sequence[float],
         change: Callable[[Tensor], Tensor] | None = None,
     ) -> Miss:
-        """By how much the parts' gradients miss the whole's, on the rank on which they do most.
+        """By how much the micro-batches' gradients miss the whole's, on the rank with the largest miss.
 
-        Where they do, the whole runs once more with weights that are rounded otherwise: forwards of other shapes round
-        otherwise, too, and a deep net may make much of that.
+        If they do, the whole runs once more with the last bits of the weights flipped: forwards of other
+        shapes round differently, too, and a deep net may amplify that.
 
         Args:
-            comparison: with the whole's gradient.
-            gradients: of the parts.
-            weights: what each weighs.
-            change: what the whole's loss was, of the step's.
+            comparison: compares with the whole's gradient.
+            gradients: the gradients of the micro-batches.
+            weights: their weights.
+            change: maps the step's loss to the one of this comparison.
         """
         miss = self._largest(comparison.miss(gradients, weights))
         if miss.excess > 1 and self.is_exact and not comparison.knows_rounding:
@@ -243,12 +246,12 @@ class RowRuns:
 
 
 def several_count(parts: Sequence[TrialStep | None]) -> bool:
-    """Whether more than one part counts."""
+    """Whether more than one micro-batch counts."""
     return sum(part is not None and part.counts for part in parts) > 1
 
 
 def _ending(failure: Exception | None) -> int:
-    """How a trial has ended on this rank."""
+    """The outcome of a trial on this rank."""
     if failure is None:
         return _OK
     if not isinstance(failure, StepFailedError):

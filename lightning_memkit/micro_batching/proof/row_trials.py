@@ -1,4 +1,4 @@
-"""Some rows of a batch on trial, whole and in parts: how their gradients, and what their loss shows, add up."""
+"""Compare some rows of a batch, run whole and in micro-batches: do gradients and the loss's terms add up?"""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -39,15 +39,16 @@ from lightning_memkit.micro_batching.proof.trial_values import StepFailedError
 from lightning_memkit.micro_batching.ranks.agreement import any_rank, largest_of_ranks, values_of_ranks
 from lightning_memkit.micro_batching.shares.foreseen import UnforeseenLossError
 
-# Batch statistics are warned about; a batch that is changed in place is handed out in copies.
+# Changes that don't prevent a split: batch statistics cause a warning; a batch that the step changes in place
+# is handed out in copies.
 _CHANGED_IN_PARTS = ("batch_statistics", "batch", "generator")
 
 
 class RowTrials:
-    """Compares rows whole and in micro-batches.
+    """Compares rows run whole and in micro-batches.
 
     Args:
-        runs: run them, which leaves no trace.
+        runs: runs them without a trace.
     """
 
     def __init__(self, runs: RowRuns) -> None:
@@ -56,16 +57,16 @@ class RowTrials:
     def compare(
         self, ways: list[WeighBy | Weigher], *, reads: bool, known: LossRules | None = None
     ) -> ComparisonOutcome:
-        """Compare gradients; by what the loss's terms show, else under each way of weighing.
+        """Compare gradients by the divisors of the loss's terms, or else under each way of weighing.
 
         Args:
-            ways: that are possible.
-            reads: whether the loss's terms are to be read.
+            ways: the candidate ways of weighing.
+            reads: whether to read the loss's terms.
             known: rules that held before.
 
         Raises:
-            NothingCountsError: the rows of a rank have no gradient, or one of their loss's terms counts none of them,
-                or it shows less than is known.
+            NothingCountsError: on a rank, the rows have no gradient, or a term counts none of them, or they
+                show less than is known.
         """
         self._runs.trials.capture = None
         if self._runs.draws is not None:
@@ -104,7 +105,7 @@ class RowTrials:
             outcome = self._by_ways(ways, whole, parts, comparison)
             outcome.why = whole.terms.curved or self._why_not(rules, comparison)
             outcome.bends = bends
-            if outcome.why or bends:  # a sample on which this does not show proves nothing
+            if outcome.why or bends:  # gradients that agree on these few rows would prove nothing
                 outcome.miss = Miss(excess=float("inf"), relative_error=outcome.miss.relative_error)
         outcome.changes, outcome.state = changes, state
         return outcome
@@ -116,7 +117,7 @@ class RowTrials:
         whole: TrialStep,
         parts: list[TrialStep | None],
     ) -> list[int]:
-        """The means of a comparison that fails whose divisors don't add up: some may be kept from being less."""
+        """If a comparison failed, the means whose divisors don't add up, because some may be clamped."""
         if outcome is not None and outcome.miss.excess <= 1:
             return []
         counts = [counts_of(rules, part) for part in parts if part is not None]
@@ -128,7 +129,7 @@ class RowTrials:
         return [index for index in rules.means if unlike[index]]
 
     def noise_explains(self, outcome: ComparisonOutcome) -> bool:
-        """Whether parts may differ by their random numbers alone, which then are to be taken away or shared."""
+        """Whether random numbers alone may explain a difference, so that noise must be removed or shared."""
         self._runs.hand_out(None)
         other = self._runs.together(
             partial(self._runs.trials.gradient_of, self._runs.step, self._runs.rows.whole, seed=1)
@@ -137,10 +138,10 @@ class RowTrials:
         return any_rank(self._runs.step.run, incomplete or outcome.comparison.differs(other))
 
     def dependence(self, outcome: ComparisonOutcome) -> Verdict | None:
-        """None where the second part's gradient is the same after the first as alone, else what to say of it."""
+        """The verdict if the second micro-batch's gradient depends on the first having run; else None."""
         second = outcome.parts[1]
         if self._runs.draws is not None:
-            return None  # with numbers that are handed out, another step before would take them
+            return None  # the step before would use up the random numbers that are handed out
         counts = (
             second is not None and outcome.parts[0] is not None and bool(second.gradient.isfinite().all())
         )
@@ -169,7 +170,7 @@ class RowTrials:
         )
 
     def _of_all_ranks(self, rules: LossRules | str | None) -> LossRules | str | None:
-        """The rules, where the loss has shown the same terms on every rank; else why it has none on one."""
+        """The rules on which all ranks agree, or the reason why a rank has none."""
         if self._runs.step.run.world_size == 1:
             return rules
         told: list[LossRules | str | None] = values_of_ranks(self._runs.step.run, rules)
@@ -179,16 +180,16 @@ class RowTrials:
         return agreed(rules, told)
 
     def _why_not(self, rules: LossRules | str | None, comparison: Comparison) -> str:
-        """What the loss's graph says against a split, where the comparison of gradients may not show it."""
+        """The reason in the loss's graph against a split, if gradients may not show it; else empty."""
         if isinstance(rules, CurvedLoss) or (isinstance(rules, str) and rules == VARYING_FACTOR):
             return rules
-        # In few bits a small term is no more than the rounding of the large ones.
+        # At low precision, a small term may be below the rounding of the large ones.
         if isinstance(rules, UnlikeDivisors) and any_rank(self._runs.step.run, comparison.level > COARSE):
             return rules
         return ""
 
     def _capture(self, changes: Sequence[StepChange], dtype: torch.dtype) -> ComposedState | None:
-        """Let the further runs tell what they leave in the attributes and lists that the step changes."""
+        """Let further runs record what they leave in the attributes and lists that the step changes."""
         names = [c.name for c in changes if c.kind in ("attribute", "container")]
         if not names:
             return None
@@ -199,14 +200,14 @@ class RowTrials:
         return state
 
     def _bends(self, comparison: Comparison) -> bool:
-        """Whether gradients are no multiple of the loss's: what changes them would see those of a micro-batch.
+        """Whether gradients are not linear in the loss, because a hook clips them, say.
 
-        Half of a loss has half of its gradients to the bit. Where it has not, another run tells what kernels do in
-        another order each time.
+        Half of a loss has exactly half of its gradients. If it has not, another run of the whole loss shows
+        how much is due to kernels that add in another order each time.
         """
         run = self._runs.step.run
         if run.precision.startswith("16"):
-            return False  # small gradients are rounded to fewer bits
+            return False  # in float16, half of a small gradient has fewer bits
         halved = self._runs.whole(lambda loss: loss * 0.5).gradient * 2
         if not any_rank(run, comparison.bends(halved)):
             return False
@@ -219,10 +220,10 @@ class RowTrials:
         parts: list[TrialStep | None],
         comparison: Comparison,
     ) -> ComparisonOutcome:
-        """The comparison under each way of weighing.
+        """Compare under each way of weighing.
 
         Raises:
-            NothingCountsError: where ranks meet in every part, and one counts nothing.
+            NothingCountsError: ranks communicate in every micro-batch, and one of weight 0 is among them.
         """
         gradients = [torch.zeros_like(whole.gradient) if part is None else part.gradient for part in parts]
         if self._runs.meets:
@@ -232,7 +233,7 @@ class RowTrials:
         else:
             misses = [self._runs.miss(comparison, gradients, self._weights(way)) for way in ways]
         least = min(miss.excess for miss in misses)
-        # A clear lead only: ways that differ by rounding stay open, in their order.
+        # Drop a way only if another is clearly better; ways that differ by rounding stay, in order.
         kept = [index for index, miss in enumerate(misses) if miss.excess <= max(3 * least, 0.05)]
         count = weigher(ways[kept[0]], self._runs.rows.whole)
         return ComparisonOutcome(
@@ -246,7 +247,7 @@ class RowTrials:
         )
 
     def _scaled_parts(self, way: WeighBy | Weigher) -> list[Tensor]:
-        """The gradients of parts whose loss each rank has weighed by itself."""
+        """The gradients of micro-batches whose losses are weighed on each rank before the backward."""
         weights = self._weights(way)
         if any_rank(self._runs.step.run, not all(weights)):  # 0 times a mean over nothing is nan
             raise NothingCountsError
@@ -262,10 +263,10 @@ class RowTrials:
 
 
 def _against(terms: TermComparison, known: LossRules | None) -> ComparisonOutcome:
-    """The comparison by rules that other rows have told, where it fails: these rows may act on each other.
+    """Compare by rules from other rows, and return a failure: these rows may act on each other.
 
     Raises:
-        NothingCountsError: it does not fail; these rows alone tell less than is known.
+        NothingCountsError: the comparison does not fail: these rows only show less than is known.
     """
     outcome = None
     with suppress(UnforeseenLossError):
@@ -277,9 +278,9 @@ def _against(terms: TermComparison, known: LossRules | None) -> ComparisonOutcom
 
 
 def _by_whole(terms: TermComparison, rules: LossRules, kept: Sequence[int]) -> ComparisonOutcome | None:
-    """The comparison by what the whole is divided by, where parts have kept divisors; None where it fails, too.
+    """Compare by the whole's divisors, if micro-batches have clamped ones; None if that fails, too.
 
-    On several ranks: what each counts of these is looked up in every batch (`LoneCounts`), from the first on.
+    For several ranks, on which the counts of these terms are looked up in every batch (`LoneCounts`).
     """
     outcome = terms.compare(rules, of_whole=True)
     if outcome is None or outcome.miss.excess > 1:

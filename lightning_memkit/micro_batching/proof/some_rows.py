@@ -6,7 +6,7 @@ from lightning_memkit.micro_batching import SplitError, batch_size, split_batch
 
 
 def other_rows(whole: Any, batch: Any) -> Any:
-    """As many rows of the whole batch as a trial's have, others as far as there are: its last ones."""
+    """The last rows of the whole batch, as many as a trial's `batch` has; other ones as far as possible."""
     total, rows = count_of_rows(whole), count_of_rows(batch)
     return split_batch(whole, [total - rows, rows])[1] if 0 < rows < total else batch
 
@@ -18,7 +18,7 @@ def one_row(batch: Any) -> Any:
 
 
 def count_of_rows(batch: Any) -> int:
-    """How many rows there are to split, 0 where that is not known."""
+    """How many rows a batch has; 0 if that is unknown."""
     try:
         return batch_size(batch)
     except SplitError:

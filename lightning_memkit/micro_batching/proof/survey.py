@@ -1,4 +1,4 @@
-"""What the terms of a loss count in a batch, read off forwards before its micro-batches run."""
+"""Survey a batch before its micro-batches run: read the counts of the loss's terms by forwards only."""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -33,25 +33,25 @@ _TAKEN_FOR_A_SUM = (
 
 
 class Surveys:
-    """Surveys batches by trials that leave no trace: a forward of each micro-batch, and looks at several as one.
+    """Surveys batches by forwards of each micro-batch, and of several as one: looks (see `LoneCounts`).
 
     Args:
         run: the loop.
-        trials: run what leaves no trace.
+        trials: runs the forwards without a trace.
     """
 
     def __init__(self, run: Run, trials: Trials) -> None:
         self._run, self._trials = run, trials
-        self._has_warned = False  # of what was taken for a sum
-        self._too_many_rows: float = float("inf")  # of a whole batch that can't be run
-        self._differentiates = False  # the step does within itself, and needs all that autograd saves
+        self._has_warned = False  # of a term that was taken for a sum
+        self._too_many_rows: float = float("inf")  # the fewest rows of a whole batch that could not be run
+        self._differentiates = False  # the step takes gradients itself, and needs all that autograd saves
 
     def __call__(self, step: Step, cut: Cut, partition: Partition, rules: LossRules) -> list[float]:
-        """What the terms of a loss count in all micro-batches together: a forward of each, without a backward.
+        """The counts of the loss's terms in the batch, over all ranks and divided by their number.
 
-        Ranks have one batch between them: it is what all count, divided by the number of ranks. Each forward begins
-        with the same state, as in training. Where nothing tells whether a micro-batch counts what it is divided by,
-        one more forward of it and another as one, or of the whole batch, in which autograd saves shapes alone.
+        Costs a forward of each micro-batch, which starts from the same state as in training. If a divisor may
+        be a count or clamped, and nothing tells which, it costs another forward of two micro-batches as one,
+        or of the whole batch, in which autograd saves only shapes.
 
         Raises:
             UnforeseenLossError: a micro-batch's loss has other terms, or such a look failed.
@@ -68,7 +68,7 @@ class Surveys:
                 asked = found.looks()
                 self._look(step, cut, partition, found)
                 if not any_rank(self._run, found.looks() != asked):
-                    break  # these can't be run
+                    break  # the looks that are left can't be run
             self._trials.ranks.forget_part()
         totals = found.totals()
         if any_rank(self._run, totals is None) or totals is None:
@@ -85,13 +85,13 @@ class Surveys:
         return self._of_all_ranks(totals, [found.least(index) for index in range(len(totals))])
 
     def _of_all_ranks(self, totals: Sequence[float], least: Sequence[float]) -> list[float]:
-        """Totals averaged as gradients are; where they come to less, the least that the batch is divided by."""
+        """Totals averaged over ranks, as gradients are; if the sum is below the batch's clamp, that clamp."""
         run = self._run
         summed, kept = sum_of_ranks(run, totals), largest_of_ranks(run, least)
         return [max(pair, key=abs) / run.world_size for pair in zip(summed, kept, strict=True)]
 
     def _lone_counts(self, step: Step, partition: Partition, rules: LossRules) -> LoneCounts:
-        """What is to be looked up, of no micro-batch yet."""
+        """A `LoneCounts` without micro-batches, with the terms that need looks in any case."""
         told, is_alone = partition.combination.foretold, self._run.world_size == 1
         of_no_law = {index for index in rules.looked_up if rules.rules[index].law is Law.OWN}
         return LoneCounts(
@@ -106,9 +106,8 @@ class Surveys:
         )
 
     def _look(self, step: Step, cut: Cut, partition: Partition, found: LoneCounts) -> None:
-        """Run micro-batches as one, as far as this can be; nothing is learned of those that can't."""
+        """Run the looks that are needed; one that can't be run gives nothing."""
         rules = partition.combination.rules
-        assert rules is not None
         looks, rows = [], []
         for look in found.looks():
             together = _rows_of(step.batch, cut, partition, look, adjacent=found.adjacent)
@@ -121,10 +120,11 @@ class Surveys:
                 for index, (_, _, told) in enumerate(self._each_counted(step, rows, partition, rules)):
                     found.learn(looks[index], told)
         except Exception as error:
-            # Two micro-batches may be more than there is memory for, or than the step allows. Ranks retry together.
+            # Two micro-batches may need too much memory, or the step may fail on them. On several ranks the
+            # error is raised, because all must retry together.
             if self._run.world_size > 1 or isinstance(error, ForeseenWronglyError):
                 raise
-            self._run.debug(f"MemoryBudget can't look at parts as one: {error!r}")
+            self._run.debug(f"MemoryBudget can't look at micro-batches as one: {error!r}")
             if WHOLE in looks and found.runs_whole:
                 found.runs_whole = False
                 self._too_many_rows = min(self._too_many_rows, count_of_rows(step.batch))
@@ -132,9 +132,8 @@ class Surveys:
     def _each_counted(
         self, step: Step, parts: Sequence[Any], partition: Partition, rules: LossRules
     ) -> Iterator[tuple[tuple[float, ...], frozenset[int], tuple[float, ...]]]:
-        """Of each of some rows, what terms count, which are divided by 1 for an unknown reason, and `looked_at`."""
+        """For each micro-batch: the terms' counts, the lone terms, and the result of `looked_at`."""
         combination = partition.combination
-        least = [one_row(step.batch)]  # for ranks that have nothing to run while others do
         for index in range(self._trials.ranks.most_parts(len(parts))):
             part = (parts or least)[min(index, max(len(parts) - 1, 0))]
             if combination.state is not None:
@@ -168,7 +167,7 @@ class Surveys:
 
 
 def _rows_of(batch: Any, cut: Cut, partition: Partition, look: Look, *, adjacent: bool) -> Any:
-    """The rows of a look; None where they can't be put together."""
+    """The rows of a look; None if they can't be put together."""
     if look is None:  # `WHOLE`
         return batch
     together = rows_together(batch, cut, partition.split, *sorted(look), adjacent=adjacent)

@@ -1,4 +1,4 @@
-"""Trial steps that leave no trace: the gradient of a batch, and the peak of a micro-batch."""
+"""Trial steps that leave no trace, to get the gradient of a batch or the peak of a micro-batch."""
 
 import random
 import sys
@@ -38,18 +38,20 @@ class Trials:
 
     Args:
         run: the training loop.
-        budget_bytes: what a probe's tensors may take on the host; an accelerator's allocator keeps its own cap.
+        budget_bytes: the most bytes of a probe on the host; an accelerator's allocator has its own limit.
 
     Attributes:
-        changes: what the step of the latest `gradient_of` or `peak_of` changes besides gradients, each time that it
-            runs: what a first step sets up once and a second one leaves alone (a mask that is built lazily) is not in.
+        changes: what the step of the latest `gradient_of` or `peak_of` changes besides gradients, every time
+            that it runs; not what only a first step sets up (a mask that is built lazily).
         changing: the keys of all tensors that trials saw changed in place; a `Rollback` clones these.
         logged: what the step of the latest `gradient_of` logged.
-        handed_on: the attributes that the batch before (`after=`) had set.
-        returned: what the step of the latest run returned beside its loss.
-        values: the numbers that the step of the latest `gradient_of` with `look=` has computed, by their nodes.
-        between: called after the batch before (`after=`) has run.
-        capture: called within `gradient_of` once the step has run; `captured` is what it gave.
+        handed_on: the attributes that the step on the batch before (`after=`) has set.
+        returned: what the step of the latest run returned besides its loss.
+        values: the numbers that the step of the latest `gradient_of` with `look=` has computed, by their
+            nodes.
+        between: called after the step on the batch before (`after=`).
+        capture: called within `gradient_of` after the step; its result is stored in `captured`.
+        limited: probes must stay within the budget on a CPU.
     """
 
     def __init__(self, run: Run, budget_bytes: int | None = None) -> None:
@@ -77,18 +79,18 @@ class Trials:
     def no_trace(
         self, step: Step, *parts: Any, seen: bool = False, after_backward: bool = False
     ) -> Iterator[list[dict[str, Any]]]:
-        """Within it a step leaves nothing behind; yields what it logs.
+        """A context in which a step leaves no trace; yields what it logs.
 
         Args:
-            step: the step at hand.
-            parts: what it will run on besides the step's batch.
-            seen: also where compiled functions would hide writes, it is watched.
-            after_backward: gradients that are there are the step's own, and stay.
+            step: the current step.
+            parts: the batches that it will run on, besides the step's own.
+            seen: watch what it writes to even if that makes compiled functions run eagerly.
+            after_backward: the gradients are the step's own and must be kept.
         """
         unwatched = self._has_watched and self._sees_too_little() and not seen
         rollback = self._rollback = self.kept(step, *parts, changing=self.changing if unwatched else None)
-        # The last step's gradients are zeroed before they are used: held beside the trial's they would cost twice.
-        # A step that uses its closure in a way of its own may look at them before.
+        # The previous step's gradients will be zeroed before use; keeping them beside the trial's would cost
+        # their bytes twice. An optimizer that calls its closure in its own way may read them before.
         zeroed = step.starts_window and not after_backward and not uses_closure_its_own_way(step.optimizer)
         kept = [] if zeroed else [(p, p.grad) for p in self._module.parameters()]
         for parameter in self._module.parameters():
@@ -117,7 +119,7 @@ class Trials:
             )
 
     def kept(self, step: Step, *parts: Any, changing: Keys | None = None) -> Rollback:
-        """The state before a step that a trial puts back."""
+        """Record the state before a step, for a trial to restore."""
         return Rollback(
             self._module, changing, batches=[step.batch, *parts], beside=step.run.changed_beside()
         )
@@ -131,11 +133,18 @@ class Trials:
         after: Any = None,
         look: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """A sample of the gradient that a batch's own loss has; `seed` draws other random numbers than training.
+        """A sample of the gradient of a batch's own loss (see `sampled_gradient`).
 
-        `logged` then holds what the step logged. With `after`, another batch's step comes first, with the same random
-        numbers, and leaves behind what it leaves behind; `handed_on` names the attributes that it has set. `look` is
-        given the loss, and what it returns is differentiated.
+        Args:
+            step: the current step.
+            batch: the rows to run.
+            seed: draw other random numbers than training would.
+            after: a batch that runs first, with the same random numbers; the state that it leaves stays for
+                `batch`, and `handed_on` names the attributes that it has set.
+            look: called with the loss; what it returns is differentiated instead.
+
+        Raises:
+            StepFailedError: the step fails on the batch, or returns None.
         """
         with self.no_trace(step, batch, after, seen=True) as self.logged:
             if seed is not None:
@@ -155,11 +164,11 @@ class Trials:
             self.captured = None if self.capture is None else self.capture()
             returned, values = self.returned, self.values
             self._noted.note(step, batch, self._rollback, self.logged)
-            self.returned, self.values = returned, values  # not what further steps gave
+            self.returned, self.values = returned, values  # not those of further steps, which `note` runs
             return gradient
 
     def loss_of(self, step: Step, batch: Any) -> float | None:
-        """The loss of a batch; None where the step fails on it or passes over it."""
+        """The loss of a batch; None if the step fails on it or returns None."""
         losses: list[float] = []
 
         def look(loss: Tensor) -> Tensor:
@@ -169,21 +178,21 @@ class Trials:
         with self.no_trace(step, batch, seen=True):
             try:
                 self.run(step, batch, self._limit(step), look)
-            except Exception as error:  # of a row alone: what the step makes of several is asked elsewhere
+            except Exception as error:  # a single row need not run; several rows are tried elsewhere
                 self._run.debug(f"MemoryBudget can't try a row by itself: {error!r}")
                 return None
         return losses[0] if losses else None
 
     def values_of(self, step: Step, batch: Any, *, gradient: bool) -> TrialValues:
-        """What a step logs and returns of some rows, by a forward after the batch's own backward; gradients stay.
+        """What a step logs and returns for some rows, by a forward after the batch's backward.
 
         Args:
-            step: whose rows they are.
+            step: the current step.
             batch: the rows.
-            gradient: whether the forward keeps what a backward needs.
+            gradient: whether the forward builds a graph.
 
         Raises:
-            StepFailedError: the step fails on them, or passes them over.
+            StepFailedError: the step fails on the rows, or returns None.
         """
         with self.no_trace(step, batch, after_backward=True) as logged:
             generators = Generators()
@@ -208,11 +217,11 @@ class Trials:
             parameter.grad = None
 
     def _limit(self, step: Step) -> PeakMeter | None:
-        """What refuses a probe that needs more than training may, where no allocator does."""
+        """The meter that stops a probe above the budget; None if none applies."""
         return self.within_budget(step) if self.limited else None
 
     def within_budget(self, step: Step) -> PeakMeter | None:
-        """What refuses more than the budget on a CPU; None elsewhere, or without one."""
+        """A meter that raises above the budget on a CPU; None on other devices, or without a budget."""
         device = self._run.device
         if self._budget_bytes is None or device.type != "cpu":
             return None
@@ -227,14 +236,14 @@ class Trials:
         meter: PeakMeter | None = None,
         look: Callable[[Tensor], Tensor] | None = None,
     ) -> bool:
-        """Forward and backward of a part; whether it has a loss."""
+        """Forward and backward of a micro-batch; False if the step returned None."""
 
         def run(part: Any) -> bool:
             with TermValues() if look is not None else nullcontext() as noted:
                 loss, self.returned = step.forward(self._run.transfer(part))
             self.values = {} if noted is None else noted.values
             if loss is None:
-                if self.ranks.meets:  # in a backward, where the others wait
+                if self.ranks.meets:  # the others wait in a backward that this rank does not run
                     raise PassedOverError("training_step returned None")
                 return False
             step.quiet_backward(loss if look is None else look(loss))
@@ -249,17 +258,24 @@ class Trials:
         return self.ranks.part(measured, smallest=lambda: run(one_row(batch)))
 
     def peak_of(self, step: Step, batch: Any, resident: list[Tensor], budget_bytes: int | None) -> int | None:
-        """The peak of forward and backward of one part, weights, gradients and `resident` included; None: OOM.
+        """The peak of forward and backward of a micro-batch, with weights and gradients; None after an OOM.
+
+        Args:
+            step: the current step.
+            batch: the micro-batch.
+            resident: further tensors that are alive meanwhile.
+            budget_bytes: the limit above which it counts as an OOM; None for no limit.
 
         Raises:
-            StepFailedError: the step raised on fewer rows than the batch has (batch normalization of one row, say):
-                it does not run at this size. On the whole batch the user's own error comes out as it is.
+            StepFailedError: the step raised on fewer rows than the batch has (batch normalization of one row,
+                say), so it does not run at this size. On the whole batch the user's own error is raised as it
+                is.
         """
         if self._sees_too_little():
             self._watch_first(step, batch)
         failed = False
         with self.no_trace(step, batch) as logged:
-            allocate_gradients(self._module.parameters())  # in a step's later parts all are alive
+            allocate_gradients(self._module.parameters())  # all are alive from the second micro-batch on
             held = [*self._module.parameters(), *self._module.buffers(), *resident]
             held += [p.grad for p in self._module.parameters() if p.grad is not None]
             meter = peak_meter(self._run.device, held, budget_bytes)
@@ -277,20 +293,20 @@ class Trials:
         return None if failed else meter.peak_bytes
 
     def _raise(self, step: Step, batch: Any, error: Exception) -> NoReturn:
-        """The user's own error, of the whole batch as it is."""
+        """Raise the user's own error for the whole batch, and a `StepFailedError` for fewer rows."""
         if count_of_rows(batch) < count_of_rows(step.batch):
             raise StepFailedError(error, skipped=False) from error
         raise error
 
     def _sees_too_little(self) -> bool:
-        """Whether a peak has to be measured with compiled functions, within which a trial does not see writes."""
+        """Whether peaks must be measured with compiled functions, whose writes a trial does not see."""
         return "torch._dynamo" in sys.modules and AllocatorMeter.counts(self._run.device)
 
     def _watch_first(self, step: Step, batch: Any) -> None:
-        """See what the step writes to before it is run unwatched.
+        """Run the step once watched, to learn what it writes to, before it runs unwatched.
 
-        Probes don't count as seen: in eval mode, or with the batch's own statistics, a step writes to less. Nor does
-        a run that was broken off.
+        Probes don't count as watched runs, because a step writes to less in eval mode or without batch
+        statistics. Neither does a run that failed.
         """
         if self._has_watched:
             return

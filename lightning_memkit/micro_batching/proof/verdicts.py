@@ -1,4 +1,4 @@
-"""What is said of a batch that may not be split: the cause, and the remedy."""
+"""The texts for batches that may not be split: the cause, and the remedy."""
 
 from collections.abc import Iterable, Sequence
 from math import isfinite
@@ -20,61 +20,61 @@ _WHOLE_AND_FIT = f"keep the batch whole ({_SIZE}; ActivationCheckpointing helps 
 
 
 def scaled_by(shown: str) -> Verdict:
-    """A micro-batch's loss has shown that rows act on each other."""
+    """A micro-batch's loss has shown, by a factor, that rows act on each other."""
     return _refused(
         f"the samples of a batch act on each other in the loss, which is scaled by {shown}",
-        f"{_WHOLE_AND_FIT}, or pass split= so that each part holds a complete group",
+        f"{_WHOLE_AND_FIT}, or pass split= so that each micro-batch holds a complete group",
     )
 
 
 def fails_on_parts(cause: Exception) -> Verdict:
-    """The whole batch may well run: a module may ask for a certain number of samples."""
+    """The step fails on a micro-batch; the whole batch may run, if it needs a certain number of samples."""
     return _refused(
-        f"training_step fails on a part of the batch ({type(cause).__name__}: {cause})",
+        f"training_step fails on a micro-batch ({type(cause).__name__}: {cause})",
         f"{_WHOLE}, or pass split=",
     )
 
 
 def never_as_foreseen(shown: str) -> Verdict:
-    """Micro-batches have other losses each time that they run."""
+    """Micro-batches have other losses every time that they run."""
     return _refused(
-        f"a micro-batch's loss is another one than foreseen, however often the batch begins again ({shown})",
+        f"a micro-batch's loss has other terms or divisors each time that the batch runs again ({shown})",
         f"{_WHOLE_AND_FIT}, or let the loss have the same terms for any rows",
     )
 
 
 def constant_beside_a_kept_mean() -> Verdict:
-    """A learned factor's gradient would be another one: what it scales adds up to more than once in micro-batches."""
+    """A learned factor's gradient would be wrong: the constant that it scales would count more than once."""
     return _refused(
-        "a learned factor of the loss scales a constant together with a mean whose divisor is kept from less "
-        "(`.clamp(min=1)`): its gradient would see the constant once in every micro-batch",
+        "a learned factor of the loss scales a constant together with a mean whose divisor is clamped "
+        "(`.clamp(min=1)`): its gradient would hold the constant once for every micro-batch",
         f"{_WHOLE_AND_FIT}, or add the constant outside of what the factor scales",
     )
 
 
 def changes_in_parts(changes: Sequence[StepChange]) -> Verdict:
-    """The step changes more than gradients, and parts would not change it as the whole does."""
+    """The step changes more than gradients, and micro-batches would not leave what the whole batch leaves."""
     names = ", ".join(str(change) for change in changes[:5]) or "what another rank's message names"
     return _refused(
-        f"training_step changes {names}: in parts it would do so once for each of them",
+        f"training_step changes {names}: it would do so once in every micro-batch",
         f"{_WHOLE}, or change it once a step: in on_train_batch_end, or on_before_zero_grad",
         0.0,
     )
 
 
 def handed_on(names: Iterable[str], error: float, failure: str) -> Verdict:
-    """A step depends on what the one before has left; `failure` is its error, if it fails."""
+    """A step depends on state that the previous one has left; `failure` is its error, if it fails."""
     listed = ", ".join(dict.fromkeys(names))
     return _refused(
-        f"training_step hands values on to the next one{f', in {listed}' if listed else ''}: a part would take over "
-        f"those of other samples{failure}",
+        f"training_step hands values on to the next one{f', in {listed}' if listed else ''}: a micro-batch "
+        f"would start with those of other samples{failure}",
         f"{_WHOLE}, or keep them apart by sample",
         error,
     )
 
 
 def curved(why: str, error: float) -> Verdict:
-    """The loss's graph shows what is no sum over rows."""
+    """The loss's graph shows that it is no sum over rows."""
     return _refused(
         f"the loss is no sum over its rows: {why} is applied to what was reduced over them",
         f"{_WHOLE_AND_FIT}, or move it into the mean (a mean of roots for a root of a mean)",
@@ -83,7 +83,7 @@ def curved(why: str, error: float) -> Verdict:
 
 
 def divided_unlike(what: str, error: float) -> Verdict:
-    """What the graph shows that a term is divided by adds up to nothing."""
+    """A term's divisors follow no law."""
     return _refused(
         f"the loss has {what}: a mean over pairs of rows, or another number than what it counts",
         f"{_WHOLE_AND_FIT}, or divide each term by what it is a mean over",
@@ -92,31 +92,31 @@ def divided_unlike(what: str, error: float) -> Verdict:
 
 
 def bent(run: Run, error: float) -> Verdict:
-    """Gradients are changed by what is not linear in them."""
+    """A hook or a backward changes gradients in a way that is not linear in them."""
     hooks = run.hooks_by_micro_batch()
     named = f" ({', '.join(hooks[:3])})" if hooks else ""
     return _refused(
         f"half of the loss has not half of its gradients: a hook{named} or a backward of the module's own changes "
-        "them by more than a factor, and would see those of a part",
+        "them by more than a factor, and would see those of one micro-batch",
         f"change gradients in on_before_optimizer_step, which runs once a step, or {_WHOLE}",
         error,
     )
 
 
 def missed(whole: Tensor, gradients: Sequence[Tensor], shares: Sequence[float], miss: Miss) -> Verdict:
-    """The parts' gradients don't add up: by how much, in which parameters, and what it looks like.
+    """The micro-batches' gradients don't add up: by how much, in which parameters, and the likely cause.
 
     Args:
         whole: the gradient of all rows.
-        gradients: of the parts.
-        shares: what each part weighs.
-        miss: what the comparison found.
+        gradients: the gradients of the micro-batches.
+        shares: the weights of the micro-batches.
+        miss: the result of the comparison.
     """
     if not gradients:
-        return _refused("no part has a loss", "pass split=", miss.relative_error)
+        return _refused("no micro-batch has a loss", "pass split=", miss.relative_error)
     verdict = decomposability.judge(whole, gradients, normalized(shares), 0.0)
     named = ", ".join(f"{name} ({error:.1%})" for name, error in miss.parameters)
-    # Gradients may add up where the loss's terms, each compared by itself, do not.
+    # All gradients together may add up although a term, compared by itself, does not: then there is no cause.
     told = verdict.cause or "one of the loss's terms is no mean and no sum over the rows"
     cause = f"{told}{f'; most in {named}' if named else ''}"
     return _refused(cause, verdict.remedy or _WHOLE_AND_FIT, miss.relative_error)
@@ -127,7 +127,7 @@ def _refused(cause: str, remedy: str, error: float = float("inf")) -> Verdict:
 
 
 class Weighed(Protocol):
-    """How micro-batches are weighed, as far as it is known: `Weighing`."""
+    """What is known of how micro-batches are weighed; implemented by `Weighing`."""
 
     verdict: Verdict | None
     rules: LossRules | None
@@ -136,11 +136,11 @@ class Weighed(Protocol):
 
 
 def why_whole(weighing: Weighed, *, by_itself: bool) -> str:
-    """Why a loss can't be split, and what to do; empty where it can, or nothing is known.
+    """Why a loss can't be split, and what to do; empty if it can, or if nothing is known.
 
     Args:
         weighing: what is known of the loss.
-        by_itself: the user has left it to the proof how micro-batches are made and weighed.
+        by_itself: the user has given neither `weigh_by` nor `split`.
     """
     if weighing.unproven and by_itself:
         return (
@@ -161,7 +161,7 @@ def why_whole(weighing: Weighed, *, by_itself: bool) -> str:
 
 
 def weighed_by(weighing: Weighed) -> str:
-    """What micro-batches are weighed by, in words."""
+    """What micro-batches are weighed by, in words for the user."""
     if weighing.rules is not None:
         return "what the loss shows that it divides by"
     weigh_by = weighing.weigh_by

@@ -1,7 +1,8 @@
-"""Hand the random draws of a batch out to its micro-batches, so that both can be compared in train mode.
+"""Give micro-batches the random numbers that the batch drew for the same rows, to compare both in train mode.
 
-A step that draws (dropout, noise of a diffusion model) draws other numbers for a micro-batch than for the batch's same
-rows. Here the batch's draws are recorded, and its micro-batches get those of their rows.
+A step that draws random numbers (dropout, noise of a diffusion model) draws others for a micro-batch than for
+the same rows within the batch. Here the batch's draws are recorded, and its micro-batches get those of their
+rows.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,17 +16,17 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 LEVELS = (0, 1, 2)
 
-# Their statistics are the batch's own, which is known of them and said: here they stand still.
+# They normalize with the batch's statistics, which has a warning of its own: here they are in eval mode.
 _BATCHED = (nn.modules.batchnorm._BatchNorm,)
 _aten = torch.ops.aten
 
 
 class SharedDraws(TorchDispatchMode):
-    """While it is active, random operators give a batch's recorded numbers to its micro-batches.
+    """While active, random operators return a batch's recorded numbers in its micro-batches.
 
-    Tensors of one entry (or several in a row) for each of the batch's rows are handed out by rows; those of the same
-    shape in both as they are. Attention kernels that drop by themselves drop nothing. What fits neither way, and what
-    Python or NumPy draw, is not handed out.
+    A tensor with one entry (or several consecutive ones) for each row of the batch is handed out by rows; one
+    that has the same shape in both is handed out whole. Attention kernels run without dropout. Draws of other
+    shapes, and those of Python and NumPy, are not handed out.
 
     Attributes:
         complete: whether all draws could be handed out.
@@ -35,15 +36,15 @@ class SharedDraws(TorchDispatchMode):
         super().__init__()
         self.complete = True
         self._recorded: list[list[Any]] = []
-        self._place: int | None = None  # of the next draw; None while the batch's own are recorded
+        self._place: int | None = None  # the index of the next draw; None while the batch is recorded
         self._first, self._rows, self._total = 0, 0, 0
 
     def record(self) -> None:
-        """The whole batch runs next."""
+        """Call before the whole batch runs; its draws are recorded."""
         self._recorded, self._place = [], None
 
     def hand_out(self, first: int, rows: int, total: int) -> None:
-        """A micro-batch of so many of the batch's rows runs next, or the batch itself again."""
+        """Call before a run of `rows` of the batch's `total` rows, from `first` on; these may be all rows."""
         self._place, self._first, self._rows, self._total = 0, first, rows, total
 
     def __torch_dispatch__(
@@ -74,7 +75,7 @@ class SharedDraws(TorchDispatchMode):
         return tree_unflatten(drawn, spec)
 
     def _dropped(self, args: Any, recorded: list[Any], out: Any) -> Any:
-        """Dropout by the batch's mask: what is left of the input is another one's than the batch's."""
+        """Apply the batch's dropout mask to this micro-batch's input, instead of copying the output."""
         mask = self._share(recorded[1], out[1])
         if mask is None:
             self.complete = False
@@ -82,7 +83,7 @@ class SharedDraws(TorchDispatchMode):
         return args[0] * mask / max(1 - args[1], 1e-12), mask
 
     def _share(self, recorded: Any, value: Any) -> Tensor | None:
-        """The part of a recorded tensor that is this micro-batch's."""
+        """This micro-batch's rows of a recorded tensor; None if the shapes don't fit."""
         if not isinstance(value, Tensor) or not isinstance(recorded, Tensor):
             return None
         if recorded.shape == value.shape:
@@ -96,7 +97,7 @@ class SharedDraws(TorchDispatchMode):
 
 
 def _without_dropout(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The arguments of an attention kernel that drops by itself, so that it drops nothing."""
+    """The arguments of an operator, with the dropout of an attention kernel set to 0."""
     schema = getattr(func, "_schema", None)
     if schema is None or "scaled_dot_product" not in schema.name:
         return args, kwargs
@@ -111,11 +112,14 @@ def _without_dropout(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any,
 
 @contextmanager
 def quiet(module: nn.Module, level: int) -> Iterator[SharedDraws | None]:
-    """Runs steps without batch statistics (level 0), with draws to be handed out (1), or all in eval mode (2).
+    """A context for steps with less noise.
+
+    Level 0 puts batch normalization into eval mode; level 1 also yields the draws to hand out; level 2 puts
+    the whole module into eval mode.
 
     Args:
-        module: whose submodules are switched to eval mode meanwhile.
-        level: 0 and 1 leave `training` as it is, but for batch normalization.
+        module: the module whose submodules are switched to eval mode meanwhile.
+        level: how much noise is removed, one of `LEVELS`.
     """
     switched = [
         child for child in module.modules() if child.training and (level == 2 or isinstance(child, _BATCHED))

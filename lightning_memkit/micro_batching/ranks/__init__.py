@@ -1,1 +1,1 @@
-"""Steps that several ranks take together."""
+"""Coordinates the steps of several ranks."""

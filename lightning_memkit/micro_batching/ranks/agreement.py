@@ -1,21 +1,22 @@
-"""What ranks do together in a step, so that a rank that runs out of memory leaves no other waiting.
+"""How ranks coordinate a step, so that one that runs out of memory leaves no other waiting in a collective.
 
-One `Ranks` is made where the model is wrapped, before any trial, by all ranks (`ranks_of`). A rank's out-of-memory
-error becomes an `OutOfMemoryError` on all ranks at the same point: each then restores its own state and takes the
-step again, in parts that are smaller by the same rule. Who calls what, in a step:
+All ranks create one `Ranks` (`ranks_of`) after the model is wrapped and before any trial. An out-of-memory
+error of one rank becomes an `OutOfMemoryError` on all ranks at the same point. Each then restores its own
+state and retries the step with smaller micro-batches, by the same rule. The calls of a step, in order:
 
-1. `begin_step`, before the state before the step is taken: DDP's buffers are broadcast here.
-2. `totals(run)` around splitting and weighing a batch: what all ranks hold together.
-3. `attempt(run)` around all parts of a batch, also where a window's earlier batch is run again. DDP: the ranks agree
-   after the last part, then gradients are averaged (at a window's end).
-4. `part(run)` around each part: its transfer, forward and backward, and those of trials. DDP: nothing is reduced in
-   it. FSDP2: a rank that fails catches up, then all agree. All ranks run `most_parts` parts; those that repeat one do
-   not count, and what they add to gradients is zero, whatever their loss.
-5. `clip` where gradients are clipped by norm: sharded ones need an agreement before their all-reduce.
-6. `optimizer_steps`, when the optimizer's own step begins, and once more when the whole step is over: the second
-   agreement, over hooks and clipping.
-7. `failed`, outside of any `except`, where a rank has caught an out-of-memory error of the step: its peers hear of it
-   where they still listen. Then restore, halve the `largest` of all ranks' sizes, and begin again. After
+1. `begin_step`, before the state before the step is recorded: DDP's buffers are broadcast here.
+2. `totals(run)` around splitting and weighing a batch: sums its counts over all ranks.
+3. `attempt(run)` around all micro-batches of a batch, also when an earlier batch of a window is run again.
+   DDP: the ranks agree after the last micro-batch, then average gradients (at a window's end).
+4. `part(run)` around the transfer, forward and backward of each micro-batch, also in trials. DDP: nothing is
+   reduced in it. FSDP2: a rank that fails catches up, then all agree. Each rank runs `most_parts`
+   micro-batches: a rank with fewer repeats one with weight zero, which adds zeros to gradients, whatever its
+   loss.
+5. `clip`, where gradients are clipped by norm: sharded ones need an agreement before their all-reduce.
+6. `optimizer_steps`, when the optimizer's own step begins, and again after the whole step: the second
+   agreement, which covers hooks and clipping.
+7. `failed`, outside of any `except`, on a rank that has caught an out-of-memory error of the step: tells the
+   other ranks, unless they know. Then restore, halve the `largest` of all ranks' sizes, and retry. After
    `optimizer_steps` nothing can be retried: raise.
 """
 
@@ -54,7 +55,7 @@ def largest_of_ranks(run: Run, values: Sequence[float]) -> list[float]:
     largest = torch.tensor(values, dtype=torch.float64, device=run.device)
     with waiting_for_ranks("the ranks compared numbers"):
         torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
-        return largest.tolist()  # where a device's collective is waited for
+        return largest.tolist()  # within the context, because only this waits for a device's collective
 
 
 def sum_of_ranks(run: Run, values: Sequence[float]) -> list[float]:
@@ -67,7 +68,7 @@ def sum_of_ranks(run: Run, values: Sequence[float]) -> list[float]:
 
 
 def values_of_ranks(run: Run, value: T) -> list[T]:
-    """Each rank's value, which is pickled on its way."""
+    """The values of all ranks, which are pickled for the transfer."""
     if run.world_size == 1:
         return [value]
     values: list[Any] = [None] * run.world_size
@@ -82,11 +83,11 @@ def any_rank(run: Run, truth: bool) -> bool:
 
 
 def ranks_of(run: Run, *, recover: bool = True) -> Ranks:
-    """What ranks do together under the loop's strategy; all ranks call it at the same point.
+    """The `Ranks` for the loop's strategy; all ranks call it at the same point.
 
     Args:
-        run: whose ranks have wrapped the module.
-        recover: whether steps are to be retried. Otherwise the strategy's own reduction is left as it is.
+        run: the loop, whose module is wrapped already.
+        recover: whether steps are retried. If not, the strategy's own reduction is left as it is.
     """
     model = run.wrapped
     if run.world_size == 1:
@@ -103,12 +104,12 @@ def ranks_of(run: Run, *, recover: bool = True) -> Ranks:
 
 
 class Unretried(Ranks):
-    """Ranks that can't or needn't agree: the strategy reduces gradients by itself.
+    """Ranks that can't or needn't agree on retries: the strategy reduces gradients by itself.
 
     Args:
-        run: whose ranks they are.
+        run: the loop of these ranks.
         reason: why steps are not retried.
-        meets: ranks meet in every part; None: where the strategy shards.
+        meets: ranks communicate in every micro-batch; if None, they do if the strategy shards.
     """
 
     def __init__(self, run: Run, reason: str, *, meets: bool | None = None) -> None:

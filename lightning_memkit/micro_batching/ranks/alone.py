@@ -1,4 +1,4 @@
-"""A step of one rank: what the classes for several ranks do more, as an interface."""
+"""The interface by which ranks coordinate a step, implemented for one rank, which needs no coordination."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, TypeVar
@@ -9,15 +9,18 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """A rank that is alone: everything runs as it is.
+    """A single rank: everything runs without communication.
 
     Attributes:
-        reason: why steps are not retried; empty where they are.
-        uncounted: what other ranks need of a part in which nothing counts: no backward; one that leaves zeros in all
-            gradients; or its own, since it communicates (of its loss times zero).
-        meets: ranks meet in every part, so that all have to run as many.
-        compares: a part's gradients are there once it has run, so that they can be compared with the whole batch's.
-        exchanges: a part's results may depend on the other ranks' parts, so that none may be repeated as a stopgap.
+        reason: why steps are not retried; empty if they are.
+        uncounted: what a micro-batch of weight zero must still run so that no rank waits. `"skip"`: no
+            backward; `"zeros"`: a backward that leaves zeros in all gradients; `"backward"`: its own, of its
+            loss times zero, because it communicates.
+        meets: ranks communicate in every micro-batch, so that all must run the same number.
+        compares: gradients are complete after a micro-batch, so that they can be compared with the whole
+            batch's.
+        exchanges: a micro-batch's results may depend on the other ranks' micro-batches, so that a rank with
+            fewer may not repeat one to make up the number.
     """
 
     reason = ""
@@ -27,30 +30,30 @@ class Ranks:
     uncounted: Literal["skip", "zeros", "backward"] = "skip"
 
     def begin_step(self, *, starts_window: bool) -> None:
-        """Before the state before a step is taken."""
+        """Call before the state before a step is recorded for a retry."""
 
     def totals(self, run: Callable[[], Sequence[float]]) -> list[float]:
-        """Run what gives numbers of this rank, and add them up over all ranks; at most eight.
+        """Call `run`, which returns at most eight numbers, and add them up over all ranks.
 
         Raises:
-            OutOfMemoryError: on all ranks, where one failed.
+            OutOfMemoryError: on all ranks, if one ran out of memory.
         """
         return list(run())
 
     def most_parts(self, parts: int) -> int:
-        """How many parts each rank has to run: where ranks meet in every part, the largest number of any rank."""
+        """How many micro-batches each rank must run: the most of any rank, if ranks communicate in each."""
         return parts
 
     def largest(self, size: int) -> int:
-        """The largest of all ranks' sizes: what failed is halved to the same on all, also where rows are fewer."""
+        """The largest of all ranks' sizes, so that after an OOM all ranks halve the same size."""
         return size
 
     def largest_of(self, values: Sequence[float]) -> list[float]:
-        """Each value's maximum over the ranks, where they meet in every part; elsewhere this rank's."""
+        """Each value's maximum over the ranks if they communicate in every micro-batch; else this rank's."""
         return list(values)
 
     def any(self, truth: bool) -> bool:
-        """Whether it holds on a rank that takes part."""
+        """Whether it holds on any rank of `largest_of`."""
         return self.largest_of([float(truth)])[0] > 0
 
     def part(
@@ -62,54 +65,57 @@ class Ranks:
         smallest: Callable[[], object] | None = None,
         kind: str = "train",
     ) -> T:
-        """Run one part: its transfer, forward and backward.
+        """Run one micro-batch: its transfer, forward and backward.
 
         Args:
-            run: does it, and keeps nothing of it alive where it fails.
-            counts: what it adds to sharded gradients is kept; otherwise it is exactly zero, also for a loss of nan.
-            last: it ends a window: where DDP reduces by itself, it does so in this part's backward.
-            smallest: forward and backward of one row, for sharded ranks of which one fails in the first part ever.
-            kind: tells parts of other passes (validation) apart, which communicate otherwise.
+            run: runs it; must keep none of its tensors alive after a failure.
+            counts: whether it adds to sharded gradients; if not, it adds exactly zero, even for a loss of
+                nan.
+            last: it is the last of its accumulation window: if DDP reduces by itself, it does so in this
+                backward.
+            smallest: forward and backward of one row. Under sharding, a rank runs it to catch up with the
+                others if its very first micro-batch fails.
+            kind: the kind of pass ("train", "validate"), because passes communicate differently.
 
         Raises:
-            OutOfMemoryError: sharded: on all ranks, where one failed; else where this one did.
+            OutOfMemoryError: under sharding on all ranks if one ran out of memory; else only on this rank.
             ForeseenWronglyError: likewise.
-            CannotCatchUpError: this rank has to end, and its peers with it.
+            CannotCatchUpError: this rank and its peers can't go on.
         """
         return run()
 
     def forget_part(self) -> None:
-        """After a part that raised another error on all ranks, and is not repeated."""
+        """Call after a micro-batch that raised another error on all ranks, and is not retried."""
 
     def attempt(self, run: Callable[[], T], *, ends_window: bool) -> T:
-        """Run all parts of a batch; at a window's end gradients are all ranks' afterwards.
+        """Run all micro-batches of a batch; at a window's end, gradients are reduced over ranks afterwards.
 
         Raises:
-            OutOfMemoryError: on all ranks, where one failed.
+            OutOfMemoryError: on all ranks, if one ran out of memory.
         """
         return run()
 
     def clip(self, parameters: Iterable[nn.Parameter], max_norm: float) -> bool:
-        """Clip gradients by their norm, bitwise as torch does, if it takes ranks to do so; whether it was done.
+        """Clip gradients by their norm, bitwise as torch does, if that takes communication; True if clipped.
 
         Raises:
-            OutOfMemoryError: on all ranks, where one failed.
+            OutOfMemoryError: on all ranks, if one ran out of memory.
         """
         return False
 
     def optimizer_steps(self) -> None:
-        """Agree that all ranks step.
+        """Agree that all ranks take the optimizer's step.
 
         Raises:
-            OutOfMemoryError: on all ranks, where one failed since the backward.
+            OutOfMemoryError: on all ranks, if one ran out of memory since the backward.
         """
 
     def failed(self) -> None:
-        """Tell the peers, where they don't know yet, that this rank ran out of memory.
+        """Tell the other ranks that this one ran out of memory, unless they know already.
 
         Raises:
-            CannotCatchUpError: the peers wait where this rank can't join them.
+            CannotCatchUpError: they wait in a collective that this rank can't join.
         """
 
     def close(self) -> None:
-        """Give groups and the engine's own collectives back."""
+        """Release process groups, and undo what was patched."""

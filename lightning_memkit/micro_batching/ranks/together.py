@@ -1,4 +1,4 @@
-"""Steps that ranks take together under DDP, ZeRO-1 and FSDP2; `_ranks` says who calls what when."""
+"""Coordination of ranks under DDP, ZeRO-1 and FSDP2; `ranks/agreement.py` lists the calls of a step."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -22,13 +22,13 @@ T = TypeVar("T")
 
 
 class Agreeing(Ranks):
-    """Ranks that tell each other how a step goes."""
+    """Ranks that tell each other the outcome of a step."""
 
     def __init__(self, counts: int) -> None:
         self._agreement = Agreement(max(counts, 8))
-        self._listening = False  # the peers will hear of a failure where they meet next
+        self._listening = False  # whether the other ranks learn of a failure only at the next agreement
         self._issued: int | None = 0
-        self._issued_before_steps = 0  # collectives of hooks and clipping, in the last step that went well
+        self._issued_before_steps = 0  # collectives of hooks and clipping in the last successful step
 
     @override
     def begin_step(self, *, starts_window: bool) -> None:
@@ -96,13 +96,13 @@ class Agreeing(Ranks):
         self._raise_together(self._agreement.meet(outcome), failure)
 
     def _raise_together(self, meeting: Meeting, failure: str, unforeseen: Exception | None = None) -> None:
-        """Raise on every rank what happened on one."""
+        """Raise on every rank the error that happened on one."""
         if meeting.any_failed:
             self._listening = False
         if meeting.failed:
             others = ", ".join(str(rank) for rank in meeting.failed)
             raise torch.OutOfMemoryError(
-                failure or f"Rank {others} ran out of memory; all ranks repeat the step."
+                failure or f"Rank {others} ran out of memory; all ranks retry the step."
             )
         if meeting.unforeseen:
             others = ", ".join(str(rank) for rank in meeting.unforeseen)
@@ -110,7 +110,7 @@ class Agreeing(Ranks):
 
 
 class Announced(Agreeing):
-    """Ranks whose evaluation steps communicate in ways of the user's: they agree before each collective."""
+    """Ranks whose evaluation steps hold the user's own collectives: the ranks agree before each of these."""
 
     meets = exchanges = True
 
@@ -127,7 +127,7 @@ class Announced(Agreeing):
 
 
 class DataParallel(Agreeing):
-    """DDP, and ZeRO-1 over it: gradients are averaged once all ranks have them."""
+    """DDP, and ZeRO-1 on top of it: gradients are averaged after all ranks have finished their backwards."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._ddp = ddp
@@ -157,7 +157,7 @@ class DataParallel(Agreeing):
                 self._agreement.end()
                 raise
             failure = _text(error)
-        # Outside of `except`: its traceback holds the failed parts' tensors alive.
+        # Outside of `except`: its traceback keeps the failed micro-batch's tensors alive.
         if not results and self._meets_in_parts:
             raise CannotCatchUpError(
                 f"The step communicates in its forward, where other ranks wait. {failure or unforeseen}"
@@ -174,7 +174,7 @@ class DataParallel(Agreeing):
 
 
 class Sharded(Agreeing):
-    """FSDP2: ranks meet in every layer, and agree after every part."""
+    """FSDP2: ranks communicate in every layer, and agree after every micro-batch."""
 
     uncounted = "backward"
     meets = True
@@ -246,10 +246,11 @@ class Sharded(Agreeing):
         try:
             clip_sharded_gradients(parameters, max_norm, any_failed)
         except torch.OutOfMemoryError:
-            self._listening = False  # all know
+            self._listening = False  # `any_failed` has told the other ranks
             raise
         if self._issued is not None:
-            self._issued += 1  # agreed on before: nobody is left in it
+            # Not to be counted as a hook's collective: the agreement before it lets no rank wait in it.
+            self._issued += 1
         return True
 
     @override

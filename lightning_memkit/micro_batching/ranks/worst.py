@@ -1,4 +1,4 @@
-"""Ranks act on the worst that one of them has foreseen wrongly."""
+"""Agree over ranks on the gravest wrong prediction about a batch, so that all ranks react alike."""
 
 from lightning_memkit.micro_batching.ranks.agreement import largest_of_ranks
 from lightning_memkit.micro_batching.run import Run
@@ -14,7 +14,7 @@ from lightning_memkit.micro_batching.shares.foreseen import (
     VaryingFactorError,
 )
 
-# From what takes the least of all ranks to what takes the most.
+# In order of what the reaction costs: from running the batch again to whole batches.
 FORESEEN_WRONGLY: tuple[type[ForeseenWronglyError], ...] = (
     ForeseenElsewhereError,
     MistakenTotalsError,
@@ -28,7 +28,7 @@ FORESEEN_WRONGLY: tuple[type[ForeseenWronglyError], ...] = (
 
 
 def worst_of_ranks(run: Run, error: ForeseenWronglyError) -> ForeseenWronglyError:
-    """What all ranks act on: they have to take the same way."""
+    """The gravest error of all ranks, on which each of them acts."""
     own = FORESEEN_WRONGLY.index(type(error))
     worst = int(largest_of_ranks(run, [own])[0])
     return error if own == worst else FORESEEN_WRONGLY[worst]("on another rank")

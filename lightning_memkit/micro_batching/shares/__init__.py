@@ -1,1 +1,1 @@
-"""What each micro-batch weighs in its batch, by what its own loss has shown."""
+"""Weighs each micro-batch in its batch by the divisors of its own loss."""

@@ -1,4 +1,4 @@
-"""Numbers that a batch tells before it runs: rows, labels, what its masks leave. Some of them foretell a divisor."""
+"""Predict the divisors of a batch's loss from numbers that are known before it runs: rows, labels, masks."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,19 +17,19 @@ from lightning_memkit.micro_batching.splitting import (
 
 _LARGEST = 2**20  # elements of a tensor that is counted in every batch
 _SAME = 1e-9
-# Batches whose totals are looked up before divisors are believed that may be kept from less: to be a number of the
-# batch; to be what is counted, or a constant.
+# How many looked-up totals must agree before divisors that may be clamped are trusted: as proportional to a
+# number of the batch; as counts, or as a constant.
 _CONFIRMED, _ENOUGH_LOOKS = 3, 12
 
 
 @dataclass(frozen=True)
 class BatchCount:
-    """One number of a batch: `kind` of its `place`-th tensor (of the columns from `start` on), or of the batch.
+    """One number of a batch: a count in its `place`-th tensor, from column `start` on, or of the batch.
 
     Args:
         kind: `"rows"`, `"own"` (the batch's own `weight()`), `"labels"` (not -100), `"nonzero"` or `"sum"`.
-        place: which tensor, in the order in which they stand.
-        start: the first column that counts: losses that shift inside leave out a row's first label.
+        place: the index of the tensor, in the batch's order.
+        start: the first column that counts; losses that shift inside skip a row's first label.
     """
 
     kind: str
@@ -55,7 +55,7 @@ _COUNTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def counts_of(batch: Any) -> list[BatchCount]:
-    """All the numbers of a batch that could foretell a divisor."""
+    """All numbers of a batch that could predict a divisor."""
     found = [BatchCount("own")] if isinstance(batch, SplittableBatch) else []
     for place, (_, tensor) in enumerate(named_tensors(batch, "")):
         if tensor.ndim == 0 or tensor.numel() > _LARGEST or tensor.is_complex() or tensor.is_sparse:
@@ -68,22 +68,22 @@ def counts_of(batch: Any) -> list[BatchCount]:
 
 @dataclass(frozen=True)
 class Foretold:
-    """A number of the batch that a divisor is `ratio` times of."""
+    """The prediction that a divisor is `ratio` times a number of the batch."""
 
     count: BatchCount
     ratio: float
 
     def total(self, batch: Any) -> float:
-        """What the divisors of a batch's micro-batches will add up to."""
+        """The predicted sum of the divisors of a batch's micro-batches."""
         return self.ratio * self.count(batch)
 
 
 def foretelling(batches: Sequence[Any], divisors: Sequence[float]) -> list[Foretold]:
-    """The numbers that were in proportion to a divisor in all these batches, the likeliest first.
+    """The numbers that are proportional to a divisor in all these batches, the likeliest first.
 
     Args:
         batches: a batch and its micro-batches.
-        divisors: what a term counted in each.
+        divisors: a term's count in each.
     """
     found = []
     for count in counts_of(batches[0]):
@@ -99,20 +99,21 @@ def foretelling(batches: Sequence[Any], divisors: Sequence[float]) -> list[Foret
 
 
 class Shown(Enum):
-    """What a term's total in a whole batch, once it was looked up, tells of its micro-batches' divisors."""
+    """What a term's looked-up total in a whole batch tells of its micro-batches' divisors."""
 
-    OWN = "own"  # they are counts; those of a sum are the batch's
-    KEPT = "kept"  # the least ones may be kept from being less; those of a sum are not the batch's
-    UNLIKE = "unlike"  # they don't add up, and that the least ones are kept does not explain it
+    OWN = "own"  # they are counts; or, of a sum, equal to the batch's
+    KEPT = "kept"  # the least ones may be clamped; or, of a sum, differ from the batch's
+    UNLIKE = "unlike"  # they don't add up, and clamping of the least ones does not explain it
 
 
 class Foretelling:
-    """The numbers of a batch that foretell the divisors of a loss's terms, while none has foretold wrongly.
+    """Predicts the divisors of a loss's terms from numbers of the batch, and notes which are clamped.
 
-    One that did is never asked again: rows of one kind agree with many numbers by chance.
+    A number that predicted wrongly is never used again: in rows of one kind, many numbers are proportional by
+    chance.
 
     Args:
-        ways: for each term, the numbers that its divisor was in proportion to so far.
+        ways: for each term, the numbers to which its divisor was proportional so far.
     """
 
     def __init__(self, ways: Sequence[list[Foretold]] = ()) -> None:
@@ -121,10 +122,10 @@ class Foretelling:
     def _begin(self, ways: list[list[Foretold]], terms: Sequence[object] = ()) -> None:
         self.ways, self._terms = ways, tuple(terms)
         self._wrong = [set[BatchCount]() for _ in ways]
-        self._confirmed = [0] * len(ways)  # totals that agreed with those of `ways`, compared and looked up
-        self._looked_up = [0] * len(ways)  # of these, the ones that were looked up
-        self._sums = [_Looks() for _ in ways]  # at seeming sums
-        self._least = [_Looks() for _ in ways]
+        self._confirmed = [0] * len(ways)  # totals, from comparisons and looks, that agreed with `ways`
+        self._looked_up = [0] * len(ways)  # those of them that were looked up
+        self._sums = [_Looks() for _ in ways]  # at terms that seem to be sums
+        self._least = [_Looks() for _ in ways]  # at the least divisors of means
 
     def learn(
         self,
@@ -132,12 +133,12 @@ class Foretelling:
         divisors: Sequence[Sequence[float] | None],
         terms: Sequence[object] = (),
     ) -> None:
-        """Keep the numbers that agree with a batch and its micro-batches; others only where none was known.
+        """Keep the numbers that agree with a batch and its micro-batches; add new ones only if none is left.
 
         Args:
             batches: the batch, and its micro-batches.
-            divisors: what each term counted in each of them; None for a term that is no mean.
-            terms: which terms these are. Of others than before nothing is known.
+            divisors: for each term, its count in each of them; None for a term that is no mean.
+            terms: what identifies the terms; if they differ from the last call's, everything is forgotten.
         """
         if len(divisors) != len(self.ways) or tuple(terms) != self._terms:
             self._begin([[] for _ in divisors], terms)
@@ -158,12 +159,12 @@ class Foretelling:
             self._confirmed[index] += bool(self.ways[index])
 
     def total(self, index: int, batch: Any) -> float | None:
-        """What the divisors of a batch's micro-batches will add up to; None where this is not foretold."""
+        """The predicted sum of the divisors of a batch's micro-batches; None without a prediction."""
         ways = self.ways[index] if index < len(self.ways) else []
         return ways[0].total(batch) if ways else None
 
     def forget_wrong(self, batch: Any, counted: Sequence[float]) -> None:
-        """Numbers that foretold a total wrongly are not asked again."""
+        """Drop the numbers that predicted a total wrongly."""
         for index, count in enumerate(counted[: len(self.ways)]):
             self._keep(
                 index, [abs(way.total(batch) - count) <= _SAME * abs(count) for way in self.ways[index]]
@@ -179,27 +180,27 @@ class Foretelling:
             self._confirmed[index] = self._looked_up[index] = 0
 
     def may_be_kept(self, index: int, divisor: float) -> bool:
-        """Note a divisor of a term; whether it may be kept from being less: the least so far, or one of the first."""
+        """Note a term's divisor; True if it may be clamped: it is the least so far, or among the first."""
         return index >= len(self._least) or self._least[index].take_in(divisor)
 
     def unlike(self) -> frozenset[int]:
-        """The terms whose divisors add up here and there only."""
+        """The terms whose divisors add up in some batches only."""
         return frozenset(index for index, looks in enumerate(self._least) if looks.is_unlike)
 
     def doubted(self) -> frozenset[int]:
-        """The terms of whose divisors any may be kept: they have hardly been looked at, or one of the first was."""
+        """The terms of which any divisor may be clamped: after too few looks, or if one of the first was."""
         return frozenset(index for index, looks in enumerate(self._least) if looks.is_doubted)
 
     def count_of(self, index: int, part: Any, divisor: float, *, is_one: bool = True) -> float | None:
-        """What a micro-batch counts whose divisor may be kept from being less, up to a constant: that or nothing.
+        """The count of a micro-batch whose divisor may be clamped, up to a constant: the divisor, or nothing.
 
-        None where nothing tells, see `is_silent`, or what told is wrong.
+        None if nothing tells (see `is_silent`), or the numbers that told were wrong.
 
         Args:
-            index: the term's.
+            index: the term's index.
             part: the micro-batch.
-            divisor: what its term is divided by.
-            is_one: by 1, and not by the least that was seen.
+            divisor: the divisor of the term.
+            is_one: the divisor is 1, rather than the least that was seen.
         """
         if index < len(self.ways) and (not is_one or not self.is_silent(index)):
             numbers = [way.total(part) for way in self.ways[index]]
@@ -215,34 +216,35 @@ class Foretelling:
         return None if self.is_silent(index, is_one=is_one) else self.ways[index][0].total(part)
 
     def is_silent(self, index: int, *, is_one: bool = True) -> bool:
-        """Whether nothing tells a divisor that is a count from one that only keeps the term from being nan.
+        """Whether nothing distinguishes a divisor that is a count from a clamped one.
 
-        Rows of one row each are as many as they are divided by, whatever is counted: that alone tells nothing.
+        A divisor of 1 needs looks: in micro-batches of one row the number of rows is 1 as well, whatever is
+        counted.
 
         Args:
-            index: the term's.
-            is_one: the divisor is 1, and not the least of others.
+            index: the term's index.
+            is_one: the divisor is 1, rather than the least that was seen.
         """
         known = index < len(self.ways) and self.ways[index]
         confirmed = self._looked_up if is_one else self._confirmed
         return not known or confirmed[index] < _CONFIRMED
 
     def is_constant(self, index: int) -> bool:
-        """Whether a seeming sum's divisor has been its batch's often enough to look no more."""
+        """Whether the divisor of a term that seems a sum equalled its batch's so often that looks can end."""
         return index < len(self._sums) and self._sums[index].are_enough
 
     def confirm_sum(self, index: int, shown: Shown) -> None:
-        """Take in whether a seeming sum's divisor was its batch's."""
+        """Record whether the divisor of a term that seems a sum was its batch's."""
         if index < len(self._sums):
             self._sums[index].learn(shown)
 
     def confirm(self, index: int, batch: Any, total: float, shown: Shown = Shown.OWN) -> None:
-        """Take in what a term counts in a batch, which was looked up.
+        """Record a term's looked-up count in a batch.
 
         Args:
-            index: the term's.
+            index: the term's index.
             batch: the batch.
-            total: what it counts.
+            total: its count.
             shown: what that tells of its micro-batches' divisors.
         """
         if index >= len(self.ways):
@@ -256,15 +258,15 @@ class Foretelling:
 
 @dataclass
 class _Looks:
-    """What looks have told of the divisors that a term may be kept at.
+    """What looks have shown of a term's divisors, of which the least may be clamped.
 
     Attributes:
-        least: the least divisor.
-        looked: looks.
-        agreed: those since then that showed counts, or a sum's own divisor.
-        is_kept: one since then showed what a term was kept at.
-        was_kept_early: one of the first did, which are at all divisors.
-        is_unlike: divisors that were more than the least did not add up: none is known to be a count.
+        least: the least divisor so far.
+        looked: the number of looks.
+        agreed: the looks since `least` was found that showed counts, or a sum's divisor equal to the batch's.
+        is_kept: a look since then showed a clamped divisor.
+        was_kept_early: one of the first looks did; these are taken at any divisor.
+        is_unlike: divisors above the least did not add up, so that none is known to be a count.
     """
 
     least: float = float("inf")
@@ -276,23 +278,23 @@ class _Looks:
 
     @property
     def are_enough(self) -> bool:
-        """To look no more."""
+        """Whether looks can end."""
         return self.agreed >= _ENOUGH_LOOKS and not (self.is_kept or self.was_kept_early or self.is_unlike)
 
     @property
     def is_doubted(self) -> bool:
-        """Whether any divisor may be kept, not the least alone."""
+        """Whether any divisor may be clamped, not only the least."""
         return self.was_kept_early or self.looked < _CONFIRMED
 
     def take_in(self, divisor: float) -> bool:
-        """Whether a divisor may be kept; one that is less than all before begins anew."""
+        """Note a divisor; True if it may be clamped. One that is less than all before restarts the looks."""
         if 0 < divisor < self.least * (1 - _SAME):
             self.is_unlike = self.is_unlike or self.is_kept
             self.least, self.agreed, self.is_kept = divisor, 0, False
         return self.is_unlike or self.is_doubted or 0 < divisor <= self.least * (1 + _SAME)
 
     def learn(self, shown: Shown) -> None:
-        """Take in what a look showed."""
+        """Record what a look showed."""
         self.is_unlike = self.is_unlike or shown is Shown.UNLIKE
         self.is_kept = self.is_kept or shown is not Shown.OWN
         self.was_kept_early = self.was_kept_early or (shown is not Shown.OWN and self.looked < _CONFIRMED)

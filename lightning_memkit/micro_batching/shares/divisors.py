@@ -1,4 +1,8 @@
-"""Divisors of a batch's terms: the least that may be none, what was looked at, and their sums."""
+"""The divisors of a batch's terms: which may be clamped instead of counts, and their sums over micro-batches.
+
+A divisor is "kept" from being less if the step clamps it (`n.clamp(min=1)`): then the least divisors need not
+be counts.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -12,11 +16,11 @@ from lightning_memkit.micro_batching.shares.foreseen import LoneCountError, Unfo
 
 
 class LeastDivisors(NamedTuple):
-    """The terms of a micro-batch that the step itself divides by 1, or by the least that was seen.
+    """The terms of a micro-batch that the step divides by 1, or by the least divisor seen so far.
 
     Attributes:
-        lone: those of which nothing tells what that is, see `LoneCounts`.
-        counts: what the others count.
+        lone: those of which it is unknown whether the divisor is a count or clamped; see `LoneCounts`.
+        counts: the counts of the others, by term.
     """
 
     lone: frozenset[int]
@@ -24,9 +28,9 @@ class LeastDivisors(NamedTuple):
 
 
 def least_divisors(rules: LossRules, reading: Reading, told: Foretelling | None, part: Any) -> LeastDivisors:
-    """The terms of a micro-batch whose divisor is a count, or keeps them from being divided by less: by zero, mostly.
+    """Find the terms of a micro-batch whose divisor is either a count or clamped (to avoid a zero, mostly).
 
-    Whether a term is zero does not tell: that of a row beyond its margin is, and counts.
+    A term's value does not tell which: a row beyond its margin has a loss of zero, and counts.
     """
     lone, counts = set[int](), dict[int, float]()
     for index, rule in enumerate(rules.rules if told is not None else ()):
@@ -36,7 +40,7 @@ def least_divisors(rules: LossRules, reading: Reading, told: Foretelling | None,
                 lone.add(index)
         elif rule.law is Law.MEAN and reading.is_divided(index):
             divisor, is_one = reading.divisors[index], reading.is_one(index)
-            # What is added to every divisor keeps none; one near zero counts nothing, see `LossRules.counts`.
+            # With an epsilon no divisor is clamped; one near zero counts nothing, see `LossRules.counts`.
             is_own = not rule.excess and not 0 < abs(reading.quotients[index]) <= SMALL
             if not is_one and not (is_own and told.may_be_kept(index, abs(divisor))):
                 continue
@@ -49,10 +53,11 @@ def least_divisors(rules: LossRules, reading: Reading, told: Foretelling | None,
 
 
 def looked_at(rules: LossRules, reading: Reading, counts: Sequence[float]) -> tuple[float, ...]:
-    """What micro-batches as one tell: what terms count, and what those are divided by that are looked up.
+    """The numbers that a look at several micro-batches as one gives: counts, or divisors of terms to look up.
 
     Raises:
-        UnforeseenLossError: the step's own number shows in the micro-batches and not in these as one, or otherwise.
+        UnforeseenLossError: the step's own number shows in the micro-batches but not in the look, or vice
+            versa.
     """
     for index, rule in enumerate(rules.rules):
         if reading.divisors[index] and rule.numbered != reading.is_divided(index):
@@ -64,7 +69,7 @@ def looked_at(rules: LossRules, reading: Reading, counts: Sequence[float]) -> tu
 
 
 def main_mean(rules: LossRules, totals: Sequence[float]) -> int:
-    """The mean by whose counts a term weighs that looks at no row: the first that counts something in the batch."""
+    """The mean by which terms that depend on no row are weighed: the first with a count in the batch."""
     return next((index for index in rules.means if totals[index]), rules.means[0])
 
 
@@ -121,15 +126,15 @@ class OwnDivisors:
 
 
 class BatchSums(NamedTuple):
-    """What the micro-batches of a batch add up to (see `StepShares`).
+    """Sums over the micro-batches of a batch (see `StepShares`).
 
     Args:
-        counted: by term, what they counted.
-        lone: where that is not to be trusted.
-        fractions: of each mean.
-        beside: means that a constant stands beside, below a learned factor.
-        shared: of what looks at no row.
-        unlike: their terms were scaled each by its own share.
+        counted: the counts of each term.
+        lone: above 0 for terms whose count is not to be trusted.
+        fractions: the shares of each mean.
+        beside: above 0 for means to which a constant is added below a learned factor.
+        shared: the shares of the terms that depend on no row.
+        unlike: above 0 if terms were scaled by different shares.
     """
 
     counted: list[float]
@@ -140,7 +145,7 @@ class BatchSums(NamedTuple):
     unlike: float
 
     def averaged(self, average: Callable[[Sequence[float]], list[float]]) -> "BatchSums":
-        """That of all ranks, divided by their number, by one reduction."""
+        """The sums over all ranks, divided by their number, by one reduction."""
         size = len(self.counted)
         flat = average([*self.counted, *self.lone, *self.fractions, *self.beside, self.shared, self.unlike])
         columns = [flat[place * size : (place + 1) * size] for place in range(4)]

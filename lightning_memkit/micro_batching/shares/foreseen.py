@@ -1,28 +1,32 @@
-"""A batch whose loss was another one than foreseen: it runs again, with what has been learned of it."""
+"""Errors for a batch whose loss differs from the prediction by which it was weighed: the batch runs again.
+
+"Foreseen" and "foretold" stand for what was predicted of a batch's loss: its terms, and the totals of their
+divisors.
+"""
 
 
 class ForeseenWronglyError(Exception):
-    """A micro-batch, or the batch when it had run, has shown something else than what it was weighed by."""
+    """A micro-batch, or the batch at its end, contradicts the prediction by which it was weighed."""
 
 
 class ForeseenElsewhereError(ForeseenWronglyError):
-    """On another rank: all of them run the batch again."""
+    """The prediction was wrong on another rank: all ranks run the batch again."""
 
 
 class UnknownTotalsError(ForeseenWronglyError):
-    """The terms of this batch's loss have unlike shares: what they count in the whole batch has to be known before."""
+    """The loss's terms have different shares, so their counts in the whole batch must be known before."""
 
 
 class LoneCountError(UnknownTotalsError):
-    """Nothing tells whether a micro-batch counts what it is divided by: totals have to be looked up before."""
+    """A divisor may be a count or a lower bound that it is clamped to: totals must be looked up before."""
 
 
 class NothingCountedError(UnknownTotalsError):
-    """No micro-batch counted anything: which stands for the batch has to be known before."""
+    """No micro-batch counted anything: which one stands for the batch must be decided before."""
 
 
 class MistakenTotalsError(UnknownTotalsError):
-    """Totals were foretold wrongly, or terms weigh unlike for the first time: this is noted; the batch runs again."""
+    """Predicted totals were wrong, or terms have different shares for the first time; this is noted."""
 
 
 class UnforeseenLossError(ForeseenWronglyError):
@@ -30,8 +34,8 @@ class UnforeseenLossError(ForeseenWronglyError):
 
 
 class KeptConstantError(UnforeseenLossError):
-    """A learned factor scales a constant with a mean of which micro-batches weigh more than one between them."""
+    """A learned factor scales a constant and a mean whose shares exceed 1, because divisors are clamped."""
 
 
 class VaryingFactorError(UnforeseenLossError):
-    """What scales a reduction is another one in every micro-batch: rows act on each other by it."""
+    """A factor of a reduction differs between micro-batches: rows act on each other through it."""

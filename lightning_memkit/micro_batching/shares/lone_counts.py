@@ -1,8 +1,9 @@
-"""The least divisors of a term, which may be counts, or keep it from being divided by less: which of the two they are.
+"""Find out whether the least divisors of a term are counts or clamped, by running two micro-batches as one.
 
-`loss.sum() / positives.sum().clamp(min=1)`, the usual normalisation of detectors, divides by 1 where a micro-batch
-holds one positive and where it holds none, and is not zero in either case. No micro-batch alone tells them apart; the
-divisor of two as one does.
+`loss.sum() / positives.sum().clamp(min=1)`, the usual normalisation of detectors, divides by 1 if a
+micro-batch holds one positive and if it holds none, and is not zero in either case. No micro-batch by itself
+tells which; the divisor of two that are run as one does. Such a run is called a look, and a divisor that
+needs one is called lone.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,30 +20,30 @@ from lightning_memkit.micro_batching.graph.term_rules import ALIKE, share_of
 from lightning_memkit.micro_batching.shares.batch_counts import Shown
 
 WHOLE = None  # a look at the whole batch
-_MOST_SAVED = 2**16  # elements; divisors, and factors that a walk over the graph compares
+_MOST_SAVED = 2**16  # elements of a saved tensor that is kept: divisors, and factors of terms
 _SAME = 1e-6
 
-Look = tuple[int, int] | None  # two micro-batches as one, or one twice; or `WHOLE`
+Look = tuple[int, int] | None  # the indices of two micro-batches run as one (or of one, doubled); or `WHOLE`
 
 
 @dataclass(kw_only=True)
 class LoneCounts:
-    """What the micro-batches of a batch count, and the looks that tell what their lone divisors are.
+    """The counts of a batch's micro-batches, and the looks that decide what their lone divisors are.
 
     Args:
-        counts: of each micro-batch, what each term counts in it.
-        lone: of each, the terms that are divided by 1, or the least so far, for a reason that is not known.
-        whole: terms of no law: the whole batch alone tells what they are divided by.
-        sums: terms that seem to be sums: they were divided by the same number in all that was compared. The whole
-            batch tells, or two micro-batches at a time where it can't be run (see `unproven`).
-        doubted: means of which little is known yet, or a divisor was kept: likewise.
+        counts: for each micro-batch, the count of each term.
+        lone: for each micro-batch, the terms with a lone divisor: 1 or the least so far, and perhaps clamped.
+        whole: terms of no law: only a look at the whole batch gives their divisor.
+        sums: terms that seem to be sums, because their divisors were equal in all comparisons. A look at the
+            whole batch decides, or looks at two micro-batches if it can't be run (see `unproven`).
+        doubted: means with too few looks, or of which a divisor was clamped: likewise.
         runs_whole: the whole batch can be run.
-        adjacent: only neighbours can be run as one: a batch of the user's own structure.
-        adds_up: the whole batch is one of several, those of other ranks, of which the counts are added up.
-        why: there are no totals.
+        adjacent: only neighbours can be run as one, in a batch of the user's own structure.
+        adds_up: other ranks have batches, too, whose counts are added to this one's.
+        why: the reason why there are no totals.
 
     Attributes:
-        unproven: seeming sums that two micro-batches at a time have told, and not the whole batch.
+        unproven: terms taken for sums after looks at two micro-batches, without one at the whole batch.
     """
 
     counts: list[tuple[float, ...]]
@@ -59,22 +60,22 @@ class LoneCounts:
 
     @property
     def terms(self) -> list[int]:
-        """Those that are to be looked up."""
+        """The terms that are to be looked up."""
         return sorted(frozenset[int]().union(*self.lone))
 
     def looks(self) -> list[Look]:
-        """The looks that are needed next: each lone micro-batch beside another; the whole where these don't do."""
+        """The looks needed next: each lone micro-batch with another; the whole batch if that can't decide."""
         needed = dict.fromkeys(look for index in self.terms for look in self._looks_at(index))
         return [look for look in needed if look not in self._told]
 
     def learn(self, look: Look, counts: Sequence[float]) -> None:
-        """What the terms counted in a look."""
+        """Record the counts of the terms in a look."""
         self._told[look] = counts
 
     def totals(self) -> list[float] | None:
-        """What each term counts in the whole batch, and sums are divided by there; None where looks failed.
+        """The count of each term in the whole batch (of a sum, its divisor there); None if looks failed.
 
-        A count of less than half of what the divisor is kept at is taken for nothing, where batches are added up.
+        If batches of ranks are added up, a count below half of the clamp is taken for nothing.
         """
         totals = [sum(own[index] for own in self.counts) for index in range(len(self.counts[0]))]
         for index in self.terms:
@@ -94,12 +95,12 @@ class LoneCounts:
         return totals
 
     def least(self, index: int) -> float:
-        """What the whole batch's divisor is kept at, where it counts less; else 0."""
+        """The clamp of the whole batch's divisor, if the batch counts less; else 0."""
         whole = self._told.get(WHOLE)
         return whole[index] if whole is not None and self._is_kept_whole(index) else 0.0
 
     def shown(self, index: int, total: float) -> Shown:
-        """What a term's total in the whole batch tells of the divisors of its micro-batches."""
+        """What a term's total in the whole batch tells of its micro-batches' divisors."""
         own = self._lone(index)
         if index in self.sums | self.whole:
             return Shown.OWN if all(share_of(divisor, total) == 1 for divisor in own) else Shown.KEPT
@@ -121,14 +122,14 @@ class LoneCounts:
         return looks
 
     def _is_kept_whole(self, index: int) -> bool:
-        """Whether the whole batch, one of several, is divided by no more than its micro-batches: as a lone one is."""
+        """Whether this rank's whole batch has itself a lone divisor: no more than its micro-batches have."""
         whole, own = self._told.get(WHOLE), self._lone(index)
         if not self.adds_up or whole is None or not own or index in self.sums | self.whole:
             return False
         return abs(whole[index]) <= (1 + _SAME) * min(map(abs, own))
 
     def _twice(self, index: int, part: int) -> float:
-        """What a micro-batch counts: half of its divisor beside itself; nothing, where that is no more than alone."""
+        """A micro-batch's count: half of its divisor when doubled; nothing if that is no more than alone."""
         twice = self._told[part, part][index]
         return twice / 2 if abs(twice) > (1 + _SAME) * abs(self.counts[part][index]) else 0.0
 
@@ -136,14 +137,14 @@ class LoneCounts:
         if index in self.whole or (self.runs_whole and index in self.sums | self.doubted):
             return [WHOLE]
         asked = [part for part, lone in enumerate(self.lone) if index in lone]
-        if index in self.doubted:  # what is more than the least is not kept
+        if index in self.doubted:  # only the least divisors may be clamped
             least = (1 + _SAME) * min(abs(self.counts[part][index]) for part in asked)
             asked = [part for part in asked if abs(self.counts[part][index]) <= least]
         beside = {part: None if index in self.sums else self._beside(index, part, asked) for part in asked}
         found = [(other, part) for part, other in beside.items() if other is not None]
         alone = [part for part, other in beside.items() if other is None]
-        # Two that count as much as they are divided by are divided by that together. The last of an odd number goes
-        # with the one before.
+        # If two divisors are counts, the divisor of both as one is their sum. Of an odd number, the last one
+        # is paired with the one before.
         pairs = list(zip(alone[:-1:2], alone[1::2], strict=True))
         if len(alone) % 2:
             pairs += [(alone[-2], alone[-1])] if len(alone) > 1 else []
@@ -157,14 +158,14 @@ class LoneCounts:
         return [*found, *pairs]
 
     def _adds_up(self, index: int, pair: tuple[int, int]) -> bool:
-        """Whether two micro-batches as one are divided by what they are apart; a seeming sum by the same number."""
+        """Whether the divisor of two micro-batches as one is their sum; of a seeming sum, the same number."""
         if index not in self.sums:
             return self._missing(index, pair) == 0
         together = self._told[pair][index]
         return all(share_of(self.counts[part][index], together) == 1 for part in pair)
 
     def _beside(self, index: int, part: int, asked: Sequence[int]) -> int | None:
-        """The micro-batch that counts the least more of a term than is kept, so that its divisor is its count."""
+        """The micro-batch with the least divisor that is surely a count: at least twice the lone one."""
         least = 2 * (1 - _SAME) * abs(self.counts[part][index])
         others = [
             other
@@ -176,9 +177,9 @@ class LoneCounts:
         return min(others, key=lambda other: abs(self.counts[other][index]), default=None)
 
     def _missing(self, index: int, look: tuple[int, int]) -> float | None:
-        """What two micro-batches as one are divided by less than apart: nothing, or what the second is divided by.
+        """By how much the divisor of two micro-batches as one is below their sum: 0, or the second's divisor.
 
-        None for what is neither: it counts some, and the whole batch tells.
+        None for any other difference: then only the whole batch decides.
         """
         together = self._told[look][index]
         first, second = (self.counts[part][index] for part in look)
@@ -190,9 +191,10 @@ class LoneCounts:
 
 @contextmanager
 def saving_shapes_only() -> Iterator[None]:
-    """Within it autograd's graph holds no tensor of more than 65,536 elements: it can be read, and not run backward.
+    """A context in which autograd saves only the shape of tensors of more than 65,536 elements.
 
-    A forward takes the memory of one without a gradient.
+    Graphs made in it can be read, but not run backward. A forward needs no more memory than without a
+    gradient.
     """
 
     def pack(tensor: Tensor) -> Any:

@@ -1,1 +1,1 @@
-"""How large micro-batches are: measured within the budget, and timed."""
+"""Chooses the size of micro-batches: measured within the budget, and timed."""

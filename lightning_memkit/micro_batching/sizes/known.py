@@ -1,4 +1,4 @@
-"""A size that is known without being measured anew: a resumed run's, or an earlier one's, or a predicted one."""
+"""Sizes from the resumed run, the cache of earlier runs, or a prediction; each is verified by one trial."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -15,17 +15,17 @@ from lightning_memkit.micro_batching.sizes.tuning import clock_may_choose
 
 
 class KnownSizes:
-    """Sizes that earlier runs, or a prediction, have found; each is verified before it is taken.
+    """Finds a size from earlier runs or from a prediction; it is verified before use.
 
     Args:
-        options: what the user wants.
-        trials: verify a size.
-        resumed: the state of the run that is resumed: its size is repeated.
-        foresee: predicts the peaks of sizes, None where that can't be or does not pay.
+        options: the options of the `MemoryBudget`.
+        trials: verifies a size.
+        resumed: the state of the run that is resumed, whose size is used again.
+        foresee: predicts the peaks of sizes; returns None if that is impossible or not worth its time.
 
     Attributes:
-        foreseen: what was predicted; None before `look`, and where nothing was.
-        tuned: where the fastest size is kept, if the clock may choose one.
+        foreseen: the prediction; None before `look`, or if there is none.
+        tuned: the cache of the fastest size; None unless the size may be chosen by time.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class KnownSizes:
         self._remembered: TunedSize | None = None
 
     def look(self, step: Step, total: int) -> None:
-        """See what an earlier run has found; predict, where the size is open and none has."""
+        """Look into the cache; predict peaks if neither user, resumed run nor cache gives a size."""
         self.tuned = self._cache_of(step)
         self._remembered = self.tuned.recall() if self.tuned is not None else None
         is_resumed = self._resumed.get("micro_batch_size") is not None
@@ -50,7 +50,7 @@ class KnownSizes:
         self.foreseen = self._predict(step, part_sizes(total))
 
     def given(self, step: Step, size: int) -> Sizing:
-        """A size that is given, verified.
+        """Verify a given size.
 
         Raises:
             BudgetError: it does not fit.
@@ -58,7 +58,7 @@ class KnownSizes:
         return choose_size(step, self._trials, self._options, given=size)
 
     def whole(self, step: Step, *, why: str) -> Sizing:
-        """A batch that has no rows to split, verified.
+        """Verify a batch that has no rows to split.
 
         Raises:
             BudgetError: it does not fit; `why` says why it is not split.
@@ -66,9 +66,12 @@ class KnownSizes:
         return verify_whole(step, self._trials, self._options, why=why)
 
     def size(self, step: Step, foreseen: Foreseen | None) -> Sizing:
-        """What the user says holds; else a resumed run's size, if it still fits; else the largest that fits."""
+        """The resumed run's size if `micro_batch_size` is "auto" or unchanged and it fits; else another.
+
+        The other is the user's, or with "auto" the cached one or the largest that fits.
+        """
         given = self._options.micro_batch_size
-        repeats = given == "auto" or given == self._resumed.get("given")  # else the user says another one
+        repeats = given == "auto" or given == self._resumed.get("given")  # else the user has changed it
         if repeats and self._resumed.get("micro_batch_size") is not None:
             sizing = self._resumed_size(step)
             if sizing is not None:
@@ -79,7 +82,7 @@ class KnownSizes:
         )
 
     def _resumed_size(self, step: Step) -> Sizing | None:
-        """The size of the run that is resumed; those that it was still timing, where it had not settled on one."""
+        """The resumed run's size; if it had not finished tuning, the sizes that it was still timing."""
         ran_out = min(self._resumed.get("larger", ()), default=float("inf"))
         still_open = tuple(int(size) for size in self._resumed.get("open_sizes", ()) if size < ran_out)
         given = max(still_open, default=int(self._resumed["micro_batch_size"]))
@@ -97,12 +100,12 @@ class KnownSizes:
 
     @property
     def resumed_tokens(self) -> tuple[int, frozenset[str]] | None:
-        """How the resumed run formed parts by tokens, if it did."""
+        """How the resumed run formed micro-batches by tokens (see `Partition`); None if it did not."""
         row_tokens = self._resumed.get("row_tokens")
         return None if row_tokens is None else (int(row_tokens), frozenset(self._resumed.get("wide", ())))
 
     def _cache_of(self, step: Step) -> TunedSizes | None:
-        """Where an earlier run may have left the fastest size, if it is to be chosen at all."""
+        """The cache of the fastest size; None if the user has given a size, or time may not choose it."""
         options = self._options
         if options.micro_batch_size != "auto" or not clock_may_choose(step.run):
             return None

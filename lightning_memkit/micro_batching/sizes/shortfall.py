@@ -1,4 +1,4 @@
-"""Where a budget is too small: by how much, what takes the bytes, and what would help."""
+"""The error text for a budget that is too small: by how much, what needs the bytes, and what would help."""
 
 from dataclasses import dataclass
 
@@ -13,18 +13,18 @@ from lightning_memkit.micro_batching.run import Step
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What one part of a batch needs, in bytes.
+    """What one micro-batch needs, in bytes.
 
     Args:
-        weights: parameters.
-        gradients: all gradients, in the dtype they are summed in.
-        states: what the optimizer keeps.
-        part_peak: the peak of forward and backward; None where the device ran out.
+        weights: all parameters.
+        gradients: all gradients, in the dtype in which they are accumulated.
+        states: the optimizer's states.
+        part_peak: the peak of forward and backward; None if the device ran out of memory.
         step_peak: the peak of the optimizer's step.
         float32: whether trained weights are float32.
-        checkpointed: whether activations are checkpointed already.
-        fusable: whether the optimizer's class can step in one kernel, and doesn't.
-        offloadable: whether states lie on an accelerator and could lie on the host.
+        checkpointed: whether activation checkpointing is in use already.
+        fusable: whether the optimizer's class has a `fused` option that is off.
+        offloadable: whether states are on an accelerator and could be in host memory.
     """
 
     weights: int
@@ -39,7 +39,7 @@ class Needs:
 
     @classmethod
     def measured(cls, step: Step, *, part_peak: int | None, step_peak: int, states: list[Tensor]) -> "Needs":
-        """The needs of a step whose peaks have been measured."""
+        """The needs of a step from its measured peaks."""
         parameters = list(step.run.module.parameters())
         trained = [p for p in parameters if p.requires_grad]
         return cls(
@@ -56,7 +56,7 @@ class Needs:
 
     @property
     def kept(self) -> int:
-        """What stays through every phase."""
+        """The bytes that are alive in every phase."""
         return self.weights + self.gradients + self.states
 
     @property
@@ -65,15 +65,15 @@ class Needs:
         return max(self.part_peak or self.kept, self.step_peak)
 
     def saved_by(self, *, kept: int = 0, activations: int = 0, temporaries: int = 0) -> int:
-        """How much the peak falls where each phase needs so many bytes less."""
+        """By how much the peak falls if kept bytes, activations and temporaries shrink by so much."""
         part, step = self.part_peak or self.kept, max(self.step_peak, self.kept)
         return self.peak - max(part - kept - activations, step - kept - temporaries)
 
 
 def shortfall(needs: Needs, size: int, usable: int, headroom: float = 0.05, predicted: str = "") -> str:
-    """The error's text: by how much a part of `size` samples passes the usable bytes, why, and the remedies.
+    """The error text: by how much a micro-batch of `size` exceeds the usable bytes, why, and the remedies.
 
-    `predicted` says which whole configurations were predicted to fit.
+    `predicted` says which configurations were predicted to fit.
     """
     kept = (
         f"weights {format_bytes(needs.weights)}, gradients {format_bytes(needs.gradients)}, optimizer states "
@@ -98,14 +98,14 @@ def shortfall(needs: Needs, size: int, usable: int, headroom: float = 0.05, pred
 
 
 def ran_dry(step: Step, phase: str, failure: str, smallest: Trial | None, unsplittable: str = "") -> str:
-    """The error's text where even parts of one sample run out of memory: the peak, where, and three remedies.
+    """The error text if even micro-batches of one sample run out of memory: peak, phase and three remedies.
 
     Args:
-        step: the step that failed; its state has been put back.
-        phase: what ran.
-        failure: what the allocator said.
+        step: the step that failed; its state is restored.
+        phase: the phase in which it failed.
+        failure: the allocator's message.
         smallest: the smallest size whose peak was measured before step 1.
-        unsplittable: why the batch can't be split, where it can't.
+        unsplittable: why the batch can't be split; empty if it can.
     """
     if unsplittable:
         return f"Batch {step.batch_idx} runs out of memory {phase} ({failure}) and can't be split. {unsplittable}"
@@ -122,7 +122,7 @@ def ran_dry(step: Step, phase: str, failure: str, smallest: Trial | None, unspli
     return (
         f"A micro-batch of 1 runs out of memory at batch {step.batch_idx} {phase} ({failure}){known}: weights "
         f"{format_bytes(needs.weights)}, gradients {format_bytes(needs.gradients)}, optimizer states "
-        f"{format_bytes(needs.states)}. No smaller part is possible. What would help: {remedies}."
+        f"{format_bytes(needs.states)}. No smaller micro-batch is possible. What would help: {remedies}."
     )
 
 
@@ -136,14 +136,14 @@ def _larger_budget(needs: Needs, headroom: float) -> str:
 
 
 def _remedies(needs: Needs) -> list[str]:
-    """Remedies with the bytes by which each lowers the peak at most, the largest first."""
+    """Remedies with the most bytes by which each can lower the peak, the largest first."""
     activations = max(0, (needs.part_peak or 0) - needs.kept)
     temporaries = max(0, needs.step_peak - needs.kept)
     saved = {
         "an 8-bit optimizer (bitsandbytes.optim.AdamW8bit)": needs.saved_by(kept=needs.states * 7 // 10),
     }
     if needs.float32:
-        # Moments of 8 bytes a parameter become 4, compensation adds 2, and weights give 2 back.
+        # Per parameter: moments shrink from 8 to 4 bytes, compensation adds 2, weights shrink by 2.
         saved["PureBF16Precision (weights, states and activations in bf16)"] = needs.saved_by(
             kept=needs.states // 2, activations=activations // 2, temporaries=temporaries // 2
         )

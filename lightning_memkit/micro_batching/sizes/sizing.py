@@ -1,4 +1,4 @@
-"""Choose the micro-batch on the real device."""
+"""Choose the micro-batch size by measuring peaks on the real device."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -28,18 +28,18 @@ class BudgetError(RuntimeError):
 
 
 def _nothing_kept(ratio: float) -> None:
-    """A function, not a lambda: what was predicted in another process is pickled."""
+    """A function and not a lambda, because a `Foreseen` made in another process is pickled."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Foreseen:
-    """What was predicted of a run that is about to start.
+    """What was predicted for a run that is about to start.
 
     Attributes:
-        peaks: predicted bytes by micro-batch; none where what is saved is chosen to fill the budget.
-        remedy: what would fit, in words, where no micro-batch does.
-        residual: measured peaks over predicted ones, by earlier runs on the device.
-        measured: is told that of this run.
+        peaks: predicted peak bytes by micro-batch size; empty if recomputation is chosen to fill the budget.
+        remedy: if no size fits, the text that says which configurations would.
+        residual: the ratio of measured to predicted peaks in earlier runs on the device.
+        measured: called with that ratio of this run.
     """
 
     peaks: Mapping[int, int] = field(default_factory=dict)
@@ -57,15 +57,16 @@ def choose_size(
     remembered: int | None = None,
     foreseen: Foreseen | None = None,
 ) -> Sizing:
-    """The largest part of the worst batch that was measured to fit, or the given one verified; at most 8 trials.
+    """The largest micro-batch of the worst batch that fits when measured, or the given one; at most 8 trials.
 
     Args:
         step: the first step.
-        trials: run the steps that leave no trace.
-        options: the budget and its headroom, which the peak must not exceed.
-        given: the user's or a resumed run's size, or `"auto"`.
-        remembered: with `"auto"`, an earlier run's answer: taken if it fits, which costs one trial.
-        foreseen: with `"auto"`, what was predicted: taken if it fits, which costs one trial.
+        trials: runs steps that leave no trace.
+        options: the budget, and its headroom that has to stay free.
+        given: the user's or a resumed run's size, which is only verified; or `"auto"`.
+        remembered: with `"auto"`, an earlier run's answer: used if it fits, which costs one trial.
+        foreseen: with `"auto"`, predicted peaks: the size they suggest is used if it fits, which costs one
+            trial.
 
     Raises:
         BudgetError: not even a micro-batch of 1 fits, or the given size does not.
@@ -85,7 +86,7 @@ def choose_size(
                 size = min(max(given, least), total)
                 return _verified(size, peaks.of(size), usable)
             try:
-                # The smallest part is measured without a limit: its peak says by how much the budget is short.
+                # The smallest size is measured without a limit: its peak tells how much the budget lacks.
                 return _automatic(
                     lambda size: peaks.of(size, None if size <= least else usable),
                     usable,
@@ -96,9 +97,9 @@ def choose_size(
                 )
             except NothingFitsError:
                 return None
-            except (
-                StepFailedError
-            ):  # not on so few rows; what runs on none of these raises on the whole batch
+            except StepFailedError:
+                # The step fails on so few rows, and `least` has grown. This ends: an error on the whole batch
+                # is raised as it is.
                 return search()
 
         if total > 1 and (given == 2 or with_batch_statistics(step.run.module)):
@@ -126,12 +127,13 @@ def choose_size(
 
 
 class _Peaks:
-    """Measures the peaks of parts of the worst batch, of which several make a step.
+    """Measures the peaks of micro-batches of the worst batch.
 
     Attributes:
-        of_part_here: of the last trial's forward and backward on this rank; None where it ran out of memory.
-        of_part: the largest of all ranks'.
-        fewest: the fewest samples that the step may run on, as far as that is known.
+        of_part_here: the peak of the last trial's forward and backward on this rank; None if it ran out of
+            memory.
+        of_part: the largest of all ranks' peaks.
+        fewest: the fewest samples on which the step is known to run, at least 1.
     """
 
     def __init__(self, step: Step, trials: Trials, states: list[Tensor], step_peak: int, total: int) -> None:
@@ -144,17 +146,17 @@ class _Peaks:
 
     @property
     def least(self) -> int:
-        """The least size that makes no part of too few samples, of any batch: 3 where one sample is too few."""
+        """The least size that leaves no micro-batch of any batch with too few samples: 3 if 1 is too few."""
         return min(2 * self.fewest - 1, self._total)
 
     def try_one_row(self) -> None:
-        """Find out whether the step runs on one sample, where that is not known."""
+        """Find out whether the step runs on one sample, unless that is known."""
         if self._runs_on > 1:
             with suppress(StepFailedError):
                 self.of(1)
 
     def of(self, size: int, limit: int | None = None) -> int | None:
-        """The peak with parts of a size, the optimizer's step included; None where a rank ran out of memory.
+        """The peak with micro-batches of `size`, or of the optimizer's step; None after an OOM on any rank.
 
         Raises:
             StepFailedError: the step does not run on so few samples, on this rank or another.
@@ -185,7 +187,7 @@ def _automatic(
     forecast: Forecast | None = None,
     least: int = 1,
 ) -> Sizing:
-    """The remembered size if it fits, else the largest that does."""
+    """The remembered size if it fits, else the largest size that does."""
     if remembered is None:
         return largest_fitting(
             peak_of,
@@ -208,7 +210,7 @@ def _automatic(
 
 
 def _verified(size: int, peak: int | None, usable: int) -> Sizing | None:
-    """The only size there is, if it fits."""
+    """A sizing of this size alone, if it fits."""
     if peak is None or peak > usable:
         return None
     trial = Trial(micro_batch_size=size, peak_bytes=peak)
@@ -218,9 +220,10 @@ def _verified(size: int, peak: int | None, usable: int) -> Sizing | None:
 def _with_candidates(
     step: Step, sizing: Sizing, peak_of: Callable[[int], int | None], usable: int, total: int
 ) -> Sizing:
-    """Smaller sizes fit where a larger one does, unless several parts need gradients that one does not.
+    """The sizing with smaller sizes, which may be faster, as candidates.
 
-    Gradients of several parts may be summed in float32 (`set_gradient_parts`): then the first split is measured.
+    They fit if the largest does, unless gradients of several micro-batches are accumulated in float32
+    (`set_gradient_parts`) and need more bytes: then the largest size that splits is measured.
     """
     largest = sizing.micro_batch_size
     candidates = smaller_sizes(total, largest)
@@ -241,7 +244,7 @@ def _fits(trial: Trial, usable: int) -> bool:
 
 
 def verify_whole(step: Step, trials: Trials, options: BudgetOptions, *, why: str) -> Sizing:
-    """The peak of a batch that can't be split.
+    """Measure the peak of a batch that can't be split.
 
     Raises:
         BudgetError: it does not fit.
@@ -258,12 +261,12 @@ def verify_whole(step: Step, trials: Trials, options: BudgetOptions, *, why: str
 
 
 def _largest_of_ranks(run: Run, peak: int | None) -> int | None:
-    """The largest peak of all ranks, None where one ran out of memory: then all try the same sizes."""
+    """The largest peak of all ranks, so that all try the same sizes; None if one ran out of memory."""
     largest = largest_of_ranks(run, [float("inf") if peak is None else peak])[0]
     return None if largest == float("inf") else int(largest)
 
 
 def with_batch_statistics(module: nn.Module) -> list[str]:
-    """The names of the modules that normalize with statistics of the batch, as long as they train."""
+    """The names of the modules in training mode that normalize with statistics of the batch."""
     norm = nn.modules.batchnorm._BatchNorm
     return [name for name, child in module.named_modules() if isinstance(child, norm) and child.training]

@@ -1,4 +1,4 @@
-"""Answers of the tuning, kept in the user's cache folder: measured once for a model, its data and a device."""
+"""Cache the fastest micro-batch size in the user's cache folder, by model, data and device."""
 
 import hashlib
 import inspect
@@ -28,12 +28,12 @@ _PACKAGES = ("torch", "lightning", "lightning_memkit", "transformers")
 
 @dataclass(frozen=True, kw_only=True)
 class TunedSize:
-    """What tuning has found.
+    """The result of a tuning.
 
     Args:
         micro_batch_size: the fastest size that fits.
         peak_bytes: the peak of the largest size that was measured.
-        elements_per_second: by size, how much of a batch a second of training took.
+        elements_per_second: by size, the elements of batches that were trained on a second.
     """
 
     micro_batch_size: int
@@ -42,14 +42,14 @@ class TunedSize:
 
 
 class TunedSizes:
-    """Recalls and keeps the answer to one question; ranks get rank 0's.
+    """Reads and writes the cached answer to one question; all ranks get rank 0's.
 
-    `MEMKIT_TUNING_CACHE=0` in the environment turns it off. A file that can't be read counts as none; one that
-    can't be written is warned about.
+    `MEMKIT_TUNING_CACHE=0` in the environment turns the cache off. A file that can't be read is ignored; one
+    that can't be written causes a warning.
 
     Args:
         run: the training loop.
-        question: all that the answer depends on, see `question_of`.
+        question: the cache key: all that the answer depends on, see `question_of`.
     """
 
     def __init__(self, run: Run, question: Mapping[str, Any]) -> None:
@@ -59,15 +59,15 @@ class TunedSizes:
 
     @property
     def path(self) -> Path:
-        """The file of the answer."""
+        """The file that holds the answer."""
         return kept_file("tuned_sizes", self._key)
 
     def recall(self) -> TunedSize | None:
-        """The answer that was kept, if there is one."""
+        """The cached answer, if there is one."""
         return self._run.of_first_rank(self._read)
 
     def keep(self, answer: TunedSize) -> None:
-        """Write the answer down, whole or not at all."""
+        """Write the answer, atomically."""
         if not self._run.is_first_rank:
             return
         content = {
@@ -112,9 +112,9 @@ def question_of(step: Step, *, budget: object, usable_bytes: int) -> dict[str, A
 
     Args:
         step: the first step.
-        budget: as the user wrote it. What `"auto"` or a fraction comes to is hardly ever twice the same: it is
-            rounded to a sixteenth of a power of two.
-        usable_bytes: what the budget comes to, less its headroom.
+        budget: the budget as the user wrote it. `"auto"` or a fraction gives slightly other bytes in every
+            run, so they are rounded to a sixteenth of a power of two.
+        usable_bytes: the budget in bytes, less its headroom.
     """
     run = step.run
     exact = isinstance(budget, int) or (isinstance(budget, str) and budget != "auto")
@@ -135,7 +135,7 @@ def _model(module: nn.Module) -> dict[str, Any]:
     try:
         source = inspect.getsource(type(module))
     except (OSError, TypeError):
-        source = ""  # typed into a console: its layers must do
+        source = ""  # typed into a console: only the layers identify the model
     return {
         "class": class_name(module),
         "source": hashlib.sha256(source.encode()).hexdigest(),
@@ -148,7 +148,7 @@ def _model(module: nn.Module) -> dict[str, Any]:
 
 
 def _structure(item: Any, *, sizes: bool) -> Any:
-    """Types, dtypes and shapes (or only how many dimensions) of any nested structure."""
+    """Types, dtypes and shapes (or only the number of dimensions) of any nested structure."""
     if isinstance(item, Tensor):
         return [str(item.dtype), [*item.shape] if sizes else item.ndim]
     if isinstance(item, Mapping):
@@ -161,7 +161,7 @@ def _structure(item: Any, *, sizes: bool) -> Any:
 
 
 def _optimizer(optimizer: Optimizer) -> list[Any]:
-    """The class and its switches; of numbers only whether they are zero, since a momentum of 0 has no state."""
+    """The class and its options; of numbers only whether they are zero: a momentum of 0 has no state."""
     groups = []
     for group in optimizer.param_groups:
         options = {name: value for name, value in group.items() if name != "params"}
@@ -217,5 +217,5 @@ def class_name(item: object) -> str:
 
 
 def without_addresses(text: str) -> str:
-    """A text of objects, without where they are in memory."""
+    """A `repr` without memory addresses."""
     return re.sub(r" at 0x[0-9a-f]+", "", text)

@@ -1,4 +1,4 @@
-"""Loader batches that make one optimizer step."""
+"""Accumulate several loader batches into one optimizer step, to reach an `effective_batch_size`."""
 
 from lightning_memkit.micro_batching.graph.loss_rules import LossRules
 from lightning_memkit.micro_batching.run import Run
@@ -6,7 +6,7 @@ from lightning_memkit.micro_batching.sizes.sizing import BudgetError
 
 
 class AccumulationWindow:
-    """Loader batches that make one optimizer step, where the effective batch is more than one of them."""
+    """The loader batches that make one optimizer step: several if the effective batch is larger than one."""
 
     def __init__(self, effective_batch_size: int | None) -> None:
         self.effective_batch_size = effective_batch_size
@@ -15,7 +15,7 @@ class AccumulationWindow:
         self._before = 1
 
     def open_early(self, run: Run) -> None:
-        """Open before schedulers ask for the number of steps, where the loader's batch size is written down."""
+        """Open before schedulers ask for the number of steps, if the data source names its batch size."""
         if run.loader_batch_size is not None:
             self.open(run, run.loader_batch_size)
 
@@ -23,7 +23,8 @@ class AccumulationWindow:
         """Let the loop accumulate as many loader batches as the effective batch holds.
 
         Raises:
-            ValueError: the effective batch is not a multiple of the loader's, or the source named another one.
+            ValueError: the effective batch is not a multiple of the loader's, or the first batch has another
+                size than the data source named.
         """
         wanted = self.effective_batch_size
         if wanted is None:
@@ -45,10 +46,11 @@ class AccumulationWindow:
         self.loader_batches = run.batches_a_step = wanted // loader_batch
 
     def check(self, rules: LossRules | None, *, is_unlike: bool) -> None:
-        """Refuse to weigh several batches exactly where each term of the loss has a share of its own.
+        """Refuse to weigh several batches as one if the terms of the loss have different shares.
 
         Raises:
-            BudgetError: terms' totals over the window are known at its end only, when their gradients are summed up.
+            BudgetError: the totals of such terms are known only at the window's end, when their gradients are
+                accumulated already.
         """
         batches = self.loader_batches
         if batches < 2 or rules is None or not (is_unlike or rules.needs_totals):
@@ -61,7 +63,7 @@ class AccumulationWindow:
         )
 
     def close(self) -> None:
-        """Give the loop its own setting back."""
+        """Restore the loop's own setting."""
         if self._run is not None:
             self._run.batches_a_step = self._before
             self._run = None
