@@ -100,7 +100,7 @@ def fake_in_place(module: nn.Module, fakes: Fakes) -> Iterator[tuple[Tensor, Ten
 
 @contextmanager
 def casts_in_place() -> Iterator[None]:
-    """Within it `Module.to` changes fake parameters in place, as it does real ones; torch would fail to swap them."""
+    """Make `Module.to` change fake parameters in place, like real ones; torch would fail to swap them."""
     before = nn.Module._apply
     nn.Module._apply = _apply
     try:

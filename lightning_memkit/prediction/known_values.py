@@ -149,7 +149,7 @@ class KnownValues:
         )
 
     def _of_unknown_size(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An operator whose result is as large as values say; where they are unknown, as large as it can be."""
+        """Run an operator whose result's size depends on values; unknown values give the largest size."""
         if func is _aten.index.Tensor:
             indices = [position for index in args[1] for position in self._positions(index)]
             return func(args[0], indices)
