@@ -13,7 +13,7 @@ _OPTIONS: dict[type[Optimizer], tuple[str, ...]] = {
     AdamW: ("lr", "betas", "eps", "weight_decay"),
     SGD: ("lr", "momentum", "dampening", "weight_decay"),
 }
-_NOT_THERE = ("amsgrad", "maximize", "nesterov", "dampening", "differentiable")  # in bitsandbytes' steps
+_NOT_THERE = ("amsgrad", "maximize", "nesterov", "dampening", "differentiable")  # bitsandbytes lacks these
 _OF_BITSANDBYTES = ("lr", "betas", "eps", "weight_decay", "initial_lr")  # options in bitsandbytes' groups
 
 
