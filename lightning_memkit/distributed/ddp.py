@@ -70,7 +70,7 @@ def broadcast_buffers(ddp: DistributedDataParallel) -> None:
 
 
 class LateReduction:
-    """Averages gradients after the backward: DDP's values, 50 MiB of buffers, no overlap with it.
+    """Averages gradients over ranks after the backward: DDP's values, 50 MiB of buffers, no overlap.
 
     Each bucket is divided by the number of ranks before it is summed, as in DDP: with two ranks the result is
     bitwise DDP's; with more the order of the sum may differ, as it does between DDP's own bucket sizes. A

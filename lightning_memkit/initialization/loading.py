@@ -242,7 +242,7 @@ def _differ(opened: WeightSource, place: _ParameterPlace, other: str, dtype: tor
         one, two = (torch.empty([b - a for a, b in part], dtype=dtype) for _ in range(2))
         opened.copy_into(place.stored, part, one)
         opened.copy_into(other, part, two)
-        if not torch.equal(one.view(-1).view(torch.uint8), two.view(-1).view(torch.uint8)):  # NaN is like NaN
+        if not torch.equal(one.view(-1).view(torch.uint8), two.view(-1).view(torch.uint8)):  # NaN equals NaN
             return True
     return False
 

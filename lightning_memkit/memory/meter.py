@@ -257,7 +257,7 @@ def tensors_in(out: Any) -> Iterator[Tensor]:
 
 
 def _adds_up_gradients(func: Any) -> bool:
-    """Whether autograd itself is adding two gradients: without a meter in place, and freeing the summand."""
+    """Whether autograd is adding two gradients; without a meter it would add in place and free one."""
     if (
         func is not torch.ops.aten.add.Tensor
         or torch._C._current_graph_task_id() == -1

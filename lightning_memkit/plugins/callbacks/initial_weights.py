@@ -30,8 +30,8 @@ class InitialWeights(Callback):
     Args:
         source: a `.safetensors` file, an index or a folder of them, a torch or Lightning checkpoint, or a folder of
             torch.distributed.checkpoint.
-        rename: prefixes of names in the source and their replacements in the LightningModule: `{"":
-            "model."}` if the module keeps the model as `self.model`; null skips names with that prefix.
+        rename: prefixes of names in the source and their replacements in the module, such as `{"": "model."}`
+            if the LightningModule keeps the model as `self.model`; null skips names with that prefix.
         strict: refuse names that only the source or only the module has; false leaves such parameters as
             initialised.
 

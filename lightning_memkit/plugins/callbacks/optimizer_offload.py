@@ -19,7 +19,7 @@ _OWN_OFFLOAD: dict[type, str] = {
 
 
 class OptimizerOffload(LeavesRunBehind, Callback):
-    """Keeps optimizer states in host memory; only a few buckets are on the device during a step.
+    """Optimizer states in host memory: 0 bytes a parameter on the device but for a few buckets during a step.
 
     This frees 8 bytes a parameter for AdamW in float32, and 6 under PureBF16Precision with compact states.
     Weights are bitwise those of the same run without it. The price: every state is copied to the device and

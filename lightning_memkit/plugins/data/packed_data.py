@@ -110,7 +110,7 @@ class PackedDataModule(pl.LightningDataModule):
 
     @property
     def vocabulary_size(self) -> int:
-        """One more than the largest token id.
+        """The size of the vocabulary: all token ids are below it.
 
         Raises:
             ValueError: the source is a stream of token ids, whose vocabulary is unknown.

@@ -21,7 +21,7 @@ class EvaluationRanks:
 
     Args:
         trainer: its strategy has set the model up.
-        recover: whether batches are to be retried; otherwise no collectives are added.
+        recover: whether batches are to be retried; otherwise FSDP2's collectives are not replaced.
     """
 
     def __init__(self, trainer: Trainer, *, recover: bool) -> None:
@@ -71,7 +71,7 @@ class EvaluationRanks:
             yield
 
     def close(self) -> None:
-        """Release the process groups and undo the changes to the engine's collectives."""
+        """Release the process groups and restore FSDP2's own collectives."""
         if self._made is not None:
             self._made.close()
         self._made = None

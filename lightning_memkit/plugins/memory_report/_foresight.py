@@ -40,8 +40,8 @@ class PredictedRun:
 class Foresight:
     """Predicts a training step, and what would save memory in it; the run itself is unchanged.
 
-    On the CPU it predicts the metered step. On a GPU it predicts the first batch: before any backward a fork
-    still has autograd, and so takes less memory than a copy.
+    On the CPU it predicts the metered step. On a GPU it predicts the first batch: before any backward,
+    autograd still works in a fork; later a copy would be needed, which takes more.
 
     Args:
         predict: whether to predict the step.

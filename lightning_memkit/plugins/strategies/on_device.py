@@ -36,9 +36,9 @@ class OnDeviceStrategy(SingleDeviceStrategy):
     """One device; `configure_model` and `Trainer.init_module` build directly there, at the precision's dtype.
 
     At most one float32 tensor is staged at a time, and the host holds no copy of the model. The random state
-    is saved in every checkpoint. `Trainer(strategy="memkit")` works once this class is imported (`from
-    lightning_memkit import OnDeviceStrategy`); the `memkit` command always knows the name. With `MemkitCLI` a
-    model built in `__init__` is built on the device, too. Not yet verified on a GPU.
+    is saved in every checkpoint. `Trainer(strategy="memkit")` works once this class is imported from
+    `lightning_memkit`; the `memkit` command always knows the name. With `MemkitCLI` a model built in
+    `__init__` is built on the device, too. Not yet verified on a GPU.
 
     Args:
         device: `auto` (the Trainer's accelerator and device), or a device such as `cuda:1`, `mps` or `cpu`.
