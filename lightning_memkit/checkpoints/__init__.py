@@ -1,1 +1,1 @@
-"""Checkpoints that are written tensor by tensor, appear whole or not at all, and are read without running code."""
+"""Checkpoints that are streamed to disk, replaced atomically, and read without running code."""

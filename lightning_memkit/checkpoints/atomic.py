@@ -1,7 +1,7 @@
-"""Files and folders that appear whole or not at all: written beside, brought to disk, then renamed.
+"""Atomic files and folders: written under a temporary name, synced to disk, then renamed.
 
-A kill leaves a `.NAME.XXXX.memkit-partial` behind. Its writer held a lock, which ends with the process: the next save
-into that folder recognises what nobody holds any more, and removes it.
+A killed process leaves a `.NAME.XXXX.memkit-partial` behind. Its writer held a lock, which ended with the
+process, so the next save into that folder recognises that nobody writes it any more, and removes it.
 """
 
 import ctypes
@@ -21,14 +21,14 @@ from lightning_memkit.memory.units import format_bytes
 
 try:
     import fcntl
-except ImportError:  # Windows: there an open file can't be removed, which serves as the lock
+except ImportError:  # Windows, where open files can't be removed; that serves as the lock
     fcntl = None
 
 PARTIAL = ".memkit-partial"
 PREVIOUS = ".memkit-previous"
-CONTENTS = ".metadata"  # what makes a folder one of torch.distributed.checkpoint
+CONTENTS = ".metadata"  # the file that identifies a torch.distributed.checkpoint folder
 _MAKE_ROOM = "Free some, keep fewer checkpoints (ModelCheckpoint(save_top_k=...)), or give another dirpath."
-_FULL = {  # by the system's error number: what it says of a checkpoint, and the remedy
+_FULL = {  # by errno: the cause in words, and the remedy
     errno.ENOSPC: ("its file system is full", _MAKE_ROOM),
     errno.EDQUOT: ("the quota of its file system is used up", _MAKE_ROOM),
     errno.EFBIG: (
@@ -42,7 +42,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 @contextmanager
 def new_file(target: Path) -> Iterator[BinaryIO]:
-    """A file to write; it takes the place of ``target`` when the block ends, and vanishes if it raises."""
+    """A file to write; it replaces ``target`` when the block ends, and is removed if the block raises."""
     _refuse_other_folders(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(target.parent)
@@ -64,9 +64,9 @@ def new_file(target: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """A folder to fill; it takes the place of ``target`` when the block ends, and vanishes if it raises.
+    """A folder to fill; it replaces ``target`` when the block ends, and is removed if the block raises.
 
-    Files within are brought to disk by whoever writes them.
+    Whoever writes files into it must sync them to disk.
     """
     _refuse_other_folders(target)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -91,7 +91,7 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def saying_why_full(target: Path) -> Iterator[None]:
-    """Say how much room there is, and what to do, where a checkpoint does not find enough to be written."""
+    """If a checkpoint can't be written for lack of space, raise an error that gives space and remedy."""
     try:
         yield
     except Exception as error:
@@ -102,17 +102,17 @@ def saying_why_full(target: Path) -> Iterator[None]:
 
 
 class FullDiskError(OSError):
-    """A checkpoint was not written, since there is no room for it; the older one stays."""
+    """A checkpoint was not written for lack of space; the previous one stays."""
 
     def __str__(self) -> str:
         return str(self.strerror)
 
 
 def why_full(error: BaseException | None, target: Path) -> tuple[int, str] | None:
-    """The number of a system's error that says that there is no room, and what to say; None for other errors."""
+    """The errno and message of an error caused by a lack of space; None for other errors."""
     while (
         error is not None and getattr(error, "errno", None) not in _FULL
-    ):  # torch's writer hides the system's
+    ):  # torch's writer wraps the system's error
         error = error.__cause__ or error.__context__
     if error is None:
         return None
@@ -129,13 +129,13 @@ def why_full(error: BaseException | None, target: Path) -> tuple[int, str] | Non
 
 
 def put(partial: Path, target: Path) -> None:
-    """Rename ``partial`` to ``target``, whatever stands there; at no moment is there nothing."""
+    """Rename ``partial`` to ``target`` whatever is there; at every moment one of them exists."""
     is_file = not _is_folder(partial) and not _is_folder(target)
     if is_file or not os.path.lexists(target):
         partial.replace(target)
     elif not _exchange(partial, target):
-        # This file system can't exchange two names. A kill between the two renames leaves the last good checkpoint
-        # under another name, from which `recover` takes it back.
+        # This file system can't exchange two names. If the process is killed between the two renames, the
+        # previous checkpoint has another name, from which `recover` restores it.
         previous = target.with_name(f".{target.name}{PREVIOUS}")
         remove(previous)
         target.replace(previous)
@@ -146,7 +146,7 @@ def put(partial: Path, target: Path) -> None:
 
 
 def recover(target: Path) -> None:
-    """Undo the first half of a replacement that was killed between its two renames."""
+    """Undo the first half of a replacement that was interrupted between its two renames."""
     previous = target.with_name(f".{target.name}{PREVIOUS}")
     if not os.path.lexists(target) and previous.exists():
         with suppress(FileNotFoundError):  # another rank was faster
@@ -154,7 +154,7 @@ def recover(target: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder, if there is one; a folder loses its name first, so that no half of it can be read."""
+    """Remove a file or folder if it exists; a folder is renamed first, so that no half of it can be read."""
     if not _is_folder(path):
         path.unlink(missing_ok=True)
         return
@@ -166,7 +166,7 @@ def remove(path: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what killed saves have left in a folder, and finish their renames."""
+    """Remove what killed saves have left in a folder, and complete interrupted renames."""
     for previous in folder.glob(f".*{PREVIOUS}"):
         target = previous.with_name(previous.name[1 : -len(PREVIOUS)])
         if os.path.lexists(target):
@@ -183,7 +183,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring a folder's entries to disk."""
+    """Sync a folder's entries to disk."""
     descriptor = _open_folder(folder)
     if descriptor is not None:
         try:
@@ -192,14 +192,14 @@ def sync_folder(folder: Path) -> None:
             if error.errno not in (
                 errno.EINVAL,
                 errno.ENOTSUP,
-            ):  # some network file systems know no such thing
+            ):  # unsupported by some network file systems
                 raise
         finally:
             os.close(descriptor)
 
 
 def _refuse_other_folders(target: Path) -> None:
-    """A checkpoint takes the place of a checkpoint; somebody's folder of other things stays."""
+    """Refuse to replace a folder that is no checkpoint."""
     if _is_folder(target) and not (target / CONTENTS).is_file() and any(target.iterdir()):
         raise IsADirectoryError(
             f"{target} is a folder that holds other things than a checkpoint; give another path."
@@ -219,10 +219,10 @@ def _open_folder(folder: Path) -> int | None:
 
 
 def _lock(descriptor: int) -> bool:
-    """Hold a file or folder until it is closed; False if another process has just taken it for abandoned."""
+    """Lock a file or folder until it is closed; False if another process has just removed it as abandoned."""
     if fcntl is None:
         return True
-    with suppress(OSError):  # file systems without locks: what is left over there stays
+    with suppress(OSError):  # without locks on this file system, leftovers stay
         fcntl.flock(descriptor, fcntl.LOCK_EX)
     return os.fstat(descriptor).st_nlink > 0
 
@@ -234,19 +234,19 @@ def _remove_if_abandoned(partial: Path) -> None:
     try:
         descriptor = os.open(partial, os.O_RDONLY)
     except FileNotFoundError:
-        return  # finished in this moment
+        return  # finished just now
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            return  # somebody writes it
+            return  # its writer is alive
         remove(partial)
     finally:
         os.close(descriptor)
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Swap two names in one step, where the system can."""
+    """Swap two names atomically; False if the system can't."""
     if not sys.platform.startswith("linux"):
         return False
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)

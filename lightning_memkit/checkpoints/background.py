@@ -1,4 +1,4 @@
-"""One thread that writes checkpoints, in order, while training goes on."""
+"""A single thread that writes checkpoints in order while training goes on."""
 
 import logging
 from collections.abc import Callable
@@ -14,10 +14,10 @@ _log = logging.getLogger(__name__)
 
 
 class BackgroundWriter:
-    """Runs jobs one after the other in a thread; the process waits for them at its end.
+    """Runs jobs in order in one thread; the process waits for them before it exits.
 
-    After a job that failed no other runs, until `wait` has raised its error: to remove an old checkpoint after the
-    new one could not be written would leave none.
+    After a job has failed, no other runs until `wait` has raised its error: removing an old checkpoint after
+    the new one could not be written would leave none.
     """
 
     def __init__(self) -> None:
@@ -26,11 +26,11 @@ class BackgroundWriter:
         self._error: BaseException | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has a thread of its own, and none of these jobs."""
+        """A copy gets its own thread, and none of these jobs."""
         return {"_executor": None, "_jobs": [], "_error": None}
 
     def submit(self, job: Callable[[], object]) -> Future[None]:
-        """Have a job run after those before it; the result is there when it has ended, well or not."""
+        """Run a job after earlier ones; the future completes when the job has ended, even if it failed."""
         if self._executor is None:
             self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="memkit-checkpoints")
         ended = self._executor.submit(self._run, job)
@@ -41,7 +41,7 @@ class BackgroundWriter:
         """Return when all jobs are done.
 
         Raises:
-            BaseException: that of the first job that failed, once.
+            BaseException: the error of the first job that failed, once.
         """
         jobs, self._jobs = self._jobs, []
         for job in jobs:
@@ -51,7 +51,7 @@ class BackgroundWriter:
             raise error
 
     def close(self) -> None:
-        """Wait, and end the thread; the next job starts another."""
+        """Wait for all jobs and end the thread; the next job starts another."""
         try:
             self.wait()
         finally:
@@ -70,9 +70,9 @@ class BackgroundWriter:
 
 
 def host_copies(state: Any) -> Any:
-    """A nested state with its tensors copied to host memory, for a thread to write; of sharded ones this rank's shard.
+    """A nested state with its tensors (or local shards) copied to host memory, for a thread to write.
 
-    What is one tensor in two places stays one.
+    A tensor that occurs twice stays one tensor.
     """
     done: dict[Any, Tensor] = {}
 
@@ -80,7 +80,7 @@ def host_copies(state: Any) -> Any:
         if not isinstance(value, Tensor):
             return deepcopy(value)
         local = value.to_local() if isinstance(value, DTensor) else value
-        # Of one memory, seen in one way; the original stays alive meanwhile.
+        # The same view of the same memory; addresses are unique, since the originals stay alive meanwhile.
         key = (local.device, local.data_ptr(), local.dtype, local.shape, local.stride(), type(value))
         if local.numel() == 0 or key not in done:
             done[key] = value.detach().to("cpu", copy=True)

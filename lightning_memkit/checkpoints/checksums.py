@@ -1,7 +1,7 @@
-"""Checksums of what is written, made while it is written, and checked before anything of it is loaded.
+"""Checksums that are computed while a file is written, and verified before anything of it is loaded.
 
-One xxh3 of 64 bits for each 4 MiB: threads check them side by side, a rank checks only what it reads, and the error
-names the bytes. They find what disks, networks and copies do to a file, not what somebody does to it on purpose.
+Each 4 MiB have a 64-bit xxh3: threads verify them in parallel, a rank verifies only what it reads, and the
+error names the bytes. They detect damage by disks, networks and copies, not deliberate changes.
 """
 
 import logging
@@ -23,9 +23,9 @@ from lightning_memkit.checkpoints.errors import CheckpointError
 CHUNK_BYTES = 4 * 1024**2
 REMEDY = "Load another checkpoint, or copy this one again."
 DIGEST_BYTES = 8
-_READ_BYTES = 1024**2  # what a checking thread looks at: its part of the map is in memory meanwhile
-_THREADS = 4  # two keep up with the memory of a desktop; more read faster from network file systems
-_CACHED_BYTES = 2 * 1024**2  # a larger write costs the system less, and is still in the cache after its hash
+_READ_BYTES = 1024**2  # read at a time by each verifying thread, and held in memory meanwhile
+_THREADS = 4  # two saturate a desktop's memory; more help with network file systems
+_CACHED_BYTES = 2 * 1024**2  # the largest write that is still in cache after hashing
 
 _log = logging.getLogger(__name__)
 
@@ -35,8 +35,8 @@ class Checksums:
     """Checksums of a file's bytes from its start.
 
     Args:
-        size: of these bytes, together.
-        first: bytes in the first chunk; all others have `CHUNK_BYTES`, the last one what is left.
+        size: the number of these bytes.
+        first: bytes in the first chunk; all others have `CHUNK_BYTES`, the last one the remainder.
         digests: of the chunks.
     """
 
@@ -51,26 +51,26 @@ class Checksums:
             )
 
     def chunk_of(self, offset: int) -> int:
-        """The number of the chunk in which a byte is."""
+        """The index of the chunk that contains a byte."""
         return 0 if offset < self.first else 1 + (offset - self.first) // CHUNK_BYTES
 
     def chunks_of(self, begin: int, end: int) -> range:
-        """The numbers of the chunks in which some bytes are; of none the one at their place."""
+        """The indices of the chunks with a range of bytes; an empty range gives the chunk at its place."""
         return range(self.chunk_of(begin), self.chunk_of(max(begin, end - 1)) + 1)
 
     def range_of(self, chunk: int) -> tuple[int, int]:
-        """The first byte of a chunk, and the one after its last."""
+        """The first byte of a chunk, and the byte after its last."""
         end = self.first + chunk * CHUNK_BYTES
         return (max(0, end - CHUNK_BYTES) if chunk else 0), min(end, self.size)
 
 
 def number_of_chunks(bytes_after_first: int) -> int:
-    """How many chunks there are, the first included."""
+    """How many chunks there are, including the first."""
     return 1 + -(-bytes_after_first // CHUNK_BYTES)
 
 
 class Hasher:
-    """Makes the checksums of a stream.
+    """Computes the checksums of a stream.
 
     Args:
         first: bytes in the first chunk.
@@ -83,7 +83,7 @@ class Hasher:
         self._digests: list[int] = []
 
     def update(self, data: Any) -> None:
-        """Take the next bytes."""
+        """Hash the next bytes."""
         view = memoryview(data).cast("B")
         self._size += len(view)
         while len(view):
@@ -95,7 +95,7 @@ class Hasher:
             view = view[len(part) :]
 
     def checksums(self) -> Checksums:
-        """Those of all bytes so far; nothing may follow."""
+        """The checksums of all bytes; call it once, at the end."""
         self._digests.append(self._hash.intdigest())
         return Checksums(size=self._size, first=min(self._first, self._size), digests=tuple(self._digests))
 
@@ -106,10 +106,10 @@ class Hasher:
 
 
 class HashedWriter:
-    """Writes to a file and hashes what it writes, 2 MiB at a time: the write finds them in the processor's cache.
+    """Writes to a file and hashes what it writes, 2 MiB at a time, so that the write finds them in cache.
 
     Args:
-        file: with a method `write` that may take less than it is given.
+        file: has a method `write` that may write less than it is given.
         first: bytes in the first chunk.
     """
 
@@ -127,27 +127,27 @@ class HashedWriter:
         return len(view)
 
     def checksums(self) -> Checksums:
-        """Those of all that was written; nothing may follow."""
+        """The checksums of all that was written; call it once, at the end."""
         return self._hasher.checksums()
 
 
 def write_all(file: Any, view: memoryview) -> None:
-    """Write a view; unbuffered files may take less than they are given."""
+    """Write a whole view; unbuffered files may write less than they are given."""
     while len(view):
         written = file.write(view)
         view = view[written if isinstance(written, int) else len(view) :]
 
 
 def check(path: Path, checksums: Checksums, chunks: Iterable[int] | None = None) -> None:
-    """Read a file's chunks, by some threads, and compare them; 1 MiB a thread is held.
+    """Read chunks of a file in several threads and verify them; holds 1 MiB a thread.
 
     Args:
-        path: of the file.
-        checksums: that were made when it was written.
-        chunks: those to check; None for all.
+        path: the path of the file.
+        checksums: those computed when it was written.
+        chunks: the chunks to verify; None for all.
 
     Raises:
-        CheckpointError: the file is cut off, or some of its bytes are not those that were written.
+        CheckpointError: the file is cut off, or some of its bytes have changed.
     """
     found = path.stat().st_size
     if found < checksums.size:
@@ -162,7 +162,7 @@ def check(path: Path, checksums: Checksums, chunks: Iterable[int] | None = None)
     else:
         parts = [
             list(islice(wanted, number, None, count)) for number in range(count)
-        ]  # neighbours go side by side
+        ]  # interleaved, so that threads read neighbouring chunks
         with ThreadPoolExecutor(count, thread_name_prefix="memkit-checksums") as threads:
             results = threads.map(lambda part: _first_changed(path, checksums, part), parts)
             changed = min((chunk for chunk in results if chunk is not None), default=None)
@@ -176,7 +176,7 @@ def check(path: Path, checksums: Checksums, chunks: Iterable[int] | None = None)
 
 @cache
 def say_unchecked(path: Path) -> None:
-    """Log, once a file, that it has no checksums: an earlier memkit saved it, or Lightning."""
+    """Log once for each file that it has no checksums, because an earlier memkit or Lightning saved it."""
     _log.warning(
         "%s has no checksums: flipped bytes in it would not be noticed. Save it again to add them.",
         path,
@@ -200,17 +200,17 @@ def _first_changed(path: Path, checksums: Checksums, chunks: Iterable[int]) -> i
 
 
 class _View:
-    """A file's bytes, mapped where the file system can: a third faster than a copy of them."""
+    """A file's bytes, memory-mapped if possible: a third faster than copying them."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self._map: mmap.mmap | None = None
-        if hasattr(mmap, "MADV_DONTNEED"):  # else what was looked at would count as memory of this process
-            with suppress(OSError, ValueError):  # some network file systems can't; an empty file is no map
+        if hasattr(mmap, "MADV_DONTNEED"):  # without it, pages read would count as used memory
+            with suppress(OSError, ValueError):  # some network file systems can't, nor can empty files
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def into(self, found: xxh3_64, start: int, end: int) -> None:
-        """Hash a few of them."""
+        """Hash a range of bytes."""
         if self._map is None:
             self._file.seek(start)
             found.update(self._file.read(end - start))
@@ -221,6 +221,6 @@ class _View:
         self._map.madvise(mmap.MADV_DONTNEED, first_page, end - first_page)
 
     def close(self) -> None:
-        """Give the map back."""
+        """Close the map."""
         if self._map is not None:
             self._map.close()

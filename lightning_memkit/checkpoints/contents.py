@@ -1,4 +1,4 @@
-"""The table of contents of a folder of torch.distributed.checkpoint, read without running what stands in it."""
+"""Read the table of contents of a torch.distributed.checkpoint folder without running code."""
 
 import io
 import math
@@ -34,24 +34,24 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     ("torch.serialization", "_get_layout"): _get_layout,
     ("torch", "Size"): torch.Size,
     ("collections", "OrderedDict"): OrderedDict,
-    # Where a folder was written: a name alone, which needs neither that place nor its system.
+    # The path where a folder was written, as a pure path: that path and its system need not exist here.
     **{(home, "PosixPath"): PurePosixPath for home in ("pathlib", "pathlib._local")},
     **{(home, "WindowsPath"): PureWindowsPath for home in ("pathlib", "pathlib._local")},
 }
 
 
 def read_contents(folder: Path, error: type[ValueError]) -> Metadata:
-    """What a folder says that it holds, in torch's own records only; every tensor in it is whole.
+    """The table of contents of a folder, made only of torch's own records; all tensors in it are complete.
 
-    torch itself would load the file with all its code.
+    torch itself would unpickle the file, and so run any code in it.
 
     Args:
-        folder: of torch.distributed.checkpoint.
-        error: what is raised.
+        folder: a folder of torch.distributed.checkpoint.
+        error: the class of errors to raise.
 
     Raises:
-        ValueError: of the class `error`: the file is missing, damaged or asks for code, or a file that it names is
-            missing, cut off or outside the folder.
+        ValueError: of the class `error`: the file is missing, damaged or asks for code, or a file that it
+            names is missing, cut off or outside the folder.
     """
     path = folder / CONTENTS
     if not path.is_file():
@@ -68,7 +68,7 @@ def read_contents(folder: Path, error: type[ValueError]) -> Metadata:
         ) from None
     except CheckpointError as damage:
         raise error(str(damage)) from damage
-    except Exception as damage:  # of whatever kind: a damaged pickle is a stray list of instructions
+    except Exception as damage:  # any kind, since a damaged pickle is a list of random instructions
         raise error(
             f"{path} is damaged and can't be read ({damage!r}); nothing was loaded: copy the whole folder again, or "
             "load another checkpoint."
@@ -80,7 +80,7 @@ def read_contents(folder: Path, error: type[ValueError]) -> Metadata:
 
 
 def _wrong(contents: Any) -> str:
-    """What is the matter with what was read; empty if nothing is."""
+    """What is wrong with the table of contents; empty if nothing."""
     if not isinstance(contents, Metadata) or not isinstance(contents.storage_data, dict):
         return "is no table of contents of torch.distributed.checkpoint"
     places = contents.storage_data.values()
@@ -117,7 +117,7 @@ def _pieces(name: str, record: Any) -> Iterator[MetadataIndex]:
 
 
 def _too_large(name: str, record: TensorStorageMetadata, chunk: Any, contents: Metadata) -> bool:
-    """Whether a piece would be given more memory than its file has bytes for; compressed ones may."""
+    """Whether a chunk claims more bytes than its file has; compressed chunks may."""
     place = contents.storage_data[MetadataIndex(name, chunk.offsets)]
     bytes_wanted = math.prod(chunk.sizes) * record.properties.dtype.itemsize
     return not getattr(place, "transform_descriptors", None) and bytes_wanted > place.length
@@ -141,12 +141,12 @@ def _refuse_missing(folder: Path, contents: Metadata, error: type[ValueError]) -
 
 
 class _CodeError(Exception):
-    """Something that is no record of torch's."""
+    """The pickle names something that is none of torch's records."""
 
 
 class _Records(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """Torch's records and dtypes, which are here already; nothing is imported or looked up."""
+        """Return torch's records and dtypes, which are loaded already; nothing is imported or looked up."""
         found = _ALLOWED.get((module, name))
         if found is None and module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
             found = vars(torch)[name]

@@ -1,7 +1,7 @@
-"""A nested state as a JSON document beside named tensors, and back: there is nothing in it that could run.
+"""Convert a nested state to a JSON document with named tensors, and back; neither can contain code.
 
-What is no tensor and no primitive is refused with its place, when it is saved: a checkpoint that only code can
-read again would be found out when it is needed.
+Anything but tensors and primitives is refused with its path when saving: otherwise the need for code would be
+noticed only when the checkpoint is loaded.
 """
 
 import base64
@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_memkit.checkpoints.errors import CheckpointError
 
-RESERVED = ("__metadata__", "memkit/structure", "memkit/checksums")  # names that a file keeps for itself
-_WEIGHTS = "state_dict"  # its tensors go by the names that the module gives them
+RESERVED = ("__metadata__", "memkit/structure", "memkit/checksums")  # names that the file format reserves
+_WEIGHTS = "state_dict"  # its tensors keep the names that the module gives them
 _SEQUENCES: dict[Any, str] = {tuple: "tuple", set: "set", torch.Size: "Size"}
 _MAPPINGS: dict[Any, str] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter"}
 _TEXTS: dict[str, Callable[[str], Any]] = {
@@ -53,13 +53,13 @@ class Document:
 
 
 def encode(state: Any) -> Document:
-    """A document of a state, whose tensors it shares: no copy.
+    """A document of a state; it shares the state's tensors without copies.
 
-    Weights (what is below ``"state_dict"``) go by their own names, other tensors by their path with slashes. What is
-    one tensor in two places is in the document once.
+    Weights (below ``"state_dict"``) keep their own names, other tensors are named by their path with slashes.
+    A tensor that occurs twice is stored once.
 
     Raises:
-        CheckpointError: something in it is neither a tensor nor a primitive.
+        CheckpointError: something is neither a tensor nor a primitive.
     """
     encoder = _DocumentEncoder()
     encoder.document.structure = encoder.encode(state, ())
@@ -67,11 +67,11 @@ def encode(state: Any) -> Document:
 
 
 def decode(structure: Any, tensor_of: Callable[[str], Tensor]) -> Any:
-    """The state of a document; what was one tensor in two places is one again.
+    """The state of a document; a tensor that occurred twice is again one tensor.
 
     Args:
-        structure: of the document.
-        tensor_of: gives a tensor by its name.
+        structure: the document's structure.
+        tensor_of: returns a tensor by its name.
     """
     return _Decoder(tensor_of).decode(structure)
 
@@ -79,7 +79,7 @@ def decode(structure: Any, tensor_of: Callable[[str], Tensor]) -> Any:
 class _DocumentEncoder:
     def __init__(self) -> None:
         self.document = Document()
-        self._names: dict[Any, str] = {}  # of tensors by their place in memory
+        self._names: dict[Any, str] = {}  # names of tensors by their memory
         self._within: set[int] = set()
 
     def encode(self, value: Any, path: tuple[Any, ...]) -> Any:
@@ -121,7 +121,7 @@ class _DocumentEncoder:
                 [self.encode(key, (*path, f"key {key!r}")), item] for key, item in items.items()
             ]  # JSON's keys are strings
         node = {_MAPPINGS[type(value)]: items}
-        versions = getattr(value, "_metadata", None)  # of the modules: torch keeps them on its state dicts
+        versions = getattr(value, "_metadata", None)  # modules' versions, attached by torch
         if versions is not None:
             node["versions"] = self.encode(versions, (*path, "_metadata"))
         return node
@@ -145,7 +145,7 @@ class _DocumentEncoder:
         return {"tensor": name}
 
     def _wrapper(self, value: Any, path: tuple[Any, ...]) -> Any:
-        """A tensor that holds others (torchao's 8-bit states), of a class that its package calls safe to load."""
+        """Encode a tensor that contains others (torchao's 8-bit states), if its class counts as safe."""
         kind = type(value)
         if _safe_class(_class_name(kind)) is not kind:
             raise CheckpointError(
@@ -173,7 +173,7 @@ class _Decoder:
             return [self.decode(item) for item in node]
         if not isinstance(node, dict):
             return node
-        kind, content = next(iter(node.items()), ("", None))  # the rest of a node describes it
+        kind, content = next(iter(node.items()), ("", None))  # further entries describe the first
         if kind == "tensor":
             return self._tensor(str(content))
         if kind in _TEXTS:
@@ -264,7 +264,7 @@ def _name(path: tuple[Any, ...]) -> str:
 
 
 def _memory(value: Tensor, name: str) -> Any:
-    """What two tensors have in common that are one; empty tensors have no place."""
+    """A key that two references to the same tensor share; empty tensors have no address and never share."""
     if not value.numel():
         return name
     place = (value.device, value.untyped_storage().data_ptr(), value.storage_offset())
@@ -272,7 +272,7 @@ def _memory(value: Tensor, name: str) -> Any:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The dtype of a name without `torch.`; CheckpointError if there is none."""
+    """The dtype with a name without `torch.`; raises CheckpointError if there is none."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(
@@ -286,7 +286,7 @@ def _class_name(kind: type) -> str:
 
 
 def _safe_class(name: str) -> Any:
-    """A class of this name that was registered as safe; nothing is imported for it."""
+    """The class of this name that was registered as safe; nothing is imported for it."""
     registered = (
         entry[0] if isinstance(entry, tuple) else entry for entry in torch.serialization.get_safe_globals()
     )

@@ -2,4 +2,4 @@
 
 
 class CheckpointError(ValueError):
-    """A checkpoint is refused: the message says what is wrong with it, and what to do; nothing of it was run."""
+    """A checkpoint is refused: the message gives the reason and the remedy; nothing in it was executed."""

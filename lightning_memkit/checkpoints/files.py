@@ -1,4 +1,4 @@
-"""Save and load a checkpoint that is one file."""
+"""Save and load single-file checkpoints."""
 
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,15 @@ from lightning_memkit.checkpoints.pickles import read_torch_file
 
 
 def save(state: Any, path: str | Path, *, checksums: bool = True) -> None:
-    """Write a nested state as one safetensors file; no second copy in memory, and at no moment half a file.
+    """Write a nested state as one safetensors file, atomically and without a second copy in memory.
 
-    Weights, what is below ``state["state_dict"]``, have their own names in it, for whoever reads safetensors. Tied
-    weights are written once. What is tied by other views of the same memory is written as often as it occurs.
+    Weights (below ``state["state_dict"]``) keep their own names, for other readers of safetensors. Tied
+    weights are written once. Tensors that are different views of the same memory are written separately.
 
     Args:
         state: dicts, lists, tuples and sets of tensors and primitives, nested.
-        path: of the file; one that stands there is replaced when the new one is on disk.
-        checksums: whether it carries those that `load` compares.
+        path: the path of the file; an existing one is replaced when the new one is on disk.
+        checksums: whether to write the checksums that `load` verifies.
 
     Raises:
         CheckpointError: something is neither a tensor nor a primitive; nothing is written then.
@@ -31,21 +31,21 @@ def save(state: Any, path: str | Path, *, checksums: bool = True) -> None:
 
 
 def write_document(document: Document, path: Path, *, checksums: bool = True) -> None:
-    """`save` for what `encode` gave."""
+    """Like `save`, for a document that `encode` returned."""
     with new_file(path) as file:
         streamed.write(document, file, with_checksums=checksums)
 
 
 def load(path: str | Path, map_location: Any = None, *, checked: bool = True) -> Any:
-    """The state in a file that `save` or `torch.save` wrote; nothing in it is ever run.
+    """The state in a file that `save` or `torch.save` wrote; nothing in it is executed.
 
-    All of a file that `save` wrote is read once to compare its checksums. Tensors on the CPU are a private map of the
-    file: they take no memory of their own until somebody writes to them.
+    A file that `save` wrote is read completely once to verify its checksums. CPU tensors are a private memory
+    map of the file: they take no memory of their own until they are written to.
 
     Args:
-        path: of the file.
-        map_location: where tensors shall be, as for `torch.load`; a function leaves them on the CPU.
-        checked: False loads without a look at the checksums.
+        path: the path of the file.
+        map_location: where to put tensors, as for `torch.load`; a function leaves them on the CPU.
+        checked: False skips the checksums.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -63,7 +63,7 @@ def load(path: str | Path, map_location: Any = None, *, checked: bool = True) ->
 
 
 def snapshot(document: Document) -> Document:
-    """The document with copies of its tensors in host memory, for a writer that works while training goes on."""
+    """The document with its tensors copied to host memory, for a writer that runs while training goes on."""
     copies = {name: _host_copy(tensor) for name, tensor in document.tensors.items()}
     return Document(document.structure, copies, document.aliases)
 
@@ -74,7 +74,7 @@ def _host_copy(tensor: Tensor) -> Tensor:
 
 
 def _moved(value: Any, device: torch.device, done: dict[int, Tensor]) -> Any:
-    """The state on a device; what is one tensor in two places stays one."""
+    """The state on a device; a tensor that occurs twice stays one tensor."""
     if isinstance(value, Tensor):
         if id(value) not in done:
             done[id(value)] = value.to(device)

@@ -1,6 +1,6 @@
-"""Checksums of a folder of torch.distributed.checkpoint: each rank makes its files', the first rank writes all.
+"""Checksums of a torch.distributed.checkpoint folder: each rank computes its files', rank 0 writes all.
 
-They stand in a file of their own, `.checksums`, which other readers leave alone. A rank that loads compares only the
+They are in a file of their own, `.checksums`, which other readers ignore. A rank that loads verifies only the
 4 MiB chunks that it is about to read.
 """
 
@@ -41,12 +41,12 @@ from lightning_memkit.checkpoints.writeback import StreamedFile
 
 FILE = ".checksums"
 _VERSION = 1
-_MARK = "+xxh3"  # ends the folder's id, in its table of contents, where there have to be checksums
+_MARK = "+xxh3"  # suffix of the folder's id in its table of contents, which says that checksums must exist
 
 
 @contextmanager
 def hashed_file(path: Path, mode: str, found: dict[str, Checksums]) -> Iterator[Any]:
-    """A file to write from its start to its end; its checksums are in ``found``, under its name, when it is closed."""
+    """A file to write sequentially; on closing, its checksums are stored in ``found`` under its name."""
     raw = _Hashed(path, mode)
     with io.BufferedWriter(raw) as file:
         yield file
@@ -63,16 +63,16 @@ class _Hashed(StreamedFile):
         return self._writer.write(data)
 
     def seek(self, *_: Any) -> int:
-        """Refused: what is written twice would be hashed twice."""
+        """Refuse: overwriting would invalidate the hashes."""
         raise io.UnsupportedOperation("A file that is hashed while it is written has one direction.")
 
     def checksums(self) -> Checksums:
-        """Of all that was written."""
+        """The checksums of all that was written."""
         return self._writer.checksums()
 
 
 class _HashedFiles(FileSystem):
-    """torch's way to files, hashed."""
+    """torch's file system interface, with hashing."""
 
     def __init__(self) -> None:
         self.found: dict[str, Checksums] = {}
@@ -89,9 +89,9 @@ class _HashedFiles(FileSystem):
 
 
 class HashingWriter(dcp.FileSystemWriter):
-    """torch's writer of a folder, which makes checksums as it writes.
+    """torch's writer of a folder, which computes checksums as it writes.
 
-    They travel to the first rank with what torch sends there: no collective more.
+    They travel to rank 0 with the results that torch sends there, without another collective.
     """
 
     def __init__(self, folder: Path, copy_ahead: int) -> None:
@@ -100,7 +100,7 @@ class HashingWriter(dcp.FileSystemWriter):
 
     @property
     def found(self) -> dict[str, Checksums]:
-        """On the first rank, once all is written: the checksums of all ranks' files and the table of contents."""
+        """On rank 0 after writing: the checksums of all ranks' files and of the table of contents."""
         return self._files.found
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[Any]]:
@@ -125,27 +125,27 @@ class HashingWriter(dcp.FileSystemWriter):
         self.found[CONTENTS] = self.found.pop(f"{CONTENTS}.tmp")
 
     def storage_meta(self) -> StorageMeta | None:
-        """What the table of contents says of the folder."""
+        """What the table of contents says about the folder."""
         meta = super().storage_meta()
         return meta and replace(meta, save_id=f"{meta.save_id}{_MARK}")
 
 
 class CheckedReader(dcp.FileSystemReader):
-    """torch's reader of a folder; what it is about to read is compared with its checksums first."""
+    """torch's reader of a folder, which first verifies the chunks that it is about to read."""
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read a rank's items."""
+        """Read this rank's items."""
         check_items(Path(self.path), self.storage_data, plan.items)
         return super().read_data(plan, planner)
 
 
 def check_items(folder: Path, places: Mapping[Any, Any], items: Iterable[ReadItem]) -> None:
-    """Compare the chunks that some items stand in with their checksums, if the folder has any.
+    """Verify the chunks that contain some items, if the folder has checksums.
 
     Args:
-        folder: of torch.distributed.checkpoint.
+        folder: a folder of torch.distributed.checkpoint.
         places: where each stored item is, from the table of contents.
-        items: about to be read.
+        items: the items that are about to be read.
 
     Raises:
         CheckpointError: a file, or the list of checksums, is damaged.
@@ -162,12 +162,12 @@ def check_items(folder: Path, places: Mapping[Any, Any], items: Iterable[ReadIte
 
 
 def must_have_checksums(metadata: Metadata) -> bool:
-    """Whether a folder was written with checksums, by its table of contents."""
+    """Whether a folder was written with checksums, according to its table of contents."""
     return str(getattr(metadata.storage_meta, "save_id", "")).endswith(_MARK)
 
 
 def check_file(folder: Path, name: str) -> bool:
-    """Compare a file with the folder's checksums; False if it has none.
+    """Verify a file by the folder's checksums; False if the folder has none.
 
     Raises:
         CheckpointError: the file, or the list of checksums, is damaged.
@@ -179,7 +179,7 @@ def check_file(folder: Path, name: str) -> bool:
 
 
 def write_checksums(folder: Path, found: dict[str, Checksums]) -> None:
-    """Write those of all files."""
+    """Write the checksums of all files."""
     files = {
         name: [sums.size, b"".join(part.to_bytes(DIGEST_BYTES, "big") for part in sums.digests).hex()]
         for name, sums in sorted(found.items())
@@ -211,7 +211,7 @@ def read_checksums(folder: Path) -> dict[str, Checksums] | None:
         if content["version"] != _VERSION or content["chunk_bytes"] != CHUNK_BYTES:
             raise ValueError(f"its version is {content['version']}; install the memkit that wrote it")
         return {name: _from_hex(*entry) for name, entry in content["files"].items()}
-    except Exception as error:  # of whatever kind: somebody else has written it
+    except Exception as error:  # any kind: the file was written by something else
         raise CheckpointError(f"{path} is no list of checksums ({error!r}). {REMEDY}") from error
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints that `torch.save` wrote, read without running anything that stands in them."""
+"""Read checkpoints of `torch.save` without running code in them."""
 
 import pickle
 import zipfile
@@ -11,29 +11,29 @@ from lightning_memkit.checkpoints.errors import CheckpointError
 
 
 def read_torch_file(path: Path, map_location: Any = "cpu") -> Any:
-    """What `torch.save` wrote, under ``weights_only=True``; tensors are a private map of the file.
+    """Read a file of `torch.save` with ``weights_only=True``; tensors are a private memory map of the file.
 
     Raises:
         CheckpointError: it can't be read without running code, or not at all.
     """
     try:
-        mapped = _is_zip(path) or None  # older files are copied into memory
+        mapped = _is_zip(path) or None  # older formats can't be mapped
         if mapped:
             _refuse_unpacking(path)
         return torch.load(path, map_location=map_location, weights_only=True, mmap=mapped)
-    except Exception as error:  # of whatever kind: torch reads a stray file as instructions
+    except Exception as error:  # any kind: torch reads any file as instructions
         raise CheckpointError(_reason(path, error)) from error
 
 
 def _is_zip(path: Path) -> bool:
     try:
         return zipfile.is_zipfile(path)
-    except Exception:  # a damaged end of the archive
+    except Exception:  # the end of the archive is damaged
         return False
 
 
 def _refuse_unpacking(path: Path) -> None:
-    """Raise for an archive whose entries are larger than it is: torch stores them as they are."""
+    """Raise for an archive whose entries are larger than itself: torch stores entries uncompressed."""
     with zipfile.ZipFile(path) as archive:
         declared = sum(entry.file_size for entry in archive.infolist())
     if declared > path.stat().st_size:
@@ -41,9 +41,9 @@ def _refuse_unpacking(path: Path) -> None:
 
 
 def _reason(path: Path, error: Exception) -> str:
-    # torch wraps whatever goes wrong in an UnpicklingError; only some of them mean that the file asks for code.
+    # torch wraps every failure in an UnpicklingError; only some mean that the file needs code.
     lines = [line.strip() for line in str(error).splitlines()]
-    # "Unsupported operand" is what a text file is to it, too.
+    # For a text file the message is "Unsupported operand", so match less if it is no zip.
     words = ("nsupported", "not an allowed") if _is_zip(path) else ("nsupported global", "not an allowed")
     asks = next((line for line in lines if any(word in line for word in words)), None)
     if isinstance(error, pickle.UnpicklingError) and asks is not None:

@@ -1,4 +1,4 @@
-"""Where checkpoints go: paths, URLs, and files that are announced but not written yet."""
+"""Where checkpoints go: paths, URLs, and files that were announced but are not written yet."""
 
 import os
 import re
@@ -16,18 +16,18 @@ from lightning_memkit.checkpoints.errors import CheckpointError
 
 _SCHEME = re.compile(
     r"([A-Za-z][A-Za-z0-9+.-]+):/(?!/)(.*)", re.DOTALL
-)  # two letters at least: C:/ is a drive
+)  # at least two letters, since C:/ is a drive
 
 
 def place_of(path: str | os.PathLike[str], **options: Any) -> Path | tuple[Any, str]:
-    """A path, also for `file://` and `local://`; of another URL its file system and the name in it.
+    """A path (also for `file://` and `local://`), or for other URLs a file system and a name in it.
 
     Args:
-        path: what the user gave; also a `Path` of a URL, which has lost a slash.
+        path: what the user gave; possibly a URL as a `Path`, which has dropped one slash.
         options: of the URL's file system.
 
     Raises:
-        CheckpointError: nobody knows such a URL.
+        CheckpointError: the URL's scheme is unknown.
     """
     text = os.fspath(path)
     shortened = _SCHEME.match(text)
@@ -47,10 +47,10 @@ def place_of(path: str | os.PathLike[str], **options: Any) -> Path | tuple[Any, 
 
 
 def folder_of_ranks(path: str | os.PathLike[str]) -> Path:
-    """The folder into which ranks write together, and from which they read.
+    """The folder that ranks write and read together.
 
     Raises:
-        CheckpointError: it is a URL, which would become a folder of that name.
+        CheckpointError: it is a URL, of which torch would make a local folder of that name.
     """
     place = place_of(path)
     if not isinstance(place, Path):
@@ -63,7 +63,7 @@ def folder_of_ranks(path: str | os.PathLike[str]) -> Path:
 
 
 def remove_place(place: Path | tuple[Any, str]) -> None:
-    """Remove the file or the folder at a place, if there is one."""
+    """Remove the file or folder at a place, if it exists."""
     if isinstance(place, Path):
         atomic.remove(place)
     elif place[0].exists(place[1]):
@@ -71,10 +71,10 @@ def remove_place(place: Path | tuple[Any, str]) -> None:
 
 
 class _AnnouncedSave:
-    """Files that a thread will write; whoever asks whether they exist hears yes.
+    """Files that a thread will write, which already seem to exist.
 
-    ModelCheckpoint asks fsspec's local file system before it chooses a name. Two of them that want one name would
-    otherwise both take it, and one would remove what the other keeps.
+    ModelCheckpoint asks fsspec's local file system whether a name is taken. Without this, two callbacks would
+    choose the same name, and one would remove what the other keeps.
     """
 
     def __init__(self) -> None:
@@ -83,18 +83,18 @@ class _AnnouncedSave:
         self._asked: Any = None  # the file system that is patched
 
     def announce(self, path: Path, write: Future[None]) -> None:
-        """A file exists from now on, until its write has ended: then the disk says so."""
+        """Make a file seem to exist until its write has ended; then it does."""
         name = os.path.abspath(path)
         with self._lock:
             self._writes.setdefault(name, []).append(write)
             if self._asked is None:
-                self._asked = LocalFileSystem()  # the one of this thread, which all share
+                self._asked = LocalFileSystem()  # fsspec's cached instance, shared within a thread
                 plain = self._asked.exists
                 self._asked.exists = lambda path, **options: self._knows(path) or plain(path, **options)
         write.add_done_callback(lambda write: self._forget(name, write))
 
     def wait(self, path: Path) -> None:
-        """Return when nobody is about to write a file any more."""
+        """Return when all announced writes of a file have ended."""
         with self._lock:
             writes = list(self._writes.get(os.path.abspath(path), ()))
         for write in writes:
@@ -109,7 +109,7 @@ class _AnnouncedSave:
             if not self._writes[name]:
                 del self._writes[name]
             if not self._writes and self._asked is not None:
-                del self._asked.exists  # of the instance: the class's own is back
+                del self._asked.exists  # the instance's attribute: restores the class's method
                 self._asked = None
 
 

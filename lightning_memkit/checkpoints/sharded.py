@@ -1,7 +1,8 @@
-"""Checkpoints that are folders of torch.distributed.checkpoint: each rank writes and reads its share.
+"""Checkpoints as folders of torch.distributed.checkpoint: each rank writes and reads its shard.
 
-torch reads two things in such a folder as pickles with all their code: the table of contents and what is no tensor.
-Here the first may name torch's own records only, and the second is read with ``weights_only=True``.
+torch reads two parts of such a folder as pickles that may run code: the table of contents, and everything
+that is no tensor. Here the former may contain only torch's own records, and the latter is read with
+``weights_only=True``.
 """
 
 import io
@@ -36,18 +37,18 @@ from lightning_memkit.checkpoints.folder_checksums import (
 from lightning_memkit.checkpoints.pickles import read_torch_file
 from lightning_memkit.utilities.progress import ProgressBar
 
-REST = "meta.pt"  # Lightning's name for what is not shared out
-_AHEAD_BYTES = 10_000_000  # copied from a device while others are written; torch's own default
+REST = "meta.pt"  # Lightning's name for the unsharded rest
+_AHEAD_BYTES = 10_000_000  # bytes copied from a device while earlier ones are written; torch's default
 _Result = TypeVar("_Result")
 
 
 def is_sharded(path: Path) -> bool:
-    """Whether there is a folder of torch.distributed.checkpoint."""
+    """Whether a path is a folder of torch.distributed.checkpoint."""
     return (path / CONTENTS).is_file()
 
 
 def refuse_unsaveable(shares: dict[str, Any], rest: Any) -> None:
-    """Raise CheckpointError for what is neither a tensor nor a primitive, before anything is written."""
+    """Raise CheckpointError for anything but tensors and primitives, before anything is written."""
     encode(rest)
     encode(tree_map_only(Tensor, lambda _: None, shares))
 
@@ -55,17 +56,17 @@ def refuse_unsaveable(shares: dict[str, Any], rest: Any) -> None:
 def save_sharded(
     shares: dict[str, Any], rest: Any, target: Path, group: Any = None, *, checksums: bool = True
 ) -> None:
-    """Write a folder to which every rank adds its share; it takes the place of ``target`` when it is whole.
+    """Write a folder with every rank's shard; it replaces ``target`` when it is complete.
 
-    Every rank calls it with the same path on a file system that all of them see.
+    Every rank must call it with the same path on a shared file system.
 
     Args:
         shares: nested dicts and lists of tensors, sharded or not, and primitives.
-        rest: what the first rank writes beside them (`meta.pt`): tensors and primitives.
-        target: of the folder.
-        group: of all ranks, for a thread that writes tensors in host memory while the ranks train; None for the
-            one that they train with.
-        checksums: whether the folder carries those that a load compares.
+        rest: tensors and primitives that rank 0 writes in addition (`meta.pt`).
+        target: the path of the folder.
+        group: a group of all ranks, for a thread that writes tensors in host memory while the ranks train;
+            None for the training's own group.
+        checksums: whether to write the checksums that a load verifies.
 
     Raises:
         CheckpointError: something is neither a tensor nor a primitive, or another rank could not write.
@@ -74,7 +75,7 @@ def save_sharded(
     refuse_unsaveable(shares, rest)
     with ExitStack() as opened:
         partial = _first_does(lambda: opened.enter_context(new_folder(target)), group)
-        # A thread copies nothing from a device: by itself it would take the first one, whichever the rank's is.
+        # No copies from a device in a thread: it would use device 0, not the rank's.
         ahead = _AHEAD_BYTES if group is None else 0
         try:
             with _alone_or_not():
@@ -107,19 +108,20 @@ def save_sharded(
 
 
 def load_sharded(state: dict[str, Any], folder: Path) -> None:
-    """Fill tensors, sharded over whatever ranks there are, from a folder that any number of ranks has written.
+    """Fill tensors, sharded over any number of ranks, from a folder that any number of ranks has written.
 
-    Every rank calls it.
+    Every rank must call it.
 
     Args:
-        state: as it was saved; tensors are written into, other values replaced.
-        folder: what `save_sharded`, or Lightning, has written.
+        state: as it was saved; tensors are overwritten in place, other values replaced.
+        folder: a folder that `save_sharded` or Lightning has written.
 
     Raises:
-        CheckpointError: a file is missing or cut off, asks for code, or a tensor is missing or of another shape.
+        CheckpointError: a file is missing or cut off, or asks for code, or a tensor is missing or has another
+            shape.
     """
     reader = _Reader(folder)
-    reader.read_metadata()  # what is wrong with the folder is said before ranks talk to each other
+    reader.read_metadata()  # report a broken folder before ranks communicate
     try:
         with _alone_or_not():
             dcp.load(state, storage_reader=reader, planner=_Planner())
@@ -128,7 +130,7 @@ def load_sharded(state: dict[str, Any], folder: Path) -> None:
 
 
 def load_rest(folder: Path) -> Any:
-    """What the first rank wrote beside the shares."""
+    """The unsharded rest, which rank 0 wrote."""
     check_rest(folder)
     rest = read_torch_file(folder / REST)
     if not isinstance(rest, dict):
@@ -139,18 +141,18 @@ def load_rest(folder: Path) -> Any:
 
 
 def check_rest(folder: Path) -> None:
-    """Raise CheckpointError if what the first rank wrote beside the shares is missing or damaged."""
+    """Raise CheckpointError if the unsharded rest is missing or damaged."""
     if not (folder / REST).is_file():
         raise CheckpointError(f"{folder} has no {REST}: a part is missing. Copy the whole folder again.")
     check_file(folder, REST)
 
 
 def gather(folder: Path, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Any]:
-    """All shares of a folder as one nested state in host memory, by one process without the ranks.
+    """All shards of a folder as one nested state in host memory, read by a single process.
 
     Args:
-        folder: what `save_sharded`, or Lightning, has written.
-        wanted: by the name of a top entry, whether to read it.
+        folder: a folder that `save_sharded` or Lightning has written.
+        wanted: whether to read a top-level entry, by its name.
     """
     reader = _Reader(folder)
     contents = reader.read_metadata()
@@ -176,10 +178,10 @@ def gather(folder: Path, wanted: Callable[[str], bool] = lambda name: True) -> d
 
 
 class _Reader(CheckedReader):
-    """torch's reader of a folder, but for what it would unpickle."""
+    """torch's reader of a folder, without its unpickling."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The table of contents, of torch's own records only; of a folder that is whole."""
+        """The table of contents of a complete folder, made only of torch's own records."""
         metadata = read_contents(Path(self.path), CheckpointError)
         if not must_have_checksums(metadata):
             say_unchecked(Path(self.path))
@@ -189,12 +191,12 @@ class _Reader(CheckedReader):
 
 
 class _Planner(dcp.DefaultLoadPlanner):
-    """torch's planner, but for what it would unpickle, and with its mismatches said in one line."""
+    """torch's planner, without its unpickling, and with mismatches reported in one line."""
 
     def set_up_planner(
         self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Compare what is wanted with what is there."""
+        """Compare what is requested with what is stored."""
         super().set_up_planner(state_dict, metadata, is_coordinator)
         stored = {} if metadata is None else metadata.state_dict_metadata
         missing = sorted(name for name in self.state_dict if name not in stored)
@@ -214,7 +216,7 @@ class _Planner(dcp.DefaultLoadPlanner):
                 )
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        """Take a value that is no tensor."""
+        """Load a value that is no tensor."""
         name = read_item.dest_index.fqn
         try:
             loaded = torch.load(value, map_location="cpu", weights_only=True)
@@ -230,19 +232,19 @@ class _Planner(dcp.DefaultLoadPlanner):
 
 
 class _Gathering(_Planner):
-    """Tells how far it is."""
+    """Reports progress."""
 
     bar: ProgressBar
 
     def commit_tensor(self, read_item: Any, tensor: Tensor) -> None:
-        """One more is read."""
+        """Advance the progress bar by a tensor."""
         self.bar.advance(tensor.nbytes)
 
 
 @contextmanager
 def _alone_or_not() -> Iterator[None]:
-    """One process is a number of ranks like any other; torch warns of it."""
-    if dist.is_initialized():  # filters are the whole process's: threads leave them alone
+    """Suppress torch's warning about a single process, which is a valid number of ranks."""
+    if dist.is_initialized():  # leave warning filters alone: they are global, and this may be a thread
         yield
         return
     with warnings.catch_warnings():
@@ -251,7 +253,7 @@ def _alone_or_not() -> Iterator[None]:
 
 
 def _first_does(call: Callable[[], _Result], group: Any = None) -> _Result:
-    """The result on rank 0, given to all ranks; if it fails there, all fail."""
+    """Call on rank 0 and broadcast the result; if it fails there, all ranks raise."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return call()
     outcome: list[Any] = [None, None]
@@ -270,7 +272,7 @@ def _first_does(call: Callable[[], _Result], group: Any = None) -> _Result:
 
 
 def _plain(error: CheckpointException, what: str) -> CheckpointError:
-    """One line of what torch reports as tracebacks of all ranks."""
+    """One line instead of the tracebacks of all ranks that torch reports."""
     rank, (cause, _) = next(iter(error.failures.items()))
     reason = str(cause) if isinstance(cause, CheckpointError) else f"{type(cause).__name__}: {cause}"
     return CheckpointError(f"{what} (rank {rank}): {reason}")
@@ -289,7 +291,7 @@ def _put(nested: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
 
 
 def _as_lists(nested: Any) -> Any:
-    """Lists where keys count up from 0; torch notes them as paths with numbers."""
+    """Lists instead of dicts whose keys count from 0: torch stores list positions as numbers in paths."""
     if not isinstance(nested, dict):
         return nested
     values = {key: _as_lists(value) for key, value in nested.items()}

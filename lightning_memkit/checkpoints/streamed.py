@@ -1,8 +1,8 @@
 """A document as one safetensors file, written tensor by tensor and read through a memory map.
 
-The library's own `save_file` wants every tensor in host memory at once; the format (a length, a JSON header, the
-bytes) is written here piece by piece instead, into any file object. Reading is the library's. The last tensor is a
-table of checksums of all bytes before it, which a load compares first.
+The library's own `save_file` needs all tensors in host memory at once. Here the format (a length, a JSON
+header, the bytes) is written chunk by chunk into any file object; the library reads it. The last tensor is a
+table of checksums of all bytes before it, which a load verifies first.
 """
 
 import json
@@ -20,13 +20,13 @@ from lightning_memkit.checkpoints.checksums import HashedWriter, write_all
 from lightning_memkit.checkpoints.documents import RESERVED, Document, decode, dtype_of
 from lightning_memkit.checkpoints.errors import CheckpointError
 
-PIECE_BYTES = 16 * 1024**2  # what is on its way from a device to the file at any time
-STRUCTURE, TABLE = RESERVED[1:]  # tensors that hold the JSON of what is no tensor, and the checksums
-FORMAT = "memkit"  # the header's entry that says which version wrote it
+PIECE_BYTES = 16 * 1024**2  # copied from a device to the file at a time
+STRUCTURE, TABLE = RESERVED[1:]  # tensors that hold the structure's JSON, and the checksums
+FORMAT = "memkit"  # the header's entry with the version of the format
 _VERSION = "2"
 WITHOUT_CHECKSUMS = "1"
-_HEADER_LIMIT = 100_000_000  # the library's, in bytes
-_DTYPES = {  # those that every safetensors from 0.4.5 on reads; others are written as bytes
+_HEADER_LIMIT = 100_000_000  # of the library, in bytes
+_DTYPES = {  # supported by safetensors from 0.4.5 on; others are written as bytes
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -46,19 +46,19 @@ _DTYPES = {  # those that every safetensors from 0.4.5 on reads; others are writ
 
 
 class Writable(Protocol):
-    """What a document is written into: a file, or a stream to elsewhere."""
+    """What a document is written into, such as a file."""
 
     def write(self, data: Any, /) -> Any:
-        """Take the next bytes."""
+        """Write the next bytes."""
 
 
 def write(document: Document, file: Writable, *, with_checksums: bool = True) -> None:
-    """Write a document; at most a piece of 16 MiB and one tensor that is not contiguous are copied at a time.
+    """Write a document; at most a chunk of 16 MiB and one non-contiguous tensor are copied at a time.
 
     Args:
-        document: what `encode` gave.
-        file: takes the bytes, in their order.
-        with_checksums: False writes the format of before there were any.
+        document: what `encode` returned.
+        file: receives the bytes in order.
+        with_checksums: False writes the older format without checksums.
     """
     foreign = {
         name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
@@ -67,13 +67,13 @@ def write(document: Document, file: Writable, *, with_checksums: bool = True) ->
     }
     try:
         content = json.dumps({"state": document.structure, "as_bytes": foreign}, separators=(",", ":"))
-    except (ValueError, RecursionError) as error:  # an integer of more digits than Python converts
+    except (ValueError, RecursionError) as error:  # such as an integer with more digits than Python converts
         raise CheckpointError(
             f"The state can't be written as JSON ({error}); save that entry as text."
         ) from error
     structure = torch.frombuffer(bytearray(content.encode()), dtype=torch.uint8)
     tensors = _ordered({**document.tensors, STRUCTURE: structure})
-    # Aliases as safetensors' own `save_model` says which names of tied weights it has left out.
+    # Names of omitted tied weights, as safetensors' own `save_model` writes them.
     version = _VERSION if with_checksums else WITHOUT_CHECKSUMS
     metadata = {**document.aliases, FORMAT: version}
     if not with_checksums:
@@ -89,19 +89,19 @@ def write(document: Document, file: Writable, *, with_checksums: bool = True) ->
 
 
 def write_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], file: Writable) -> None:
-    """Write tensors as a plain safetensors file, one after the other; tied ones have to be in there once."""
+    """Write tensors sequentially as a plain safetensors file; tied ones may occur only once."""
     _write(_ordered(tensors), metadata, file)
 
 
 def read(path: Path, *, checked: bool = True) -> Any:
-    """The state in a file; its tensors are a private map of it: they take memory as they are read.
+    """The state in a file; its tensors are a private memory map, which takes memory as it is read.
 
     Args:
-        path: of the file.
-        checked: False does not compare its checksums.
+        path: the path of the file.
+        checked: False skips the checksums.
 
     Raises:
-        CheckpointError: the file is damaged, or not one that `write` wrote.
+        CheckpointError: the file is damaged, or was not written by `write`.
     """
     try:
         found = tables.read_table(path)
@@ -114,7 +114,7 @@ def read(path: Path, *, checked: bool = True) -> Any:
         raise error if str(path) in str(error) else CheckpointError(f"{path}: {error}") from error
     except OSError:
         raise
-    except Exception as error:  # of whatever kind: what was changed may look like anything
+    except Exception as error:  # any kind: damaged data may look like anything
         raise CheckpointError(
             f"{path} is damaged and can't be loaded ({type(error).__name__}: {error}): it was cut off or changed "
             f"after it was written. {checksums.REMEDY}"
@@ -130,7 +130,7 @@ def _read(path: Path) -> tuple[Any, str]:
         length = int.from_bytes(file.read(8), "little")
         _parsed(
             file.read(min(length, path.stat().st_size))
-        )  # the library takes the last of two entries of one name
+        )  # refuse duplicates: the library would silently use the last one
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata() or {}
         version = metadata.get(FORMAT)
@@ -159,14 +159,14 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def is_safetensors(path: Path) -> bool:
-    """Whether a file begins as safetensors files do; a pickle or a zip never does."""
+    """Whether a file begins like a safetensors file; pickles and zips never do."""
     with path.open("rb") as file:
         start = file.read(9)
     return len(start) == 9 and int.from_bytes(start[:8], "little") <= _HEADER_LIMIT and start[8:] == b"{"
 
 
 def _ordered(tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
-    """Large elements first: every tensor is then aligned to its elements in the map."""
+    """Tensors with large elements first, so that each is aligned to its element size in the map."""
     return sorted(tensors.items(), key=lambda item: -_element_bytes(item[1]))
 
 
@@ -202,7 +202,7 @@ def _entry(dtype: str, shape: list[int], start: int, size: int) -> dict[str, Any
 
 
 def _pieces(tensor: Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor, in host memory one piece at a time."""
+    """The bytes of a tensor, one chunk at a time in host memory."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     if flat.numel():
         for piece in flat.view(torch.uint8).split(PIECE_BYTES):

@@ -1,7 +1,7 @@
-"""A table of checksums at the end of a file: the last tensor of a safetensors file, written when the rest is.
+"""A table of checksums as the last tensor of a safetensors file, written after the rest.
 
-From its start: 8 bytes for each chunk; how many bytes it covers; how many of them are in the first chunk; the table's
-own checksum; eight letters that say what it is. Little-endian.
+Its layout: 8 bytes for each chunk; how many bytes it covers; how many of them are in the first chunk; the
+table's own checksum; eight letters that identify it. Little-endian.
 """
 
 import struct
@@ -22,12 +22,12 @@ _END_BYTES = _SIZES.size + DIGEST_BYTES + len(_MAGIC)
 
 
 def table_bytes(bytes_after_first: int) -> int:
-    """How long the table is of a file with so many bytes after its first chunk."""
+    """The length of the table of a file with this many bytes after its first chunk."""
     return number_of_chunks(bytes_after_first) * DIGEST_BYTES + _END_BYTES
 
 
 def pack_table(checksums: Checksums) -> bytes:
-    """The table of some checksums."""
+    """The bytes of a table."""
     content = struct.pack(f"<{len(checksums.digests)}Q", *checksums.digests)
     content += _SIZES.pack(checksums.size, checksums.first)
     return content + digest(content) + _MAGIC
@@ -37,7 +37,7 @@ def read_table(path: Path) -> Checksums | None:
     """The checksums at the end of a file; None if there is no table.
 
     Raises:
-        CheckpointError: there is one, and it is damaged or of another file.
+        CheckpointError: the table is damaged or belongs to another file.
     """
     size = path.stat().st_size
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Files whose pages go to the disk while the next ones are written: the fsync at the end then waits for less."""
+"""Files whose pages are written back while more is written, so that the final fsync waits for less."""
 
 import ctypes
 import io
@@ -7,14 +7,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-_WINDOW_BYTES = 8 * 1024**2  # between two requests; a disk is busy with it for milliseconds
-_WRITE = 2  # SYNC_FILE_RANGE_WRITE: begin, and wait for nothing
+_WINDOW_BYTES = 8 * 1024**2  # between two requests; takes a disk some milliseconds
+_WRITE = 2  # SYNC_FILE_RANGE_WRITE: start the write-back without waiting
 
 
 class StreamedFile(io.FileIO):
-    """A file that is written from its start to its end; elsewhere than on Linux a plain one.
+    """A file that is written sequentially; on other systems than Linux a plain one.
 
-    The disk works while checksums are made and pages are copied. What is promised about the disk, `os.fsync` promises.
+    The disk works while checksums are computed and pages are copied. Durability is guaranteed only by
+    `os.fsync`.
     """
 
     def __init__(self, path: Path, mode: str) -> None:
@@ -22,7 +23,7 @@ class StreamedFile(io.FileIO):
         self._written = self._asked = 0
 
     def write(self, data: Any, /) -> int:
-        """Write some of it, and ask for what is behind it to be brought to disk."""
+        """Write some of it, and request the write-back of what was written before."""
         written = super().write(data)
         self._written += written
         if self._written - self._asked >= _WINDOW_BYTES:
@@ -34,7 +35,7 @@ class StreamedFile(io.FileIO):
 def _begin(descriptor: int, start: int, count: int) -> None:
     call = _call()
     if call is not None:
-        call(descriptor, start, count, _WRITE)  # where a file system can't, fsync does all of it
+        call(descriptor, start, count, _WRITE)  # if it is unsupported, fsync does all the work
 
 
 @cache

@@ -1,1 +1,1 @@
-"""What several ranks do together so that one rank's failed step is all ranks' failed step; no Lightning here."""
+"""Coordinate ranks so that a failed step of one rank fails on all ranks; without Lightning."""

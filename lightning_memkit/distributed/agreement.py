@@ -1,4 +1,4 @@
-"""Let ranks tell each other on the host how a step went: one small collective, no device synchronization."""
+"""Ranks tell each other on the host how a step went: one small collective, no device synchronization."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from torch.distributed import ReduceOp
 from lightning_memkit.distributed.timeouts import host_group, timeout_of, waiting_for_ranks
 from lightning_memkit.memory.meter import unmetered
 
-_GOODBYE = timedelta(seconds=5)  # how long a rank that ends waits for its peers to hear of it, at the most
-_GOODBYE_SHARE = 1 / 5  # of the group's timeout: this rank may have waited that long already
+_GOODBYE = timedelta(seconds=5)  # the longest that an ending rank waits for its peers to notice
+_GOODBYE_SHARE = 1 / 5  # of the group's timeout, of which this rank may have used some already
 
 
 class StepOutcome(IntEnum):
-    """How a rank's attempt went."""
+    """How a rank's attempt at a step went."""
 
     DONE = 0
     OUT_OF_MEMORY = 1
@@ -27,7 +27,7 @@ class StepOutcome(IntEnum):
 
 
 class PeerEndedError(RuntimeError):
-    """Another rank ended with an error of its own; its own log shows which."""
+    """Another rank ended with an error of its own, which its own log shows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +36,8 @@ class Meeting:
 
     Attributes:
         failed: the ranks that ran out of memory.
-        counts: all ranks' numbers, added up.
-        unforeseen: the ranks whose loss was another one than foreseen.
+        counts: all ranks' numbers, summed.
+        unforeseen: the ranks whose loss was not the foreseen one.
     """
 
     failed: tuple[int, ...]
@@ -46,24 +46,24 @@ class Meeting:
 
     @property
     def any_failed(self) -> bool:
-        """Whether the attempt is to be repeated."""
+        """Whether the attempt must be retried."""
         return bool(self.failed or self.unforeseen)
 
 
 class Agreement:
-    """A gloo group of all ranks for flags and small numbers; host tensors only, made once, nothing on the device.
+    """A gloo group of all ranks for flags and small numbers; made once, uses host tensors only.
 
-    It is a group of its own since collectives of one group pair up by their order: a rank that failed within a
-    step has issued fewer on the training's groups than its peers. Making it is a collective: all ranks do so at
-    the same point, before step 1.
+    It is a separate group because collectives of one group pair up by their order: a rank that failed within
+    a step has issued fewer on the training's groups than its peers. Creating it is a collective: all ranks
+    must do so at the same point, before step 1.
 
     Args:
-        counts: the most numbers that `meet` adds up over the ranks beside their outcomes; the same on all ranks.
+        counts: how many numbers `meet` can sum over the ranks besides their outcomes; the same on all ranks.
 
     Raises:
-        PeerEndedError: from `meet`, where another rank has called `end`.
-        RankTimeoutError: a peer stands still for longer than the strategy's timeout.
-        RuntimeError: from gloo, within seconds, where a peer's process is gone.
+        PeerEndedError: from `meet`, if another rank has called `end`.
+        RankTimeoutError: a peer has been silent for longer than the strategy's timeout.
+        RuntimeError: from gloo, within seconds, if a peer's process is gone.
     """
 
     def __init__(self, counts: int = 0) -> None:
@@ -71,11 +71,12 @@ class Agreement:
         timeout = timeout_of(self.group)
         self._goodbye = _GOODBYE if timeout is None else min(_GOODBYE, timeout * _GOODBYE_SHARE)
         self.rank, self.world = self.group.rank(), self.group.size()
-        # Every meeting is one message of the same size: a rank that ends doesn't know which one its peers are at.
+        # All messages have the same size, because a rank that ends doesn't know at which meeting its peers
+        # are.
         self._numbers = torch.zeros(self.world + counts, dtype=torch.float64)
 
     def meet(self, outcome: StepOutcome = StepOutcome.DONE, counts: Sequence[float] = ()) -> Meeting:
-        """Tell how this rank's attempt went and hear of the others'; `counts` are added up over the ranks."""
+        """Send this rank's outcome and receive the others'; `counts` are summed over the ranks."""
         with unmetered(), waiting_for_ranks("the ranks agreed on how a step went", self.group):
             distributed.all_reduce(self._message(outcome, counts), group=self.group)
         told = self._numbers.tolist()
@@ -97,14 +98,14 @@ class Agreement:
         )
 
     def end(self) -> None:
-        """Tell the peers that this rank ends; takes 5 s, or less, where they don't listen. Then raise."""
+        """Tell the peers that this rank ends; takes at most 5 s if they don't listen. Raise afterwards."""
         try:
             with unmetered():
                 message = self._message(StepOutcome.ENDED, ())
                 work = distributed.all_reduce(message, group=self.group, async_op=True)
                 if work is not None:
                     work.wait(self._goodbye)
-        except RuntimeError:  # they wait elsewhere, or are gone; this rank's own error is what counts
+        except RuntimeError:  # peers are elsewhere or gone; only this rank's own error matters
             return
 
     def largest(self, values: Sequence[float]) -> list[float]:
@@ -120,7 +121,7 @@ class Agreement:
         return self._reduced(values, ReduceOp.SUM)
 
     def close(self) -> None:
-        """Give the group back; no collective."""
+        """Destroy the group; no collective."""
         if self.group is not None and distributed.is_initialized():
             distributed.destroy_process_group(self.group)
         self.group = None
@@ -132,7 +133,7 @@ class Agreement:
             return numbers.tolist()
 
     def _message(self, outcome: StepOutcome, counts: Sequence[float]) -> Tensor:
-        """What this rank says, in a tensor that is kept: a rank out of host memory still speaks."""
+        """This rank's message, in a preallocated tensor: a rank without host memory can still send it."""
         numbers = self._numbers.numpy()
         numbers[:] = 0
         numbers[self.rank] = int(outcome)

@@ -1,7 +1,8 @@
-"""Let ranks agree before each collective of a user's step, of which no more is known than that all ranks issue it.
+"""Ranks agree before each collective of a user's step, of which is known only that all ranks issue it.
 
-A rank that runs out of memory says so where its peers announce their next collective, or the end of the part: none of
-them issues it, all give the part up at the same place, and no collective is left half-way.
+A rank that runs out of memory says so when its peers announce their next collective, or the end of the
+micro-batch: none of them issues it, all abandon the micro-batch at the same place, and no collective is left
+incomplete.
 """
 
 from collections.abc import Callable
@@ -22,17 +23,17 @@ _NOT_OF_ALL_RANKS = ("send", "recv_", "recv_any_source_", "wait_tensor")
 
 
 class Announcing(TorchDispatchMode):
-    """Meets the peers before each collective; one message on the host each, and microseconds an operator.
+    """Meets the peers before each collective; costs one host message each, and microseconds an operator.
 
-    Sends between two ranks are no collectives, and what another thread issues is not seen. Compiled functions run
-    eagerly within it.
+    Point-to-point sends are not collectives, and collectives of other threads are not seen. Compiled
+    functions run eagerly within it.
 
     Args:
         agreement: of all ranks.
 
     Attributes:
-        failed: the peers that ran out of memory, as was heard within it.
-        within: a collective was begun and not ended.
+        failed: the peers that are known to have run out of memory.
+        within: whether a collective has begun but not ended.
     """
 
     def __init__(self, agreement: Agreement) -> None:
@@ -43,7 +44,7 @@ class Announcing(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it issues its collectives as operators of their own
+            return NotImplemented  # it issues its collectives as separate operators
         if getattr(func, "namespace", "") not in _NAMESPACES or _name(func) in _NOT_OF_ALL_RANKS:
             return func(*args, **(kwargs or {}))
         return self._collective(func, args, kwargs or {})
@@ -59,20 +60,20 @@ class Announcing(TorchDispatchMode):
 
 
 def together(agreement: Agreement, run: Callable[[], T]) -> T:
-    """Run a part that all ranks run, and that issues the same collectives on each.
+    """Run a micro-batch that runs on all ranks and issues the same collectives on each.
 
     Args:
         agreement: of all ranks.
-        run: keeps nothing of the part alive where it fails.
+        run: runs it; must not keep its tensors alive after a failure.
 
     Raises:
-        OutOfMemoryError: on all ranks, where one ran out of memory.
-        CannotCatchUpError: memory ran out within a collective: the peers may wait in it.
+        OutOfMemoryError: on all ranks, if one ran out of memory.
+        CannotCatchUpError: memory ran out within a collective, in which peers may be waiting.
         PeerEndedError: another rank raised an error of its own.
     """
     announcing, failure, results = Announcing(agreement), "", []
     try:
-        # A compiled function that is called within a dispatch mode would run eagerly for ever after.
+        # Otherwise a compiled function that is called within a dispatch mode would run eagerly forever after.
         with torch.compiler.set_stance("force_eager"), announcing:
             results.append(run())
     except PeerEndedError:
@@ -83,7 +84,7 @@ def together(agreement: Agreement, run: Callable[[], T]) -> T:
             raise
         kind = type(error).__name__
         failure = str(error) if isinstance(error, torch.OutOfMemoryError) else f"{kind}: {error}"
-    # Outside of `except`: its traceback holds the part's tensors alive.
+    # Outside of `except`, because its traceback keeps the micro-batch's tensors alive.
     if announcing.within:
         raise CannotCatchUpError(f"Memory ran out within a collective, where peers may wait. {failure}")
     failed = announcing.failed

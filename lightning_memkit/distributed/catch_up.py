@@ -1,10 +1,11 @@
-"""Let a rank that failed within FSDP2's forward or backward issue the collectives that its peers still wait for.
+"""A rank that failed in FSDP2's forward or backward issues the collectives for which its peers still wait.
 
-Sharded ranks meet in every layer: where one fails, the others wait in the next all-gather or reduce-scatter. What a
-part issues is the same each time and on all ranks, so it is written down once, from a part that went through. A rank
-that fails after k collectives resets its engine and issues the others by themselves, without a forward: its own
-shards in all-gathers, zeros in reduce-scatters. Its peers finish their part, and all throw it away together. Where no
-part went through yet, it runs a smallest part instead, whose first k collectives are left out.
+Sharded ranks communicate in every layer: if one fails, the others wait in the next all-gather or
+reduce-scatter. A micro-batch issues the same collectives each time and on all ranks, so they are recorded
+once, from a micro-batch that succeeded. A rank that fails after k collectives resets its engine and issues
+the remaining ones without a forward: with its own shards in all-gathers, with zeros in reduce-scatters. Its
+peers finish their micro-batch, and all ranks discard it together. If no micro-batch has succeeded yet, it
+runs one of a single row instead, without its first k collectives.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ _INNER = (
 
 @dataclass(frozen=True)
 class _Issued:
-    """One collective of a part."""
+    """One collective of a micro-batch."""
 
     kind: str
     group: int
@@ -39,14 +40,14 @@ class _Issued:
 
 
 class CannotCatchUpError(Exception):
-    """This rank can't join the collectives its peers wait in: it has to end, and they with it.
+    """This rank can't join the collectives in which its peers wait, so it must end, and they with it.
 
-    Not a RuntimeError: those that name memory are retried.
+    Not a RuntimeError, since those that mention memory are retried.
     """
 
 
 def why_no_catch_up(module: nn.Module) -> str:
-    """Why a rank can't catch up with its peers under FSDP2; empty where it can."""
+    """Why a rank can't catch up with its peers under FSDP2; empty if it can."""
     reason = why_no_reset(module)
     if reason:
         return reason
@@ -70,17 +71,17 @@ def why_no_catch_up(module: nn.Module) -> str:
 
 
 class CatchUp:
-    """Writes down the collectives of parts, and issues what is missing of one that was broken off.
+    """Records the collectives of micro-batches, and issues those that an interrupted one has not issued.
 
-    It costs a Python call a collective. Within a `part` that does not count, what this rank adds to the gradients is
-    exactly zero, even where its loss is not a number.
+    It costs a Python call a collective. Within a `part` that does not count, this rank contributes exact
+    zeros to the gradients, even if its loss is not a number.
 
     Args:
-        module: holds the modules that `fully_shard` was applied to; `why_no_catch_up` must be empty.
+        module: contains the modules to which `fully_shard` was applied; `why_no_catch_up` must be empty.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.foreign = False  # whether parts issue collectives that are not FSDP2's
+        self.foreign = False  # whether micro-batches issue collectives that are not FSDP2's
         self._module = module
         self._states = [state for state in sharded_states(module) if parameter_groups([state])]
         self._groups = parameter_groups(self._states)
@@ -88,8 +89,8 @@ class CatchUp:
         self._issued: list[_Issued] = []
         self._key: Any = None
         self._recording = self._silent = False
-        self._left_out: list[_Issued] = []  # what a rehearsal is not to issue again
-        self._within = False  # a collective is being issued: nobody knows whether it was
+        self._left_out: list[_Issued] = []  # collectives that a trial of one row must not issue again
+        self._within = False  # inside a collective, which may or may not have been issued
         for index, (state, group) in enumerate(zip(self._states, self._groups, strict=True)):
             state._modules[0].set_custom_all_gather(_AllGather(self, index, group._all_gather_comm))
             state._modules[0].set_custom_reduce_scatter(
@@ -97,21 +98,21 @@ class CatchUp:
             )
 
     def close(self) -> None:
-        """Give FSDP2 its own collectives back."""
+        """Restore FSDP2's own collectives."""
         for state, group in zip(self._states, self._groups, strict=True):
             state._modules[0].set_custom_all_gather(group._all_gather_comm.inner)
             state._modules[0].set_custom_reduce_scatter(group._reduce_scatter_comm.inner)
 
     def begin(self) -> None:
-        """Before a step: begin sharded, as long as no part has shown what it issues from there."""
+        """Before a step: reshard all groups until some micro-batch that began sharded has been recorded."""
         if not any(not any(unsharded) for _, unsharded in self._tapes):
             for state, group in zip(self._states, self._groups, strict=True):
-                if group.is_unsharded:  # since validation
+                if group.is_unsharded:  # left unsharded by validation
                     state._modules[0].reshard()
 
     @contextmanager
     def part(self, *, counts: bool = True, kind: str = "train") -> Iterator[None]:
-        """Encloses one part: its transfer, forward and backward; `kind` tells parts of other passes apart."""
+        """Enclose one micro-batch: its transfer, forward and backward; `kind` names the pass."""
         self._issued, self._within = [], False
         self._key = (kind, tuple(bool(group.is_unsharded) for group in self._groups))
         self._recording, self._silent = True, not counts
@@ -131,19 +132,19 @@ class CatchUp:
             known.append(tape)
 
     def reset(self) -> None:
-        """Bring FSDP2's engine back to between two steps."""
+        """Reset FSDP2's engine to its state between two steps."""
         reset_fsdp(self._module)
 
     def finish(self, smallest_part: Callable[[], object] | None = None) -> None:
-        """Issue what is missing of the part that was just broken off; call it once the part's tensors are freed.
+        """Issue the remaining collectives of an interrupted micro-batch, once its tensors are freed.
 
-        Needs memory for the largest layer's parameters or gradients, and no activations.
+        Needs memory for the largest layer's parameters or gradients, but no activations.
 
         Args:
-            smallest_part: forward and backward of one row, for where no part like it went through before.
+            smallest_part: forward and backward of one row, used if no such micro-batch has succeeded before.
 
         Raises:
-            CannotCatchUpError: what the peers wait for is unknown, or needs more memory than there is.
+            CannotCatchUpError: the peers' next collectives are unknown, or need more memory than there is.
         """
         if self._within:
             raise CannotCatchUpError(
@@ -177,7 +178,7 @@ class CatchUp:
         self.reset()
 
     def _rehearse(self, left_out: list[_Issued], smallest_part: Callable[[], object]) -> None:
-        """Run a part whose first collectives, which the peers have had, are left out."""
+        """Run a micro-batch of one row without its first collectives, which the peers have had already."""
         self._issued, self._left_out = [], left_out
         self._recording = self._silent = True
         try:
@@ -188,7 +189,7 @@ class CatchUp:
         self._remember()
 
     def _known(self) -> list[tuple[_Issued, ...]]:
-        """What parts that begin like this one have issued."""
+        """The recorded collectives of micro-batches that began in the same state."""
         exact = self._tapes.get(self._key)
         if exact:
             return exact
@@ -199,7 +200,7 @@ class CatchUp:
     def _issue(self, entry: _Issued) -> None:
         group = self._groups[entry.group]
         if entry.kind == "all_gather":
-            group.unshard()  # its own shards, so that the peers compute on the weights they expect
+            group.unshard()  # gathers the real shards, so that the peers compute with correct weights
             group._all_gather_result = None
             return
         comm, device = group._reduce_scatter_comm, group.device
@@ -210,7 +211,7 @@ class CatchUp:
 
 
 def _without_first_gathers(tape: tuple[_Issued, ...], unsharded: tuple[bool, ...]) -> tuple[_Issued, ...]:
-    """A part's collectives where some groups begin unsharded (after validation, say): these are not gathered first."""
+    """A micro-batch's collectives without the first all-gathers of groups that began unsharded."""
     waiting = {index for index, is_unsharded in enumerate(unsharded) if is_unsharded}
     kept = []
     for entry in tape:
@@ -222,7 +223,7 @@ def _without_first_gathers(tape: tuple[_Issued, ...], unsharded: tuple[bool, ...
 
 
 class _Recorded:
-    """FSDP2's own collective, written down."""
+    """FSDP2's own collective, with recording."""
 
     kind = ""
 

@@ -1,4 +1,4 @@
-"""Clip sharded gradients by their common norm so that a rank that runs out of memory leaves no other waiting."""
+"""Clip sharded gradients by their global norm without leaving peers of an out-of-memory rank waiting."""
 
 from collections.abc import Callable, Iterable
 from math import isinf
@@ -14,7 +14,7 @@ from lightning_memkit.memory.out_of_memory import is_out_of_memory
 
 
 def can_clip(parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether all gradients are sharded over one and the same mesh of one dimension."""
+    """Whether all gradients are sharded over the same one-dimensional mesh."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     meshes = {gradient.device_mesh for gradient in gradients if isinstance(gradient, DTensor)}
     return (
@@ -31,21 +31,22 @@ def clip_sharded_gradients(
     any_failed: Callable[[bool], bool],
     norm_type: float = 2.0,
 ) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_` of sharded gradients, bitwise, with an agreement before its all-reduce.
+    """`torch.nn.utils.clip_grad_norm_` for sharded gradients, bitwise; ranks agree before its all-reduce.
 
-    All memory is taken before the ranks agree; from there on the norm is made, and gradients are scaled, in place.
+    All memory is allocated before the ranks agree; afterwards the norm is computed, and gradients are scaled,
+    in place.
 
     Args:
-        parameters: all of them sharded over one mesh (`can_clip`).
-        max_norm: the most that the norm over all ranks may be.
-        any_failed: tells the other ranks whether this one failed, and returns whether one did.
+        parameters: all sharded over one mesh (`can_clip`).
+        max_norm: the largest norm over all ranks.
+        any_failed: tells the other ranks whether this one failed; returns whether any did.
         norm_type: the norm's order; `inf` for the largest value.
 
     Returns:
-        The norm before clipping, whole.
+        The whole norm before clipping.
 
     Raises:
-        OutOfMemoryError: on every rank, where one ran out of memory; gradients are unchanged.
+        OutOfMemoryError: on every rank, if one ran out of memory; gradients are unchanged.
     """
     gradients: list[Any] = [parameter.grad for parameter in parameters if parameter.grad is not None]
     local = [gradient.to_local() for gradient in gradients]
@@ -74,7 +75,7 @@ def clip_sharded_gradients(
 
 
 def _norms_of(gradients: list[Tensor], norm_type: float) -> list[Tensor]:
-    """Each gradient's own norm, those of one dtype together, in torch's order."""
+    """Each gradient's own norm, grouped by dtype in torch's order."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for gradient in gradients:
         by_dtype.setdefault(gradient.dtype, []).append(gradient)

@@ -1,4 +1,4 @@
-"""Notice collectives that nobody here knows of: they make it impossible to repeat one rank's step."""
+"""Detect unknown collectives, which make it impossible to retry one rank's step."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ from lightning_memkit.distributed.own_group import own_groups
 
 
 def collectives_issued(*ignored: Any) -> int | None:
-    """How many collectives this rank has issued, on all groups but those ignored; None where it isn't counted.
+    """How many collectives this rank has issued on all groups except `ignored`; None if not counted.
 
-    The difference of two calls is what ran between them. It costs some microseconds a group. Those of a thread that
-    writes checkpoints don't count: they are no part of a step.
+    The difference of two calls is the number issued between them. Costs some microseconds a group.
+    Collectives of threads that write checkpoints don't count, since they are no part of a step.
     """
     if not distributed.is_initialized():
         return 0
@@ -22,11 +22,11 @@ def collectives_issued(*ignored: Any) -> int | None:
     ignored = (*ignored, *own_groups())
     try:
         return sum(_issued_on(group) for group in groups if group not in ignored)
-    except (AttributeError, RuntimeError):  # a backend that doesn't count
+    except (AttributeError, RuntimeError):  # the backend doesn't count
         return None
 
 
 def _issued_on(group: Any) -> int:
-    """Those of every backend: a group of "cpu:gloo,cuda:nccl" has two, and its own number is that of one of them."""
+    """Sum over backends: a group of "cpu:gloo,cuda:nccl" has two, and its own number is only one's."""
     backends = [group._get_backend(device) for device in group._device_types]
     return sum(one._get_sequence_number_for_group() for one in {id(one): one for one in backends}.values())

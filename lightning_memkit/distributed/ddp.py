@@ -1,4 +1,4 @@
-"""Reduce DDP's gradients after the backward, so that ranks can agree before any of them is mixed."""
+"""Reduce DDP's gradients after the backward, so that ranks can agree before any gradient is reduced."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ _BUCKET_BYTES = 25 * 2**20  # DDP's own default
 
 
 def why_no_late_reduction(ddp: DistributedDataParallel) -> str:
-    """Why gradients must be reduced within the backward, as DDP does it; empty where they need not."""
+    """Why gradients must be reduced within the backward, as DDP does; empty if they need not."""
     for name, module in ddp.module.named_modules():
         if isinstance(module, nn.SyncBatchNorm):
             return f"the forward of {name} (SyncBatchNorm) communicates: a rank that fails leaves its peers in it"
@@ -40,7 +40,7 @@ def _built_in_hook(ddp: DistributedDataParallel) -> str:
 
 @contextmanager
 def local_gradients(ddp: DistributedDataParallel) -> Iterator[None]:
-    """Within it forward and backward issue no collective: gradients and buffers stay this rank's."""
+    """Within the context, forward and backward issue no collectives: gradients and buffers stay local."""
     # A static graph's first backward is reduced even under `no_sync`; buffers are broadcast in the first forward.
     kept = {name: getattr(ddp, name) for name in ("static_graph", "require_forward_param_sync")}
     ddp.static_graph = ddp.require_forward_param_sync = False
@@ -53,7 +53,7 @@ def local_gradients(ddp: DistributedDataParallel) -> Iterator[None]:
 
 
 def broadcast_buffers(ddp: DistributedDataParallel) -> None:
-    """Give all ranks rank 0's buffers, where DDP does so before a step's first forward; allocates nothing."""
+    """Broadcast rank 0's buffers, if DDP would do so before a step's first forward; allocates nothing."""
     wanted = getattr(ddp, "forward_sync_buffers", None)  # torch 2.13 renamed it
     if not (ddp.broadcast_buffers if wanted is None else wanted):
         return
@@ -70,14 +70,14 @@ def broadcast_buffers(ddp: DistributedDataParallel) -> None:
 
 
 class LateReduction:
-    """Averages gradients over the ranks after the backward: DDP's values, 50 MiB of buffers, no overlap with it.
+    """Averages gradients over ranks after the backward: DDP's values, 50 MiB of buffers, no overlap.
 
-    Each bucket is divided by the number of ranks before it is added up, as DDP does: with two ranks the result is
-    bitwise DDP's; with more the order of the sum may differ, as it does between DDP's own bucket sizes. A gradient
-    keeps its dtype, so float32 gradients of bfloat16 weights are reduced in float32.
+    Each bucket is divided by the number of ranks before it is summed, as in DDP: with two ranks the result is
+    bitwise DDP's; with more the order of the sum may differ, as it does between DDP's own bucket sizes. A
+    gradient keeps its dtype, so float32 gradients of bfloat16 weights are reduced in float32.
 
     Args:
-        ddp: what the strategy has wrapped; its process group is used.
+        ddp: the wrapped module, whose process group is used.
         bucket_bytes: how many bytes are sent at once. A larger gradient is reduced in place.
     """
 
@@ -89,13 +89,15 @@ class LateReduction:
         self._world: int = self._group.size()
         largest = min(bucket_bytes, sum(_most_bytes(p) for p in self.parameters))
         device = self.parameters[0].device if self.parameters else torch.device("cpu")
-        # Two, so that one is filled while the other travels; bytes, since gradients may change their dtype.
+        # Two, so that one is filled while the other is being reduced; of bytes, since gradients may change
+        # dtype.
         self._buffers = [torch.zeros(largest, dtype=torch.uint8, device=device) for _ in range(2)]
 
     def agree(self, agreement: Agreement, outcome: StepOutcome) -> Meeting:
-        """Let all ranks know who failed, and make the gradients alike: zeros where only other ranks have one.
+        """Tell all ranks who failed, and add zero gradients where only other ranks have one.
 
-        Two meetings where ranks differ in which gradients they have; making the zeros may be what fails.
+        Needs a second meeting if ranks differ in which gradients they have, because allocating the zeros may
+        fail.
         """
         have = [int(parameter.grad is not None) for parameter in self.parameters]
         meeting = agreement.meet(outcome, have)
@@ -128,7 +130,7 @@ class LateReduction:
             arrive()
 
     def _buckets(self) -> Iterator[list[Tensor]]:
-        """Gradients of one dtype that fit a buffer together, the last parameter's first."""
+        """Buckets of gradients of one dtype that fit a buffer, starting with the last parameter."""
         gradients: list[Tensor] = []
         room = 0
         for parameter in reversed(self.parameters):
@@ -149,7 +151,7 @@ class LateReduction:
             yield gradients
 
     def _send(self, gradients: list[Tensor], buffer: Tensor) -> Callable[[], None]:
-        """Start a bucket's all-reduce; returns what waits for it and puts the averages into the gradients."""
+        """Start a bucket's all-reduce; returns a function that waits and copies the averages back."""
         first = gradients[0]
         if first.nbytes > len(buffer):  # alone in its bucket
             flat = _flat(first)
@@ -176,7 +178,7 @@ class LateReduction:
 
 
 def _flat(gradient: Tensor) -> Tensor:
-    """A gradient's own memory as one dimension, or a copy where it has gaps."""
+    """A view of a gradient's memory in one dimension, or a copy if it has gaps."""
     span = 1 + sum(
         (size - 1) * stride for size, stride in zip(gradient.shape, gradient.stride(), strict=True)
     )
@@ -186,5 +188,5 @@ def _flat(gradient: Tensor) -> Tensor:
 
 
 def _most_bytes(parameter: Tensor) -> int:
-    """Of its gradient, which may be float32 for a bfloat16 weight."""
+    """The most bytes of its gradient, which may be float32 for a bfloat16 weight."""
     return parameter.numel() * max(4, parameter.element_size())

@@ -1,8 +1,8 @@
-"""Bring FSDP2's engine back to where it stands between steps, after a forward or backward that was broken off.
+"""Reset FSDP2's engine to its state between steps, after a forward or backward was interrupted.
 
-torch has a public `reset_iter_state` since 2.13, which leaves the gradients that were not reduced yet: they would be
-added to the next backward's. This reset drops them too, and works from torch 2.10 on. It touches private names;
-`why_no_reset` says which one a torch version lacks.
+torch has a public `reset_iter_state` since 2.13, which keeps gradients that were not reduced yet: they would
+be added to those of the next backward. This reset drops them, too, and works from torch 2.10 on. It uses
+private names; `why_no_reset` reports those that a torch version lacks.
 """
 
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ _NAMES = {
 
 
 def sharded_states(module: nn.Module) -> list[Any]:
-    """FSDP2's states of a module and those within it, each once, outer ones first."""
+    """FSDP2's states of a module and its submodules, each once, outer ones first."""
     states: dict[int, Any] = {}
     for part in module.modules():
         if isinstance(part, FSDPModule):
@@ -57,13 +57,13 @@ def parameter_groups(states: list[Any]) -> list[Any]:
     """The groups of parameters that FSDP2 gathers and reduces together."""
     groups: list[Any] = []
     for state in states:
-        several = getattr(state, "_fsdp_param_groups", None)  # torch 2.13; before it one a state
+        several = getattr(state, "_fsdp_param_groups", None)  # torch 2.13; before, one a state
         groups += several if several is not None else [state._fsdp_param_group]
     return [group for group in groups if group is not None]
 
 
 def sharded_parameters(module: nn.Module) -> dict[tuple[int, str], nn.Parameter]:
-    """The shards that FSDP2 keeps, by their module's `id` and name: also while gathered ones are in their place."""
+    """FSDP2's shards by their module's `id` and name, even while gathered parameters replace them."""
     found: dict[tuple[int, str], nn.Parameter] = {}
     for group in parameter_groups(sharded_states(module)):
         for param in group.fsdp_params:
@@ -81,7 +81,7 @@ def sharded_parameters(module: nn.Module) -> dict[tuple[int, str], nn.Parameter]
 
 
 def why_no_reset(module: nn.Module) -> str:
-    """Why FSDP2's engine can't be reset with this torch; empty where it can."""
+    """Why FSDP2's engine can't be reset with this torch; empty if it can."""
     states = sharded_states(module)
     missing = set(_missing(states))
     if missing:
@@ -100,7 +100,7 @@ def _missing(states: list[Any]) -> Iterator[str]:
             return
         yield from lacking("_state_ctx", getattr(state, "_state_ctx", None))
     if states and hasattr(states[0], "_comm_ctx"):
-        communication = type(states[0]._comm_ctx)()  # it gets its names in the first forward only
+        communication = type(states[0]._comm_ctx)()  # lazy_init, in the first forward, adds attributes
         communication.lazy_init(states[0]._device)
         yield from lacking("_comm_ctx", communication)
     for group in parameter_groups(states):
@@ -110,10 +110,10 @@ def _missing(states: list[Any]) -> Iterator[str]:
 
 
 def reset_fsdp(module: nn.Module) -> None:
-    """Reshard all parameters and forget the step that was broken off, its unreduced gradients included.
+    """Reshard all parameters and discard the interrupted step, including its unreduced gradients.
 
-    Gradients that were reduced already stay in ``parameter.grad``: the caller drops them. It waits for collectives
-    that were issued: call it on every rank, or let the peers go on to join them.
+    Gradients that were already reduced stay in ``parameter.grad``; the caller drops them. This waits for
+    collectives that were issued: call it on every rank, or let the peers go on to join them.
     """
     states = sharded_states(module)
     groups = parameter_groups(states)
@@ -122,7 +122,7 @@ def reset_fsdp(module: nn.Module) -> None:
         if isinstance(work, torch.distributed.Work):
             work.wait()
     if any(group.device.type != "cpu" for group in groups):
-        torch.accelerator.synchronize()  # every stream: buffers of collectives in flight are freed below
+        torch.accelerator.synchronize()  # all streams, since buffers of collectives in flight are freed below
     for state in states:
         _reset_state(state)
     for group in groups:
@@ -162,9 +162,9 @@ def _reset_group(group: Any) -> None:
         group._partial_reduce_output_layout.clear()
         group._set_unsharded_grad_dtypes(defer_upcast=False)
     for param in group.fsdp_params:
-        # Each for itself: an unshard that was broken off left some with memory, and their group "sharded".
+        # One by one, since an interrupted unshard leaves some with memory although their group is "sharded".
         param.to_sharded()
-        if "unsharded_accumulated_grad" in vars(param):  # in torch 2.15 a property: the parameter's gradient
+        if "unsharded_accumulated_grad" in vars(param):  # torch 2.15: a property for the gradient
             param.unsharded_accumulated_grad = None
         param.grad_offload_event = None
         if hasattr(param, "_unsharded_param"):
@@ -173,13 +173,13 @@ def _reset_group(group: Any) -> None:
 
 
 def _half_initialized(root: Any) -> bool:
-    """Whether the first forward was broken off while the engine set itself up."""
+    """Whether the first forward was interrupted while the engine initialised itself."""
     groups = parameter_groups(root._state_ctx.all_states)
     return not groups or any(not hasattr(group, "_reduce_dtype") for group in groups)
 
 
 def _uninitialize(root: Any) -> None:
-    """Let the next forward set the engine up anew."""
+    """Make the next forward initialise the engine anew."""
     for state in sharded_states(root._modules[0]):
         state._is_root = None
         state._state_ctx.all_states.clear()

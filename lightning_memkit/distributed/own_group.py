@@ -1,4 +1,4 @@
-"""A group of all ranks for threads that write while the ranks train."""
+"""A group of all ranks for threads that write checkpoints while the ranks train."""
 
 from typing import Any
 
@@ -8,14 +8,15 @@ from lightning_memkit.distributed.timeouts import host_group
 
 _made: dict[
     int, tuple[Any, Any]
-] = {}  # by the process's default group, which is kept so that its id stays its own
+] = {}  # key: id of the default group, which is kept alive so that its id is not reused
 
 
 def own_group() -> Any:
-    """A gloo group of all ranks beside those that train, made at the first call; None without ranks.
+    """A gloo group of all ranks besides the training's, made at the first call; None without ranks.
 
-    Collectives of one group pair up by their order, so a thread needs one that nobody else uses meanwhile. It moves
-    host memory only. The first call is a collective: all ranks make it at the same point, on their main thread.
+    Collectives of one group pair up by their order, so a thread needs a group that nobody else uses
+    meanwhile. It handles host memory only. The first call is a collective: all ranks make it at the same
+    point, on their main thread.
 
     Raises:
         RuntimeError: torch was built without gloo.
@@ -35,5 +36,5 @@ def own_group() -> Any:
 
 
 def own_groups() -> list[Any]:
-    """Those that are there: what runs on them is none of the training's."""
+    """The groups that exist; their collectives are not part of training."""
     return [group for _, group in _made.values()]

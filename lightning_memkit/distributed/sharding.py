@@ -1,4 +1,4 @@
-"""Shard a module over ranks, block by block: each rank holds its share, and gathers a block when it is needed."""
+"""Shard a module over ranks block by block: each rank holds its shard, and gathers a block when needed."""
 
 import warnings
 from collections.abc import Sequence
@@ -23,13 +23,13 @@ class Sharding:
     """How a module is sharded over all ranks by FSDP2.
 
     Args:
-        stage: 3 frees a block's gathered weights after its forward and gathers them again for the backward; 2 keeps
-            them from forward to backward: more memory, one all-gather less.
-        blocks: patterns as for `find_blocks`; None finds them.
-        cpu_offload: shards of weights and gradients lie in the host's memory, and so do an optimizer's states.
+        stage: 3 frees a block's gathered weights after its forward and gathers them again for the backward; 2
+            keeps them until the backward, for more memory and one all-gather less.
+        blocks: patterns as for `find_blocks`; None finds blocks automatically.
+        cpu_offload: keep shards of weights and gradients, and so the optimizer's states, in host memory.
 
     Raises:
-        ValueError: the stage is neither, or `blocks` is no list of patterns.
+        ValueError: the stage is neither 2 nor 3, or `blocks` is no list of patterns.
     """
 
     stage: int = 3
@@ -54,20 +54,22 @@ def shard_blocks(
     mixed_precision: MixedPrecisionPolicy | None = None,
     forward_methods: Sequence[str] = (),
 ) -> list[tuple[str, nn.Module]]:
-    """Shard a module's blocks, then the rest of it, in place; each rank keeps one of as many parts of every weight.
+    """Shard a module's blocks, then the rest of it, in place; each rank keeps 1/n of every weight.
 
-    The rest (embeddings, heads, parameters of the root) is gathered for the whole forward. Cast the module before. It
-    can't be undone: torch changes the classes of what it shards.
+    The rest (embeddings, heads, parameters of the root) is gathered for the whole forward. Cast the module
+    before. This can't be undone: torch changes the classes of sharded modules.
 
     Args:
         module: not yet sharded.
-        mesh: of one dimension; of two, the first counts copies of the module, whose gradients are averaged.
+        mesh: of one dimension; or of two, of which the first counts copies of the module, whose gradients are
+            averaged.
         sharding: stage and blocks; stage 3 by default.
-        mixed_precision: the dtypes that weights are gathered in and gradients reduced in; by default their own.
-        forward_methods: methods of `module` beside `forward` that use its parameters, such as `"training_step"`.
+        mixed_precision: the dtypes in which weights are gathered and gradients reduced; by default their own.
+        forward_methods: methods of `module` other than `forward` that use its parameters, such as
+            `"training_step"`.
 
     Returns:
-        The blocks that were sharded, by name.
+        The sharded blocks, with their names.
 
     Raises:
         ValueError: the mesh has more dimensions.
@@ -89,7 +91,7 @@ def shard_blocks(
         )
     for _, block in blocks:
         fully_shard(block, reshard_after_forward=sharding.stage == 3, **options)
-    # The backward begins with the root, so freeing it after the forward would gather it twice in a row.
+    # The backward begins with the root: if the forward freed it, it would be gathered again immediately.
     fully_shard(module, reshard_after_forward=False, **options)
     for name in forward_methods:
         register_fsdp_forward_method(module, name)

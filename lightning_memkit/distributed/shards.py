@@ -1,4 +1,4 @@
-"""Which part of a sharded tensor this rank keeps."""
+"""The shard of a tensor that this rank holds."""
 
 import torch
 from torch import Tensor
@@ -7,10 +7,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 
 def local_box(tensor: Tensor) -> tuple[tuple[int, int], ...]:
-    """First and past-the-last index along each dimension of what this rank keeps; all of a plain tensor.
+    """Start and end index of this rank's shard along each dimension; of a plain tensor all of it.
 
     Raises:
-        ValueError: a DTensor is laid out in another way than in one contiguous box a rank.
+        ValueError: a DTensor's layout does not give each rank one contiguous box.
     """
     if not isinstance(tensor, DTensor):
         return tuple((0, size) for size in tensor.shape)
@@ -27,20 +27,20 @@ def local_box(tensor: Tensor) -> tuple[tuple[int, int], ...]:
 
 
 def sharded_like(whole: Tensor, tensor: Tensor) -> Tensor:
-    """This rank's part of a whole tensor that every rank holds, laid out as another one is; a copy.
+    """A copy of this rank's shard of a whole tensor, laid out like another one.
 
     Args:
-        whole: of the other's shape, of any dtype.
-        tensor: a DTensor, or a plain tensor, of which all is kept.
+        whole: held by every rank; of the other's shape, of any dtype.
+        tensor: a DTensor, or a plain tensor, for which all is kept.
     """
     if not isinstance(tensor, DTensor):
         return whole.clone()
-    # `DTensor.from_local` would put it on the mesh's device, where what FSDP2 offloads has no room.
+    # Not `DTensor.from_local`, which would put it on the mesh's device, even if FSDP2 offloads the shard.
     part = torch.empty_like(tensor, dtype=whole.dtype)
     local_part(part).copy_(whole[tuple(slice(start, end) for start, end in local_box(tensor))])
     return part
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """The memory of what this rank keeps; writing to it changes the tensor."""
+    """This rank's memory of a tensor; writing to it changes the tensor."""
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()

@@ -1,4 +1,4 @@
-"""What ranks that share out an optimizer's states (ZeRO-1) have to tell each other beside its steps."""
+"""What ranks that shard an optimizer's states (ZeRO-1) must exchange in addition to its steps."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -12,19 +12,20 @@ from lightning_memkit.optim.modes import LOW_STATES
 
 
 def is_shared_out(optimizer: Any) -> bool:
-    """Whether it is a `ZeroRedundancyOptimizer`, whose states of a parameter one rank has."""
+    """Whether it is a `ZeroRedundancyOptimizer`, in which one rank holds the states of a parameter."""
     return hasattr(optimizer, "_param_to_rank") and hasattr(optimizer, "optim")
 
 
 def own_shares(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
-    """The optimizers that step here: of those that are shared out the one within."""
+    """The optimizers that step on this rank: for sharded ones the local optimizer inside."""
     return [getattr(one, "optim", one) if is_shared_out(one) else one for one in optimizers]
 
 
 def float32_weights_of_owners(optimizers: Iterable[Any]) -> Callable[[Tensor, Mapping[str, Any]], Tensor]:
-    """`float32_weight` that gives every rank what the rank with the low half knows: 4 bytes a value over the links.
+    """A `float32_weight` that broadcasts the weight from the rank with the low half; 4 bytes a value.
 
-    It is a collective for each weight whose states are shared out: all ranks call it for the same weights in order.
+    It is a collective for each weight with sharded states: all ranks must call it for the same weights in
+    order.
     """
     owners = {
         parameter: (one.process_group, rank)
@@ -45,16 +46,16 @@ def float32_weights_of_owners(optimizers: Iterable[Any]) -> Callable[[Tensor, Ma
 
 @torch.no_grad()
 def tell_weights(optimizers: Iterable[Any]) -> None:
-    """Give every rank the weights of the rank that has their states: a low half belongs to one way to round."""
+    """Broadcast each weight from the rank with its states, whose low half belongs to that rounding of it."""
     for optimizer in optimizers:
         if is_shared_out(optimizer):
             optimizer._sync_params()
 
 
 def keep_low_halves(optimizer: Any) -> None:
-    """Have a `ZeroRedundancyOptimizer` keep low halves that a state dict it loads knows nothing of.
+    """Make a `ZeroRedundancyOptimizer` keep its low halves if a state dict that it loads has none.
 
-    Those of a float32 checkpoint's weights are captured when the weights are cast, before its states are loaded.
+    Low halves of a float32 checkpoint's weights are captured when weights are cast, before states are loaded.
     """
     plain = optimizer.load_state_dict
 

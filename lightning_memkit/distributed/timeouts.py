@@ -1,4 +1,4 @@
-"""Every group of ranks that we make has the timeout of the one that they train with, and says what it waited for."""
+"""Give every group of ranks that we make the training's timeout, and say for what a rank has waited."""
 
 import time
 from collections.abc import Iterator
@@ -10,18 +10,18 @@ from torch import distributed
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-_ALMOST = 0.9  # of the timeout: a rank may hear of it from a peer that began to wait a little earlier
+_ALMOST = 0.9  # of the timeout: a peer that began to wait a little earlier may end the wait
 
 
 class RankTimeoutError(RuntimeError):
-    """A rank waited for another one for as long as the strategy allows."""
+    """A rank waited for another one for the whole of the strategy's timeout."""
 
 
 def timeout_of(group: Any = None) -> timedelta | None:
-    """How long a group's collectives wait for a rank, as it was set; None where its backend doesn't tell.
+    """The timeout of a group's collectives; None if its backend doesn't tell.
 
     Args:
-        group: None: the default one, to which Lightning's strategies give their `timeout`.
+        group: None for the default group, to which Lightning's strategies give their `timeout`.
     """
     group = distributed.group.WORLD if group is None else group
     found = []
@@ -32,15 +32,15 @@ def timeout_of(group: Any = None) -> timedelta | None:
 
 
 def host_group() -> Any:
-    """A gloo group of all ranks with the default group's timeout; making it is a collective.
+    """A gloo group of all ranks with the default group's timeout; creating it is a collective.
 
-    Without it torch waits 30 minutes for a rank that stands still, whatever the strategy's timeout.
+    With torch's default, ranks would wait 30 minutes for one that hangs, whatever the strategy's timeout.
     """
     return distributed.new_group(backend="gloo", timeout=timeout_of())
 
 
 def give_timeout(mesh: DeviceMesh) -> None:
-    """Give the groups of a mesh the default group's timeout: torch makes them with its own."""
+    """Give a mesh's groups the default group's timeout: torch creates them with its own."""
     timeout, default = timeout_of(), distributed.group.WORLD
     for group in mesh.get_all_groups():
         if timeout is not None and group is not default:
@@ -49,21 +49,21 @@ def give_timeout(mesh: DeviceMesh) -> None:
 
 @contextmanager
 def waiting_for_ranks(purpose: str, group: Any = None) -> Iterator[None]:
-    """Say what was waited for, and how long, where a collective within it ends by its timeout.
+    """If a collective inside times out, raise an error that says for what the ranks waited, and how long.
 
     Args:
-        purpose: what the ranks do together, as in "while the ranks agreed on ...".
-        group: of the collective; None: the default one.
+        purpose: what the ranks do together, to complete "while ...", such as "the ranks agreed on ...".
+        group: the collective's group; None for the default one.
 
     Raises:
-        RankTimeoutError: in the place of the backend's error, which names addresses and no remedy.
+        RankTimeoutError: instead of the backend's error, which gives addresses but no remedy.
     """
     began = time.monotonic()
     try:
         yield
     except RuntimeError as error:
         limit, waited = timeout_of(group), time.monotonic() - began
-        if limit is None or waited < _ALMOST * limit.total_seconds():  # a peer is gone, say
+        if limit is None or waited < _ALMOST * limit.total_seconds():  # no timeout: a peer may be gone
             raise
         raise RankTimeoutError(
             f"Rank {distributed.get_rank()} waited {waited:.0f} s for another rank while {purpose}; the strategy's "

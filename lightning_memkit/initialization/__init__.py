@@ -1,4 +1,4 @@
-"""Build a module where it will live at the dtype it will have, with its own initial values or those of files."""
+"""Build a module on its device at its dtype, with its own initial values or those of files."""
 
 from lightning_memkit.initialization.building import build_empty, build_on
 from lightning_memkit.initialization.casting import cast_inputs, cast_module

@@ -1,4 +1,4 @@
-"""Build any module on its device at its dtype, with the values that float32 initialisation would have given."""
+"""Build any module on its device at its dtype, with the values that float32 initialisation would give."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +20,7 @@ _active = threading.local()
 
 @contextmanager
 def build_on(device: torch.device | str | int | None, dtype: torch.dtype = torch.float32) -> Iterator[None]:
-    """Modules constructed inside live on a device at a dtype at once; at most one float32 tensor is staged.
+    """Build modules directly on a device at a dtype; at most one float32 tensor is staged.
 
     Parameters have bitwise the values that plain float32 initialisation followed by a cast gives for the same
     seed and device. BatchNorm's affine vectors, buffers and computed tables keep the dtype that their
@@ -30,9 +30,9 @@ def build_on(device: torch.device | str | int | None, dtype: torch.dtype = torch
     296, 298, 300), makes running statistics and metric states bfloat16, and runs initialisers in bfloat16:
     orthogonal initialisation fails and truncated normals differ. Here the default dtype stays float32. A
     parameter is cast when it is registered, before its initialiser runs, and every later use of it inside the
-    context works on a float32 copy that is written back before the next one is made. So the float32 bytes
-    alive are at most those of the largest parameter, plus what an initialiser itself allocates; on a Linux host the
-    parameter's own memory is not resident meanwhile.
+    context works on a float32 copy that is written back before the next one is made. So the live float32
+    bytes are at most those of the largest parameter, plus what an initialiser itself allocates; on a Linux
+    host the parameter's own memory is not resident meanwhile.
 
     Args:
         device: where tensors are created; None leaves the current default device.
@@ -44,7 +44,7 @@ def build_on(device: torch.device | str | int | None, dtype: torch.dtype = torch
     Limits: a parameter computed from another one sees that one's rounded values, and so does an initialiser
     that creates tensors between two writes to its parameter. A parameter that shares its storage with another
     tensor stays float32 until that tensor is gone, at the latest until the context ends. `Tensor.set_` on a
-    parameter (`parametrizations.orthogonal`) fails: apply it after the context. Modules that build in other
+    parameter (`parametrizations.orthogonal`) fails: apply it after the context. Modules built in other
     threads are not covered.
     """
     with _building(device, dtype, empty=False):
@@ -55,12 +55,12 @@ def build_on(device: torch.device | str | int | None, dtype: torch.dtype = torch
 def build_empty(
     device: torch.device | str | int | None, dtype: torch.dtype = torch.float32
 ) -> Iterator[None]:
-    """Modules constructed inside have parameters without memory (on the meta device) and buffers that are real.
+    """Modules constructed inside have parameters without memory (on the meta device), but real buffers.
 
-    Rotary tables, masks and position ids are those of plain construction, ties stay tied. A parameter whose
-    constructor computes its values has memory until the module registers it. Give the parameters memory and values
-    with `weights.load_weights(module, ..., device=)` or `materialization.materialize`, after sharding where it is
-    sharded: then each rank holds its shard alone.
+    Rotary tables, masks and position ids are those of plain construction, and ties stay tied. A parameter
+    whose constructor computes its values has memory until the module registers it. Give the parameters memory
+    and values with `weights.load_weights(module, ..., device=)` or `materialization.materialize`. Shard first
+    if the module is to be sharded: then each rank allocates only its shard.
 
     Args:
         device: where buffers are created; None leaves the current default device.
@@ -69,15 +69,15 @@ def build_empty(
     Raises:
         ValueError: as in `build_on`.
 
-    Limits: a buffer that a constructor computes from a parameter has no memory either; `materialize` names it unless
-    an initialiser fills it.
+    Limits: a buffer that a constructor computes from a parameter has no memory either; `materialize` names it
+    unless an initialiser fills it.
     """
     with _building(device, dtype, empty=True):
         yield
 
 
 def settle() -> None:
-    """Round what an open `build_on` has lent out into its parameters, so that they can be read and written."""
+    """Round an open `build_on`'s float32 copies into their parameters, to make these usable."""
     staging: _Staging | None = getattr(_active, "staging", None)
     if staging is not None:
         staging.settle()
@@ -85,7 +85,7 @@ def settle() -> None:
 
 @contextmanager
 def known_by_nobody(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Within it an open `build_on` has no weak references to these: torch swaps no tensor that has one."""
+    """Drop an open `build_on`'s weak references to these tensors for a while, so that torch can swap them."""
     staging: _Staging | None = getattr(_active, "staging", None)
     lent = [] if staging is None else [tensor for tensor in tensors if tensor in staging._lent]
     for tensor in lent:
@@ -145,18 +145,19 @@ class _Staging(Lending):
     def __init__(self, device: torch.device | None, dtype: torch.dtype, *, empties: bool = False) -> None:
         super().__init__()
         self.dtype = dtype
-        self._empties = empties  # parameters lose their memory once they are registered
+        self._empties = empties  # free the memory of parameters when they are registered
         self._device = device
         self._thread = threading.get_ident()
-        self._shared: list[nn.Parameter] = []  # still float32: another tensor holds their storage
+        self._shared: list[nn.Parameter] = []  # still float32, because another tensor shares their storage
 
     def on_registration(self, module: nn.Module, name: str, parameter: Any) -> None:
-        """Cast a parameter that a module registers; the object stays the same, so ties stay tied."""
+        """Cast a parameter that a module registers; it stays the same object, so ties stay tied."""
         if threading.get_ident() != self._thread:
             return
         with torch._C.DisableTorchFunction():
             self.write_back()
-            # Under Lightning's "bf16-true" bfloat16 is the default; numbers drawn so are not the rounded float32 ones.
+            # Under Lightning's "bf16-true" bfloat16 is the default dtype, and initialisers would draw other
+            # numbers than rounded float32 ones: lend such parameters, too.
             low = self._empties or torch.get_default_dtype() == self.dtype
             wide = low and getattr(parameter, "dtype", None) == self.dtype
             if (_castable(parameter) or wide) and not isinstance(module, _NormBase):
@@ -165,7 +166,7 @@ class _Staging(Lending):
                 _to_meta(parameter, parameter.dtype)
 
     def deepcopy(self, copy: Callable[[Any, dict], Any], parameter: nn.Parameter, memo: dict) -> nn.Parameter:
-        """Copy a parameter at its own dtype: modules that clone their layers register nothing."""
+        """Copy a parameter at its own dtype: modules that clone their layers don't register the copies."""
         if threading.get_ident() != self._thread:
             return copy(parameter, memo)
         with torch._C.DisableTorchFunction():
@@ -179,7 +180,7 @@ class _Staging(Lending):
 
     @contextmanager
     def on_meta(self) -> Iterator[None]:
-        """Parameters registered inside get no memory."""
+        """Within the context, registered parameters get no memory."""
         self._empties, before = True, self._empties
         try:
             yield
@@ -187,16 +188,16 @@ class _Staging(Lending):
             self._empties = before
 
     def close(self) -> None:
-        """Write the last copy back and cast what waited."""
+        """Write the last copy back and cast parameters that are still waiting."""
         self.write_back()
         for parameter in self._shared:
             self._cast(parameter)
         self._copies.clear()
         self._shared.clear()
-        self._lent.clear()  # a parameter that is known by a weak reference can't be given memory
+        self._lent.clear()  # weak references would prevent swapping memory into parameters later
 
     def on_set(self, func: Any, args: tuple) -> Any:
-        """Such as `parameter.data = ...`: new values take the copy's place and are cast in their turn."""
+        """For `parameter.data = ...`: new values replace the copy, and are cast like a new parameter."""
         parameter = args[0]
         self.write_back()
         self._copies = [(other, copy) for other, copy in self._copies if other is not parameter]
@@ -208,19 +209,19 @@ class _Staging(Lending):
         return out
 
     def lend(self, parameter: nn.Parameter) -> Tensor:
-        """A float32 copy to write to; the memory of a parameter that only it holds is resident again with `take`."""
+        """A float32 copy to write to; meanwhile an unshared parameter's own memory is not resident."""
         if self._lent[parameter] != parameter.data_ptr() or is_shared(parameter):
-            return self.whole(parameter)  # someone may read it
+            return self.whole(parameter)  # someone may read the parameter
         copy = torch.empty_like(parameter.detach(), dtype=torch.float32)
         move_values(parameter.detach(), copy)
         return copy
 
     def take(self, parameter: nn.Parameter, copy: Tensor) -> None:
-        """Round a copy that nobody holds any more into its parameter."""
+        """Round a copy that nobody else holds into its parameter."""
         move_values(copy, parameter.detach())
 
     def write_back(self) -> None:
-        """Round the copies into their parameters, and cast those that waited for an alias to go."""
+        """Round the copies into their parameters, and cast parameters whose aliases are gone."""
         super().write_back()
         waiting, self._shared = self._shared, []
         for parameter in waiting:
@@ -243,7 +244,7 @@ class _Staging(Lending):
             values = parameter.data
             parameter.data = values.to(device=self._device, dtype=self.dtype)
             made = parameter.data_ptr() if parameter.data_ptr() != values.data_ptr() else None
-        self._lent[parameter] = made  # memory that a cast has made is this parameter's alone
+        self._lent[parameter] = made  # memory that a cast has allocated belongs to this parameter alone
 
 
 def _castable(parameter: Any) -> bool:
@@ -255,7 +256,7 @@ def _castable(parameter: Any) -> bool:
 
 
 def _to_meta(parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    """Take a parameter's memory; it stays the same object."""
+    """Free a parameter's memory; it stays the same object."""
     if type(parameter) is not nn.UninitializedParameter:
         bare = torch.empty_like(parameter.data, device="meta", dtype=dtype)
         empty = torch.Tensor._make_subclass(type(parameter), bare, parameter.requires_grad)

@@ -1,8 +1,8 @@
-"""Cast a module in place to bfloat16, with what must stay float32 left in float32.
+"""Cast a module in place to bfloat16, except for what must stay in float32.
 
 `Module.to(torch.bfloat16)` casts everything: rotary frequencies (0.73 rad of phase error at position 4095),
-running statistics, metric states, and complex tables, which lose their imaginary part. `cast_module` finds
-those and leaves them; `cast_inputs` makes the cast module take the float32 inputs it took before.
+running statistics, metric states, and complex tables, which lose their imaginary part. `cast_module`
+recognises those and leaves them; `cast_inputs` lets the cast module take the same float32 inputs as before.
 """
 
 import re
@@ -29,9 +29,9 @@ _TABLE_NAME = re.compile(
 
 @dataclass
 class _Found:
-    """What one walk over a module sorts: which tensors are cast, which are kept, and by which pattern."""
+    """The result of one walk over a module: which tensors are cast or kept, and which patterns matched."""
 
-    parameters: dict[nn.Parameter, bool] = field(default_factory=dict)  # parameter → kept in float32
+    parameters: dict[nn.Parameter, bool] = field(default_factory=dict)  # value: whether it is kept in float32
     buffers: list[tuple[nn.Module, str, bool]] = field(default_factory=list)
     used_patterns: set[str] = field(default_factory=set)
 
@@ -43,7 +43,7 @@ def cast_module(
     keep_float32: Sequence[str] = (),
     low_halves: MutableMapping[nn.Parameter, Tensor] | None = None,
 ) -> Undo:
-    """Cast parameters and buffers to ``dtype`` in place: 2 bytes a value less, with every object kept.
+    """Cast parameters and buffers to ``dtype`` in place, keeping all objects; saves 2 bytes a value.
 
     These stay in float32 (or become float32 again):
 
@@ -61,14 +61,14 @@ def cast_module(
         dtype: of the cast parameters and buffers.
         keep_float32: glob patterns of module, parameter or buffer names, or of class names:
             ``"*.router"``, ``"lm_head.weight"``, ``"LayerNorm"``.
-        low_halves: filled with the int16 rest of each float32 parameter (2 bytes a value), which
-            `compensate(low_halves=...)` takes to train on from the exact float32 weights. For bfloat16 only.
+        low_halves: filled with the int16 low half of each float32 parameter (2 bytes a value), from which
+            `compensate(low_halves=...)` continues with the exact float32 weights. For bfloat16 only.
 
     Returns:
-        The undo: puts every tensor back to its dtype, with the values it has by then.
+        The undo: casts every tensor back to its old dtype, with its current values.
 
     Raises:
-        ValueError: a float32 parameter is sharded already (a DTensor), whose dtype can't change in place.
+        ValueError: a float32 parameter is sharded already: the dtype of a DTensor can't change in place.
     """
     found = _sort(module, tuple(keep_float32))
     for pattern in keep_float32:
@@ -107,12 +107,12 @@ def cast_module(
 
 
 def cast_inputs(module: nn.Module, dtype: torch.dtype) -> Undo:
-    """Let a cast module take the inputs it took before: float32 tensors are cast where weights need it.
+    """Let a cast module take the same inputs as before: float32 tensors are cast where weights need it.
 
-    Forward pre-hooks cast float32 tensors to ``dtype`` at layers that own parameters of ``dtype``, and tensors
-    of ``dtype`` to float32 at layers that were kept in float32. A layer is a module none of whose children own
-    parameters, or one of torch's own (such as ``nn.MultiheadAttention``). Everything else, targets included,
-    passes as it is, and so do integers and float64.
+    Forward pre-hooks cast float32 tensors to ``dtype`` at layers that own parameters of ``dtype``, and
+    tensors of ``dtype`` to float32 at layers that were kept in float32. A layer is a module none of whose
+    children own parameters, or one of torch's own (such as ``nn.MultiheadAttention``). Everything else,
+    including targets, integers and float64, is unchanged.
 
     Returns:
         The undo: removes the hooks.
@@ -142,7 +142,7 @@ def _sort(module: nn.Module, patterns: tuple[str, ...]) -> _Found:
     pending: list[tuple[str, nn.Module, bool, tuple[re.Pattern[str], ...]]] = [("", module, False, ())]
     while pending:
         path, owner, kept, named_by_model = pending.pop()
-        # Names from here on hold the path inside the model that lists them, as transformers matches them.
+        # transformers matches these names within the model that lists them, so they apply from this path on.
         named_by_model += _names_kept_by_model(owner, path)
         kept = kept or isinstance(owner, _NormBase) or _is_metric(owner)
         kept = _matches(found, patterns, path, type(owner).__name__) or kept
@@ -158,7 +158,7 @@ def _sort(module: nn.Module, patterns: tuple[str, ...]) -> _Found:
             full = _join(path, name)
             keep = _matches(found, patterns, full) or kept or any(p.search(full) for p in named_by_model)
             is_table = name in owner._non_persistent_buffers_set or _TABLE_NAME.search(name) is not None
-            if keep or not is_table:  # a table stays as it is, whatever its dtype
+            if keep or not is_table:  # a table keeps its dtype, unless it is kept in float32
                 found.buffers.append((owner, name, keep))
         children = [
             (_join(path, name), child, kept, named_by_model) for name, child in owner.named_children()
@@ -209,7 +209,7 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def _refuse_two_dtypes(path: str, layer: nn.Module, dtype: torch.dtype) -> None:
-    """Refuse a layer of torch's own that was cast in part: it computes in one dtype."""
+    """Refuse a layer of torch's own that was only partly cast, since it computes in one dtype."""
     kept = [
         _join(path, name)
         for name, parameter in layer._parameters.items()
@@ -224,13 +224,13 @@ def _refuse_two_dtypes(path: str, layer: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _is_metric(module: nn.Module) -> bool:
-    torchmetrics = sys.modules.get("torchmetrics")  # not imported: then no module is a metric
+    torchmetrics = sys.modules.get("torchmetrics")  # if it is not imported, no module is a metric
     return torchmetrics is not None and isinstance(module, torchmetrics.Metric)
 
 
 @dataclass(frozen=True)
 class _InputCaster:
-    """A hook that is copied and pickled with its module."""
+    """The hook as an object, so that it can be copied and pickled with its module."""
 
     source: torch.dtype
     target: torch.dtype
@@ -243,7 +243,7 @@ class _InputCaster:
     def _cast(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             return value.to(self.target) if value.dtype == self.source else value
-        if isinstance(value, tuple) and hasattr(value, "_fields"):  # such as PackedSequence
+        if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple such as PackedSequence
             return type(value)(*(self._cast(item) for item in value))
         if type(value) in (tuple, list):
             return type(value)(self._cast(item) for item in value)

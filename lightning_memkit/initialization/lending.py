@@ -1,4 +1,4 @@
-"""Lend a float32 copy of one parameter at a time to code that initialises it, and write the copy back."""
+"""Lend a float32 copy of one parameter at a time to code that initialises it, and write it back."""
 
 import sys
 from collections.abc import Iterator
@@ -11,14 +11,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_memkit.initialization.pages import drop_pages
 
-_ALIASES = frozenset({"data", "T", "mT", "H", "mH"})  # properties that give an alias of the values
+_ALIASES = frozenset({"data", "T", "mT", "H", "mH"})  # properties that return an alias of the values
 _METADATA = frozenset(
     "size dim ndimension numel nelement stride element_size storage_offset is_contiguous is_floating_point "
     "is_complex is_same_size get_device requires_grad_ register_hook register_post_accumulate_grad_hook "
     "is_shared __hash__ __len__".split()
 )
 _WHOLE = frozenset("untyped_storage data_ptr __repr__ __format__ __reduce_ex__".split())  # the memory itself
-_OWN_REFERENCES = 2  # a pair's, and that of the call that counts them
+_OWN_REFERENCES = 2  # one by the pair, one by the call of getrefcount
 _FACTORIES = frozenset(
     getattr(torch, name)
     for name in (
@@ -29,44 +29,44 @@ _FACTORIES = frozenset(
 
 
 class Lending(TorchFunctionMode):
-    """Within it, code that reads or writes a lent parameter works on a float32 copy, written back before the next.
+    """Within it, code that uses a lent parameter works on a float32 copy, written back before the next one.
 
-    A subclass says which parameters are lent, and may say what their copies are and where they go.
+    Subclasses decide which parameters are lent, and may decide how copies are made and written back.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._lent = WeakIdKeyDictionary()  # by identity
-        self._copies: list[tuple[nn.Parameter, Tensor]] = []  # float32 copies not yet dropped
+        self._lent = WeakIdKeyDictionary()  # lent parameters, by identity
+        self._copies: list[tuple[nn.Parameter, Tensor]] = []  # float32 copies still in use
 
     def whole(self, parameter: nn.Parameter) -> Tensor:
-        """A copy of a parameter to work on."""
+        """A copy of a parameter, to read or write."""
         return parameter.detach().to(_wide(parameter), copy=True)
 
     def lend(self, parameter: nn.Parameter) -> Tensor:
-        """A copy of a parameter to write to; what the parameter holds meanwhile nobody reads."""
+        """A copy of a parameter to write to; nobody reads the parameter itself meanwhile."""
         return self.whole(parameter)
 
     def put(self, parameter: nn.Parameter, copy: Tensor) -> None:
-        """Take the values of a copy; someone may hold it still."""
+        """Write a copy's values back; someone may still hold the copy."""
         parameter.detach().copy_(copy)
 
     def take(self, parameter: nn.Parameter, copy: Tensor) -> None:
-        """Take the values of a copy that nobody holds any more."""
+        """Write the values of a copy that nobody else holds back, and drop it."""
         self.put(parameter, copy)
         drop_pages(copy)
 
     def on_set(self, func: Any, args: tuple) -> Any:
-        """Take new values in place of the old: `parameter.data = values`."""
+        """Handle `parameter.data = values`."""
         return func(*args)
 
     def settle(self) -> None:
-        """Write copies back and forget them, aliases or not: what holds one writes to nothing from here on."""
+        """Write copies back and forget them, even if aliases exist; later writes to an alias are lost."""
         self.write_back()
         self._copies.clear()
 
     def write_back(self) -> None:
-        """Round the copies into their parameters; keep only those that someone else still holds an alias of."""
+        """Round the copies into their parameters; keep only copies of which someone still holds an alias."""
         kept = []
         for pair in self._copies:
             if is_shared(pair[1]) or sys.getrefcount(pair[1]) > _OWN_REFERENCES:
@@ -87,14 +87,14 @@ class Lending(TorchFunctionMode):
         if name == "__set__":
             return self.on_set(func, args)
         if sys._getframe(1).f_globals.get("__name__", "").startswith("torch.distributed"):
-            self.write_back()  # sharding takes the parameters as they are, not to initialise them
+            self.write_back()  # sharding needs the parameters themselves
             return func(*args, **kwargs)
         if name in _WHOLE:
             self.write_back()
             return func(*args, **kwargs)
         field = func.__self__.__name__ if name == "__get__" else ""
         if field == "dtype":
-            return _wide(parameters[0])  # constructors compute in the dtype that they see
+            return _wide(parameters[0])  # constructors compute in the dtype that is reported here
         if name in _METADATA or (field and field not in _ALIASES):
             return func(*args, **kwargs)
         written = parameters[0]
@@ -111,13 +111,13 @@ class Lending(TorchFunctionMode):
     def _copy_of(self, parameter: nn.Parameter) -> Tensor:
         copy = self._lent_copy(parameter)
         if copy is None:
-            self.write_back()  # before the new copy is made, so that one is alive at a time
+            self.write_back()  # before the new copy is made, so that only one is alive
             copy = self.lend(parameter)
             self._copies.append((parameter, copy))
         return copy
 
     def _values_of(self, parameter: nn.Parameter) -> Tensor:
-        """A copy to read, rounded as the parameter is."""
+        """A copy to read, rounded like the parameter."""
         copy = self._lent_copy(parameter)
         return self.whole(parameter) if copy is None else copy.to(parameter.dtype).to(copy.dtype)
 
@@ -130,9 +130,9 @@ def _wide(parameter: Tensor) -> torch.dtype:
 
 
 def is_shared(tensor: Tensor) -> bool:
-    """Whether tensors other than this one hold its storage."""
+    """Whether other tensors share this one's storage."""
     count = getattr(torch._C, "_storage_Use_Count", None)
-    # Two uses are ours: the tensor's own and the Python storage's.
+    # Two uses don't count: the tensor's own, and that of the Python storage object made here.
     return count is not None and count(tensor.untyped_storage()._cdata) > 2
 
 

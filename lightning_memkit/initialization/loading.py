@@ -1,4 +1,4 @@
-"""Stream weights into a module, tensor by tensor, each rank its shard alone."""
+"""Stream weights into a module tensor by tensor; each rank reads only its shard."""
 
 import os
 from collections.abc import Mapping
@@ -24,12 +24,12 @@ _NAMES_SHOWN = 10
 
 @dataclass(frozen=True)
 class LoadedWeights:
-    """What became of the names of a source and of a module.
+    """What happened to the names of a source and of a module.
 
     Args:
-        loaded: names of the module's tensors that got values; one of the names of a tied tensor.
-        missing: the module's, not in the source: they are as they were.
-        unexpected: the source's, not in the module.
+        loaded: names of the module's tensors that were loaded; for a tied tensor one of its names.
+        missing: names of the module that the source lacks; their tensors are unchanged.
+        unexpected: names of the source that the module lacks.
     """
 
     loaded: list[str] = field(default_factory=list)
@@ -39,7 +39,7 @@ class LoadedWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class _ParameterPlace:
-    """Where the values of a tensor are: its name in the source, and the names of those that have to be the same."""
+    """Where a tensor's values are: a name in the source, and other names that must have equal values."""
 
     stored: str
     entry: Entry
@@ -54,39 +54,40 @@ def load_weights(
     rename: Renames | None = None,
     device: torch.device | str | None = None,
 ) -> LoadedWeights:
-    """Stream weights from files into a module in place; beside it 16 MiB at a time are in memory, or one row.
+    """Stream weights from files into a module in place; uses 16 MiB of memory besides it, or one row.
 
-    Each tensor goes straight to its parameter's device and dtype, with the values of `tensor.to(dtype)`; of a DTensor
-    each rank reads its shard. Headers, names and shapes of everything are checked before the first value is written.
-    Tied parameters need one of their names; where the source has several, their values have to be the same. Buffers
-    outside the state dict stay as they are.
+    Each tensor goes directly to its parameter's device and dtype, with the values of `tensor.to(dtype)`; for
+    a DTensor each rank reads only its shard. All headers, names and shapes are checked before the first value
+    is written. Tied parameters need one of their names; if the source has several, their values must be
+    equal. Buffers outside the state dict are unchanged.
 
     Args:
         module: its parameters and persistent buffers are filled; those on the meta device get memory first.
         source: a `.safetensors` file; an index of several (`model.safetensors.index.json`) or the folder with it; a
             file of `torch.save` (a state dict, or Lightning's checkpoint); a folder of torch.distributed.checkpoint.
-        strict: refuse names that only the source or only the module has; False leaves them, as the result says.
-        rename: beginnings of the source's names, and what stands in their place in the module: `{"": "model."}` where
-            the module keeps the model as `self.model`. The longest that fits counts; None skips such names.
-        device: where parameters on the meta device get their memory.
+        strict: refuse names that only the source or only the module has; False skips them and reports them in
+            the result.
+        rename: prefixes of the source's names and their replacements in the module: `{"": "model."}` if the
+            module keeps the model as `self.model`. The longest matching prefix counts; None skips such names.
+        device: where parameters on the meta device are allocated.
 
     Returns:
         The names that were loaded, missing and unexpected.
 
     Raises:
-        WeightsError: a file is missing, cut short, or would run code when it is read; names or shapes differ; a
-            tensor can't be held by the parameter's dtype; names of one parameter have different values; meta
-            parameters and no device. The module is as it was.
+        WeightsError: a file is missing, cut short, or would run code when read; names or shapes differ; a
+            parameter's dtype can't hold the values; names of one parameter have different values; or there
+            are meta parameters but no device. The module is unchanged.
 
-    Limits: a file of `torch.save` is mapped
-    as a whole, and stays so until the end, in pages that the system takes back when it needs them; of a folder of
-    torch.distributed.checkpoint one stored piece is read at a time, the share of one rank of one tensor.
+    Limits: a file of `torch.save` stays mapped as a whole until the end, in pages that the system can
+    reclaim; a folder of torch.distributed.checkpoint is read one stored shard at a time (one rank's shard of
+    one tensor).
     """
     opened = open_source(Path(source))
     with (
         torch.no_grad(),
         torch._C.DisableTorchFunction(),
-    ):  # contexts of defaults and of initialisers stay out of it
+    ):  # bypass contexts of default devices and of initialisers
         settle()
         targets = _targets(module)
         tables = {name for name, _ in module.named_buffers(remove_duplicate=False)} - targets.keys()
@@ -94,7 +95,7 @@ def load_weights(
         _refuse(str(source), plan, result if strict else LoadedWeights(), targets)
         read = {place.stored: local_box(targets[name]) for name, place in plan.items()}
         ties = {other: whole(opened.entries[other]) for place in plan.values() for other in place.others}
-        # The ties' other names are compared with all of their tensor, whatever this rank's shard of it.
+        # Tied names are compared over the whole tensor, not only this rank's shard, so verify all of it.
         opened.check(
             read | ties | {place.stored: whole(place.entry) for place in plan.values() if place.others}
         )
@@ -111,10 +112,10 @@ def load_weights(
 
 
 def open_source(path: Path) -> WeightSource:
-    """Read the headers of what weights a path names.
+    """Read the headers of the weights at a path.
 
     Raises:
-        WeightsError: there is nothing that can be read, or it is not whole.
+        WeightsError: there is nothing readable, or it is incomplete.
     """
     if path.is_file():
         return IndexedFiles(path) if path.suffix == ".json" else open_file(path)
@@ -127,7 +128,7 @@ def open_source(path: Path) -> WeightSource:
             return IndexedFiles(path / name)
     if (path / ".metadata").is_file():
         from lightning_memkit.initialization.weight_folder import (
-            DistributedFolder,  # it loads torch.distributed.checkpoint
+            DistributedFolder,  # imported on use: it loads torch.distributed.checkpoint
         )
 
         return DistributedFolder(path)
@@ -142,7 +143,7 @@ def open_source(path: Path) -> WeightSource:
 
 
 def _targets(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by each of their names."""
+    """Parameters and persistent buffers by every name they have."""
     found: dict[str, Tensor] = {}
     for path, part in module.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
@@ -159,7 +160,7 @@ def _match(
     rename: dict[str, str | None],
     tables: set[str],
 ) -> tuple[dict[str, _ParameterPlace], LoadedWeights]:
-    """The module's names, each with the source's; ties by the first name that the source has."""
+    """Match the module's names with the source's; ties use their first name that the source has."""
     renamed: dict[str, str] = {}
     for stored in entries:
         name = _renamed(stored, rename)
@@ -235,13 +236,13 @@ def _refuse_unlike_ties(
 
 
 def _differ(opened: WeightSource, place: _ParameterPlace, other: str, dtype: torch.dtype) -> bool:
-    """Whether two stored tensors give a tensor of a dtype different values; of the whole, so that all ranks agree."""
+    """Whether two stored tensors differ at a dtype; compares the whole, so that all ranks agree."""
     box = whole(place.entry)
     for part in pieces(box, dtype.itemsize):
         one, two = (torch.empty([b - a for a, b in part], dtype=dtype) for _ in range(2))
         opened.copy_into(place.stored, part, one)
         opened.copy_into(other, part, two)
-        if not torch.equal(one.view(-1).view(torch.uint8), two.view(-1).view(torch.uint8)):  # NaN is like NaN
+        if not torch.equal(one.view(-1).view(torch.uint8), two.view(-1).view(torch.uint8)):  # NaN equals NaN
             return True
     return False
 

@@ -1,4 +1,4 @@
-"""Give parameters without memory their memory and the values of their modules' own initialisation."""
+"""Give parameters without memory their memory, and initialise them as their modules do."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -18,23 +18,25 @@ _INITIALISERS = ("reset_parameters", "_reset_parameters")
 
 
 def materialize(module: nn.Module, device: torch.device | str) -> None:
-    """Give what is on the meta device memory and initial values; beside the module one float32 tensor is in memory.
+    """Allocate and initialise meta tensors; needs one float32 tensor of memory besides the module.
 
-    Each rank gets memory for its shard alone, and its part of the values that one process would have drawn: an
-    initialiser works on a whole float32 copy of one parameter at a time, and every rank draws what rank 0 draws.
-    What has memory keeps its values: load weights first, and this initialises the rest. Ties stay tied.
+    Each rank allocates only its shard, with its part of the values that a single process would draw: an
+    initialiser works on a whole float32 copy of one parameter at a time, and every rank draws what rank 0
+    draws. Tensors with memory keep their values: load weights first, and this initialises the rest. Ties stay
+    tied.
 
-    Values are those of the initialisers in the order of the modules, `reset_parameters` (or `_reset_parameters`), and
-    in transformers' models their `initialize_weights`. They are not those of a plain construction for the same seed,
-    where constructors draw in another order or more often: construct in `build_on` where that counts. A tied
-    parameter gets those of the first module that has it.
+    Initialisers run in the order of the modules: `reset_parameters` (or `_reset_parameters`), and
+    `initialize_weights` of transformers' models. Values differ from those of plain construction with the same
+    seed, because constructors draw in another order or more often; construct in `build_on` if that matters. A
+    tied parameter is initialised by the first module that has it.
 
     Args:
         module: sharded (`fully_shard`) or not.
-        device: of the memory.
+        device: where memory is allocated.
 
     Raises:
-        ValueError: a module has no initialiser that sets all its parameters and buffers; named with the remedy.
+        ValueError: a module has no initialiser that sets all its parameters and buffers; the message names it
+            and the remedy.
     """
     fresh = {id(tensor): tensor for tensor in _tensors(module) if tensor.is_meta}
     if not fresh:
@@ -56,14 +58,14 @@ def materialize(module: nn.Module, device: torch.device | str) -> None:
 
 
 def give_memory(module: nn.Module, tensors: Iterable[Tensor], device: torch.device | str) -> None:
-    """Give tensors of a module that are on the meta device memory, uninitialised; they stay the same objects.
+    """Allocate a module's meta tensors without initialising them; they stay the same objects.
 
-    Of a DTensor each rank gets its shard's. Optimizers, ties and FSDP2 keep holding the parameters.
+    For a DTensor each rank allocates its shard. Optimizers, ties and FSDP2 keep referring to the parameters.
 
     Args:
         module: sharded or not.
         tensors: parameters and buffers of it.
-        device: of the memory.
+        device: where memory is allocated.
     """
     with torch._C.DisableTorchFunction():
         bare = [tensor for tensor in tensors if tensor.is_meta]
@@ -94,7 +96,7 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 class _Shards(Lending):
-    """Lends initialisers whole float32 copies of parameters, sharded or not, and keeps what has values already."""
+    """Lends whole float32 copies of parameters, sharded or not; changes only those without values."""
 
     def __init__(self, module: nn.Module, fresh: set[int]) -> None:
         super().__init__()
@@ -107,25 +109,25 @@ class _Shards(Lending):
                 self._lent[parameter] = True
 
     def keep_tied(self, owner: nn.Module) -> None:
-        """Let the values that a tied parameter got from its first owner's initialiser stand."""
+        """Fix the values of tied parameters that their first owner has initialised."""
         with torch._C.DisableTorchFunction():
             self.settle()
         self.fresh -= self._tied & {id(parameter) for parameter in owner.parameters(recurse=False)}
 
     def whole(self, parameter: nn.Parameter) -> Tensor:
-        """All of a parameter, gathered from the ranks where it is sharded."""
+        """The whole parameter, gathered from all ranks if it is sharded."""
         values = parameter.detach()
         values = values.full_tensor() if isinstance(values, DTensor) else values
         return values.to(torch.promote_types(values.dtype, torch.float32), copy=True)
 
     def put(self, parameter: nn.Parameter, copy: Tensor) -> None:
-        """Keep this rank's part of a parameter that had no values."""
+        """Keep this rank's shard of a parameter that had no values."""
         if id(parameter) in self.fresh:
             box = tuple(slice(*ends) for ends in local_box(parameter))
             local_part(parameter).copy_(copy[box])
 
     def on_set(self, func: Any, args: tuple) -> Any:
-        """Take the values alone: memory and sharding stay."""
+        """Take only the values: memory and sharding stay."""
         self.settle()
         self.put(args[0], args[1])
 
@@ -135,7 +137,7 @@ def _initialise(part: nn.Module, shards: _Shards) -> None:
     if not any(id(tensor) in fresh for tensor in _tensors(part)):
         return
     if callable(getattr(part, "initialize_weights", None)) and hasattr(part, "_init_weights"):
-        for inner in part.modules():  # transformers would skip what it has initialised once, on meta
+        for inner in part.modules():  # else transformers skips what it initialised on meta
             inner.__dict__.pop("_is_hf_initialized", None)
         part.initialize_weights()  # pyright: ignore[reportCallIssue]
         return
@@ -154,7 +156,7 @@ def _initialise(part: nn.Module, shards: _Shards) -> None:
 
 @contextmanager
 def _one_random_state(tensors: Iterable[Tensor], device: torch.device) -> Iterator[None]:
-    """Let all ranks draw what rank 0 draws: a shard is a part of one whole, and copies have to be alike."""
+    """Make all ranks draw what rank 0 draws: shards must come from one whole, and replicas must be equal."""
     if not distributed.is_initialized() or not any(isinstance(tensor, DTensor) for tensor in tensors):
         yield
         return
@@ -185,7 +187,7 @@ def _is_unset(values: Tensor) -> bool:
     if values.is_complex():
         return bool(values.sum().isnan())
     if values.is_floating_point():
-        return bool(values.sum(dtype=torch.float64).isnan())  # NaN anywhere; no tensor of flags is made
+        return bool(values.sum(dtype=torch.float64).isnan())  # finds any NaN without a tensor of flags
     return values.dtype == torch.bool or bool(values.max() == torch.iinfo(values.dtype).max)
 
 

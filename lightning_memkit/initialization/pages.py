@@ -1,4 +1,4 @@
-"""Give the memory of values that nobody reads again back to the system at once, before it is freed."""
+"""Return the memory of values that are no longer needed to the system before it is freed."""
 
 import ctypes
 import sys
@@ -8,26 +8,26 @@ from typing import Any
 
 from torch import Tensor
 
-_DONTNEED = 4  # MADV_DONTNEED: private memory keeps its addresses and loses its pages
+_DONTNEED = 4  # MADV_DONTNEED: private memory keeps its addresses but loses its pages
 _SMALLEST_BYTES = 2**20
 _PIECE_BYTES = 2**20
 
 
 def drop_pages(tensor: Tensor) -> None:
-    """Lose a host tensor's values and the resident memory that they take; its address stays, and can be written.
+    """Discard a host tensor's values and their resident memory; its address stays valid and writable.
 
-    An allocator keeps freed memory that lies between blocks in use: what was staged there would stay resident. Below
-    1 MiB, off Linux and on other devices nothing happens.
+    An allocator keeps freed memory that lies between blocks in use, so staging memory would stay resident.
+    Does nothing below 1 MiB, on other systems than Linux, and on other devices.
 
     Args:
-        tensor: contiguous; nobody may read its storage any more.
+        tensor: contiguous; nobody may read its storage afterwards.
     """
     if _droppable(tensor):
         _drop(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
 
 
 def move_values(source: Tensor, target: Tensor) -> None:
-    """Copy values to a tensor of another dtype and lose the source's; the two are never in memory as a whole.
+    """Copy values to a tensor of another dtype and discard the source's; both are never wholly resident.
 
     Args:
         source: as in `drop_pages`.
@@ -50,10 +50,10 @@ def _droppable(tensor: Tensor) -> bool:
 
 
 def _drop(start: int, end: int) -> int:
-    """Drop the pages that lie between two addresses as a whole; where the last one ends."""
+    """Drop the pages that lie wholly between two addresses; returns the address up to which it did."""
     first, last = -(-start // PAGESIZE) * PAGESIZE, end // PAGESIZE * PAGESIZE
     if last > first:
-        _madvise()(first, last - first, _DONTNEED)  # what the system keeps, such as locked pages, stays
+        _madvise()(first, last - first, _DONTNEED)  # may fail, as for locked pages, which then stay
     return max(start, last)
 
 

@@ -1,4 +1,4 @@
-"""Weights in files: safetensors and torch checkpoints, single or named by an index."""
+"""Weights in files: safetensors and torch checkpoints, single or listed by an index."""
 
 import json
 import os
@@ -37,10 +37,10 @@ _DTYPES = {
 
 
 class SafetensorsFile:
-    """One safetensors file, mapped while a tensor is read; of a checkpoint of memkit, the module's weights.
+    """One safetensors file, mapped while a tensor is read; for a memkit checkpoint, the module's weights.
 
     Raises:
-        WeightsError: it is cut short or no safetensors file, or its table of checksums is damaged.
+        WeightsError: it is cut short, no safetensors file, or its table of checksums is damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -51,7 +51,7 @@ class SafetensorsFile:
             states = version is not None
             for name in file.keys():  # noqa: SIM118 - not a dict
                 if states and "/" in name:
-                    continue  # of a checkpoint's other states
+                    continue  # one of a checkpoint's other states
                 header = file.get_slice(name)
                 kind = header.get_dtype()
                 if kind not in _DTYPES:
@@ -62,7 +62,7 @@ class SafetensorsFile:
         self._checksums = _table_of(path, version) if states else None
 
     def check(self, wanted: Mapping[str, Box]) -> None:
-        """Compare the chunks that these rows are in, and the header's, with the checksums of a memkit checkpoint."""
+        """Verify the chunks with these rows, and the header's, if the file is a memkit checkpoint."""
         if self._checksums is None:
             return
         chunks, places = {0}, _places_in(self._path)
@@ -79,11 +79,12 @@ class SafetensorsFile:
             raise WeightsError(str(error)) from error
 
     def copy_into(self, name: str, box: Box, target: Tensor) -> None:
-        """Write a box of a tensor."""
+        """Copy a box of a tensor into `target`."""
         copy_in_pieces(lambda part: self._read(name, part), box, target)
 
     def _read(self, name: str, part: Box) -> Tensor:
-        # Mapped anew for each piece: pages that were read stay in this process's memory until the map is gone.
+        # Map the file anew for each chunk: pages that were read stay in this process's memory until the map
+        # is closed.
         with self._open() as file:
             return (
                 file.get_slice(name)[tuple(slice(*ends) for ends in part)] if part else file.get_tensor(name)
@@ -99,10 +100,11 @@ class SafetensorsFile:
 
 
 class TorchFile:
-    """One file of `torch.save`, mapped, its pickle restricted to tensors; a `state_dict` within it is what counts.
+    """One file of `torch.save`, mapped, its pickle restricted to tensors; a `state_dict` inside it is used.
 
     Raises:
-        WeightsError: it is cut short, of the format before torch 1.6, holds no tensors, or its pickle names code.
+        WeightsError: it is cut short, of the format before torch 1.6, holds no tensors, or its pickle names
+            code.
     """
 
     def __init__(self, path: Path) -> None:
@@ -110,19 +112,20 @@ class TorchFile:
         self.entries = {name: Entry(tuple(t.shape), t.dtype) for name, t in self._tensors.items()}
 
     def check(self, wanted: Mapping[str, Box]) -> None:
-        """Nothing: torch writes no checksums that cost less than the file's whole."""
+        """Do nothing: torch's checksums could be verified only by reading the whole file."""
 
     def copy_into(self, name: str, box: Box, target: Tensor) -> None:
-        """Write a box of a tensor."""
+        """Copy a box of a tensor into `target`."""
         stored = self._tensors[name]
         copy_in_pieces(lambda part: stored[tuple(slice(*ends) for ends in part)], box, target)
 
 
 class IndexedFiles:
-    """Tensors spread over the files that an index names.
+    """Tensors spread over the files that an index lists.
 
     Raises:
-        WeightsError: the index can't be read, a file is not there, or one lacks what the index says it holds.
+        WeightsError: the index can't be read, a file is missing, or a file lacks a tensor that the index
+            lists.
     """
 
     def __init__(self, index: Path) -> None:
@@ -152,12 +155,12 @@ class IndexedFiles:
         self.entries = {name: source.entries[name] for name, source in self._places.items()}
 
     def check(self, wanted: Mapping[str, Box]) -> None:
-        """Compare each file's tensors with its checksums."""
+        """Verify each file's tensors by its checksums."""
         for source in set(self._places.values()):
             source.check({name: box for name, box in wanted.items() if self._places[name] is source})
 
     def copy_into(self, name: str, box: Box, target: Tensor) -> None:
-        """Write a box of a tensor from the file that has it."""
+        """Copy a box of a tensor from the file that has it."""
         self._places[name].copy_into(name, box, target)
 
 
@@ -176,7 +179,7 @@ def _table_of(path: Path, version: str) -> Checksums | None:
 
 
 def _places_in(path: Path) -> dict[str, tuple[int, int]]:
-    """The first byte of each tensor in a safetensors file, and the one after its last."""
+    """The first byte of each tensor in a safetensors file, and the byte after its last."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
@@ -188,16 +191,16 @@ def _places_in(path: Path) -> dict[str, tuple[int, int]]:
 
 
 def leaves_folder(name: str) -> bool:
-    """Whether a name in an index leads to what the user didn't point at; links may, as in Hugging Face's cache."""
+    """Whether a name in an index points outside the folder; links are allowed, as in Hugging Face's cache."""
     return os.path.isabs(name) or os.path.normpath(name).split(os.sep)[0] == os.pardir
 
 
 def open_file(path: Path) -> WeightSource:
-    """Open one file by its name and its beginning: safetensors, or else what `torch.save` wrote."""
+    """Open one file, recognised by name and first bytes: safetensors, or else a file of `torch.save`."""
     with path.open("rb") as file:
         start = file.read(
             9
-        )  # a length, then a JSON header; checkpoints of memkit are so under Lightning's name
+        )  # safetensors start with a length and a JSON header; memkit checkpoints do, though named .ckpt
     return SafetensorsFile(path) if path.suffix == ".safetensors" or start[8:] == b"{" else TorchFile(path)
 
 
@@ -209,7 +212,7 @@ def _load(path: Path) -> Any:
             f"{path}: its pickle holds more than tensors and plain data, which would run code; it was refused and "
             f"nothing was run ({str(error).splitlines()[0]}); save the weights as safetensors, or a state_dict alone."
         ) from error
-    except Exception as error:  # of whatever kind: torch reads what was changed as instructions
+    except Exception as error:  # any kind: torch executes damaged bytes as instructions
         if "mmap can only be used" in str(error):
             raise WeightsError(
                 f"{path} is of torch's format before 1.6, which can't be mapped; load it and torch.save it once more."

@@ -1,4 +1,4 @@
-"""Weights in a folder of torch.distributed.checkpoint, each rank reading only what it keeps."""
+"""Weights in a torch.distributed.checkpoint folder; each rank reads only its shard."""
 
 import io
 from collections.abc import Mapping
@@ -26,13 +26,13 @@ _IN_LIGHTNING = "state_dict."
 
 
 class DistributedFolder:
-    """A folder that `torch.distributed.checkpoint.save` wrote; of Lightning's, the module's weights alone.
+    """A folder that `torch.distributed.checkpoint.save` wrote; of Lightning's, only the module's weights.
 
-    Its `.metadata` is a pickle, which torch itself would load with all its code: here it may name torch's own
-    records only.
+    Its `.metadata` is a pickle, which torch itself would load with any code in it: here it may contain only
+    torch's own records.
 
     Raises:
-        WeightsError: `.metadata` can't be read or names code, or a file is not there or cut short.
+        WeightsError: `.metadata` can't be read or names code, or a file is missing or cut short.
     """
 
     def __init__(self, path: Path) -> None:
@@ -53,7 +53,7 @@ class DistributedFolder:
         }
 
     def check(self, wanted: Mapping[str, Box]) -> None:
-        """Compare the chunks that the stored pieces of these boxes are in with the folder's checksums."""
+        """Verify the chunks that contain the stored shards of these boxes by the folder's checksums."""
         items = [item for name, box in wanted.items() for item in self._items(name, box)]
         try:
             check_items(self._path, self._metadata.storage_data or {}, items)
@@ -61,12 +61,12 @@ class DistributedFolder:
             raise WeightsError(str(error)) from error
 
     def copy_into(self, name: str, box: Box, target: Tensor) -> None:
-        """Write a box of a tensor, out of the stored pieces that it meets; one of those is in memory at a time."""
+        """Copy a box of a tensor from the stored shards that overlap it, with one in memory at a time."""
         if not target.numel():
             return
         try:
             self._reader.read_data(LoadPlan(self._items(name, box)), _Into(target)).wait()
-        except Exception as error:  # of whatever kind: torch reads what was changed as anything
+        except Exception as error:  # any kind: damaged data may look like anything
             raise WeightsError(
                 f"{self._path}: {name} can't be read ({type(error).__name__}: {str(error).splitlines()[0]}); the "
                 "module has some of the weights. Copy the whole folder again, or load another checkpoint."
@@ -81,7 +81,7 @@ class DistributedFolder:
 
 
 class _Into(LoadPlanner):
-    """Tells torch's reader that every piece belongs into one tensor."""
+    """Directs everything that torch's reader reads into one tensor."""
 
     def __init__(self, target: Tensor) -> None:
         self._target = target
@@ -89,25 +89,25 @@ class _Into(LoadPlanner):
     def set_up_planner(
         self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Nothing: the plan is made already."""
+        """Do nothing: the plan exists already."""
 
     def create_local_plan(self) -> LoadPlan:
-        """Nothing."""
+        """Return an empty plan, which is not used."""
         return LoadPlan([])
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Nothing."""
+        """Return the plan unchanged."""
         return global_plan
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        """Nothing."""
+        """Return the plan unchanged."""
         return new_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Bytes are pickles and never asked for."""
+        """Do nothing: bytes are pickles and never requested."""
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """The part of the target that a stored piece fills."""
+        """The view of the target that a stored shard fills."""
         part = self._target
         for dimension, (start, length) in enumerate(
             zip(read_item.dest_offsets, read_item.lengths, strict=True)
@@ -116,4 +116,4 @@ class _Into(LoadPlanner):
         return part
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Nothing: the part is a view of the target."""
+        """Do nothing: the part is a view of the target."""

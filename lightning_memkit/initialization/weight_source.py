@@ -1,4 +1,4 @@
-"""What a source of weights offers: names with shapes and dtypes, and boxes of values written where they belong."""
+"""The interface of a source of weights: names with shapes and dtypes, and copies of boxes of values."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-Box = tuple[tuple[int, int], ...]  # first and past-the-last index along each dimension
-PIECE_BYTES = 16 * 2**20  # a copy between devices and dtypes at once makes a temporary of this size
+Box = tuple[tuple[int, int], ...]  # start and end index along each dimension
+PIECE_BYTES = 16 * 2**20  # a copy between devices and dtypes makes a temporary of at most this size
 
 
 @dataclass(frozen=True)
@@ -26,30 +26,30 @@ class Entry:
 
 
 class WeightSource(Protocol):
-    """Files whose headers were read and found whole; no values were."""
+    """Files whose headers were read and found complete, but whose values were not read yet."""
 
     entries: dict[str, Entry]
 
     def check(self, wanted: Mapping[str, Box]) -> None:
-        """Compare what is about to be read, boxes of stored tensors by name, with its checksums, if there are any.
+        """Verify what is about to be read (boxes of stored tensors by name) by checksums, if there are any.
 
         Raises:
-            WeightsError: it is not what was written.
+            WeightsError: it has changed since it was written.
         """
         ...
 
     def copy_into(self, name: str, box: Box, target: Tensor) -> None:
-        """Write a box of a stored tensor into a plain tensor of that size, at the target's dtype and device."""
+        """Copy a box of a stored tensor into a plain tensor of its size, at that one's dtype and device."""
         ...
 
 
 def whole(entry: Entry) -> Box:
-    """The box that is all of a tensor."""
+    """The box that covers a whole tensor."""
     return tuple((0, size) for size in entry.shape)
 
 
 def pieces(box: Box, item_bytes: int) -> Iterator[Box]:
-    """A box in parts along its first dimension, of 16 MiB or one row each."""
+    """Split a box along its first dimension into chunks of 16 MiB, or of one row each."""
     if not box:
         yield box
         return
@@ -61,7 +61,7 @@ def pieces(box: Box, item_bytes: int) -> Iterator[Box]:
 
 
 def copy_in_pieces(read: Callable[[Box], Tensor], box: Box, target: Tensor) -> None:
-    """Copy a box a piece at a time: no second copy of a large tensor is ever alive."""
+    """Copy a box chunk by chunk, so that there is never a second copy of a large tensor."""
     for piece in pieces(box, target.element_size()):
         place = target[piece[0][0] - box[0][0] : piece[0][1] - box[0][0]] if piece else target
         place.copy_(read(piece))

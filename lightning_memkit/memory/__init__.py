@@ -1,1 +1,1 @@
-"""Bytes: units, meters, the anatomy of a step; plain torch."""
+"""Memory in bytes: units, meters, the anatomy of a step; plain torch."""

@@ -1,4 +1,4 @@
-"""What an allocator hands out and takes back during a piece of work, also where kernels go past the dispatcher."""
+"""Trace what an allocator hands out and takes back, including kernels that bypass the dispatcher."""
 
 from typing import Any
 
@@ -8,15 +8,16 @@ _MARK = "lightning_memkit: mark"
 
 
 class AllocatorTrace:
-    """Bytes of a device's allocator while entered, from torch's profiler; costs microseconds an allocation.
+    """Traces a device's allocator with torch's profiler while entered; costs microseconds an allocation.
 
-    `peak_bytes` is the most above what was alive at entry, `marked_bytes` what was alive of it at each `mark()`,
-    `live_bytes` what is alive of it at the end. What was there at entry and is freed within does not count on CPU,
-    whose allocator doesn't know its size. The allocator's own statistics stay as they are, unlike with
-    `AllocatorMeter`. torch runs one profiler at a time: ask `available`. Not yet verified on a GPU.
+    All bytes are relative to entry: `peak_bytes` is the peak, `marked_bytes` are the live bytes at each
+    `mark()`, `live_bytes` those at the end. Memory from before entry that is freed inside is not counted on
+    CPU, whose allocator doesn't know its size. Unlike `AllocatorMeter`, it leaves the allocator's own
+    statistics unchanged. torch runs one profiler at a time: check `available` first. Not yet verified on a
+    GPU.
 
     Args:
-        device: whose allocations are counted.
+        device: the device whose allocations are counted.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -28,11 +29,11 @@ class AllocatorTrace:
 
     @staticmethod
     def available() -> bool:
-        """Whether no other profiler runs."""
+        """Whether no other profiler is running."""
         return not torch.autograd._profiler_enabled()
 
     def mark(self) -> None:
-        """Note what is alive now."""
+        """Record the bytes that are alive now."""
         with torch.profiler.record_function(_MARK):
             pass
 
@@ -40,7 +41,7 @@ class AllocatorTrace:
         self._profile = torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CPU],
             profile_memory=True,
-            acc_events=True,  # there is one cycle; torch 2.10 warns of others without it
+            acc_events=True,  # torch 2.10 warns without it, though there is only one cycle
         )
         self._profile.__enter__()
         return self

@@ -1,4 +1,4 @@
-"""Where every byte of a step went: the peak, taken apart by category."""
+"""Where every byte of a step went: the peak by category."""
 
 import json
 from collections.abc import Iterable
@@ -26,19 +26,19 @@ CATEGORIES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Anatomy:
-    """One metered step.
+    """The peak of one metered step, by category.
 
     Args:
         peak_bytes: the most bytes of tensors that were alive at once.
-        peak_phase: `"forward"`, `"backward"` or `"optimizer"`, where that was.
+        peak_phase: the phase of the peak: `"forward"`, `"backward"` or `"optimizer"`.
         peak_operator: the operator whose output made the peak.
-        peak_module: the module that ran it; empty where that is not known, or outside of any.
-        peak_place: `file:line` of the code that called it, where that is known.
-        at_peak: bytes alive at the peak by category (keys of `CATEGORIES`); they add up to `peak_bytes`.
-        largest: the most bytes of each category alone, at any moment of the step.
-        fixed_bytes: what lies outside the tensors, and outside the budget: on CUDA what the driver counts
-            besides the allocator; on CPU the process before training (interpreter and libraries).
-        operators: operators the step dispatched.
+        peak_module: the module that ran it; empty if unknown, or outside of any.
+        peak_place: `file:line` of the code that called it, if known.
+        at_peak: bytes alive at the peak by category (keys of `CATEGORIES`); they sum to `peak_bytes`.
+        largest: each category's own peak, at any moment of the step.
+        fixed_bytes: memory outside the tensors and outside the budget: on CUDA what the driver counts besides
+            the allocator; on CPU the process before training (interpreter and libraries).
+        operators: how many operators the step dispatched.
         findings: what was wasteful in the step, or stayed after it.
     """
 
@@ -59,16 +59,16 @@ class Anatomy:
 
 
 class AnatomyMeter(ByteMeter):
-    """A `ByteMeter` that marks the phases of a step and takes its peak apart.
+    """A `ByteMeter` that records the phases of a step and splits its peak by category.
 
-    Use: `track` what exists, enter, set `phase` as the step goes on, leave, then `dissect`.
+    Use: `track` existing tensors, enter, set `phase` as the step proceeds, leave, then `dissect`.
     """
 
     def __init__(self) -> None:
         super().__init__(record=True)
 
     def end_forward(self) -> None:
-        """Mark that a forward has ended: what it made and is still alive is kept for the backward."""
+        """Mark the end of a forward: allocations of it that are still alive are saved for the backward."""
         for record in self.records:
             if record.category is None and record.phase == "forward" and record.died is None:
                 record.category = "saved_activations"
@@ -81,11 +81,11 @@ class AnatomyMeter(ByteMeter):
         optimizer_states: Iterable[Tensor],
         fixed_bytes: int = 0,
     ) -> Anatomy:
-        """The anatomy of what was metered.
+        """The anatomy of the metered step.
 
         Args:
-            gradients: the gradients as they are after the step.
-            optimizer_states: the optimizer's tensors as they are after the step.
+            gradients: the gradients after the step.
+            optimizer_states: the optimizer's tensors after the step.
             fixed_bytes: see `Anatomy`.
         """
         self.track(optimizer_states, "optimizer_states")
@@ -103,7 +103,7 @@ class AnatomyMeter(ByteMeter):
 
 
 def anatomy_at(records: list[Allocation], tick: int, *, fixed_bytes: int = 0, operators: int = 0) -> Anatomy:
-    """What was alive at a moment, by category, in the place of the peak; records with their categories."""
+    """What was alive at a given moment, by category; all records must have their categories."""
     alive = [record for record in records if record.alive_at(tick)]
     return Anatomy(
         peak_bytes=sum(record.size_bytes for record in alive),

@@ -1,15 +1,15 @@
-"""The folders of the cgroups that this process is in, v1 and v2."""
+"""The cgroup folders of this process, v1 and v2."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 
 def cgroup_folders(root: Path, controller: str, mounts_v1: tuple[str, ...]) -> tuple[list[Path], list[Path]]:
-    """Folders of v2, and of v1's controller, each from the innermost cgroup to the mount's root.
+    """The folders of v2, and of v1's controller, each from the innermost cgroup to the mount's root.
 
     Args:
-        root: where `proc` and `sys` are.
-        controller: of v1, such as `memory`.
+        root: the folder of `proc` and `sys`.
+        controller: the controller of v1, such as `memory`.
         mounts_v1: names under which it may be mounted.
     """
     try:
@@ -26,6 +26,6 @@ def cgroup_folders(root: Path, controller: str, mounts_v1: tuple[str, ...]) -> t
 
 
 def _outwards(mount: Path, path: str) -> Iterator[Path]:
-    # Within a container the path may be the host's, of which only the mount's root is visible.
+    # Within a container the path may be that of the host, where only the mount's root is visible.
     below = Path(path.lstrip("/"))
     return (mount / part for part in (below, *below.parents))

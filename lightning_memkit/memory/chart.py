@@ -1,4 +1,4 @@
-"""The timeline of a step as a stacked area: what page.html draws."""
+"""The timeline of a step as a stacked area chart, which page.html draws."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -8,18 +8,18 @@ from lightning_memkit.memory.report import StepReport
 from lightning_memkit.memory.timeline import Timeline
 from lightning_memkit.memory.units import format_bytes
 
-# From what stays to what comes and goes, so that the lower edges are still.
+# Constant categories at the bottom, varying ones at the top, so that lower edges are flat.
 STACK = (
     "weights", "optimizer_states", "compensation", "gradients", "communication", "inputs", "other",
     "saved_activations", "temporaries",
 )  # fmt: skip
-_LEVELS = 1000  # of the drawing's height
+_LEVELS = 1000  # units of the drawing's height
 _MOST_LINES = 6.5
-_NEAR = 1.6  # times the peak: a budget further up would press the rest down
+_NEAR = 1.6  # times the peak; a higher budget is not drawn, since it would flatten the rest
 
 
 def chart(report: StepReport, number: int = 0, most_bytes: int | None = None) -> dict[str, Any]:
-    """The chart of a step; `number` tells several on a page apart, which share `most_bytes` as their height."""
+    """The chart of a step; `number` is its id on the page, and charts may share the height `most_bytes`."""
     timeline = report.step.timeline
     if not timeline.ticks:
         return {}
@@ -55,14 +55,14 @@ def chart(report: StepReport, number: int = 0, most_bytes: int | None = None) ->
 
 
 def height_of(report: StepReport) -> int:
-    """The bytes at the upper edge: a little above the peak, and above a budget that is near."""
+    """The bytes at the upper edge: a little above the peak, and above a budget that is close."""
     peak = max(report.step.timeline.totals, default=1)
     near = [size for size in (report.run.budget_bytes, _predicted(report)) if peak < size <= _NEAR * peak]
     return math.ceil(1.05 * max([peak, *near]))
 
 
 def ticks_up_to(top: int) -> Iterator[int]:
-    """Round sizes in binary units, three to six of them."""
+    """Three to six round sizes in binary units."""
     unit = 2 ** (10 * int(math.log2(max(1, top)) // 10))
     for power in range(-4, 10):
         step = max(1, int(unit * 2.0**power))
@@ -76,7 +76,7 @@ def _predicted(report: StepReport) -> int:
 
 
 def _areas(timeline: Timeline, top: int) -> Iterator[tuple[str, str]]:
-    """Each category with the outline of its area."""
+    """The name of each category with the outline of its area."""
     below = [0] * len(timeline.ticks)
     for name in STACK:
         own = timeline.category_bytes.get(name)
@@ -89,7 +89,7 @@ def _areas(timeline: Timeline, top: int) -> Iterator[tuple[str, str]]:
 
 
 def _outline(upper: Sequence[int], lower: Sequence[int]) -> str:
-    """From left to right along the upper edge, and back along the lower one, in steps."""
+    """The path along the upper edge from left to right, and back along the lower one, in steps."""
     return f"M0 {upper[0]}{_steps(upper)}V{lower[-1]}{_steps(list(reversed(lower)), sign=-1)}Z"
 
 

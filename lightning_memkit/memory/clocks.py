@@ -1,4 +1,4 @@
-"""A device's time and its host's, apart: an accelerator computes while its host launches what comes next."""
+"""Measure device time and host time separately: an accelerator computes while its host launches more work."""
 
 import time
 from collections.abc import Callable
@@ -7,70 +7,70 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-_SERIES, _RUNS_A_SERIES = 3, 10  # on a device with a queue, which takes a thousand
+_SERIES, _RUNS_A_SERIES = 3, 10  # well below the thousand launches that a device queues
 
 
 class Took(NamedTuple):
-    """Seconds of one run on the device, and until the host had launched it."""
+    """Seconds that one run took on the device, and on the host until it was launched."""
 
     device: float
     host: float
 
 
 class Clocks(Protocol):
-    """A device's clock beside its host's."""
+    """A device's clock and its host's."""
 
     def keep_busy(self) -> None:
-        """Launch something long: what is launched next waits, and then runs without a gap."""
+        """Launch a long operation, so that what is launched next queues up and then runs without gaps."""
         ...
 
     def mark(self) -> Any:
-        """A moment in the device's queue."""
+        """Mark a moment in the device's queue."""
         ...
 
     def seconds_between(self, first: Any, second: Any) -> float:
-        """Of the device, once it has reached both marks, for which this waits."""
+        """Device seconds between two marks; waits until the device has reached both."""
         ...
 
     def now(self) -> float:
-        """Of the host, in seconds."""
+        """The host's time in seconds."""
         ...
 
 
 class DeviceClocks:
-    """Those of an accelerator whose events tell times; 128 MiB there while in use. Not yet verified on a GPU."""
+    """Clocks of an accelerator with timing events; uses 128 MiB of it. Not yet verified on a GPU."""
 
     DEVICES = ("cuda", "xpu")
-    _BUSY_ROWS = 4096  # squared, a product of milliseconds
+    _BUSY_ROWS = 4096  # of a square matrix whose product takes milliseconds
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._square: Tensor | None = None
 
     def keep_busy(self) -> None:
-        """Launch something long: what is launched next waits, and then runs without a gap."""
+        """Launch a long operation, so that what is launched next queues up and then runs without gaps."""
         if self._square is None:
             self._square = torch.empty(self._BUSY_ROWS, self._BUSY_ROWS, device=self._device)
         torch.mm(self._square, self._square)
 
     def mark(self) -> torch.Event:
-        """A moment in the device's queue."""
+        """Mark a moment in the device's queue."""
         event = torch.Event(self._device, enable_timing=True)
         event.record()
         return event
 
     def seconds_between(self, first: torch.Event, second: torch.Event) -> float:
-        """Of the device, once it has reached both marks, for which this waits."""
+        """Device seconds between two marks; waits until the device has reached both."""
         second.synchronize()
         return first.elapsed_time(second) / 1000
 
     def now(self) -> float:
-        """Of the host, in seconds."""
+        """The host's time in seconds."""
         return time.perf_counter()
 
 
 class WaitingClocks:
-    """Those of any other accelerator: each mark waits for it, so its seconds are at least those of the launches."""
+    """Clocks of any other accelerator: marks synchronise, so device seconds include the launches."""
 
     def __init__(self, device: torch.device) -> None:
         self._module = torch.get_device_module(device)
@@ -79,32 +79,32 @@ class WaitingClocks:
         """Do nothing: the next mark would wait for it."""
 
     def mark(self) -> float:
-        """The host's time once the device has done all that was launched."""
+        """The host's time once the device has done everything that was launched."""
         self._module.synchronize()
         return time.perf_counter()
 
     def seconds_between(self, first: float, second: float) -> float:
-        """Of the device, with the launches that it waited for."""
+        """Seconds between two marks, including the launches."""
         return second - first
 
     def now(self) -> float:
-        """Of the host, in seconds."""
+        """The host's time in seconds."""
         return time.perf_counter()
 
 
 def clocks_of(device: torch.device) -> Clocks | None:
-    """A device's clock and its host's; None where the host is the device, or nothing is computed."""
+    """The clocks of a device and its host; None if the host is the device, or nothing is computed."""
     if device.type in ("cpu", "meta"):
         return None
     return DeviceClocks(device) if device.type in DeviceClocks.DEVICES else WaitingClocks(device)
 
 
 def launched(run: Callable[[], object], *, clocks: Clocks) -> Took:
-    """The time of a run on a device and on its host, each without a wait for the other; the least of a few.
+    """The time of a run on a device and on its host, neither waiting for the other; the least of a few.
 
     Args:
-        run: launches it.
-        clocks: of both.
+        run: launches the work.
+        clocks: of device and host.
     """
     run()
     device, host = float("inf"), float("inf")

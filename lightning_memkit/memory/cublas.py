@@ -1,8 +1,8 @@
-"""What cuBLAS keeps of a GPU for good: a workspace a thread, handed out by torch's own allocator.
+"""The workspaces that cuBLAS keeps on a GPU for good: one per thread, from torch's own allocator.
 
-Source: `aten/src/ATen/cuda/CublasHandlePool.cpp` of torch 2.11 to 2.13. A handle belongs to a thread and a workspace
-to a handle and its stream; forward and backward run in threads of their own, so training keeps two. Not yet verified
-on a GPU.
+Source: `aten/src/ATen/cuda/CublasHandlePool.cpp` of torch 2.11 to 2.13. Each thread has a handle, and each
+pair of handle and stream a workspace; forward and backward run in different threads, so training keeps two.
+Not yet verified on a GPU.
 """
 
 import os
@@ -12,14 +12,15 @@ import torch
 
 WORKSPACE_BYTES = (2 * 4096 + 8 * 16) * 1024
 WORKSPACE_BYTES_HOPPER = 8 * 4096 * 1024
-_THREADS = 2  # the one of the forward, and autograd's of the device
+_THREADS = 2  # the forward's, and autograd's thread for the device
 _CONFIG = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def cublas_bytes(device: torch.device) -> int:
-    """What training keeps of a CUDA device for its matrix products, within torch's allocator; 0 elsewhere.
+    """What training keeps on a CUDA device for matrix products, within torch's allocator; 0 elsewhere.
 
-    ``CUBLAS_WORKSPACE_CONFIG`` counts as torch reads it: `:4096:2:16:8` is two pieces of 4,096 KiB and eight of 16.
+    ``CUBLAS_WORKSPACE_CONFIG`` is read as torch does: `:4096:2:16:8` means two buffers of 4,096 KiB and eight
+    of 16.
     """
     if device.type != "cuda" or torch.version.hip is not None:
         return 0

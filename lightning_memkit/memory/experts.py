@@ -1,4 +1,4 @@
-"""Mixtures of experts: what is resident, and what a token finds active of it."""
+"""Mixtures of experts: bytes that are resident, and bytes that a token activates."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,15 +15,15 @@ _NUMBER = ("num_experts", "num_local_experts", "n_routed_experts")
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertBytes:
-    """The weights of a module's experts, in bytes; of all ranks that share them together.
+    """The weights of a module's experts in bytes, summed over all ranks that shard them.
 
     Attributes:
         weights: of the whole module.
         resident: of all experts.
-        active: of those that a token uses.
-        held: of all experts, what lies on this rank.
-        experts: how many a layer has.
-        chosen: how many of them a token uses.
+        active: of the experts that a token uses.
+        held: of all experts, the bytes on this rank.
+        experts: experts in a layer.
+        chosen: experts in a layer that a token uses.
         layers: mixtures in the module.
     """
 
@@ -46,11 +46,11 @@ class ExpertBytes:
 
 
 def expert_bytes(module: nn.Module) -> ExpertBytes | None:
-    """Resident and active bytes of a module's experts; None where no mixture is found.
+    """Resident and active bytes of a module's experts; None if no mixture is found.
 
-    A mixture is a module whose class is called `Experts`, or a `ModuleList` called `experts`; how many experts a
-    token uses is an attribute of it, of its router or of what holds both (`top_k`), or of the config
-    (`num_experts_per_tok`).
+    A mixture is a module whose class is called `Experts`, or a `ModuleList` called `experts`; the number of
+    experts that a token uses is an attribute of it, of its router or of their parent (`top_k`), or of the
+    config (`num_experts_per_tok`).
     """
     found = list(_mixtures(module))
     if not found:
@@ -76,7 +76,7 @@ def expert_bytes(module: nn.Module) -> ExpertBytes | None:
 
 
 def _mixtures(module: nn.Module) -> Iterator[tuple[nn.Module, int, int]]:
-    """Each mixture, with how many experts it has and how many a token uses."""
+    """Each mixture, with the number of its experts and of those that a token uses."""
     modules = dict(module.named_modules())
     for name, one in modules.items():
         is_list = isinstance(one, nn.ModuleList) and name.rpartition(".")[2] == "experts"

@@ -1,4 +1,4 @@
-"""A wasteful moment of training, in one line: what it is, its bytes, where it is made, and what to do."""
+"""A finding of waste in training, in one line: what it is, its bytes, where it is made, and the remedy."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,18 +11,18 @@ from lightning_memkit.memory.units import format_bytes
 Kind = Literal[
     "logits_upcast", "foreach_copies", "dense_mask", "zeroed_gradients", "kept_tensors", "fragmentation"
 ]
-_WASTED_SHARE = 0.10  # of what is reserved: some slack is every caching allocator's
+_WASTED_SHARE = 0.10  # of the reserved bytes; every caching allocator has some slack
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What a lint found.
+    """One finding of a lint.
 
     Args:
         kind: which lint it was.
-        what: the thing, as the subject of a line.
+        what: the wasteful thing, as the subject of a line.
         size_bytes: its bytes.
-        where: `file:line` in the user's code, or the phase where no line of theirs is involved.
+        where: `file:line` in the user's code, or the phase if no line of theirs is involved.
         remedy: what to write instead.
     """
 
@@ -37,18 +37,18 @@ class Finding:
 
 
 def fragmentation_of(device: torch.device) -> tuple[Finding, ...]:
-    """`fragmentation` of what a device's allocator has counted so far; nothing of a device that is no GPU."""
+    """The `fragmentation` of a device's allocator so far; empty unless the device is a CUDA GPU."""
     found = fragmentation(torch.cuda.memory_stats(device)) if device.type == "cuda" else None
     return () if found is None else (found,)
 
 
 def fragmentation(stats: Mapping[str, int]) -> Finding | None:
-    """What CUDA's caching allocator reserved at its peak and could not hand out; None where that is little.
+    """What CUDA's caching allocator reserved at its peak and could not use; None if that is little.
 
     Not yet verified on a GPU.
 
     Args:
-        stats: of `torch.cuda.memory_stats(device)`; empty where a device keeps none, which finds nothing.
+        stats: of `torch.cuda.memory_stats(device)`; empty for devices that keep none.
     """
     reserved = stats.get("reserved_bytes.all.peak", 0)
     wasted = reserved - stats.get("allocated_bytes.all.peak", reserved)

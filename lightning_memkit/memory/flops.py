@@ -1,4 +1,4 @@
-"""How many operations a step's matrix products take, counted as they run."""
+"""Count the FLOPs of a step's matrix products as they run."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-_ATTENTION, _BACKWARD = "_scaled_dot_product_", "_backward"  # in the names of the operators of all backends
+_ATTENTION, _BACKWARD = "_scaled_dot_product_", "_backward"  # in the operator names of all backends
 
 
 Formula = Callable[[Any, dict[str, Any], Any], int]
-_FORMULAS: dict[int, tuple[Any, Formula | None]] = {}  # by id: operators live for ever, and are slow to hash
+_FORMULAS: dict[int, tuple[Any, Formula | None]] = {}  # by id: operators live forever, and are slow to hash
 
 
 def flops_of(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> int:
-    """Operations of one matrix product, convolution or attention by torch's own formulas; 0 of anything else."""
+    """FLOPs of a matrix product, convolution or attention by torch's own formulas; 0 for anything else."""
     known = _FORMULAS.get(id(func))
     if known is None:
         known = _FORMULAS[id(func)] = (func, _formula(func.overloadpacket))
@@ -33,7 +33,7 @@ def _formula(packet: Any) -> Formula | None:
     if by_shapes is None:
         return lambda args, kwargs, out: int(count(*args, **kwargs, out_val=out))
 
-    # Torch's wrapper walks all arguments as trees, which takes longer than a small product.
+    # Avoid torch's wrapper: it traverses all arguments as trees, which takes longer than a small product.
     def counted(args: Any, kwargs: dict[str, Any], out: Any) -> int:
         named = {name: _shape(value) for name, value in kwargs.items()}
         return int(by_shapes(*map(_shape, args), **named, out_shape=_shape(out)))
@@ -50,7 +50,7 @@ def _attention_backward(args: Any, kwargs: dict[str, Any], out: Any) -> int:
 
 
 def _of_equal_heads(query: torch.Tensor, *others: torch.Tensor) -> list[list[int]]:
-    """Shapes with the queries' number of heads, which several of share a key; torch 2.10's formulas refuse fewer."""
+    """Shapes with as many key heads as query heads, also for grouped queries, which torch 2.10 refuses."""
     batch, heads, *_ = query.shape
     return [list(query.shape), *([batch, heads, *other.shape[2:]] for other in others)]
 
@@ -63,14 +63,14 @@ def _shape(value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class StepFlops:
-    """Operations of a batch's forward and backward, two a multiplication and addition; the optimizer's not among them.
+    """FLOPs of a batch's forward and backward (a multiply-add is two), without the optimizer's.
 
     Args:
         model: what the model needs.
-        again: what was computed a second time, to save memory.
-        share_16_bit: of both, on operands of 16 bits.
+        again: what was recomputed to save memory.
+        share_16_bit: fraction of both that has 16-bit operands.
         samples: of the batch.
-        tokens: of the batch, padding included; 0 where it has none.
+        tokens: of the batch, including padding; 0 if it has none.
     """
 
     model: int = 0
@@ -81,16 +81,16 @@ class StepFlops:
 
     @property
     def units(self) -> int:
-        """Tokens, or samples where there are none."""
+        """Tokens, or samples if there are none."""
         return self.tokens or self.samples
 
     def seconds_at(self, flops_16: float, flops_32: float) -> float:
-        """Of the model's operations at a device's peak rates."""
+        """Seconds of the model's FLOPs at a device's peak rates."""
         return self.model * (self.share_16_bit / flops_16 + (1 - self.share_16_bit) / flops_32)
 
 
 class FlopCount:
-    """Adds up operations; a microsecond an operator."""
+    """Accumulates FLOPs; costs a microsecond an operator."""
 
     def __init__(self) -> None:
         self._model = self._again = self._of_16_bit = 0
@@ -98,7 +98,7 @@ class FlopCount:
     def note(
         self, func: Any, args: Any, kwargs: dict[str, Any], out: Any, *, is_again: Callable[[], bool]
     ) -> None:
-        """An operator has run; `is_again` is asked where it counts, whether it is computed a second time."""
+        """Count an operator that has run; `is_again` tells whether it is a recomputation."""
         count = flops_of(func, args, kwargs, out)
         if not count:
             return
@@ -110,11 +110,11 @@ class FlopCount:
             self._of_16_bit += count
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Start counting anew."""
         self._model = self._again = self._of_16_bit = 0
 
     def total(self, samples: int = 0, tokens: int = 0) -> StepFlops:
-        """What was added up, of a batch of so many."""
+        """The FLOPs that were counted, for a batch of this size."""
         all_ = self._model + self._again
         share = self._of_16_bit / all_ if all_ else 0.0
         return StepFlops(
@@ -123,5 +123,5 @@ class FlopCount:
 
 
 def _operand_bytes(args: Any) -> int:
-    """Of an element of the widest operand."""
+    """Bytes an element of the widest operand."""
     return max((one.dtype.itemsize for one in args if isinstance(one, torch.Tensor)), default=0)

@@ -1,4 +1,4 @@
-"""What kind of operator saves and allocates how much: contractions, normalisations, element-wise, others."""
+"""Saved and allocated bytes by kind of operator: contraction, normalization, elementwise, other."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -10,7 +10,7 @@ import torch
 
 from lightning_memkit.memory.meter import Allocation
 
-# The classes of Ivanov et al., Data Movement Is All You Need, MLSys 2021; what is in none of them is "other".
+# The classes of Ivanov et al., Data Movement Is All You Need, MLSys 2021; all other operators are "other".
 KINDS = {
     "contraction": "matrix products, convolutions, attention kernels, recurrent layers",
     "normalization": "layer, batch, group and RMS norms; softmax and its logarithm",
@@ -42,11 +42,11 @@ def kind_of(operator: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedBytes:
-    """What some operators of a step have saved, and made at all.
+    """What some operators of a step have saved and allocated.
 
     Args:
-        saved_at_peak: bytes that were kept for the backward at the step's peak.
-        saved_at_most: the same at the moment when most was kept.
+        saved_at_peak: bytes saved for the backward at the step's peak.
+        saved_at_most: the same at the moment when most bytes were saved.
         allocated: bytes allocated in the whole step.
     """
 
@@ -56,18 +56,18 @@ class SavedBytes:
 
 
 def by_kind(records: Iterable[Allocation], peak_tick: int, most_tick: int) -> dict[str, SavedBytes]:
-    """What the operators of each kind have saved and made."""
+    """Saved and allocated bytes by kind of operator."""
     return _grouped(records, lambda one: kind_of(one.maker), peak_tick, most_tick, tuple(KINDS))
 
 
 def by_module(records: Iterable[Allocation], peak_tick: int, most_tick: int) -> dict[str, SavedBytes]:
-    """What each module's operators have saved and made, what saved most first."""
+    """Saved and allocated bytes by module, in descending order of saved bytes."""
     found = _grouped(records, lambda one: one.origin, peak_tick, most_tick, ())
     return dict(sorted(found.items(), key=lambda item: (-item[1].saved_at_most, -item[1].allocated)))
 
 
 def alike(modules: Mapping[str, SavedBytes]) -> dict[str, tuple[int, SavedBytes]]:
-    """Modules whose names differ in numbers only, summed: `layers.*.mlp` with how many they are; the most first."""
+    """Sums over modules whose names differ only in numbers: `layers.*.mlp` with their count; sorted."""
     found: dict[str, tuple[int, SavedBytes]] = {}
     names: dict[str, str] = {}
     for name, one in modules.items():

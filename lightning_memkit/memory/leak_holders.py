@@ -1,4 +1,4 @@
-"""What holds the tensors that every step leaves behind: a container, an attribute of the model, or a graph."""
+"""Find what holds the tensors that every step leaves behind: a container, a model attribute, or a graph."""
 
 import gc
 import weakref
@@ -12,12 +12,12 @@ from lightning_memkit.memory.findings import Finding
 from lightning_memkit.memory.meter import storages_of, tensors_in
 from lightning_memkit.memory.origins import Place, describe
 
-_LEVELS = 3  # of containers within containers that are looked through for a name
+_LEVELS = 3  # of nested containers that are searched for a name
 
 
 @dataclass(slots=True, eq=False)
 class StorageBirth:
-    """A storage made in a watched step."""
+    """A storage that was allocated in a watched step."""
 
     storage: "weakref.ref[torch.UntypedStorage]"
     step: int
@@ -27,7 +27,7 @@ class StorageBirth:
 
 
 class LeakJudge:
-    """Sorts leaking lines into those whose tensors somebody holds, and those that only a held graph keeps."""
+    """Separates leaking lines whose tensors have a holder from those that only a held graph keeps alive."""
 
     def __init__(
         self,
@@ -45,11 +45,11 @@ class LeakJudge:
                     line_of[storage._cdata] = line
                     if birth.step == 0:
                         first.add(storage._cdata)
-        # One pass over all objects: a view of a leaking storage holds it as the tensor itself does.
+        # One pass over all objects, since a view of a leaking storage also keeps it alive.
         self._tensors: dict[Place | None, list[Tensor]] = {}
         self._first: dict[
             Place | None, list[Tensor]
-        ] = {}  # those of the first step, which nothing else holds
+        ] = {}  # tensors of the first step, by now held only by the leak
         for thing in gc.get_objects():
             if issubclass(type(thing), Tensor):
                 for key in (storage._cdata for storage in _storages_if_any(thing)):
@@ -60,7 +60,7 @@ class LeakJudge:
         self._holders = self._find_holders()
 
     def findings(self, least_bytes: int) -> list[Finding]:
-        """The lines whose tensors are held, the largest first; a graph's bytes go to who holds that graph."""
+        """The lines whose tensors are held, largest first; a graph's bytes count for the graph's holder."""
         held = {line: births for line, births in self._lines.items() if self._holders.get(line)}
         graph_only = sum(
             b.size_bytes for line, births in self._lines.items() if line not in held for b in births
@@ -80,7 +80,7 @@ class LeakJudge:
         return sorted(found, key=lambda finding: -finding.size_bytes)
 
     def _grown_sum(self, held: set[Place | None]) -> Finding | None:
-        """A tensor whose graph reaches back through all watched steps: `total = total + loss`."""
+        """Find a tensor whose graph reaches back through all watched steps: `total = total + loss`."""
         births = {
             storage._cdata: birth
             for line, all_births in self._lines.items()
@@ -130,7 +130,7 @@ class LeakJudge:
         )
 
     def _find_holders(self) -> dict[Place | None, Any]:
-        """A container or object that refers to a tensor of each line, where there is one in Python."""
+        """A container or object that refers to a tensor of each line, if there is one in Python."""
         line_of = {id(tensor): line for line, tensors in self._first.items() for tensor in tensors}
         everything = [tensor for tensors in self._first.values() for tensor in tensors]
         own = {id(everything), *map(id, self._tensors.values()), *map(id, self._first.values())}
@@ -144,7 +144,7 @@ class LeakJudge:
         return holders
 
     def _name(self, container: Any) -> str:
-        """`Model.losses, a list of 5`, as far as the model's attributes tell."""
+        """Describe a container by a model attribute that refers to it: `Model.losses, a list of 5`."""
         names = {
             id(value): f"{type(module).__name__}.{name}"
             for module in (self._model.modules() if self._model is not None else ())
@@ -171,12 +171,12 @@ def _kind_of(container: Any) -> str:
 def _storages_if_any(tensor: Tensor) -> list[torch.UntypedStorage]:
     try:
         return list(storages_of(tensor))
-    except (RuntimeError, NotImplementedError):  # a functional or lazy tensor has none
+    except (RuntimeError, NotImplementedError):  # functional and lazy tensors have no storage
         return []
 
 
 def _saved_in_graph(tensor: Tensor) -> set[int]:
-    """The storages that a tensor's graph has saved and not freed."""
+    """The storages that a tensor's graph has saved and not yet freed."""
     found: set[int] = set()
     waiting, seen = [tensor.grad_fn], set()
     while waiting:

@@ -1,4 +1,4 @@
-"""Find tensors that every step leaves behind, and the line that made them."""
+"""Find tensors that every step leaves behind, and the lines that made them."""
 
 import weakref
 from collections.abc import Collection, Iterable, Iterator
@@ -15,16 +15,17 @@ from lightning_memkit.memory.origins import Place, place
 
 
 class LeakWatch(TorchDispatchMode):
-    r"""Notes each storage that is made in a few watched steps, and judges at the end which of them stay for good.
+    r"""Records each storage allocated in a few watched steps, and reports at the end which ones leak.
 
-    A line leaks where what it made in every watched step but the last is still alive after the last: what is
-    replaced, updated in place, prefetched or cached once is not. Where only a graph keeps them, the tensor that holds
-    the graph is named. What a compiled module makes inside is not followed.
+    A line leaks if storages that it made in every watched step but the last are still alive after the last;
+    tensors that are replaced, updated in place, prefetched or cached once are not. If only a graph keeps them
+    alive, the tensor that holds the graph is named. Allocations inside compiled modules are not tracked.
     Costs some tens of microseconds an operator while a step is watched, and nothing afterwards.
 
     Args:
-        least_bytes: a step must leave at least so many; tensors that keep their graph are named whatever their size.
-        outer: lines that are not the user's code within a step, see `origins.place`.
+        least_bytes: the least bytes that a step must leave; tensors that keep their graph are reported
+            whatever their size.
+        outer: lines of the stack above the step; see `origins.place`.
 
     Example:
         >>> watch = LeakWatch()
@@ -43,14 +44,14 @@ class LeakWatch(TorchDispatchMode):
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """One watched step: forward, backward, the optimizer's step."""
+        """Watch one step: forward, backward, the optimizer's step."""
         with self:
             yield
         self.steps += 1
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let compiled code run compiled; otherwise torch would never run that code compiled again."""
+        """Let compiled code run compiled; otherwise torch would run that code eagerly from then on."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -72,12 +73,13 @@ class LeakWatch(TorchDispatchMode):
     def findings(
         self, model: nn.Module | None = None, expected: Iterable[Tensor] = (), least_steps: int = 4
     ) -> list[Finding]:
-        """The lines that leak, the largest first.
+        """The lines that leak, largest first.
 
         Args:
-            model: its parameters, buffers, gradients and metrics' states are no leaks; its attributes name holders.
+            model: its parameters, buffers, gradients and metric states don't count as leaks; holders are
+                named by its attributes.
             expected: other tensors that may stay, such as optimizer states.
-            least_steps: fewer watched steps find nothing.
+            least_steps: fewer watched steps give no findings.
         """
         if self.steps < max(2, least_steps):
             return []
@@ -92,7 +94,7 @@ class LeakWatch(TorchDispatchMode):
         return LeakJudge(leaking, self.steps, model, made_at).findings(self._least_bytes) if leaking else []
 
     def forget(self) -> None:
-        """Let go of all notes."""
+        """Release all records."""
         self._births.clear()
 
     def _forget(self, key: int, ref: Any) -> None:
@@ -102,7 +104,7 @@ class LeakWatch(TorchDispatchMode):
 
 
 def _known_of(model: nn.Module | None) -> Iterator[Tensor]:
-    """A model's tensors, among them the states of torchmetrics' metrics, which are lists for some."""
+    """A model's tensors, including the states of torchmetrics' metrics, some of which are lists."""
     if model is None:
         return
     yield from model.buffers()
@@ -116,6 +118,6 @@ def _known_of(model: nn.Module | None) -> Iterator[Tensor]:
 
 
 def _is_input(key: int, args: Any, kwargs: Any) -> bool:
-    """Whether a storage is an operator's input: it was there before, and is not tracked."""
+    """Whether a storage is an operator's input: it existed before, and is not tracked."""
     inputs = tensors_in([*args, *(kwargs or {}).values()])
     return any(key == storage._cdata for tensor in inputs for storage in storages_of(tensor))

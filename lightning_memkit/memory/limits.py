@@ -1,4 +1,4 @@
-"""What a process may use of the host and of its device, and a hard cap on the latter."""
+"""The limits on a process's host and device memory, and a hard cap on the latter."""
 
 import os
 from collections.abc import Iterator
@@ -19,13 +19,13 @@ except ImportError:  # Windows
     resource: Any = None
 
 
-_UNLIMITED = 2**60  # cgroup v1 writes a number near 2**63 for no limit
+_UNLIMITED = 2**60  # cgroup v1 writes a number near 2**63 if there is no limit
 _MPS_DEFAULT = 1.7  # torch's own high watermark, times the recommended size
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """A limit on host memory, what of it is free, and who sets it."""
+    """A limit on host memory, how much of it is free, and who sets it."""
 
     total_bytes: int
     free_bytes: int
@@ -38,10 +38,10 @@ class Limit:
 def host_limits(root: Path = Path("/")) -> list[Limit]:
     """Every limit on this process's host memory: RAM, its cgroups up to the outermost, its resource limits.
 
-    A cgroup's page cache that can be given up counts as free.
+    A cgroup's reclaimable page cache counts as free.
 
     Args:
-        root: where `proc` and `sys` are.
+        root: the folder of `proc` and `sys`.
     """
     return [_ram(root), *_cgroups(root), *_resource_limits(root)]
 
@@ -111,9 +111,10 @@ def _table(path: Path) -> dict[str, int]:
 
 
 def device_memory(device: torch.device) -> tuple[int, int] | None:
-    """(free, total) bytes of an accelerator as its driver tells; None where it does not.
+    """(free, total) bytes of an accelerator from its driver; None if the driver does not tell.
 
-    On a shared card free is what all processes leave, on a MIG slice it is the slice's. Not yet verified on a GPU.
+    On a shared card, free is what all processes leave; on a MIG slice, it is the slice's. Not yet verified on
+    a GPU.
     """
     if device.type == "mps":
         total = torch.mps.recommended_max_memory()
@@ -125,24 +126,24 @@ def device_memory(device: torch.device) -> tuple[int, int] | None:
 
 
 def reserved_bytes(device: torch.device) -> int:
-    """What this process's caching allocator holds of a device; 0 where there is none."""
+    """What this process's caching allocator has reserved on a device; 0 if there is none."""
     module: Any = torch.get_device_module(device) if device.type not in ("cpu", "mps") else None
     return module.memory_reserved(device) if hasattr(module, "memory_reserved") else 0
 
 
 def hard_cap(device: torch.device, budget_bytes: int) -> Undo:
-    """Let torch's allocator refuse what would pass a budget, as a smaller card would; returns the undo.
+    """Make torch's allocator refuse what exceeds a budget, as a smaller card would; returns the undo.
 
-    On CUDA and XPU it is the process's memory fraction, on Apple's GPUs the high watermark. A cap that is lower
-    already stays. Elsewhere nothing is capped, and the undo does nothing. The context and libraries that allocate
-    by themselves lie beside the cap. Not yet verified on a GPU.
+    On CUDA and XPU it sets the process's memory fraction, on Apple's GPUs the high watermark. A lower
+    existing cap stays. On other devices nothing is capped, and the undo does nothing. The context, and
+    libraries that allocate by themselves, are outside the cap. Not yet verified on a GPU.
 
     Args:
-        device: whose memory it is.
+        device: the device whose memory is capped.
         budget_bytes: the most bytes that tensors, and the allocator's cache of them, may take.
 
     Raises:
-        ValueError: this process holds more than the budget already.
+        ValueError: this process's tensors exceed the budget already.
     """
     if device.type == "mps":
         return _cap_mps(budget_bytes)
@@ -172,7 +173,8 @@ def _check_held(module: ModuleType, device: torch.device, budget_bytes: int) -> 
 
 def _cap_mps(budget_bytes: int) -> Undo:
     total = torch.mps.recommended_max_memory()
-    # torch tells no watermark: the one that the user may have set is in the environment. 0 is no limit.
+    # torch can't report its watermark, so read the one that the user may have set in the environment. 0 is no
+    # limit.
     before = float(os.environ.get("PYTORCH_MPS_HIGH_WATERMARK_RATIO", _MPS_DEFAULT))
     fraction = budget_bytes / total
     if 0 < before <= fraction:

@@ -1,4 +1,4 @@
-"""How much memory a device has, and how much a piece of work took at its peak."""
+"""Measure the memory of a device, and the peak of a piece of work."""
 
 import os
 from collections.abc import Iterable
@@ -15,11 +15,11 @@ from lightning_memkit.memory.limits import device_memory, host_limits, reserved_
 from lightning_memkit.memory.meter import ByteMeter
 from lightning_memkit.memory.units import format_bytes, parse_bytes
 
-_LEAST_BYTES = 2**16  # less is a slip of the unit: no model trains in it
+_LEAST_BYTES = 2**16  # no model trains in less, so the unit must be a mistake
 
 
 class PeakMeter(Protocol):
-    """A context manager that knows the peak after it is left."""
+    """A context manager that gives the peak after it is left."""
 
     @property
     def peak_bytes(self) -> int:
@@ -34,9 +34,9 @@ class PeakMeter(Protocol):
 
 
 class AllocatorMeter:
-    """The peak of what a device's caching allocator *reserves*, or of what it hands out where it keeps no cache.
+    """The peak of what a device's allocator *reserves*, or allocates if it does not cache.
 
-    The context lies beside it: `budget_bytes` leaves room for it. Not yet verified on a GPU.
+    The context is not included: `budget_bytes` leaves room for it. Not yet verified on a GPU.
     """
 
     def __init__(self, device: torch.device, budget_bytes: int | None = None) -> None:
@@ -47,7 +47,7 @@ class AllocatorMeter:
 
     @staticmethod
     def counts(device: torch.device) -> bool:
-        """Whether a device's allocator keeps a peak: CUDA's, ROCm's and XPU's do."""
+        """Whether a device's allocator records a peak, as those of CUDA, ROCm and XPU do."""
         module = torch.get_device_module(device)
         return hasattr(module, "reset_peak_memory_stats") and hasattr(module, "max_memory_allocated")
 
@@ -72,7 +72,7 @@ class AllocatorMeter:
 def peak_meter(
     device: torch.device, resident: Iterable[Tensor], budget_bytes: int | None = None
 ) -> PeakMeter:
-    """A meter of a device's peak: its allocator's where that keeps one, else counted operator by operator.
+    """A meter of a device's peak: its allocator's if that records one, else counted operator by operator.
 
     Args:
         device: where the work runs.
@@ -87,7 +87,7 @@ def peak_meter(
 
 
 def fixed_bytes(device: torch.device) -> int:
-    """What an accelerator's driver counts besides the allocator (context, other processes); elsewhere 0."""
+    """What an accelerator's driver counts besides the allocator (context, other processes); 0 elsewhere."""
     memory = device_memory(device) if device.type != "mps" else None
     if memory is None:
         return 0
@@ -96,13 +96,13 @@ def fixed_bytes(device: torch.device) -> int:
 
 
 def bytes_beside(module: nn.Module) -> int:
-    """What this process holds besides a module's tensors, or 0 where the system does not tell."""
+    """What this process holds besides a module's tensors; 0 if the system does not tell."""
     held = sum(t.untyped_storage().nbytes() for t in [*module.parameters(), *module.buffers()])
     return max(0, process_bytes() - held)
 
 
 def process_bytes() -> int:
-    """The resident set of this process, or 0 where the system does not tell."""
+    """The resident set size of this process; 0 if the system does not tell."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except (OSError, IndexError, ValueError):
@@ -112,7 +112,7 @@ def process_bytes() -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Capacity:
-    """What a device has, and what of it is free now, in bytes; `source` names what limits it."""
+    """The total and the free bytes of a device; `source` names what limits them."""
 
     total_bytes: int
     free_bytes: int
@@ -131,17 +131,18 @@ def capacity(device: torch.device) -> Capacity:
 
 
 def budget_bytes(budget: int | float | str, device: torch.device) -> int:
-    """The bytes that a budget stands for on a device.
+    """The bytes that a budget means on a device.
 
     Args:
         budget: `"22GiB"`, a count of bytes, a fraction of the device's memory in (0, 1], or `"auto"`: all
-            that is free now, and on an accelerator what this process's allocator holds already. There a budget is for
-            tensors: the context and other processes lie beside it, and a fraction or `"auto"` leaves room for them.
-        device: whose memory it is.
+            that is free now, plus what this process's allocator has reserved on an accelerator. There a
+            budget covers only tensors: context and other processes are outside of it, and a fraction or
+            `"auto"` leaves room for them.
+        device: the device whose memory it is.
 
     Raises:
-        ValueError: the budget can't be read, is outside its range, or is more than the device or its other users
-            leave, or no more than cuBLAS's workspaces (`cublas_bytes`).
+        ValueError: the budget can't be parsed, is outside its range, exceeds what the device and its other
+            users leave, or is no more than cuBLAS's workspaces (`cublas_bytes`).
     """
     have, fixed = capacity(device), fixed_bytes(device)
     if (
@@ -183,7 +184,7 @@ def _check_room(size: int, budget: int | float | str, device: torch.device) -> N
 
 
 def check_budget(budget: object) -> None:
-    """Refuse a budget that can't be read, before any device is looked at.
+    """Refuse a budget that can't be parsed, before any device is queried.
 
     Raises:
         ValueError: with the value, the rule and the remedy.
@@ -196,7 +197,7 @@ def check_budget(budget: object) -> None:
         raise ValueError(f"budget={budget!r} is not a budget: {rule}.")
     if budget == "auto" or (isinstance(budget, float) and 0 < budget <= 1):
         return
-    # YAML and command lines may hand a count of bytes over as a float.
+    # YAML and command lines may give a count of bytes as a float.
     whole = int(budget) if isinstance(budget, float) and budget == int(budget) else budget
     if not isinstance(whole, str) and (isinstance(whole, float) or whole < _LEAST_BYTES):
         hint = f'; for GiB write "{whole:g}GiB"' if whole > 0 else ""

@@ -19,7 +19,7 @@ from typing_extensions import Self
 
 from lightning_memkit.memory.units import format_bytes
 
-# Between autograd's engine and a meter: meters, and torch's own wrappers of them.
+# Stack frames between autograd's engine and a meter: meters, and torch's wrappers of them.
 _OWN, _TORCH = Path(__file__).parents[1], Path(torch.__file__).parent
 _PASSED_OVER = (
     f"{_OWN}/memory/",
@@ -45,7 +45,7 @@ Phase = Literal["outside", "forward", "backward", "optimizer"]
 
 @dataclass(slots=True)
 class Allocation:
-    """The life of one storage: its size, when it was born and died by the meter's clock, and whose it is."""
+    """The life of one storage: its size, its birth and death by the meter's clock, and its owner."""
 
     size_bytes: int
     born: int
@@ -53,8 +53,8 @@ class Allocation:
     category: Category | None = None
     died: int | None = None
     origin: str = ""
-    stream: int = 0  # that it was made for; 0 is the default one
-    maker: Any = None  # the operator that returned it; None for what was tracked
+    stream: int = 0  # the stream for which it was allocated; 0 is the default one
+    maker: Any = None  # the operator that returned it; None for storages named by `track`
 
     def alive_at(self, tick: int) -> bool:
         """Whether the storage is alive right after a tick."""
@@ -64,10 +64,10 @@ class Allocation:
 class ByteMeter(TorchDispatchMode):
     """Counts the bytes of live storages while it is active; costs tens of microseconds an operator.
 
-    The meter sees what the dispatcher returns, so the peak repeats to the byte from run to run. Storages
-    that exist before it is entered are counted once `track` names them. Workspaces that a kernel allocates
-    and frees inside one operator are invisible to it. New Python threads don't inherit it; autograd's do.
-    Compiled functions run eagerly while it is active, operator by operator, and compiled again afterwards.
+    The meter sees what the dispatcher returns, so the peak is reproducible to the byte. Storages that exist
+    before it is entered are counted once `track` names them. Workspaces that a kernel allocates and frees
+    inside one operator are invisible. New Python threads don't inherit the meter; autograd's do. Compiled
+    functions run eagerly while it is active, and compiled again afterwards.
 
     Args:
         budget_bytes: live bytes above this raise `torch.OutOfMemoryError`, as an allocator would.
@@ -88,22 +88,22 @@ class ByteMeter(TorchDispatchMode):
         self.peak_origin = ""
         self.allocations = 0
         self.phase: Phase = "outside"
-        self.origin = ""  # whose allocations come now, in the records
-        self.category: Category | None = None  # of the allocations that come now, where it is known
-        self.stream = 0  # that they are made for
+        self.origin = ""  # the owner of the next allocations, in the records
+        self.category: Category | None = None  # of the next allocations, if known
+        self.stream = 0  # of the next allocations
         self.operators = 0
         self.clock = 0  # one tick for every birth and every death
         self.records: list[Allocation] = []
-        self.sums: list[tuple[int, int]] = []  # ticks from which and to which summands exist beside their sum
+        self.sums: list[tuple[int, int]] = []  # ticks (begin, end) with summands and sum alive
         self._record = record
         self._maker: Any = None
-        self._sum_is_open = False  # what autograd added up is not yet given back
+        self._sum_is_open = False  # autograd has added gradients but not yet freed the summand
         self._sum_began = 0
         self._alive: dict[int, tuple[Any, Allocation]] = {}
         self._stances: list[AbstractContextManager[Any]] = []
 
     def __enter__(self) -> Self:
-        # A compiled function that is called within a dispatch mode would run eagerly for ever after.
+        # Otherwise a compiled function that is called within a dispatch mode would run eagerly forever after.
         compiles = "torch._dynamo" in sys.modules
         stance = torch.compiler.set_stance("force_eager") if compiles else nullcontext()
         stance.__enter__()
@@ -117,8 +117,8 @@ class ByteMeter(TorchDispatchMode):
         self._stances.pop().__exit__(*exception)
 
     def track(self, tensors: Iterable[Tensor], category: Category | None = None) -> None:
-        """Count storages that exist already; those known get the category."""
-        self._maker = None  # whatever an operator that failed has left
+        """Count storages that exist already; if they are counted, only set their category."""
+        self._maker = None  # left over if an operator failed
         for tensor in tensors:
             for storage in storages_of(tensor):
                 known = self._alive.get(storage._cdata)
@@ -129,7 +129,7 @@ class ByteMeter(TorchDispatchMode):
         self._note_peak("before the step")
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage by its present size, which was changed past the dispatcher: what it was has ended."""
+        """Recount a storage whose size was changed without the dispatcher: the old allocation ends."""
         known = self._alive.get(storage._cdata)
         if known is not None and known[1].size_bytes == storage.nbytes():
             return
@@ -141,13 +141,13 @@ class ByteMeter(TorchDispatchMode):
         self._note_peak("resize_")
 
     def reset_peak(self) -> None:
-        """Start a new peak from what is alive now."""
+        """Start a new peak from the bytes that are alive now."""
         self.peak_bytes = self.live_bytes
         self.peak_tick = self.clock
         self.peak_operator = self.peak_origin = ""
 
     def forget(self) -> None:
-        """Stop counting every storage; their later deaths are ignored."""
+        """Stop counting all storages; their later deaths are ignored."""
         self._alive.clear()
         self.live_bytes = 0
 
@@ -162,7 +162,7 @@ class ByteMeter(TorchDispatchMode):
                 known = self._alive.get(storage._cdata)
                 if known is None:
                     if _is_among(storage, args, kwargs):
-                        continue  # a view of, or an update to, what existed before and is not tracked
+                        continue  # a view of, or an update to, an existing storage that is not tracked
                     index, self.allocations = self.allocations, self.allocations + 1
                     if index == self.fail_at:
                         raise torch.OutOfMemoryError(
@@ -183,7 +183,7 @@ class ByteMeter(TorchDispatchMode):
         return out
 
     def _settle_sum(self) -> bool:
-        """After a sum of autograd's own, once what it used up is given back: note the peak; whether there was one."""
+        """Record the peak after a sum of autograd's own, once its summand is freed; True if there was one."""
         was_open, self._sum_is_open = self._sum_is_open, False
         if was_open:
             if self._record:
@@ -199,7 +199,7 @@ class ByteMeter(TorchDispatchMode):
             )
 
     def _pass_through(self, size_bytes: int, operator: str) -> None:
-        """Count bytes that an operator took and gave back within."""
+        """Count bytes that an operator allocated and freed inside."""
         self.clock += 1
         record = Allocation(size_bytes, self.clock, self.phase, self.category, origin=self.origin)
         self.live_bytes += size_bytes
@@ -211,7 +211,7 @@ class ByteMeter(TorchDispatchMode):
             self.records.append(record)
 
     def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run the operator that is counted."""
+        """Run the operator that is being counted."""
         return func(*args, **kwargs)
 
     def _add(self, storage: torch.UntypedStorage, category: Category | None) -> None:
@@ -243,12 +243,12 @@ class ByteMeter(TorchDispatchMode):
 
 
 def unmetered() -> AbstractContextManager[Any]:
-    """Within it no meter entered outside sees an operator; what dies meanwhile is still noticed."""
+    """Within the context, meters from outside see no operators; they still notice when tensors die."""
     return _disable_current_modes()
 
 
 def tensors_in(out: Any) -> Iterator[Tensor]:
-    """The tensors of a value that an operator takes or returns: alone, or in lists and tuples."""
+    """The tensors of a value that an operator takes or returns: itself, or in lists and tuples."""
     if isinstance(out, Tensor):
         yield out
     elif isinstance(out, (tuple, list)):
@@ -257,7 +257,7 @@ def tensors_in(out: Any) -> Iterator[Tensor]:
 
 
 def _adds_up_gradients(func: Any) -> bool:
-    """Whether autograd itself adds two gradients: in place, but for meters, and gives back the one that is used up."""
+    """Whether autograd is adding two gradients; without a meter it would add in place and free one."""
     if (
         func is not torch.ops.aten.add.Tensor
         or torch._C._current_graph_task_id() == -1
@@ -276,11 +276,11 @@ def _is_among(storage: torch.UntypedStorage, args: Any, kwargs: Any) -> bool:
 
 
 def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    """The storages behind a tensor; a wrapper subclass (DTensor) answers with its parts'."""
+    """The storages behind a tensor; for a wrapper subclass (DTensor) those of its inner tensors."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]
         for part in (getattr(tensor, name) for name in names):
-            if isinstance(part, Tensor):  # a DTensor names its mesh too
+            if isinstance(part, Tensor):  # a DTensor also lists its mesh
                 yield from storages_of(part)
         return
     if tensor.layout is not torch.strided:
@@ -289,7 +289,7 @@ def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
 
 
 def storage_is_freed(tensor: Tensor) -> bool:
-    """Whether a tensor's memory was given back while it lives on, as FSDP does: to read it would end the process."""
+    """Whether a live tensor's memory was freed, as FSDP does; reading it would crash the process."""
     return any(
         tensor.numel() and tensor.device.type != "meta" and not storage.nbytes()
         for storage in (() if is_traceable_wrapper_subclass(tensor) else storages_of(tensor))

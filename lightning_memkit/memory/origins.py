@@ -1,4 +1,4 @@
-"""The user's line behind an operator: the innermost frame that is no library's."""
+"""The user's line behind an operator: the innermost stack frame outside of libraries."""
 
 import sys
 import sysconfig
@@ -16,17 +16,17 @@ _FRAMEWORKS = (f"{_OWN}/", f"{Path(torch.__file__).parent}/")
 _FRAMEWORK_NAMES = ("/lightning/", "/pytorch_lightning/", "/lightning_fabric/", "/torchmetrics/")
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 _STANDARD = f"{sysconfig.get_paths()['stdlib']}/"
-_TYPED_IN = ("<stdin>", "<string>", "<ipython")  # what else has no file is generated
+_TYPED_IN = ("<stdin>", "<string>", "<ipython")  # other names in <> are generated code
 
 
 def place(outer: Collection[Place] = ()) -> Place | None:
-    """File and line of the innermost frame of the user's code; else of a model library's; else None.
+    """File and line of the innermost frame of the user's code, else of a model library's, else None.
 
-    Frames of torch, Lightning and memkit are passed over, so that the line is one that the user can change. Costs a
-    few microseconds where the stack is deep.
+    Frames of torch, Lightning and memkit are skipped, so that the user can change the line. Costs a few
+    microseconds if the stack is deep.
 
     Args:
-        outer: what `places` said where training began: those lines only wait for training to end.
+        outer: the lines that `places` returned where training began; they only wait for training to end.
     """
     frame = sys._getframe(1)
     library: Place | None = None
@@ -42,7 +42,7 @@ def place(outer: Collection[Place] = ()) -> Place | None:
 
 
 def places() -> set[Place]:
-    """All lines that are being run now, from the innermost to the script's."""
+    """All lines on the current stack."""
     frame, found = sys._getframe(1), set()
     while frame is not None:
         found.add((frame.f_code.co_filename, frame.f_lineno))
@@ -51,7 +51,7 @@ def places() -> set[Place]:
 
 
 def describe(where: Place | None, otherwise: str) -> str:
-    """`file:line`, relative to the working directory where that is shorter."""
+    """`file:line`, with a path relative to the working directory if it is below that."""
     if where is None:
         return otherwise
     path, line = where
@@ -64,7 +64,7 @@ def describe(where: Place | None, otherwise: str) -> str:
 
 @cache
 def _kind(name: str) -> Literal["framework", "library", "user"]:
-    """Whose code a file is."""
+    """Who wrote the code of a file."""
     if name.startswith("<"):
         return "user" if name.startswith(_TYPED_IN) else "framework"
     if name.startswith(_FRAMEWORKS):

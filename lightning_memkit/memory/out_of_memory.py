@@ -1,12 +1,12 @@
-"""Tell running out of memory from every other error, and free what it left."""
+"""Distinguish running out of memory from every other error, and free what it left."""
 
 import gc
 import re
 
 import torch
 
-# What allocators write in a plain RuntimeError; lower case. "Out of memory" alone is any sentence's: "ran out of
-# memory-mapped files" is no allocation that failed.
+# Messages of allocators that raise a plain RuntimeError, in lower case. "Out of memory" alone is not enough:
+# "ran out of memory-mapped files" is no failed allocation.
 _MESSAGES = re.compile(
     r"""
     \b(cuda|hip|xpu|mps\ backend|device)\ out\ of\ memory\b(?!-)
@@ -23,7 +23,7 @@ _MESSAGES = re.compile(
     """,
     re.VERBOSE,
 )
-# A collective that fails may name memory, but its peers are gone with it: never retried.
+# A failed collective may mention memory, but its peers have failed with it: never retry it.
 _NEVER = ("nccl", "gloo")
 
 
@@ -41,9 +41,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def free_memory() -> None:
-    """Free what hangs in cycles and the accelerator's cache of freed memory.
+    """Collect reference cycles and empty the accelerator's cache of freed memory.
 
-    Call it behind the handler of an error, not within: there the traceback holds the failed step's tensors.
+    Call it after the handler of an error, not inside: there the traceback keeps the failed step's tensors
+    alive.
     """
     gc.collect()
     if torch.accelerator.is_available():

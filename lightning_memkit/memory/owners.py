@@ -1,4 +1,4 @@
-"""In which module an operator runs, its backward and what is made again included."""
+"""Find the module in which an operator runs, including its backward and recomputation."""
 
 from bisect import bisect_right
 from contextlib import ExitStack
@@ -13,32 +13,32 @@ _LAST = chr(0x10FFFF)
 
 
 class Owners:
-    """Says whose operator runs now, while it is entered; hooks on all modules, a microsecond or two a question.
+    """Tells whose operator is running, while entered; hooks all modules, a microsecond or two a query.
 
-    A backward belongs to the module in whose forward autograd made the node; what activation checkpointing makes
-    again belongs to the module that runs again.
+    A backward operator belongs to the module whose forward created the autograd node; a recomputed operator
+    belongs to the module that is recomputed.
     """
 
     def __init__(self, module: nn.Module | None = None) -> None:
         self._names: dict[int, str] = {}
         self._within: list[str] = []
-        # From which number of autograd's on nodes are of which module.
+        # (first autograd sequence number, module), in order.
         self._sequence: list[tuple[int, str]] = []
         self._entered = ExitStack()
         if module is not None:
             self.name(module)
 
     def name(self, module: nn.Module) -> None:
-        """Know the module's submodules by their names; all others go by their class."""
+        """Register the names of a module's submodules; other modules are named by their class."""
         self._names = {id(submodule): name for name, submodule in module.named_modules()}
 
     @property
     def has_names(self) -> bool:
-        """Whether a module was named."""
+        """Whether names were registered."""
         return bool(self._names)
 
     def current(self) -> str:
-        """The innermost module; empty outside of any."""
+        """The name of the innermost running module; empty outside of any."""
         if self._within:
             return self._within[-1]
         return self._owner_of_node() if torch._C._current_graph_task_id() != -1 else ""

@@ -1,4 +1,4 @@
-"""A report as one HTML file that needs a browser and nothing else: no network, no library."""
+"""A report as one self-contained HTML file: no network, no library."""
 
 from collections.abc import Iterator
 
@@ -25,7 +25,7 @@ def page(report: StepReport) -> str:
 
 
 def comparison_page(one: StepReport, other: StepReport, names: tuple[str, str]) -> str:
-    """The page of two reports side by side: timelines of one scale, and the differences."""
+    """The page of two reports side by side: timelines on one scale, and the differences."""
     top = max(height_of(one), height_of(other))
     charts = [chart(report, number, top) for number, report in enumerate((one, other))]
     return _rendered(
@@ -36,7 +36,7 @@ def comparison_page(one: StepReport, other: StepReport, names: tuple[str, str]) 
 
 
 def _rendered(**what: object) -> str:
-    """The template, filled; what it is given is text to it, never tags."""
+    """Render the template; the values are escaped, so they can't inject tags."""
     templates = Environment(
         loader=PackageLoader("lightning_memkit", "memory"),
         autoescape=True,
@@ -44,7 +44,7 @@ def _rendered(**what: object) -> str:
         trim_blocks=True,
         keep_trailing_newline=True,
     )
-    # Sorted, categories would not lie as the chart stacks them.
+    # Without jinja's default of sorted keys: the chart stacks categories in their order.
     templates.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     templates.filters |= {"bytes": format_bytes, "run_words": run_words}
     template = templates.get_template("page.html")

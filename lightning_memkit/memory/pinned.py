@@ -1,17 +1,17 @@
-"""Pinned host memory as torch's allocator of it gives it: by powers of two, and kept when it is freed."""
+"""Sizes of pinned host memory: torch's allocator rounds up to powers of two and caches freed memory."""
 
 import torch
 
 
 def pinned_size(size_bytes: int) -> int:
-    """What so many bytes take of the host: the next power of two (torch's ATen/core/CachingHostAllocator.h)."""
+    """Host bytes of a pinned allocation: the next power of two (ATen/core/CachingHostAllocator.h)."""
     return 1 << (size_bytes - 1).bit_length() if size_bytes > 0 else 0
 
 
 def return_pinned() -> None:
-    """Return to the system what torch keeps of pinned memory that nobody uses; may wait for the device.
+    """Return torch's cached, unused pinned memory to the system; may wait for the device.
 
-    An older torch can do so on CUDA alone.
+    Older versions of torch can do so on CUDA only.
     """
     if not torch.accelerator.is_available():
         return

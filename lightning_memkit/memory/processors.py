@@ -1,4 +1,4 @@
-"""How many processors this process may use, and how much of them it wants."""
+"""How many processors this process may use, and how much processor time it wants."""
 
 import os
 import time
@@ -11,10 +11,10 @@ _SCHEDULED = Path("/proc/self/schedstat")
 
 
 def wanted_processor_seconds() -> float:
-    """Seconds for which this process's threads ran, and its main thread waited for a processor; microseconds.
+    """Seconds that this process ran, plus those its main thread waited to run; costs microseconds.
 
-    A process that has to share its processors wants no less of them. Where the system doesn't tell about the waiting,
-    the seconds that it ran.
+    Waiting is included because a process that must share processors wants no less of them. If the system does
+    not report waiting, only the seconds that it ran.
     """
     try:
         waited = int(_SCHEDULED.read_bytes().split()[1]) / 1e9
@@ -24,21 +24,21 @@ def wanted_processor_seconds() -> float:
 
 
 def usable_processors(root: Path = Path("/")) -> float:
-    """Processors that this process may run on, or a share of them where a cgroup has a quota; above 0.
+    """Processors that this process may use, possibly a fraction under a cgroup's quota; above 0.
 
     Args:
-        root: where `proc` and `sys` are.
+        root: the folder of `proc` and `sys`.
     """
     return min([float(allowed_processors()), *quotas(root)])
 
 
 def allowed_processors() -> int:
-    """Processors that this process may be scheduled on, whatever its cgroup's quota."""
+    """Processors on which this process may be scheduled, ignoring its cgroup's quota."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def quotas(root: Path = Path("/")) -> Iterator[float]:
-    """Processors' worth of time that each cgroup of this process grants, where it limits it."""
+    """The processors' worth of time that each limiting cgroup of this process grants."""
     unified, legacy = cgroup_folders(root, "cpu", ("cpu", "cpu,cpuacct"))
     for folder in (*unified, *legacy):
         yield from _quota(folder)

@@ -1,20 +1,20 @@
-"""Whether activation checkpointing computes again what a forward had, where autograd does not see it."""
+"""Whether activation checkpointing is recomputing operators where autograd does not show it."""
 
-_running = 0  # operators of a tape, one within another
+_running = 0  # nested operators of a tape that are running
 
 
 def begin() -> None:
-    """An operator runs again; `end` has to follow."""
+    """Note that an operator is being recomputed; `end` must follow."""
     global _running
     _running += 1
 
 
 def end() -> None:
-    """It has run."""
+    """Note that its recomputation has ended."""
     global _running
     _running -= 1
 
 
 def is_running() -> bool:
-    """Whether one is running."""
+    """Whether an operator is being recomputed."""
     return _running > 0

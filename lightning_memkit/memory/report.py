@@ -1,4 +1,4 @@
-"""What a report of a step says, as it is written to JSON and read again."""
+"""The contents of a step's report, and how they are written to JSON and read back."""
 
 import json
 from collections.abc import Mapping
@@ -15,23 +15,23 @@ from lightning_memkit.memory.timeline import Timeline
 from lightning_memkit.utilities.atomic_write import write_whole
 
 FORMAT = 1
-_COMPACT = ("timeline", "modules", "kinds")  # long: an entry a line
+_COMPACT = ("timeline", "modules", "kinds")  # long, so written with one entry a line
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """What was run.
+    """The run that a report is about.
 
     Args:
-        name: of the module's class.
+        name: the module's class.
         step: the training batch that was metered, from 0.
-        device: its name.
-        precision: as the Trainer has it.
-        parameters: trained and frozen.
-        micro_batch_size: samples in a part; 0 where the batch is not split.
-        budget_bytes: of a `MemoryBudget`; 0 without one.
-        forecast_bytes: the peak that `MemoryBudget` predicted for this micro-batch; 0 where it did not.
-        retries: steps that ran out of memory and were taken again.
+        device: the device's name.
+        precision: the Trainer's precision.
+        parameters: the number of parameters, trained and frozen.
+        micro_batch_size: samples in a micro-batch; 0 if the batch is not split.
+        budget_bytes: the budget of a `MemoryBudget`; 0 without one.
+        forecast_bytes: the peak that `MemoryBudget` predicted for this micro-batch; 0 if it did not.
+        retries: steps that ran out of memory and were retried.
     """
 
     name: str = ""
@@ -47,13 +47,13 @@ class RunFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedStep:
-    """What was predicted for the step that was metered.
+    """The prediction of the metered step.
 
     Args:
-        peak_bytes: of tensors.
-        at_peak: by category.
-        largest: each category alone, at its own most.
-        what: which step it is, where it differs from the metered one, or why there is none.
+        peak_bytes: the peak of tensors.
+        at_peak: bytes at the peak by category.
+        largest: each category's own peak.
+        what: which step was predicted, if not the metered one, or why there is no prediction.
     """
 
     peak_bytes: int = 0
@@ -64,14 +64,14 @@ class PredictedStep:
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """One change, as the planner predicts it beside the run as it is.
+    """One change to the run, as the planner predicts it.
 
     Args:
         change: what to change.
-        saved_bytes: of the peak.
-        time_share: of a step's time more (0.01 is 1 %); negative where it is faster.
-        changes: what it changes in the numbers; empty where nothing.
-        how: the plugin or option, as one writes it.
+        saved_bytes: how much lower the peak is.
+        time_share: relative change of a step's time (0.01 is 1 % slower); negative if it is faster.
+        changes: what changes numerically; empty if nothing.
+        how: the plugin or option to write.
     """
 
     change: str
@@ -83,18 +83,18 @@ class Advice:
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """One step of a run, and what belongs to it.
+    """The report of one step of a run.
 
     Args:
         step: what was metered.
-        run: what was run.
-        flops: operations of the batch.
-        rates: of the last line while training, by the names that loggers have.
-        predicted: beside what was measured; None where nothing was.
-        advice: what would save memory, the most for the least time first.
-        advised: whether advice was asked for.
-        failure: the error of a step that ran out of memory; empty where it did not.
-        metered: whether operators were counted; else, of a step that failed, what lived is known by its owners only.
+        run: facts about the run.
+        flops: FLOPs of the batch.
+        rates: of the last line while training, by the names that loggers use.
+        predicted: the prediction; None if there was none.
+        advice: changes that would save memory, best ratio of savings to time first.
+        advised: whether advice was requested.
+        failure: the error of a step that ran out of memory; empty if it did not.
+        metered: whether operators were counted; if not, live memory of a failed step is known only by owner.
     """
 
     step: MeteredStep
@@ -109,16 +109,16 @@ class StepReport:
 
     @property
     def anatomy(self) -> Anatomy:
-        """The peak, taken apart."""
+        """The anatomy of the peak."""
         return self.step.anatomy
 
     def with_findings(self, findings: tuple[Finding, ...]) -> "StepReport":
-        """The same with what was wasteful."""
+        """A copy with these findings."""
         anatomy = replace(self.anatomy, findings=findings)
         return replace(self, step=replace(self.step, anatomy=anatomy))
 
     def as_dict(self) -> dict[str, Any]:
-        """What the JSON has: the anatomy's fields, and one key for each of the others."""
+        """The contents of the JSON: the anatomy's fields, and one key for each other attribute."""
         found = asdict(self)
         step = found.pop("step")
         anatomy = step.pop("anatomy")
@@ -135,7 +135,7 @@ class StepReport:
 
         Raises:
             OSError: the file can't be read.
-            ValueError: it is no report, or one of another format.
+            ValueError: it is no report, or has another format.
         """
         try:
             saved = json.loads(path.read_text(encoding="utf-8"))
@@ -195,6 +195,6 @@ def _timeline(saved: Mapping[str, Any]) -> Timeline:
 
 
 def _of(kind: Any, values: Mapping[str, Any]) -> Any:
-    """A dataclass of the keys that it knows: a later version may write more."""
+    """Make a dataclass from the keys that it knows, since later versions may write more."""
     known = {one.name for one in fields(kind)}
     return kind(**{name: value for name, value in values.items() if name in known})

@@ -11,7 +11,7 @@ from lightning_memkit.memory.words import UNMETERED, peak_words
 
 
 def tables(report: StepReport) -> Iterator[rich.table.Table]:
-    """All tables of a report that have something to say; the first is headed by the peak."""
+    """All non-empty tables of a report; the title of the first gives the peak."""
     first, *others = of_memory.tables(report)
     yield _drawn(first, title=_title(report), caption=f"{first.note}\n{_caption(report)}")
     yield from map(_drawn, others)
@@ -20,7 +20,7 @@ def tables(report: StepReport) -> Iterator[rich.table.Table]:
 def comparison_tables(
     one: StepReport, other: StepReport, names: tuple[str, str]
 ) -> Iterator[rich.table.Table]:
-    """Two reports side by side, with what the second has more."""
+    """Two reports side by side, with their differences."""
     yield from map(_drawn, of_memory.comparison_tables(one, other, names))
 
 

@@ -1,4 +1,4 @@
-"""The largest micro-batch whose measured peak fits, from a few trials and the line through them."""
+"""Find the largest micro-batch whose measured peak fits, by a few trials and linear interpolation."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from lightning_memkit.memory.units import format_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One measured micro-batch; a peak of None ran out of memory."""
+    """One measured micro-batch; a `peak_bytes` of None means that it ran out of memory."""
 
     micro_batch_size: int
     peak_bytes: int | None
@@ -16,9 +16,9 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizing:
-    """The size that was chosen, its measured peak, every trial on the way, and the sizes that are safe to time.
+    """The chosen size, its measured peak, every trial made, and the sizes that are safe to time.
 
-    `fewest` is the fewest samples that the step runs on.
+    `fewest` is the smallest number of samples on which the step runs.
     """
 
     micro_batch_size: int
@@ -32,11 +32,11 @@ class Sizing:
         return f"micro-batch {self.micro_batch_size}, peak {format_bytes(self.peak_bytes)} (tried: {sizes})"
 
 
-TOLERANCE = 0.05  # by which a measured peak may differ from the predicted one
+TOLERANCE = 0.05  # relative difference allowed between measured and predicted peak
 
 
 class NothingFitsError(Exception):
-    """Not even a micro-batch of 1 fits; carries its peak where it could be measured."""
+    """Not even a micro-batch of 1 fits; carries its peak if that could be measured."""
 
     def __init__(self, peak_bytes: int | None) -> None:
         super().__init__("not even a micro-batch of 1 fits")
@@ -44,16 +44,16 @@ class NothingFitsError(Exception):
 
 
 def part_sizes(most: int) -> list[int]:
-    """The sizes up to `most` that give another number of parts each, rising: of 8 samples 1, 2, 3, 4 and 8."""
+    """The sizes up to `most` that each give a different number of micro-batches: for 8, 1, 2, 3, 4 and 8."""
     return sorted({-(-most // parts) for parts in range(1, most + 1)})
 
 
 class Forecast:
-    """Predicted peaks, which measured ones correct: once, where they are off by more than 5 %.
+    """Predicted peaks; a measured peak that is off by more than 5 % corrects them, once.
 
     Args:
         peak_of: the predicted peak of a size.
-        factor: measured over predicted, as earlier runs on this device had it.
+        factor: ratio of measured to predicted peaks in earlier runs on this device.
     """
 
     def __init__(self, peak_of: Callable[[int], float], factor: float = 1.0) -> None:
@@ -63,11 +63,11 @@ class Forecast:
         self.ratio: float | None = None
 
     def peak_bytes(self, size: int) -> float:
-        """The peak that is expected by now."""
+        """The expected peak of a size, with corrections."""
         return self._peak_of(size) * self._factor
 
     def is_confirmed(self, trial: Trial) -> bool:
-        """Whether a measured peak is as expected; where it is not, what is expected follows it, once."""
+        """Whether a measured peak is as expected; if not, correct the expectation, once."""
         if trial.peak_bytes is None:
             return False
         if self.ratio is None:
@@ -90,18 +90,18 @@ def largest_fitting(
     forecast: Forecast | None = None,
     least: int = 1,
 ) -> Sizing:
-    """The largest size up to `most` that was measured to fit; a handful of trials, one where a forecast holds.
+    """The largest size up to `most` that was measured to fit; takes a few trials, one if a forecast holds.
 
-    Two small sizes give a line; its guess is tried, and each result moves the line or closes the interval. A forecast
-    makes the first guess: a size that is as large as predicted is taken at once. Only sizes that give another number
-    of parts are tried: with 8 samples, 5, 6 and 7 all make two.
+    Two small sizes give a line; the size that it predicts is tried, and each result moves the line or narrows
+    the interval. A forecast makes the first guess, which is accepted at once if its peak is as predicted.
+    Only sizes that give different numbers of micro-batches are tried: of 8 samples, 5, 6 and 7 all make two.
 
     Args:
-        peak_of: measures a size; None where it runs out of memory.
-        usable_bytes: the peak must not pass it.
+        peak_of: measures a size; None if it runs out of memory.
+        usable_bytes: the most that the peak may be.
         most: the samples of the effective batch.
         most_trials: how many sizes may be measured.
-        forecast: what is predicted of sizes.
+        forecast: predicted peaks of sizes.
         least: no smaller size is tried.
 
     Raises:
@@ -127,7 +127,8 @@ def largest_fitting(
     if low < 0:
         raise NothingFitsError(trials[-1].peak_bytes)
     while not settled and high - low > 1 and len(trials) < most_trials:
-        # The line's guess, and after a miss bisection in turn: a peak with a flat start has no useful line.
+        # Try the line's guess; after a size that did not fit, alternate with bisection, since a peak that is
+        # flat for small sizes gives no useful line.
         bisect = high < len(candidates) and len(trials) % 2 == 0
         guess = (low + high) // 2 if bisect else _reached(candidates, low, high, trials, usable_bytes)
         tried(min(max(guess, low + 1), high - 1))
@@ -140,7 +141,7 @@ def largest_fitting(
 def _as_forecast(
     tried: Callable[[int], Trial], forecast: Forecast, candidates: list[int], usable_bytes: int
 ) -> bool:
-    """Try what is expected to be the largest that fits, and once more where that was wrong; whether one fits."""
+    """Try the largest size that is expected to fit, and once more after a correction; True if one fits."""
     open_to = range(len(candidates))
     for _ in range(2):
         reached = [index for index in open_to if forecast.peak_bytes(candidates[index]) <= usable_bytes]
@@ -156,7 +157,7 @@ def _as_forecast(
 
 
 def _reached(candidates: list[int], low: int, high: int, trials: list[Trial], usable_bytes: int) -> int:
-    """The candidate that the line through the two nearest trials reaches."""
+    """The largest candidate that fits according to the line through the two nearest trials."""
     measured = sorted(
         (trial.micro_batch_size, trial.peak_bytes) for trial in trials if trial.peak_bytes is not None
     )

@@ -1,45 +1,45 @@
-"""The fastest of a few sizes that all fit, from the noisy times of steps that train anyway."""
+"""Choose the fastest of a few sizes that all fit, from noisy times of actual training steps."""
 
 from collections.abc import Sequence
 from statistics import median
 
-_SWEEP_SLOWER = 1.15  # two sizes in turn this much slower than the best end the sweep
-_RACE_SLOWER = 1.3  # a median this much slower than the best's ends a contestant's race
-_CONTESTANTS, _TOO_SLOW = 4, 1.5  # a sweep's best few race, unless they are this much slower
+_SWEEP_SLOWER = 1.15  # two successive sizes this much slower than the best end the sweep
+_RACE_SLOWER = 1.3  # a contestant with a median this much slower than the best drops out
+_CONTESTANTS, _TOO_SLOW = 4, 1.5  # the best of the sweep race, unless they are this much slower
 
 
 def smaller_sizes(most: int, largest: int, count: int = 6) -> tuple[int, ...]:
-    """`largest` and the sizes that make twice, four times, ... as many parts of `most` samples, downwards.
+    """`largest`, and the sizes that split `most` samples into 2, 4, ... times as many micro-batches.
 
     Args:
         most: samples of the effective batch.
-        largest: the largest part that fits.
-        count: how many sizes at most.
+        largest: the largest micro-batch that fits.
+        count: the most sizes to return.
     """
     parts = [min(-(-most // largest) * 2**index, most) for index in range(count)]
     return tuple(sorted({-(-most // number) for number in parts}, reverse=True))
 
 
 class FastestSize:
-    """Finds the size with the highest throughput in a bounded number of timed steps; costs no step, slower ones only.
+    """Finds the size with the highest throughput in a bounded number of timed steps, some of them slower.
 
-    A sweep times two steps of each size from the largest downwards, and stops where two sizes in turn are slower
-    than the best: as a rule throughput has one peak. Of the two steps the faster counts, since kernels are loaded
-    and tuned in the first. The best few then race in turns, so that a machine that drifts slows all of them
-    alike, and the median over rounds of the time beside another's decides.
-
-    Decisions follow from what is observed alone: ranks that observe equal times ask for equal sizes.
+    All timed steps are ordinary training steps. A sweep times two steps of each size from the largest
+    downwards, and stops when two successive sizes are slower than the best, because throughput usually has
+    one peak. The faster of the two steps counts, since kernels are loaded and tuned in the first. The best
+    few then race in turns, so that a drift of the machine affects all of them alike; the median over rounds
+    of the time ratios decides. Decisions depend only on observed times, so ranks that observe equal times ask
+    for equal sizes.
 
     Args:
-        sizes: what may be chosen, the largest first.
-        most_steps: after so many observed steps the best so far is taken.
+        sizes: the sizes to choose from, the largest first.
+        most_steps: after this many observed steps, the best so far is chosen.
         margin: a smaller size must be faster than the largest by more than this fraction.
 
     Attributes:
         settled: the choice; None while steps are still to be timed.
 
     Raises:
-        ValueError: there are no sizes, or they don't fall.
+        ValueError: there are no sizes, or they are not in descending order.
     """
 
     def __init__(self, sizes: Sequence[int], *, most_steps: int = 40, margin: float = 0.02) -> None:
@@ -51,27 +51,27 @@ class FastestSize:
         self._most_steps = most_steps
         self._margin = margin
         self._first: dict[int, float] = {}
-        self._rounds: list[dict[int, float]] = [{}]  # seconds a sample, by size; the first is the sweep
+        self._rounds: list[dict[int, float]] = [{}]  # seconds per sample by size; the first is the sweep
         self._racing: list[int] = []
 
     @property
     def best(self) -> int:
-        """The choice, or the likeliest so far."""
+        """The choice, or the best so far."""
         return self._fastest() if self.settled is None else self.settled
 
     @property
     def seconds_per_sample(self) -> dict[int, float]:
-        """The median time of a sample, for each size that was timed."""
+        """The median time per sample of each size that was timed."""
         times = {size: [times[size] for times in self._rounds if size in times] for size in self._sizes}
         return {size: median(seconds) for size, seconds in times.items() if seconds}
 
     @property
     def held_by_memory(self) -> bool:
-        """Whether nothing but its size keeps a larger one from being chosen: no smaller one is faster."""
+        """Whether only memory prevents a larger choice: no smaller size is faster than the largest."""
         return not self._sizes or self.best == self._sizes[0]
 
     def next_size(self) -> int:
-        """The size that the next step is to run with."""
+        """The size with which the next step should run."""
         if self.settled is not None:
             return self.settled
         if not self._racing:
@@ -80,7 +80,7 @@ class FastestSize:
         return next(size for size in turn if size not in self._rounds[-1])
 
     def observe(self, size: int, seconds: float, samples: float) -> None:
-        """Take note of the time of a step; `samples` may be any count that its work is proportional to."""
+        """Record the time of a step; `samples` may be any count to which its work is proportional."""
         if self.settled is not None or size not in self._sizes or samples <= 0:
             return
         self.steps += 1
@@ -94,7 +94,7 @@ class FastestSize:
         self._proceed()
 
     def limit(self, largest: int) -> None:
-        """Only sizes up to `largest` fit, as has turned out; where none is left, `largest` is the choice."""
+        """Exclude sizes above `largest`, which turned out not to fit; if none is left, choose `largest`."""
         self._sizes = [size for size in self._sizes if size <= largest]
         self._racing = [size for size in self._racing if size <= largest]
         self._rounds = [{size: t for size, t in times.items() if size <= largest} for times in self._rounds]
@@ -104,7 +104,7 @@ class FastestSize:
             self._proceed()
 
     def _proceed(self) -> None:
-        """From the sweep to the race, from round to round, and to the choice."""
+        """Advance from the sweep to the race, from round to round, and to the choice."""
         if len(self._sizes) == 1 or self.steps >= self._most_steps:
             self.settled = self._fastest()
         elif not self._racing and self._swept:
@@ -136,7 +136,7 @@ class FastestSize:
         self._racing = [size for size in self._racing if beside[size] <= _RACE_SLOWER]
 
     def _beside(self, other: int) -> dict[int, float]:
-        """Each size's time beside another's in the same round: the median over rounds."""
+        """Each size's time relative to another's in the same round: the median over rounds."""
         ratios = {
             size: [times[size] / times[other] for times in self._rounds if size in times and other in times]
             for size in self._sizes

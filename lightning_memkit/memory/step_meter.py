@@ -1,4 +1,4 @@
-"""Meter one training step whole: bytes by category, module and operator, waste, and operations."""
+"""Meter one whole training step: bytes by category, module and operator, waste, and FLOPs."""
 
 from collections.abc import Collection, Iterable
 from contextlib import ExitStack
@@ -23,13 +23,14 @@ from lightning_memkit.memory.timeline import Timeline, most_of, timeline_of
 
 @dataclass(frozen=True, kw_only=True)
 class MeteredStep:
-    """What one step's bytes were.
+    """The bytes of one metered step.
 
     Args:
-        anatomy: the peak taken apart; of a step that failed the moment at which it did.
-        timeline: what was alive when.
+        anatomy: the anatomy of the peak; for a step that failed, of the moment when it did.
+        timeline: what was alive at each moment.
         kinds: saved and allocated bytes by kind of operator (keys of `KINDS`).
-        modules: the same by module, what saved most first; the empty name is for all outside of modules.
+        modules: the same by module, in descending order of saved bytes; the empty name is for all outside of
+            modules.
     """
 
     anatomy: Anatomy
@@ -39,12 +40,12 @@ class MeteredStep:
 
 
 class StepMeter(TemporariesMeter):
-    """A `TemporariesMeter` that knows modules, counts operations, keeps the timeline; some microseconds an operator.
+    """A `TemporariesMeter` with modules, FLOPs and a timeline; costs some more microseconds an operator.
 
     Args:
-        module: whose submodules are named.
-        least_bytes: what is smaller is not named as waste.
-        outer: lines that are not the user's code within a step, see `origins.place`.
+        module: the module whose submodules are named.
+        least_bytes: smaller waste is not reported.
+        outer: lines of the stack above the step; see `origins.place`.
     """
 
     def __init__(
@@ -68,7 +69,8 @@ class StepMeter(TemporariesMeter):
         super().__exit__(*exception)
         self._entered_with.close()
 
-    # In the place of another `__torch_dispatch__`, each of which torch wraps at the price of microseconds.
+    # Instead of overriding `__torch_dispatch__` once more: torch wraps each override, which costs
+    # microseconds.
     def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if self._is_new_attempt:
             self._forget_attempt()
@@ -86,7 +88,7 @@ class StepMeter(TemporariesMeter):
     def step(
         self, *, gradients: Iterable[Tensor], optimizer_states: Iterable[Tensor], fixed_bytes: int = 0
     ) -> MeteredStep:
-        """The step, after it has ended; arguments as `dissect` takes them."""
+        """The metered step, after it has ended; arguments as for `dissect`."""
         anatomy = self.dissect(
             gradients=gradients, optimizer_states=optimizer_states, fixed_bytes=fixed_bytes
         )
@@ -96,9 +98,10 @@ class StepMeter(TemporariesMeter):
     def failed_step(
         self, *, gradients: Iterable[Tensor], optimizer_states: Iterable[Tensor], fixed_bytes: int = 0
     ) -> MeteredStep:
-        """The step up to the operator that ran out of memory, and what lived then; the operator after it begins anew.
+        """The step up to the operator that ran out of memory, and what was alive; a retry is counted anew.
 
-        To be asked while the error is handled: its traceback holds what the step had. Arguments as of `dissect`.
+        Call it while the error is handled: its traceback keeps the step's tensors alive. Arguments as for
+        `dissect`.
         """
         self.track(optimizer_states, "optimizer_states")
         self.track(gradients, "gradients")
@@ -106,7 +109,7 @@ class StepMeter(TemporariesMeter):
         last = max(births, key=lambda record: record.born, default=None)
         if self._failure is not None:
             tick, operator, origin = self._failure
-        elif last is not None:  # refused after it was counted here: by a budget
+        elif last is not None:  # a budget refused it after it was counted here
             tick, operator, origin = last.born, str(last.maker), last.origin
         else:
             tick, operator, origin = self.clock, "", ""
@@ -124,7 +127,7 @@ class StepMeter(TemporariesMeter):
         return replace(found, timeline=timeline)
 
     def _forget_attempt(self) -> None:
-        """A step that is tried again counts from what the failed attempt has left."""
+        """Start the records of a retry from what the failed attempt has left."""
         self._is_new_attempt = False
         self.records = [record for record in self.records if record.died is None]
         self.sums.clear()
@@ -133,7 +136,7 @@ class StepMeter(TemporariesMeter):
         self.operators = 0
 
     def _is_made_again(self) -> bool:
-        """Whether activation checkpointing computes what the forward had: autograd's own formulas need no graph."""
+        """Whether an operator is recomputed: unlike autograd's own operators, it runs with grad enabled."""
         if self.phase != "backward":
             return False
         return recomputation.is_running() or (
@@ -154,6 +157,6 @@ def _metered(
 
 
 def _up_to(tick: int, record: Allocation) -> Allocation:
-    """A copy that knows nothing of what came later."""
+    """A copy as of a tick, without a later death."""
     died = record.died if record.died is not None and record.died <= tick else None
     return replace(record, died=died)

@@ -1,4 +1,4 @@
-"""A report's tables, which the terminal and the page show alike."""
+"""A report's tables, for the terminal and the page alike."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,20 +18,21 @@ from lightning_memkit.memory.words import (
     time_share,
 )  # fmt: skip
 
-_MODULES = 20  # in a table
+_MODULES = 20  # the most rows of the table of modules
 _NONE_BETTER = "No single change that the planner knows would lower the peak."
 
 
 @dataclass(frozen=True)
 class ReportTable:
-    """One table; `note` lies below it, and `total` is its last row.
+    """One table; `note` is printed below it, and `total` is its last row.
 
     Args:
-        title: above it.
+        title: printed above it.
         columns: their names.
-        classes: of the columns in the page: "n" for numbers, "wide" for what a narrow screen leaves out.
-        rows: their cells; where there are none, the note is all that is shown.
-        by_category: each row is a category's, and has its colour.
+        classes: the columns' CSS classes in the page: "n" for numbers, "wide" for those hidden on a narrow
+            screen.
+        rows: their cells; without any, only the note is shown.
+        by_category: whether each row is a category, shown with its colour.
     """
 
     title: str
@@ -44,7 +45,7 @@ class ReportTable:
 
 
 def tables(report: StepReport) -> Iterator[ReportTable]:
-    """All tables of a report that have something to say; findings are `finding_table`'s."""
+    """All non-empty tables of a report, except the `finding_table`."""
     yield category_table(report)
     if any(kind.allocated for kind in report.step.kinds.values()):
         yield kind_table(report)
@@ -55,7 +56,7 @@ def tables(report: StepReport) -> Iterator[ReportTable]:
 
 
 def category_table(report: StepReport) -> ReportTable:
-    """Each category at the peak and at its own largest, beside what was predicted."""
+    """Each category at the peak and at its own peak, beside the prediction."""
     anatomy, predicted = report.anatomy, report.predicted
     columns = ["category", "then" if report.failure else "at the peak", "share", "at its largest"]
     classes, total = ["", "n", "n", "n"], ["all", format_bytes(anatomy.peak_bytes), "", ""]
@@ -83,7 +84,7 @@ def category_table(report: StepReport) -> ReportTable:
 
 
 def kind_table(report: StepReport) -> ReportTable:
-    """What each kind of operator has saved and made."""
+    """Saved and allocated bytes of each kind of operator."""
     columns = ("kind", _saved_then(report), "saved at most", "allocated in the step", "what it is")
     rows = [
         (name, *map(format_bytes, (one.saved_at_peak, one.saved_at_most, one.allocated)), KINDS.get(name, ""))
@@ -110,7 +111,7 @@ def module_table(report: StepReport) -> ReportTable:
 
 
 def finding_table(report: StepReport) -> ReportTable:
-    """What is wasteful, and what to write instead."""
+    """The wasteful things, and what to write instead."""
     found = report.anatomy.findings
     rows = [(one.what, format_bytes(one.size_bytes), one.where, one.remedy) for one in found]
     return ReportTable(
@@ -119,7 +120,7 @@ def finding_table(report: StepReport) -> ReportTable:
 
 
 def advice_table(report: StepReport) -> ReportTable:
-    """What would save how much for how much time."""
+    """How much memory each change would save, and how much time it would take."""
     columns = ("change", "peak", "time of a step", "changes", "how")
     rows = [
         (one.change, difference(one.saved_bytes, 0), time_share(one.time_share), one.changes or "nothing", one.how)
@@ -130,7 +131,7 @@ def advice_table(report: StepReport) -> ReportTable:
 
 
 def comparison_tables(one: StepReport, other: StepReport, names: tuple[str, str]) -> Iterator[ReportTable]:
-    """Two reports side by side, with what the second has more."""
+    """Two reports side by side, with their differences."""
     both = (one, other)
     sizes = {_spelt(name): [own.anatomy.at_peak.get(name, 0) for own in both] for name in CATEGORIES}
     peaks = [own.anatomy.peak_bytes for own in both]

@@ -1,4 +1,4 @@
-"""Name the wasteful moments of one metered step: upcast logits, foreach copies, dense masks, zeroed gradients."""
+"""Find the waste of one metered step: upcast logits, foreach copies, dense masks, zeroed gradients."""
 
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
@@ -18,18 +18,18 @@ _MASK_TAKERS = {"aten::add", "aten::masked_fill", "aten::where"}
 
 
 class TemporariesMeter(AnatomyMeter):
-    """An `AnatomyMeter` that also looks for waste; costs some microseconds more a large allocation.
+    """An `AnatomyMeter` that also finds waste; costs some more microseconds for each large allocation.
 
     Args:
-        least_bytes: what is smaller is not named.
-        outer: lines that are not the user's code within a step, see `origins.place`.
+        least_bytes: smaller waste is not reported.
+        outer: lines of the stack above the step; see `origins.place`.
     """
 
     def __init__(self, *, least_bytes: int = 1 << 20, outer: Collection[Place] = ()) -> None:
         super().__init__()
         self._least_bytes = least_bytes
         self._outer = outer
-        self._places: dict[int, Place | None] = {}  # of large allocations, by the record's id
+        self._places: dict[int, Place | None] = {}  # of large allocations, by the id of the record
         self._upcasts: dict[int, tuple[Allocation, int]] = {}  # by id: the record, bytes of the cast itself
         self._logits: list[tuple[int, Place | None, int]] = []
         self._foreach: list[Allocation] = []
@@ -49,13 +49,13 @@ class TemporariesMeter(AnatomyMeter):
         return out
 
     def place_of_peak(self) -> str:
-        """The user's line behind the peak's allocation, where that was a large one of the forward; else empty."""
+        """The user's line behind the peak's allocation if it was a large one of the forward; else empty."""
         born = [record for record in self.records if record.born <= self.peak_tick]
         last = max(born, key=lambda record: record.born, default=None)
         return describe(self._places.get(id(last)), "")
 
     def findings(self) -> list[Finding]:
-        """What was found in the step, the largest first; after `dissect`."""
+        """The findings of the step, largest first; call it after `dissect`."""
         found = [*self._of_logits(), *self._of_foreach(), *self._of_masks(), *self._of_zeroed()]
         large = [finding for finding in found if finding.size_bytes >= self._least_bytes]
         return sorted(large, key=lambda finding: -finding.size_bytes)
@@ -93,7 +93,7 @@ class TemporariesMeter(AnatomyMeter):
                 self._note_mask(mask)
 
     def _note_mask(self, mask: Tensor) -> None:
-        if 0 in mask.stride()[-2:]:  # expanded: a value a key, as for padding, or a value a query
+        if 0 in mask.stride()[-2:]:  # expanded: one value for each key (as for padding) or query
             return
         for storage in storages_of(mask):
             size = storage.nbytes()
@@ -168,7 +168,7 @@ class TemporariesMeter(AnatomyMeter):
 
 
 def _most_alive(records: Iterable[Allocation]) -> int:
-    """The most bytes of these allocations alive at once."""
+    """The most bytes of these allocations that were alive at once."""
     changes: list[tuple[int, int]] = []
     for record in {id(record): record for record in records}.values():
         changes.append((record.born, record.size_bytes))

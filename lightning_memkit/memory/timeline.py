@@ -1,28 +1,30 @@
-"""The bytes of a metered step, category by category, from moment to moment."""
+"""The bytes of a metered step by category over time."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from lightning_memkit.memory.meter import Allocation, Phase
 
-MOMENTS = 1200  # that are kept at the most; of those between two of them the largest
+MOMENTS = 1200  # the most that are kept: of each stretch of time the highest
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """What was alive when: of a long step the highest moment of each of `MOMENTS` stretches, so the peak is there.
+    """What was alive over time; a long step is reduced to the highest moment of each of `MOMENTS` stretches.
 
-    All lists are as long as `ticks`; a tick is one allocation or one release.
+    The peak is thus kept. All lists are as long as `ticks`; a tick is one allocation or one release.
 
     Args:
         ticks: the moments, rising.
-        category_bytes: bytes alive at each moment, of each category that the step has.
-        phases: each phase with its first moment's index, in order; a step in parts has each several times.
-        operators: names.
-        operator_at: which operator made the last allocation before each moment: an index of `operators`.
-        modules: names; empty for what runs outside of any.
+        category_bytes: bytes alive at each moment, for each category that the step has.
+        phases: each phase with its first moment's index, in order; with micro-batches each phase occurs
+            several times.
+        operators: names of operators.
+        operator_at: for each moment, the operator that made the last allocation before it, as an index of
+            `operators`.
+        modules: names of modules; empty for what runs outside of any.
         module_at: the same for the module.
-        failed_at: the index of the moment at which memory ran out; None where it did not.
+        failed_at: the index of the moment at which memory ran out; None if it did not.
     """
 
     ticks: tuple[int, ...] = ()
@@ -41,7 +43,7 @@ class Timeline:
 
     @property
     def peak_index(self) -> int:
-        """The moment with the most bytes, the first of equal ones."""
+        """The index of the moment with the most bytes, the first if several are equal."""
         totals = self.totals
         return max(range(len(totals)), key=lambda index: (totals[index], -index)) if totals else 0
 
@@ -66,10 +68,10 @@ def timeline_of(
     """The timeline of what a meter has recorded.
 
     Args:
-        records: with their categories.
-        sums: the meter's `sums`: within them both summands exist only because the step is metered.
+        records: allocations with their categories.
+        sums: the meter's `sums`: only metering keeps both summands alive during these.
         categories: in the order in which they are to be shown.
-        most: moments to keep.
+        most: the most moments to keep.
     """
     moments = list(_kept(_moments(records, sums, tuple(categories)), _last_tick(records), most))
     operators, modules = _Names(), _Names()
@@ -92,7 +94,7 @@ def timeline_of(
 
 
 def most_of(records: Sequence[Allocation], category: str) -> int:
-    """The tick at which a category has the most bytes, the first of equal ones."""
+    """The tick at which a category has the most bytes, the first if several are equal."""
     changes = [(one.born, one.size_bytes) for one in records if one.category == category]
     changes += [
         (one.died, -one.size_bytes) for one in records if one.category == category and one.died is not None
@@ -106,7 +108,7 @@ def most_of(records: Sequence[Allocation], category: str) -> int:
 
 
 class _Names:
-    """Numbers names as they come."""
+    """Assigns indices to names in the order in which they occur."""
 
     def __init__(self) -> None:
         self._known: dict[str, int] = {}
@@ -125,7 +127,7 @@ def _last_tick(records: Sequence[Allocation]) -> int:
 def _moments(
     records: Sequence[Allocation], sums: Iterable[tuple[int, int]], categories: tuple[str, ...]
 ) -> Iterator[_Moment]:
-    """After each tick of the step what is alive; what was there before it is the first moment."""
+    """What is alive after each tick of the step; the first moment is what existed before it."""
     changes: list[tuple[int, int, Allocation]] = []
     for record in records:
         changes.append((record.born, record.size_bytes, record))
@@ -157,7 +159,7 @@ def _moments(
 
 
 def _kept(moments: Iterator[_Moment], last_tick: int, most: int) -> Iterator[_Moment]:
-    """The highest moment of each stretch of the clock, and the last of all."""
+    """The highest moment of each stretch of the clock, and the very last one."""
     every = max(1.0, (last_tick + 1) / most)
     highest, stretch, moment = None, -1, None
     for moment in moments:

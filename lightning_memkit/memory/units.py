@@ -11,10 +11,10 @@ _PATTERN = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 def parse_bytes(size: int | str) -> int:
-    """Bytes of a size such as ``"22GiB"`` (2**30), ``"24GB"`` (10**9) or a plain count.
+    """The bytes of a size such as ``"22GiB"`` (2**30), ``"24GB"`` (10**9) or a plain count.
 
     Raises:
-        ValueError: the size is negative, zero, or can't be read.
+        ValueError: the size is negative or zero, or can't be parsed.
     """
     rule = 'a size is a positive number of bytes or text such as "22GiB", "512MiB" or "24GB"'
     if isinstance(size, int):

@@ -1,4 +1,4 @@
-"""How a report puts its figures into words; tables and pages share them."""
+"""The figures of a report in words, shared by tables and pages."""
 
 from lightning_memkit.memory.report import StepReport
 from lightning_memkit.memory.units import format_bytes
@@ -8,31 +8,31 @@ UNMETERED = (
     "It was not metered: what lived is known by its owners, and temporaries are all that the allocator had handed out "
     "besides, saved activations included; on the CPU those are not known."
 )
-_NO_TIME = 0.005  # of a step's: less is none
+_NO_TIME = 0.005  # fraction of a step's time; less counts as none
 
 
 def signed(size: int) -> str:
-    """Bytes with their sign."""
+    """Bytes with a sign."""
     return f"{'+' if size > 0 else ''}{format_bytes(size)}"
 
 
 def difference(before: int, after: int) -> str:
-    """What is more, with its sign; a dash for nothing."""
+    """The increase in bytes, with a sign; a dash for none."""
     return signed(after - before) if after != before else "–"
 
 
 def share(part: int, whole: int) -> str:
-    """Of the whole, as a percentage."""
+    """A fraction of the whole as a percentage."""
     return f"{part / max(1, whole):.1%}"
 
 
 def time_share(more: float) -> str:
-    """What a step takes longer, or less long."""
+    """The relative change of a step's time."""
     return "the same" if abs(more) < _NO_TIME else f"{more:+.0%}"
 
 
 def flops_words(count: float) -> str:
-    """Operations in the largest decimal unit that keeps them at 1 or above."""
+    """FLOPs in the largest decimal unit that keeps them at 1 or above."""
     for unit, size in (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6), ("kFLOP", 1e3)):
         if count >= size:
             return f"{count / size:.3g} {unit}"
@@ -48,7 +48,7 @@ def peak_words(report: StepReport) -> str:
 
 
 def run_words(report: StepReport) -> str:
-    """What was run, in a line."""
+    """The run in one line."""
     run = report.run
     parts = [f"training batch {run.step}"]
     parts += [f"{run.parameters:,} parameters"] if run.parameters else []

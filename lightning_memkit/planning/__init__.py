@@ -1,1 +1,1 @@
-"""What fits a budget and is fastest: choices, the search, the plan. Plain torch; `plugins.planning` adapts it."""
+"""Find the fastest configuration that fits a budget. Plain torch; adapted by `plugins.planning`."""

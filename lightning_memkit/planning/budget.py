@@ -1,4 +1,4 @@
-"""What a plan has to fit into, and what it is to be best at."""
+"""The limit that a plan must keep, and the goal that it optimises."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -14,17 +14,19 @@ Goal = Literal["speed", "memory", "exact"]
 
 @dataclass(frozen=True)
 class Budget:
-    """The memory that a run may take, the device it is taken from, and the goal of a plan for it.
+    """The memory that a run may use, the device that provides it, and the goal of its plan.
 
     Args:
-        memory: ``"24GiB"``, a fraction of the device's memory in (0, 1], a count of bytes, or ``"auto"``: all that the
-            device has (of this machine: all that is free). As everywhere in memkit it is for tensors and the
-            allocator's cache of them: a GPU's context lies beside it, and where that leaves less, that is the budget.
-        device: ``"auto"``: the one that a Trainer would choose here; ``"cpu"``; the name of a GPU that need not be
-            here (``"rtx4090"``; `prediction.devices.DEVICES` has all), or a `Device` that describes one.
-        goal: ``"speed"``: the fastest that fits, whatever rounding it has (the table says which changes numbers);
-            ``"memory"``: the smallest peak; ``"exact"``: the fastest of those that compute what the module would
-            compute without a plan.
+        memory: ``"24GiB"``, a fraction of the device's memory in (0, 1], a count of bytes, or ``"auto"``: all
+            that the device has (on this machine: all that is free). As everywhere in memkit it covers tensors
+            and the allocator's cache of them: a GPU's context is outside of it, and limits the budget to what
+            it leaves.
+        device: ``"auto"``: the one that a Trainer would choose here; ``"cpu"``; the name of a GPU that need
+            not be present (``"rtx4090"``; `prediction.devices.DEVICES` lists all), or a `Device` that
+            describes one.
+        goal: ``"speed"``: the fastest that fits, whatever its rounding (the table marks what changes
+            numbers); ``"memory"``: the smallest peak; ``"exact"``: the fastest of those that compute the same
+            as the module without a plan.
         headroom: the fraction of the memory that the predicted peak leaves free.
 
     Raises:
@@ -46,7 +48,7 @@ class Budget:
         self.target()
 
     def target(self) -> Device | None:
-        """The GPU that is planned for; None for the CPU.
+        """The GPU for which to plan; None for the CPU.
 
         Raises:
             ValueError: the device is unknown.
@@ -67,7 +69,7 @@ class Budget:
         return min(parse_bytes(self.memory), device.usable_bytes)  # pyright: ignore[reportArgumentType]
 
     def usable_bytes(self) -> int:
-        """What a predicted total must not pass: the budget less its headroom."""
+        """The most that a predicted total may be: the budget less its headroom."""
         return int(self.bytes() * (1 - self.headroom))
 
     def __str__(self) -> str:
@@ -76,7 +78,7 @@ class Budget:
 
 
 def _gpu_here() -> Device | None:
-    """The first GPU of this machine by the name of its data sheet, or with rates of the one that is most like it."""
+    """The first GPU of this machine, with the data sheet of its name or of the most similar known one."""
     if not torch.cuda.is_available():
         return None
     properties = torch.cuda.get_device_properties(0)

@@ -1,4 +1,4 @@
-"""What a plan may choose, column by column: each choice as the Trainer's arguments, as data."""
+"""What a plan may choose, by column; each choice gives Trainer arguments as plain data."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,7 +15,8 @@ STATES, ACTIVATIONS = "states on the host", "activations on the host"
 STATES_AND_ACTIVATIONS = "states and activations on the host"
 RELEASED, EIGHT_BIT = "gradients released", "8-bit states"
 _STAGE_2, _STAGE_3, _MIXED_16 = "FSDP2 stage 2", "FSDP2 stage 3", "mixed float16"
-# What does all that a choice does, and more. An 8-bit step moves less, but nobody needs its rounding where all fits.
+# By choice, those that do at least as much work. An 8-bit step moves fewer bytes, but counts as heavier: its
+# rounding is not needed if everything fits without it.
 _HEAVIER = {
     "none": ("selective", "every:2", "full"),
     "selective": ("full",),
@@ -31,7 +32,7 @@ _HEAVIER = {
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PluginSpec:
-    """A plugin or callback, as LightningCLI writes it."""
+    """A plugin or callback as LightningCLI writes it."""
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -47,14 +48,14 @@ class Choice:
     """One value of a column.
 
     Attributes:
-        column: of `COLUMNS`.
-        name: in the table.
-        changes: what it changes in the numbers; empty where results are the same up to the order of sums.
-        arguments: of the Trainer.
-        plugins: of the Trainer.
-        callbacks: of the Trainer.
-        optimizer: in the place of the module's own.
-        shards: whether each rank has a part of the weights.
+        column: one of `COLUMNS`.
+        name: its name in the table.
+        changes: what it changes numerically; empty if results are the same up to the order of sums.
+        arguments: Trainer arguments.
+        plugins: Trainer plugins.
+        callbacks: Trainer callbacks.
+        optimizer: replaces the module's own.
+        shards: whether each rank holds only a shard of the weights.
     """
 
     column: str
@@ -69,7 +70,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Family:
-    """One choice of each column; a micro-batch makes a configuration of it."""
+    """One choice for each column; together with a micro-batch it is a configuration."""
 
     choices: tuple[Choice, ...]
 
@@ -78,22 +79,22 @@ class Family:
 
     @property
     def changes(self) -> str:
-        """What it changes in the numbers; empty where it changes nothing."""
+        """What it changes numerically; empty if nothing."""
         return ", ".join(choice.changes for choice in self.choices if choice.changes)
 
     @property
     def is_released(self) -> bool:
-        """Whether the optimizer steps within the backward, which takes the whole batch at once."""
+        """Whether the optimizer steps within the backward, which needs the whole batch at once."""
         return self["gradients"].name in (RELEASED, GIVEN)
 
     @property
     def optimizer(self) -> EightBit | None:
-        """What is in the place of the module's own optimizer; None where that stays."""
+        """The optimizer that replaces the module's own; None if that stays."""
         return self["states"].optimizer
 
     @property
     def names(self) -> list[str]:
-        """Of what is chosen, in the table; that a precision is given is said, since the others go with it."""
+        """The names of its choices in the table; a given precision is named, too."""
         given = [GIVEN] if self["precision"].name == GIVEN else []
         return [*given, *(choice.name for choice in self.choices if choice.name not in ("", GIVEN))]
 
@@ -102,7 +103,7 @@ class Family:
 
 
 def precisions(device: Device | None) -> tuple[Choice, ...]:
-    """From the user's default downwards; a device without bfloat16 has its mixed precision in float16."""
+    """Choices from the user's default downwards; without bfloat16, mixed precision is in float16."""
     full = Choice(column="precision", name="float32", arguments={"precision": "32-true"})
     if device is not None and not device.has_bfloat16:
         mixed = Choice(
@@ -140,7 +141,7 @@ def precisions(device: Device | None) -> tuple[Choice, ...]:
 
 
 def shardings() -> tuple[Choice, ...]:
-    """How many ranks share what is trained, from what sends the least to what keeps the least."""
+    """Ways to distribute training over ranks, from the least communication to the least memory."""
     return (
         Choice(column="ranks", name=DDP, arguments={"strategy": "ddp"}),
         Choice(column="ranks", name=_STAGE_2, arguments={"strategy": Sharding(stage=2)}, shards=True),
@@ -149,7 +150,7 @@ def shardings() -> tuple[Choice, ...]:
 
 
 def offloads(device: Device | None) -> tuple[Choice, ...]:
-    """What is kept in the host's memory, from nothing on; on the CPU everything is there."""
+    """What may be kept in host memory, from nothing on; on the CPU everything is there already."""
     plain = Choice(column="offload", name="")
     if device is None:
         return (plain,)
@@ -163,7 +164,7 @@ def offloads(device: Device | None) -> tuple[Choice, ...]:
 
 
 def releases() -> tuple[Choice, ...]:
-    """Gradients that wait for the step, and such that are used up as they come."""
+    """Gradients that wait for the optimizer step, or are released within the backward."""
     return (
         Choice(column="gradients", name=""),
         Choice(column="gradients", name=RELEASED, callbacks=(PluginSpec(name="GradientRelease"),)),
@@ -171,7 +172,7 @@ def releases() -> tuple[Choice, ...]:
 
 
 def optimizer_states(instead: EightBit) -> tuple[Choice, ...]:
-    """The optimizer as it is, and with a byte a moment."""
+    """The optimizer's own states, or 8-bit ones with one byte a moment."""
     return (
         Choice(column="states", name=""),
         Choice(column="states", name=EIGHT_BIT, changes="states in 8 bits", optimizer=instead),
@@ -179,7 +180,7 @@ def optimizer_states(instead: EightBit) -> tuple[Choice, ...]:
 
 
 def checkpointings() -> tuple[Choice, ...]:
-    """From none to what saves the most."""
+    """Activation checkpointing policies, from none to the one that saves most memory."""
     found = [Choice(column="checkpointing", name="none")]
     for policy in ("selective", "every:2", "full"):
         part = PluginSpec(name="ActivationCheckpointing", options={"policy": policy})
@@ -188,7 +189,7 @@ def checkpointings() -> tuple[Choice, ...]:
 
 
 def losses() -> tuple[Choice, ...]:
-    """The module's own loss, and the same without its logits."""
+    """The module's own loss, or the same without logits."""
     return (
         Choice(column="loss", name="own"),
         Choice(
@@ -201,14 +202,14 @@ def losses() -> tuple[Choice, ...]:
 
 
 def families(columns: Mapping[str, tuple[Choice, ...]]) -> Iterator[Family]:
-    """All combinations; within a precision from the one that computes the least to the one that keeps the least."""
+    """All combinations; within a precision from the least computation to the least memory."""
     choices = ({column: (Choice(column=column, name=""),) for column in COLUMNS}) | dict(columns)
     for chosen in product(*(choices[column] for column in COLUMNS)):
         yield Family(chosen)
 
 
 def refusal(family: Family) -> str:
-    """Why two of its choices can't go together; empty where they can."""
+    """Why two of its choices can't be combined; empty if they can."""
     shards = family["ranks"].shards
     released = family["gradients"].name == RELEASED
     if released and family["ranks"].name == DDP:
@@ -223,7 +224,7 @@ def refusal(family: Family) -> str:
 
 
 def is_lighter(one: Family, other: Family) -> bool:
-    """Whether one computes and sends nothing that the other does not, of the same precision."""
+    """Whether one family computes and sends nothing that the other does not, at the same precision."""
     if one["precision"] is not other["precision"]:
         return False
     pairs = [(one[column].name, other[column].name) for column in COLUMNS]

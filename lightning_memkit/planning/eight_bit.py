@@ -1,4 +1,4 @@
-"""bitsandbytes' optimizers with 8-bit states in the place of torch's: which there are, as code and in a config."""
+"""Replace torch's optimizers by bitsandbytes' with 8-bit states, in code and in a config."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,22 +7,22 @@ from typing import Any
 
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-# By the exact class: what a subclass does is its own.
+# Looked up by exact class, since a subclass may step differently.
 _OPTIONS: dict[type[Optimizer], tuple[str, ...]] = {
     Adam: ("lr", "betas", "eps", "weight_decay"),
     AdamW: ("lr", "betas", "eps", "weight_decay"),
     SGD: ("lr", "momentum", "dampening", "weight_decay"),
 }
-_NOT_THERE = ("amsgrad", "maximize", "nesterov", "dampening", "differentiable")  # in bitsandbytes' steps
-_OF_BITSANDBYTES = ("lr", "betas", "eps", "weight_decay", "initial_lr")  # in its groups
+_NOT_THERE = ("amsgrad", "maximize", "nesterov", "dampening", "differentiable")  # bitsandbytes lacks these
+_OF_BITSANDBYTES = ("lr", "betas", "eps", "weight_decay", "initial_lr")  # options in bitsandbytes' groups
 
 
 @dataclass(frozen=True, kw_only=True)
 class EightBit:
-    """An optimizer of bitsandbytes in the place of one of torch's; moments in 8 bits, changes numbers.
+    """An optimizer of bitsandbytes that replaces one of torch's; 8-bit moments, which change numbers.
 
     Attributes:
-        replaces: torch's class.
+        replaces: the name of torch's class.
         options: its options.
     """
 
@@ -31,24 +31,24 @@ class EightBit:
 
     @property
     def name(self) -> str:
-        """The class of bitsandbytes."""
+        """The name of bitsandbytes' class."""
         return f"{self.replaces}8bit"
 
     @property
     def line(self) -> str:
-        """What `configure_optimizers` is to say."""
+        """The code to write in `configure_optimizers`."""
         options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
         return f"bitsandbytes.optim.{self.name}(self.parameters(), {options})"
 
     def as_yaml(self, section: Mapping[str, Any]) -> dict[str, Any]:
-        """The `optimizer` section of a config, in the place of torch's."""
+        """The `optimizer` section of a config, replacing torch's."""
         given = section.get("init_args") or {}
         kept = {name: given[name] for name in self.options if given.get(name) is not None}
         return {"class_path": f"bitsandbytes.optim.{self.name}", "init_args": kept}
 
 
 def eight_bit_of(optimizer: Optimizer) -> EightBit:
-    """What takes the same steps with 8-bit states.
+    """The optimizer that takes the same steps with 8-bit states.
 
     Raises:
         ValueError: bitsandbytes has no such optimizer.
@@ -75,7 +75,7 @@ def eight_bit_of(optimizer: Optimizer) -> EightBit:
 
 
 def with_8_bit_states(optimizer: Optimizer) -> Optimizer:
-    """One of bitsandbytes over the same parameters, groups and options; before the first step.
+    """An optimizer of bitsandbytes with the same parameters, groups and options; use before the first step.
 
     Raises:
         ValueError: bitsandbytes has no such optimizer.

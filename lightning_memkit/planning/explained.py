@@ -1,4 +1,4 @@
-"""The rules of thumb behind a plan: bytes a parameter, and a row by hand beside its prediction."""
+"""The rules of thumb behind a plan: bytes a parameter, and a configuration computed by hand."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -36,7 +36,7 @@ _OF_FAMILY = {
 
 
 def bytes_a_parameter() -> str:
-    """The seeds: what each precision keeps of a parameter that AdamW trains, and of one that is only used."""
+    """A table of what each precision keeps for a parameter, in training with AdamW and in inference."""
     lines = [f"{'AdamW, bytes a parameter':<48}weights  gradients  states  compensation  total"]
     for name, recipe in _RECIPES.items():
         each = recipe.per_parameter
@@ -51,13 +51,14 @@ def bytes_a_parameter() -> str:
 
 
 def beside_prediction(row: Row, module: nn.Module, batch: Any, given: Mapping[str, Any] | None = None) -> str:
-    """A row by hand, term by term with formulas, then beside its prediction; takes no time.
+    """A configuration by hand, term by term with formulas, then next to its prediction; takes no time.
 
     Args:
-        row: with its prediction.
-        module: for the number of parameters and the shapes of a transformers model; it may be on "meta".
-        batch: of the row's micro-batch.
-        given: the Trainer's arguments that were planned with.
+        row: the configuration, with its prediction.
+        module: gives the number of parameters and the shapes of a transformers model; may be on the meta
+            device.
+        batch: a micro-batch of the configuration.
+        given: the Trainer's arguments given to the plan.
     """
     prediction, given = row.prediction, given or {}
     if prediction is None:
@@ -88,12 +89,12 @@ def beside_prediction(row: Row, module: nn.Module, batch: Any, given: Mapping[st
 
 
 def _recipe(row: Row, counts: ParameterCounts, placement: Placement, given: Mapping[str, Any]) -> Recipe:
-    """As the row trains; the optimizer, and what else only the module knows, as the prediction shows it."""
+    """The recipe of a row; its optimizer, and what else only the module knows, follow from the prediction."""
     prediction = row.prediction
     assert prediction is not None
     recipe = _of_precision(row, counts, given)
     largest = prediction.anatomy.largest
-    # FSDP2 adds up in the dtype of the weights.
+    # FSDP2 accumulates gradients in the dtype of the weights.
     alone = placement.shares == 1 and not placement.is_released and recipe.precision == "bf16-true"
     recipe = replace(
         recipe,
@@ -112,7 +113,7 @@ def _recipe(row: Row, counts: ParameterCounts, placement: Placement, given: Mapp
 
 
 def _of_precision(row: Row, counts: ParameterCounts, given: Mapping[str, Any]) -> Recipe:
-    """What is kept of a parameter."""
+    """What the row's precision keeps for a parameter."""
     name = _OF_FAMILY.get(row.family["precision"].name)
     if name is not None:
         return _RECIPES[name]
@@ -131,7 +132,7 @@ def _of_precision(row: Row, counts: ParameterCounts, given: Mapping[str, Any]) -
 def _shapes(
     module: nn.Module, batch: Any, placement: Placement, recipe: Recipe
 ) -> tuple[Blocks | None, VocabularyHead | None, int]:
-    """Blocks, head and width of a model with a config as transformers has them, for a batch with token ids."""
+    """Blocks, head and hidden size of a model with a transformers config, for a batch with token ids."""
     configs = (getattr(one, "config", None) for one in module.modules())
     config: Any = next((one for one in configs if hasattr(one, "to_dict")), None)
     ids = next((one for one in tensors_of(batch) if one.dim() == 2 and not one.is_floating_point()), None)

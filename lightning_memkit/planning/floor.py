@@ -1,4 +1,4 @@
-"""What a configuration takes at the least: a bound that needs no prediction."""
+"""A lower bound on the memory of a configuration, known without a prediction."""
 
 from torch import nn
 
@@ -7,12 +7,13 @@ from lightning_memkit.planning.choices import GIVEN, Family
 
 
 class Floor:
-    """What weights and gradients take on a rank; of released gradients the largest.
+    """The bytes of weights and gradients on a rank; with released gradients only the largest gradient.
 
     Args:
-        module: with the shapes of its parameters.
-        ranks: how many there are.
-        on_host: whether they may be the host's, as the strategy was given: then nothing is known of the device.
+        module: gives the shapes of the parameters.
+        ranks: the number of ranks.
+        on_host: whether the given strategy may keep weights on the host; then nothing is known about the
+            device.
     """
 
     def __init__(self, module: nn.Module, ranks: int, on_host: bool = False) -> None:
@@ -20,7 +21,7 @@ class Floor:
         self._ranks = ranks
 
     def __call__(self, family: Family) -> int:
-        """Bytes of a rank."""
+        """The least bytes on a rank."""
         is_16_bit = any(part.name == "PureBF16Precision" for part in family["precision"].plugins)
         most = 2 if is_16_bit or family["precision"].name == GIVEN else 4
         strategy = family["ranks"].arguments.get("strategy")

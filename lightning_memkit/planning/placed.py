@@ -1,4 +1,4 @@
-"""A calculation by hand where not all is on one device at once: on ranks, on the host, in chunks, used as it comes."""
+"""A calculation by hand for runs that spread memory over ranks, host, chunks or released gradients."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -15,21 +15,21 @@ from lightning_memkit.prediction.by_hand import Term, as_term
 _SHARED = ("weights", "gradients", "optimizer_states", "compensation")
 _STATES = ("optimizer_states", "compensation")
 _SHARDED = "arXiv:2304.11277"
-_BLOCKS_HERE = 2  # of offloaded activations: one is used while another comes
+_BLOCKS_HERE = 2  # with offloaded activations: one in use, one being copied
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where a row keeps what.
+    """Where a configuration keeps its memory.
 
     Attributes:
         policy: of activation checkpointing; empty without.
-        is_chunked: the loss has no logits of the whole part.
-        is_released: gradients are used as they come.
-        states_on_host: between steps.
-        activations_on_host: between forward and backward.
-        shares: over how many ranks each weight is spread.
-        stage: of FSDP2; 0 without.
+        is_chunked: whether the loss never has all logits of the micro-batch.
+        is_released: whether gradients are released within the backward.
+        states_on_host: whether states are on the host between steps.
+        activations_on_host: whether activations are on the host between forward and backward.
+        shares: over how many ranks each weight is sharded.
+        stage: the stage of FSDP2; 0 without.
     """
 
     policy: str = ""
@@ -42,7 +42,7 @@ class Placement:
 
     @staticmethod
     def of(row: Row, given: Mapping[str, Any]) -> "Placement":
-        """What a row chooses, and what was given."""
+        """The placement that follows from a row's choices and from the given arguments."""
         callbacks = given.get("callbacks") or []
         callbacks = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
         named = {type(one).__name__: one for one in callbacks}
@@ -63,12 +63,12 @@ class Placement:
         )
 
     def of_terms(self, terms: tuple[Term, ...], module: nn.Module, layers: int) -> Iterator[Term]:
-        """The terms as this placement has them.
+        """The terms changed according to this placement.
 
         Args:
-            terms: of one device that holds all.
-            module: with the shapes of its parameters.
-            layers: of its blocks; 0 where they are not known.
+            terms: of a single device that holds everything.
+            module: gives the shapes of the parameters.
+            layers: the number of blocks; 0 if unknown.
         """
         trained = [one.numel() for one in module.parameters() if one.requires_grad]
         count, largest = sum(trained), max(trained, default=0)
@@ -89,7 +89,7 @@ class Placement:
 
 
 def gathered(module: nn.Module, stage: int, value_bytes: int) -> Iterator[Term]:
-    """What FSDP2 has of other ranks' weights: a block and the next, at stage 2 all, the rest; a block's gradients."""
+    """FSDP2's gathered weights (a block and the next, or all at stage 2), and a block's gradients."""
     counts = [sum(one.numel() for one in block.parameters()) for _, block in find_blocks(module)]
     if not counts:
         return
@@ -108,7 +108,7 @@ def gathered(module: nn.Module, stage: int, value_bytes: int) -> Iterator[Term]:
 
 
 def chunked_head(tokens: int, hidden: int, vocabulary: int, value_bytes: int) -> Iterator[Term]:
-    """A loss without logits: the gradients that its forward makes, and a chunk of logits."""
+    """A loss without logits: the gradients that its forward computes, and one chunk of logits."""
     formula = f"{vocabulary:,}·{hidden:,}"
     weight = vocabulary * hidden
     yield as_term(

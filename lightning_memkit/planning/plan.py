@@ -1,4 +1,4 @@
-"""A plan: what fits a budget, ranked, as a table, as the Trainer's arguments and as a config."""
+"""A plan: configurations for a budget, ranked; as a table, as Trainer arguments and as a config."""
 
 import copy
 from collections.abc import Iterator, Mapping
@@ -14,20 +14,20 @@ from lightning_memkit.planning.problem import Row
 from lightning_memkit.utilities.errors import PlanError
 
 _MIB = 1 << 20
-_NAMED_TOGETHER = 4  # configurations of one precision with one reason
+_NAMED_TOGETHER = 4  # the most configurations listed by name for one precision and reason
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The configurations that were weighed for a budget; the first is the one to take.
+    """The configurations that were considered for a budget; the first is the one to use.
 
     Attributes:
-        budget: what had to be kept.
+        budget: the budget.
         rows: those that fit, the best first; then those that were rejected, with the reason.
-        rows_of_batch: samples of the loader's batch.
-        given: the Trainer's arguments that were given, which are kept.
+        rows_of_batch: samples in the loader's batch.
+        given: the Trainer arguments that were given, which are kept.
         notes: what was not considered, and why.
-        hint: what else would take less, where nothing fits.
+        hint: what else would take less memory, if nothing fits.
     """
 
     budget: Budget
@@ -39,7 +39,7 @@ class Plan:
 
     @property
     def best(self) -> Row:
-        """The configuration to take.
+        """The configuration to use.
 
         Raises:
             PlanError: none fits.
@@ -66,17 +66,18 @@ class Plan:
         return tuple(row for row in self.rows if row.fits)
 
     def parts(self, row: Row | None = None) -> dict[str, list[PluginSpec]]:
-        """The plugins and callbacks of a row, the best by default."""
+        """The plugins and callbacks of a row, by default of the best."""
         row = row or self.best
         plugins = [part for choice in row.family.choices for part in choice.plugins]
         callbacks = [part for choice in row.family.choices for part in choice.callbacks]
         return {"plugins": plugins, "callbacks": [*callbacks, *self._memory_budget(row)]}
 
     def trainer_kwargs(self, row: Row | None = None) -> dict[str, Any]:
-        """The Trainer's arguments: `Trainer(**plan.trainer_kwargs())`; those that were given are among them.
+        """The Trainer's arguments for `Trainer(**plan.trainer_kwargs())`, including those that were given.
 
         Raises:
-            PlanError: nothing fits, or a Trainer alone can't train so: the message says what to write.
+            PlanError: nothing fits, or Trainer arguments alone can't express the plan: the message says what
+                to write.
         """
         row = row or self.best
         if row.family.optimizer is not None:
@@ -91,15 +92,15 @@ class Plan:
         return kwargs
 
     def config(self, config: Mapping[str, Any] | None = None, row: Row | None = None) -> dict[str, Any]:
-        """A LightningCLI config with the plan in its `trainer` section; what was there is kept.
+        """A LightningCLI config with the plan in its `trainer` section; existing entries are kept.
 
         Args:
-            config: the config that was planned for; without one the `trainer` section alone is made. Its `optimizer`
-                section is another only with 8-bit states, which are planned for where they were asked for.
+            config: the config that was planned for; without one only a `trainer` section is made. Its
+                `optimizer` section changes only with 8-bit states, which are planned only on request.
             row: another row than the best.
 
         Raises:
-            PlanError: nothing fits, or a config alone can't train so: the message says what to write.
+            PlanError: nothing fits, or a config alone can't express the plan: the message says what to write.
         """
         row = row or self.best
         found: dict[str, Any] = copy.deepcopy(dict(config or {}))
@@ -146,7 +147,7 @@ class Plan:
         return "\n".join(line.rstrip() for line in lines)
 
     def _arguments(self, row: Row) -> dict[str, Any]:
-        """Of the Trainer, without plugins and callbacks; a strategy of memkit's own as a `PluginSpec`."""
+        """The Trainer's arguments without plugins and callbacks; memkit's strategies are `PluginSpec`s."""
         arguments = {
             name: value for name, value in self.given.items() if name not in ("plugins", "callbacks")
         }
@@ -158,9 +159,10 @@ class Plan:
         return arguments
 
     def _memory_budget(self, row: Row) -> Iterator[PluginSpec]:
-        """What keeps the plan while training; the user's own stays alone."""
+        """The MemoryBudget that enforces the plan while training; none if the user has one."""
         own = {type(callback).__name__ for callback in _listed(self.given.get("callbacks"))}
-        # Its trial step has all gradients alive, and what steps within backward can't be repeated.
+        # None with released gradients either: its trial keeps all gradients alive, and a step within backward
+        # can't be retried.
         if "MemoryBudget" in own or row.family.is_released:
             return
         size = self.budget.bytes()
@@ -201,7 +203,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _by_reason(rows: list[Row]) -> dict[str, str]:
-    """Which configurations each reason is of, those of one precision said together."""
+    """The configurations rejected for each reason, grouped by precision."""
     found: dict[str, list[Row]] = {}
     for row in rows:
         found.setdefault(row.rejected, []).append(row)
@@ -209,7 +211,7 @@ def _by_reason(rows: list[Row]) -> dict[str, str]:
 
 
 def _together(rows: list[Row]) -> str:
-    """Precision by precision; the other choices where they are few."""
+    """Names grouped by precision; other choices are listed only if they are few."""
     said: dict[str, list[str]] = {}
     for row in rows:
         precision, *others = row.family.names

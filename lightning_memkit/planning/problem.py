@@ -1,4 +1,4 @@
-"""What is searched for, and a configuration of it: whether it fits, and how long its step takes."""
+"""The search problem, and its configurations: whether one fits, and how long its step takes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ _NAMED = 4  # categories in a reason
 
 
 class UnavailableError(ValueError):
-    """A choice of a column that this module has nothing for: no blocks to checkpoint, no head to chunk the loss of."""
+    """A choice does not apply to this module, which has no blocks to checkpoint or no head to chunk."""
 
     def __init__(self, column: str, reason: str) -> None:
         super().__init__(column, reason)
@@ -26,19 +26,19 @@ class UnavailableError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A configuration of a plan, or why there is none.
+    """A configuration of a plan, or the reason why it was rejected.
 
     Attributes:
-        family: what is chosen.
-        micro_batch_size: rows of a part; 0 where nothing was predicted.
-        parts: of a loader's batch.
-        taken_bytes: of the device; 0 where nothing was predicted.
-        seconds: of an optimizer step, predicted; of the right order, and comparable among rows.
-        rejected: why it is not to be had; empty where it fits.
-        gain: the share of its time that fewer, larger parts could save at most.
-        exact: whether this micro-batch was predicted; else it is estimated from the predictions of smaller ones.
-        prediction: of this micro-batch, or of the largest that was predicted.
-        failed: the error of the step, where it can't run so.
+        family: its choices.
+        micro_batch_size: rows of a micro-batch; 0 if nothing was predicted.
+        parts: micro-batches in a loader batch.
+        taken_bytes: bytes that it takes on the device; 0 if nothing was predicted.
+        seconds: predicted time of an optimizer step; approximate, but comparable between rows.
+        rejected: why it can't be used; empty if it fits.
+        gain: the largest fraction of its time that fewer, larger micro-batches could save.
+        exact: whether this micro-batch was predicted; else it is extrapolated from smaller ones.
+        prediction: of this micro-batch, or of the largest one predicted.
+        failed: the error of the step, if it can't run in this configuration.
     """
 
     family: Family
@@ -54,25 +54,25 @@ class Row:
 
     @property
     def fits(self) -> bool:
-        """Whether it is within the budget."""
+        """Whether it fits the budget."""
         return not self.rejected
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """What is searched for.
+    """The search problem.
 
     Attributes:
-        predict: the prediction of a family at a micro-batch; raises `UnavailableError`.
-        floor: bytes that a family takes at the least, known without a prediction.
-        rows: of the whole batch.
-        sizes: the micro-batches that may be chosen, rising.
-        usable_bytes: the most that may be taken.
-        beside_bytes: what a prediction's total has that the budget is not for: a GPU's context.
-        times: of operators.
+        predict: predicts a family at a micro-batch; raises `UnavailableError`.
+        floor: the least bytes that a family takes, known without a prediction.
+        rows: rows of the whole batch.
+        sizes: the micro-batch sizes to choose from, rising.
+        usable_bytes: the most bytes that may be taken.
+        beside_bytes: what a prediction's total includes but the budget does not: a GPU's context.
+        times: operator times.
         goal: as in `Budget`.
-        host_bytes_per_second: of copies to the host, where anything is offloaded.
-        residual: measured over predicted bytes, as earlier runs on the device had it.
+        host_bytes_per_second: bandwidth of copies to the host, if anything is offloaded.
+        residual: ratio of measured to predicted bytes in earlier runs on the device.
     """
 
     predict: Callable[[Family, int], Prediction]
@@ -87,20 +87,20 @@ class Problem:
     residual: float = 1.0
 
     def sizes_of(self, family: Family) -> Sequence[int]:
-        """The micro-batches that a family may have: released gradients can't be added up over parts."""
+        """A family's micro-batch sizes; released gradients can't be accumulated and need the whole batch."""
         return (self.rows,) if family.is_released else self.sizes
 
     def parts(self, size: int) -> int:
-        """Of a batch at a micro-batch."""
+        """How many micro-batches of this size make the batch."""
         return -(-self.rows // size)
 
     def row(self, family: Family, size: int) -> Row:
-        """A family at a micro-batch."""
+        """The configuration of a family and a micro-batch size."""
         try:
             prediction = self.predict(family, size)
         except UnavailableError:
             raise
-        except Exception as error:  # of the user's step, under what was chosen
+        except Exception as error:  # whatever the user's step raises with these choices
             said = str(error).strip().splitlines()
             reason = f"a step fails: {type(error).__name__}: {said[0] if said else ''}"
             return Row(family=family, micro_batch_size=size, rejected=reason, failed=error)
@@ -112,31 +112,31 @@ class Problem:
             micro_batch_size=size,
             parts=parts,
             taken_bytes=taken,
-            # The last part may be smaller; a part's time is nearly in proportion to its rows.
+            # The last micro-batch may be smaller, so scale by rows: time is nearly proportional to them.
             seconds=a_part * self.rows / size + a_step,
             rejected="" if taken <= self.usable_bytes else _too_much(prediction, size, taken),
             prediction=prediction,
         )
 
     def _seconds(self, family: Family, prediction: Prediction) -> tuple[float, float]:
-        """Of a part, and of the optimizer's step: operators, and copies that they don't hide."""
+        """Seconds of a micro-batch, and of the optimizer's step: operators, and copies that don't overlap."""
         a_part, a_step = part_seconds(prediction.work, self.times), step_seconds(prediction.work, self.times)
         one_way = prediction.offloaded_bytes / self.host_bytes_per_second
         offload = family["offload"].name
-        if offload == ACTIVATIONS:  # beside the arithmetic, to the host and back
+        if offload == ACTIVATIONS:  # copies to the host and back overlap with computation
             a_part = max(a_part, 2 * one_way)
         elif offload in (STATES, STATES_AND_ACTIVATIONS) and family.is_released:
-            a_part += one_way  # a gradient waits for its states, which leave beside the rest of the backward
+            a_part += one_way  # a gradient waits for its states; copying them back overlaps with the backward
         elif offload in (STATES, STATES_AND_ACTIVATIONS):
             a_step += 2 * one_way
-        if family["ranks"].name == DDP:  # behind the last part's backward
+        if family["ranks"].name == DDP:  # overlaps with the last backward
             sent = self.times.seconds(reduced(prediction.anatomy.largest.get("gradients", 0)))
             a_step += max(0.0, sent - a_part)
         return a_part, a_step
 
 
 def _too_much(prediction: Prediction, size: int, taken: int) -> str:
-    """What takes how much."""
+    """A reason that names the largest categories."""
     at_peak = sorted(prediction.anatomy.at_peak.items(), key=lambda item: -item[1])
     named = ", ".join(
         f"{category.replace('_', ' ')} {format_bytes(count)}"

@@ -1,4 +1,4 @@
-"""Find the configurations that fit: a few predictions each, none for what others show to be out of reach or idle."""
+"""Search for configurations that fit, with few predictions: skip those that can't fit or be better."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -12,17 +12,17 @@ from lightning_memkit.planning.sizes import best_size, confirmed
 from lightning_memkit.prediction.result import Prediction
 from lightning_memkit.utilities.progress import ProgressBar
 
-# What keeps the least is known within such a group.
+# Within a group with equal choices in these columns, the last family uses the least memory.
 _APART = ("precision", "ranks", "offload", "gradients", "states")
 _BUT_OFFLOAD = ("precision", "ranks", "gradients", "states")
-_LITTLE = 0.05  # of a step's time: a tie
+_LITTLE = 0.05  # fraction of a step's time that counts as a tie
 
 
 def search(families: Sequence[Family], problem: Problem) -> tuple[tuple[Row, ...], dict[str, str]]:
-    """All families, those that fit first and the best of them before all others.
+    """All families as rows: first those that fit, best first.
 
     Returns:
-        The rows, and the columns of which nothing can be chosen here, with the reason.
+        The rows, and the columns in which nothing can be chosen here, with the reason.
     """
     with ProgressBar("predicting", unit="configurations") as bar:
 
@@ -38,9 +38,7 @@ def _searched(families: Sequence[Family], problem: Problem) -> tuple[tuple[Row, 
     possible, rows = _possible(families, problem)
     missing, found = dict[str, str](), list[Row]()
     groups = [list(group) for _, group in groupby(possible, key=lambda one: _names(one, _APART))]
-    too_much: dict[
-        tuple[str, ...], str
-    ] = {}  # of a kind what keeps the least on the device, where that is too much
+    too_much: dict[tuple[str, ...], str] = {}  # per kind, the leanest offload choice already known not to fit
     for group in groups:
         kind, left = _names(group[0], _BUT_OFFLOAD), _without(group, missing)
         if too_much.get(kind, group[0]["offload"].name) != group[0]["offload"].name:
@@ -56,7 +54,7 @@ def _searched(families: Sequence[Family], problem: Problem) -> tuple[tuple[Row, 
         if any(row.fits for row in own):
             continue
         bound = problem.row(least, problem.sizes_of(least)[0])
-        if bound.failed is None and not bound.fits:  # a step that fails says nothing of the others
+        if bound.failed is None and not bound.fits:  # a step that fails tells nothing about the others
             too_much[kind] = least["offload"].name
     left = set(_without(families, missing))
     rows = [row for row in rows if row.family in left]
@@ -64,18 +62,18 @@ def _searched(families: Sequence[Family], problem: Problem) -> tuple[tuple[Row, 
     if failed is not None and not any(row.prediction is not None for row in rows):
         raise failed
     rows.sort(key=lambda row: _rank(row, problem.goal))
-    while rows[0].fits and not rows[0].exact:  # what is to be taken is predicted as it will run
+    while rows[0].fits and not rows[0].exact:  # predict the chosen configuration at its own micro-batch
         rows[0] = confirmed(rows[0], problem)
         rows.sort(key=lambda row: _rank(row, problem.goal))
     return tuple(rows), missing
 
 
 def _possible(families: Sequence[Family], problem: Problem) -> tuple[list[Family], list[Row]]:
-    """Those that may fit, and the others with what says so without a prediction."""
+    """The families that may fit, and rows for those that can be rejected without a prediction."""
     refused = {family: refusal(family) for family in families}
     floors = {family: problem.floor(family) for family in families if not refused[family]}
     within = [family for family, least in floors.items() if least <= problem.usable_bytes]
-    if not within:  # the least is predicted, to say what it takes
+    if not within:  # predict the smallest anyway, to report what it takes
         within = [family for family, least in floors.items() if least == min(floors.values())]
     chosen, rows = set(within), list[Row]()
     for family in families:
@@ -89,7 +87,7 @@ def _possible(families: Sequence[Family], problem: Problem) -> tuple[list[Family
 
 
 def _without(families: Sequence[Family], missing: Mapping[str, str]) -> list[Family]:
-    """Those whose choices in the missing columns are the plainest."""
+    """The families that have the plain choice in the missing columns."""
     return [family for family in families if not any(_is_more(family[column]) for column in missing)]
 
 
@@ -104,7 +102,7 @@ def _names(family: Family, columns: Sequence[str]) -> tuple[str, ...]:
 def _of_one_group(
     families: list[Family], problem: Problem, missing: dict[str, str], found: list[Row]
 ) -> list[Row]:
-    """The family that keeps the least goes first: what does not fit then fits with none of the others."""
+    """Rows of a group; its leanest family goes first, because if that does not fit, no other does."""
     idle = {family: _idle(family, problem, found) for family in families}
     rows = [Row(family=family, rejected=reason) for family, reason in idle.items() if reason]
     left, least = [family for family in families if not idle[family]], None
@@ -130,7 +128,7 @@ def _of_one_group(
 
 
 def _others_too_much(least: Row, problem: Problem, found: Sequence[Row]) -> str:
-    """Why what keeps more than the least of a group needs no prediction; empty where it may be had."""
+    """Why the others of a group, which use more memory, need no prediction; empty if they may be useful."""
     if not least.fits:
         return f"more than with {least.family['checkpointing'].name} checkpointing, which does not fit"
     if problem.goal == "memory" and least.family.is_released:
@@ -141,7 +139,7 @@ def _others_too_much(least: Row, problem: Problem, found: Sequence[Row]) -> str:
 
 
 def _idle(family: Family, problem: Problem, found: Sequence[Row]) -> str:
-    """Why what computes more than a row that fits is not needed; empty where it may be faster, or smaller."""
+    """Why a family that computes more than a row that fits is not needed; empty if it might be better."""
     if problem.goal == "memory":
         return ""
     lighter = (row for row in found if row.fits and is_lighter(row.family, family))

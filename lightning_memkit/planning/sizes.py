@@ -1,4 +1,4 @@
-"""The micro-batch of a configuration: the largest that fits, from a few predictions and the lines through them."""
+"""The largest micro-batch of a configuration that fits, from a few predictions and lines through them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -9,13 +9,14 @@ from lightning_memkit.planning.times import part_seconds
 from lightning_memkit.prediction.lines import PeakLines
 from lightning_memkit.prediction.result import Prediction
 
-_MOST_TRIES = 5  # to confirm a micro-batch; the first is as a rule the last
-_FEW_ROWS = (2, 4)  # of the predictions that lines go through
+_MOST_TRIES = 5  # to confirm a micro-batch; usually the first succeeds
+_FEW_ROWS = (2, 4)  # rows of the predictions through which lines go
+# The whole batch accumulates no gradients, so it may take less than the line through micro-batches says.
 _WHOLE_BATCH = 0.8
 
 
 def best_size(family: Family, problem: Problem) -> Row:
-    """The largest micro-batch that fits: fewer parts are faster; for the least memory the smallest."""
+    """The largest micro-batch that fits, since fewer are faster; for the goal "memory" the smallest."""
     sizes = problem.sizes_of(family)
     *smaller, whole = sizes
     known: dict[int, Row] = {}
@@ -29,14 +30,14 @@ def best_size(family: Family, problem: Problem) -> Row:
         return row(sizes[0])
     if not row(sizes[0]).fits:
         return row(sizes[0])
-    # A single row is no good end of a line: what is a copy for several is a view for one.
+    # Don't start a line at one row: some copies for several rows are views for one.
     few = [size for size in smaller if size in _FEW_ROWS] or [sizes[0]]
     if not row(few[-1]).fits:
         smaller, few = smaller[: smaller.index(few[-1])], [sizes[0], few[-1]]
     taken = reach(
         {size: (one, row(size).taken_bytes) for size in few if (one := row(size).prediction) is not None}
     )
-    # Of the whole batch nothing is accumulated: it takes less than the line through parts says.
+    # The whole batch may fit even if the line says that it exceeds the budget a little.
     if few[0] in _FEW_ROWS and taken(whole) * _WHOLE_BATCH <= problem.usable_bytes and row(whole).fits:
         return row(whole)
     size = max((size for size in smaller if taken(size) <= problem.usable_bytes), default=sizes[0])
@@ -44,7 +45,7 @@ def best_size(family: Family, problem: Problem) -> Row:
 
 
 def _estimated(rows: Sequence[Row], size: int, taken: float, problem: Problem) -> Row:
-    """A micro-batch by those that were predicted: its time grows as theirs does."""
+    """Extrapolate a micro-batch from those that were predicted; its time follows the line through theirs."""
     last = rows[-1]
     a_part = [part_seconds(row.prediction.work, problem.times) for row in rows if row.prediction is not None]
     each = a_part[-1] / last.micro_batch_size
@@ -71,27 +72,27 @@ def _estimated(rows: Sequence[Row], size: int, taken: float, problem: Problem) -
 
 
 def reach(predicted: Mapping[int, tuple[Prediction, int]]) -> Callable[[int], float]:
-    """From a micro-batch to what it takes, by the lines through some.
+    """A function from a micro-batch size to its bytes, by lines through predictions.
 
     Args:
-        predicted: by micro-batch the prediction, and the bytes that it takes: on a GPU what is reserved.
+        predicted: by micro-batch size the prediction, and the bytes that it takes (reserved bytes on a GPU).
     """
     first, last = min(predicted), max(predicted)
     prediction, taken = predicted[last]
     if first == last:
         return lambda size: float(taken)
-    # Of a GPU's allocator: what it reserves over what is alive, nearly in proportion.
+    # On a GPU: the ratio of reserved to live bytes, which is nearly constant.
     over = taken / max(1, prediction.peak_bytes)
     try:
         lines = PeakLines.through({size: one for size, (one, _) in predicted.items()})
-    except ValueError:  # other operators for other sizes
+    except ValueError:  # the sizes run different operators
         slope = (taken - predicted[first][1]) / (last - first)
         return lambda size: taken + slope * (size - last)
     return lambda size: lines.peak_bytes(size) * over
 
 
 def confirmed(row: Row, problem: Problem) -> Row:
-    """The row predicted; with the next smaller micro-batch where it takes more than was estimated."""
+    """The row predicted at its own micro-batch, or at a smaller one if it takes more than estimated."""
     sizes = problem.sizes_of(row.family)
     smaller = [size for size in sizes if size <= row.micro_batch_size]
     for size in reversed(smaller[-_MOST_TRIES:]):

@@ -1,6 +1,6 @@
-"""How long a step's operators take: by a device's rates, or measured one by one on the device that is here.
+"""How long a step's operators take: computed from a device's rates, or measured on a device of this machine.
 
-An accelerator computes while its host launches what comes next, so a step takes as long as the slower of the two.
+An accelerator computes while its host launches more work, so a step takes as long as the slower of the two.
 """
 
 import time
@@ -20,33 +20,33 @@ from lightning_memkit.prediction.devices import Device
 from lightning_memkit.prediction.work import MADE_AGAIN, RECORDED, OperatorWork, TensorShape, Work
 from lightning_memkit.utilities.errors import PredictionError
 
-# Of the data sheet's peaks, what large matrix products and copies reach.
+# Fractions of the data sheet's peaks that large matrix products and copies reach.
 _OF_PEAK_FLOPS, _OF_PEAK_BYTES = 0.6, 0.8
-# What a host takes to launch an operator, with its part of autograd; no kernel is counted as shorter, either.
+# Host time to launch an operator, including autograd's overhead; also the least time of any kernel.
 _LAUNCH_SECONDS = 5e-6
 _TAPING_SECONDS = {RECORDED: RECORDING_SECONDS, MADE_AGAIN: RUNNING_AGAIN_SECONDS}
-_MOST_BYTES = 1 << 28  # of operands that are made for a measurement
-_RUNS, _ENOUGH_SECONDS = (3, 20), 0.03  # at least and at most; others' work disturbs short runs
+_MOST_BYTES = 1 << 28  # the most bytes of operands in a measurement
+_RUNS, _ENOUGH_SECONDS = (3, 20), 0.03  # least and most runs; short ones are disturbed by other processes
 _CPU = torch.device("cpu")
 _CHAIN, _CHAIN_RUNS, _SMALL = 32, 10, TensorShape((8, 8), (8, 1), torch.float32)
 
 
 class Times(Protocol):
-    """Says how long an operator takes."""
+    """Tells how long an operator takes."""
 
     def seconds(self, operator: OperatorWork) -> float:
-        """Of one run, on the device that computes."""
+        """Device seconds of one run."""
         ...
 
     def host_seconds(self, operator: OperatorWork) -> float:
-        """Until the host has launched one run; 0 where the host is the device."""
+        """Host seconds to launch one run; 0 if the host is the device."""
         ...
 
 
 def part_seconds(work: Work, times: Times) -> float:
-    """A micro-batch's forward and backward.
+    """The time of a micro-batch's forward and backward.
 
-    Device, host and what ranks send each other work side by side: the slowest is what it takes.
+    Device, host and communication overlap, so the slowest determines it.
     """
     sent = {operator: count for operator, count in work.part.items() if operator.communicates}
     own = {operator: count for operator, count in work.part.items() if operator not in sent}
@@ -63,19 +63,21 @@ def _sum(operators: Mapping[OperatorWork, float], seconds: Callable[[OperatorWor
 
 
 def reduced(gradient_bytes: int) -> OperatorWork:
-    """DDP's sum of the gradients over ranks: each byte is sent about twice, whatever their number."""
+    """DDP's all-reduce of gradients: each byte is sent about twice, whatever the number of ranks."""
     return OperatorWork("c10d.allreduce_.default", (), (), 0, 2 * gradient_bytes, is_16_bit=False)
 
 
 class TimesByRates:
-    """The roofline: an operator computes or moves, whichever takes longer, and none takes less than its launch.
+    """The roofline model: an operator takes the longer of computing and moving, at least its launch.
 
-    The host launches an operator in 5 microseconds; those of a tape take 26 more to record and 18 to run again.
+    The host launches an operator in 5 microseconds; operators of a tape take 26 more to record and 18 to
+    recompute.
+
     Source: Williams et al., Roofline, CACM 2009. Not yet verified on a GPU.
 
     Args:
-        device: whose rates; 60 % of its operations a second and 80 % of its bytes a second are taken as reached.
-        nodes: over which ranks are spread: the network is slower than the links within one.
+        device: gives the rates; 60 % of its peak FLOPs and 80 % of its peak bandwidths are assumed.
+        nodes: over which ranks are spread: the network is slower than the links within a node.
     """
 
     def __init__(self, device: Device, nodes: int = 1) -> None:
@@ -88,7 +90,7 @@ class TimesByRates:
         self._sent = link * _OF_PEAK_BYTES
 
     def seconds(self, operator: OperatorWork) -> float:
-        """Of one run, on the device that computes."""
+        """Device seconds of one run."""
         if operator.is_python:
             return 0.0
         if operator.communicates:
@@ -97,20 +99,20 @@ class TimesByRates:
         return max(computes, operator.moved_bytes / self._bytes, _LAUNCH_SECONDS)
 
     def host_seconds(self, operator: OperatorWork) -> float:
-        """Until the host has launched one run."""
+        """Host seconds to launch one run."""
         return _TAPING_SECONDS.get(operator.name, _LAUNCH_SECONDS)
 
 
 class TimesHere:
-    """Each operator runs a few times on a device of this machine, on data of its shapes; some milliseconds a shape.
+    """Times each operator on a device of this machine, on data of its shapes; some milliseconds a shape.
 
-    Operands of more than 256 MiB are not made: such an operator is taken to reach the rates of a large product and a
-    large copy. An operator that can't run alone (its values matter, or the device has another) is taken so, too. Not
-    yet verified on a GPU.
+    Operators with operands of more than 256 MiB, and those that can't run alone (because their values matter,
+    or another device is needed), are not run: they are assumed to reach the rates of a large product and a
+    large copy. Not yet verified on a GPU.
 
     Args:
         device: where operators run.
-        others: times what they can't say: communication.
+        others: times what this can't measure: communication.
     """
 
     def __init__(self, device: str = "cpu", others: Times | None = None) -> None:
@@ -120,11 +122,11 @@ class TimesHere:
         self._clocks: DeviceClocks | None = None
 
     def seconds(self, operator: OperatorWork) -> float:
-        """Of one run, on the device that computes."""
+        """Device seconds of one run."""
         return self._took(operator).device
 
     def host_seconds(self, operator: OperatorWork) -> float:
-        """Until the host has launched one run; 0 where the host is the device."""
+        """Host seconds to launch one run; 0 if the host is the device."""
         return self._took(operator).host
 
     def _took(self, operator: OperatorWork) -> Took:
@@ -134,7 +136,7 @@ class TimesHere:
 
     def _measured(self, operator: OperatorWork) -> Took:
         on_host = self._device.type == "cpu"
-        if operator.is_python:  # a GPU does not wait for it as long as it has enough to do
+        if operator.is_python:  # host time only: a GPU with queued work does not wait for it
             taping = _taping_here()[operator.name]
             return Took(taping, 0.0) if on_host else Took(0.0, taping)
         launch = 0.0 if on_host else _LAUNCH_SECONDS
@@ -194,7 +196,7 @@ def _wait_for(device: torch.device) -> None:
 
 
 def _function(name: str) -> Any:
-    """The operator of a name such as `aten.mm.default`; None for a kernel of memkit's own."""
+    """The operator of a name such as `aten.mm.default`; None for memkit's own kernels."""
     namespace, _, rest = name.partition(".")
     packet, _, overload = rest.partition(".")
     found = getattr(getattr(torch.ops, namespace), packet, None) if namespace != "memkit" else None
@@ -208,9 +210,9 @@ def _real(item: Any) -> Any:
 
 
 def _tensor(shape: TensorShape) -> Tensor:
-    """Values that no kernel is slow on."""
+    """A tensor with values on which no kernel is slow."""
     tensor = torch.empty_strided(shape.shape, shape.stride, dtype=shape.dtype)
-    if 0 in shape.stride and tensor.numel():  # expanded: written through its elements that lie apart
+    if 0 in shape.stride and tensor.numel():  # expanded: write only the distinct elements
         ones = [slice(0, 1) if stride == 0 else slice(None) for stride in shape.stride]
         tensor[tuple(ones)].fill_(_value(shape.dtype))
     else:
@@ -224,13 +226,13 @@ def _value(dtype: torch.dtype) -> float:
 
 @lru_cache(maxsize=1)
 def _taping_here() -> dict[str, float]:
-    """What Python takes an operator that a tape records, and one that it makes again.
+    """Python's time for an operator that a tape records, and for one that it recomputes.
 
-    Measured in a fork: where there is a GPU, a backward here would end what forks can predict.
+    Measured in a fork: on a machine with a GPU, a backward in this process would end predictions in forks.
     """
     try:
         return contained(_taping)
-    except (RuntimeError, PredictionError, AttributeError):  # no forks, or no autograd in them any more
+    except (RuntimeError, PredictionError, AttributeError):  # no forks, or autograd no longer works in them
         return {RECORDED: 0.0, MADE_AGAIN: 0.0}
 
 
@@ -247,7 +249,7 @@ def _taping() -> dict[str, float]:
 
 
 def _chain(keep: Callable[[Any], bool] | None) -> None:
-    """Forward and backward of a block of small operators."""
+    """Forward and backward of a chain of small operators."""
     x = _tensor(_SMALL).requires_grad_()
 
     def forward(y: Tensor) -> Tensor:
@@ -270,7 +272,7 @@ def _best(run: Callable[[], None]) -> float:
 
 @lru_cache(maxsize=4)
 def _rates_here(device: torch.device, is_16_bit: bool) -> tuple[float, float]:
-    """Operations and bytes a second of a large product and a large copy."""
+    """FLOPs and bytes a second of a large product and a large copy."""
     dtype = torch.bfloat16 if is_16_bit else torch.float32
     square = TensorShape((1024, 1024), (1024, 1), dtype)
     long = TensorShape((1 << 24,), (1,), torch.float32)

@@ -1,18 +1,18 @@
-"""What plugins ask of each other: by what a plugin says of itself, never by its class.
+"""How plugins learn of each other: by attributes that a plugin declares, never by its class.
 
-A plugin says it by attributes; whoever has none of them is asked nothing. Users' own callbacks may say it, too.
+A plugin that lacks an attribute is not asked. Users' own callbacks may declare them, too.
 
-| attribute | says | asked by |
+| attribute | meaning | read by |
 |---|---|---|
-| `plan_column: str` | what a plan may choose: the column of its table | plan |
-| `recomputes_activations`, `offloads_states` (bool) | what it saves already | MemoryBudget's remedies |
-| `watches_only` (bool) | it changes no byte of a step | predictions leave it out |
-| `probes_contamination` (bool) | it is a probe | PackedDataModule adds its own otherwise |
+| `plan_column: str` | the column of a plan's table that this plugin decides | plan |
+| `recomputes_activations`, `offloads_states` (bool) | it saves this memory already | MemoryBudget's remedies |
+| `watches_only` (bool) | it changes no byte of a step | predictions, which leave it out |
+| `probes_contamination` (bool) | it is a contamination probe | PackedDataModule, which adds its own otherwise |
 | `averages_after_backward` (bool) | it averages DDP's gradients itself | PureBF16Precision |
-| `chosen_for_step` | what "auto" recomputes by | MemoryBudget corrects it by a measured peak |
+| `chosen_for_step` | the plan by which "auto" recomputes | MemoryBudget, which corrects it by a measured peak |
 | `usable_bytes_on(device)` | a budget without its headroom | ActivationCheckpointing("auto") |
-| `as_predicted()` | what a prediction takes in its place | predictions of a run under way |
-| `without_run()` | itself without a run's optimizers | predictions of a run under way |
+| `as_predicted()` | the callback to use in its place in a prediction | predictions of a run under way |
+| `without_run()` | a copy without the run's optimizers | predictions of a run under way |
 | `shards_by` | the `Sharding` of a strategy | plan, predictions, InitialWeights |
 """
 
@@ -25,7 +25,7 @@ from lightning_memkit.micro_batching.history import PartsChange
 
 
 class BatchBudget(Protocol):
-    """A callback that runs batches in micro-batches within a budget: it says `splits_batches = True`."""
+    """A callback that runs batches in micro-batches within a budget; it declares `splits_batches = True`."""
 
     budget: str | int | float
     budget_bytes: int
@@ -35,22 +35,22 @@ class BatchBudget(Protocol):
 
     @property
     def history(self) -> Sequence[PartsChange]:
-        """From which step on micro-batches had which size."""
+        """The micro-batch sizes used, each with the step from which it applied."""
         ...
 
     @property
     def retries(self) -> int:
-        """Steps that ran out of memory and were taken again."""
+        """How many steps ran out of memory and were retried."""
         ...
 
     @property
     def peak_bytes(self) -> int:
-        """The verified peak."""
+        """The peak that was verified by measurement."""
         ...
 
     @property
     def predicted_peaks(self) -> Mapping[int, int]:
-        """Predicted bytes by micro-batch."""
+        """Predicted peak in bytes by micro-batch size."""
         ...
 
     @property
@@ -60,7 +60,7 @@ class BatchBudget(Protocol):
 
 
 def says(plugin: object, name: str) -> bool:
-    """Whether a plugin says of itself that it does something."""
+    """Whether a plugin declares the boolean attribute `name` as True."""
     return getattr(plugin, name, False) is True
 
 
@@ -80,10 +80,10 @@ def budgets_among(callbacks: Iterable[object]) -> list[BatchBudget]:
 
 
 def budget_of(trainer: Trainer) -> BatchBudget | None:
-    """The first of a trainer's callbacks that keeps a budget."""
+    """The first of a trainer's callbacks that keeps a budget; None if there is none."""
     return next(iter(budgets_among(callbacks_of(trainer))), None)
 
 
 def plan_columns(callbacks: Iterable[object]) -> list[str]:
-    """The columns of a plan that some callbacks have decided."""
+    """The columns of a plan that these callbacks have already decided."""
     return [column for one in callbacks if (column := getattr(one, "plan_column", None))]

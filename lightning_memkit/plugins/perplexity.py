@@ -10,9 +10,9 @@ from torchmetrics import Metric
 class LossPerplexity(Metric):
     """Perplexity over all tokens seen, from losses and token counts: two numbers of state, no logits.
 
-    It is the exponential of the mean loss a token, which `torchmetrics.text.Perplexity` computes from logits. Sums
-    are kept in float64 and added up over ranks. The loss must be plain cross-entropy: z-loss, label smoothing and
-    auxiliary losses would be counted in.
+    It is the exponential of the mean loss a token, which `torchmetrics.text.Perplexity` computes from logits.
+    Sums are kept in float64 and reduced over ranks. The loss must be plain cross-entropy: z-loss, label
+    smoothing and auxiliary losses would be included.
 
     Example:
         >>> perplexity.update(loss=outputs.loss, tokens=(labels[:, 1:] != -100).sum())
@@ -34,8 +34,8 @@ class LossPerplexity(Metric):
         """Add a batch.
 
         Args:
-            loss: the mean loss a token of this batch.
-            tokens: how many labels that mean is over; 0 adds nothing, whatever the loss is.
+            loss: the mean loss per token of this batch.
+            tokens: the number of labels in that mean; 0 adds nothing, whatever the loss is.
             summed: `loss` is the sum over the tokens instead.
         """
         count = torch.as_tensor(tokens, device=self.tokens.device).to(self.tokens.dtype)

@@ -1,18 +1,18 @@
-"""Plugins that a user pickles, copies or spawns: with their options and results, without the run under way."""
+"""Let plugins be pickled, copied and spawned with their options and results, without the current run."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 
 def nothing() -> None:
-    """The undo where there is nothing to undo."""
+    """An undo that does nothing."""
 
 
 class LeavesRunBehind:
-    """A copy or a pickle holds options and results; patches, meters and what else a run needs stay with the original.
+    """Copies and pickles keep options and results; a run's patches and meters stay with the original.
 
     Attributes:
-        of_run: what makes the attributes anew that are left out.
+        of_run: by attribute that is left out, a factory of its initial value.
     """
 
     of_run: ClassVar[dict[str, Callable[[], Any]]] = {}

@@ -1,1 +1,1 @@
-"""What a training step will cost, before anything is allocated: steps on tensors that have shapes and no values."""
+"""Predict the cost of a training step before anything is allocated, by steps on fake tensors."""

@@ -1,9 +1,10 @@
-"""DDP's memory without its reducer, which is C++ and takes no tensors without memory: buckets beside the gradients.
+"""DDP's memory without its C++ reducer, which can't handle fake tensors: buckets beside the gradients.
 
-Source: `torch/csrc/distributed/c10d/reducer.cpp` and `torch/nn/parallel/distributed.py` of torch 2.13. Gradients are
-copied into flat buckets and back. The first step has one bucket a dtype (or 1 MiB and then 25 MiB, where unused
-parameters are looked for); before the second's forward they are made anew, in the order in which gradients came. With
-`gradient_as_bucket_view` each gradient is a view of its bucket, and what autograd computed is let go after the copy.
+Source: `torch/csrc/distributed/c10d/reducer.cpp` and `torch/nn/parallel/distributed.py` of torch 2.13.
+Gradients are copied into flat buckets and back. The first step has one bucket for each dtype (or 1 MiB and
+then 25 MiB, if unused parameters are searched for); before the second forward the buckets are rebuilt, in the
+order in which gradients arrived. With `gradient_as_bucket_view` each gradient is a view of its bucket, and
+the tensor that autograd computed is freed after the copy.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -19,16 +20,16 @@ _FIRST_BUCKET, _BUCKET = 1 * _MIB, 25 * _MIB
 
 
 class BucketedModel(DistributedDataParallel):
-    """Takes the place of `DistributedDataParallel` in a simulation: allocates what it would, and reduces nothing.
+    """Replaces `DistributedDataParallel` in a simulation: makes the same allocations, and reduces nothing.
 
     Args:
-        module: whose gradients are reduced.
-        bucket_cap_mb: as there; also the options below. Others make no difference to what is allocated.
+        module: the module whose gradients are reduced.
+        bucket_cap_mb: as in DDP, like the options below. Other options don't change allocations.
     """
 
     communicating: Callable[[], AbstractContextManager[Any]] = staticmethod(
         nullcontext
-    )  # in which buckets are made
+    )  # context in which buckets are allocated
 
     def __init__(
         self,
@@ -51,14 +52,14 @@ class BucketedModel(DistributedDataParallel):
         self.reducer: Any = _Reducer(self, (first, cap))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward, with what DDP does before it."""
-        if torch.is_grad_enabled():  # also where this batch's gradients stay here
+        """Run the module's forward after DDP's preparations."""
+        if torch.is_grad_enabled():  # also if this batch's gradients are not reduced
             self.reducer._rebuild_buckets()
         self.reducer.prepare_for_backward([])
         return self.module(*args, **kwargs)
 
     def join(self, *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:  # pyright: ignore
-        """Ranks have as many batches here."""
+        """Do nothing: all simulated ranks have equally many batches."""
         return nullcontext()
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
@@ -91,7 +92,7 @@ class _Reducer:
         self._is_synced = self._model.require_backward_grad_sync and torch.is_grad_enabled()
 
     def _delay_all_reduce(self) -> None:
-        """Of a static graph's first step: nothing is reduced here."""
+        """Do nothing in a static graph's first step, since nothing is reduced here."""
 
     def _rebuild_buckets(self) -> bool:
         if not self._rebuilds or len(self._came) < len(self._parameters):
@@ -103,7 +104,7 @@ class _Reducer:
 
     def _make_buckets(self, parameters: list[Tensor], caps: tuple[int, int] | None) -> None:
         before, self._views = self._views, {}
-        del before  # what no gradient is a view of is freed first
+        del before  # frees buckets without gradient views before new ones are made
         with torch.no_grad(), self._model.communicating():
             for bucket in _buckets(parameters, caps):
                 self._fill(bucket)
@@ -130,7 +131,7 @@ class _Reducer:
 
 
 def _buckets(parameters: Iterable[Tensor], caps: tuple[int, int] | None) -> Iterator[list[Tensor]]:
-    """Parameters of one dtype, together until a bucket has its bytes; a first, small one lets others start early."""
+    """Parameters of one dtype, grouped by bucket size; a small first bucket lets reduction start early."""
     kinds: dict[torch.dtype, list[Tensor]] = {}
     for parameter in parameters:
         kinds.setdefault(parameter.dtype, []).append(parameter)

@@ -1,8 +1,8 @@
-"""The terms of a calculation by hand: parameters, what training keeps of each, blocks of a transformer, logits.
+"""Terms of a calculation by hand: parameters, what training keeps for each, transformer blocks, logits.
 
-Sources: weights, gradients and states: Rajbhandari et al. 2019 (arXiv:1910.02054). Activations of a transformer's
-blocks: Korthikanti et al. 2022 (arXiv:2205.05198), section 4. Attention that keeps no scores: Dao et al. 2022
-(arXiv:2205.14135).
+Sources: weights, gradients and states: Rajbhandari et al. 2019 (arXiv:1910.02054). Activations of a
+transformer's blocks: Korthikanti et al. 2022 (arXiv:2205.05198), section 4. Attention that saves no scores:
+Dao et al. 2022 (arXiv:2205.14135).
 """
 
 from collections.abc import Iterable, Iterator
@@ -28,11 +28,11 @@ class Term:
     """One line of a calculation by hand.
 
     Attributes:
-        category: of `lightning_memkit.memory.anatomy.CATEGORIES`, as in a prediction.
-        name: what it is.
-        formula: how many bytes, with the numbers put in.
-        size_bytes: what that gives.
-        source: where the formula is from; empty where it is plain counting.
+        category: a key of `lightning_memkit.memory.anatomy.CATEGORIES`, as in a prediction.
+        name: what takes the memory.
+        formula: the formula for the bytes, with numbers inserted.
+        size_bytes: its result.
+        source: the source of the formula; empty for plain counting.
     """
 
     category: str
@@ -44,13 +44,13 @@ class Term:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterCounts:
-    """How many values a model's parameters have; a tensor that several modules share (tied weights) counts once.
+    """Counts the values of a model's parameters; a tensor that modules share (tied weights) counts once.
 
     Args:
-        trained: those that get gradients.
-        frozen: those that don't.
-        embeddings: of the trained, those of embeddings: they keep 32-bit states beside 8-bit ones.
-        cast: of the trained, those that autocast casts: all but embeddings' and norms'. None for all.
+        trained: values of parameters that get gradients.
+        frozen: values of those that don't.
+        embeddings: trained values in embeddings, which keep 32-bit states when others have 8-bit ones.
+        cast: trained values that autocast casts: all but those of embeddings and norms. None for all.
 
     Raises:
         ValueError: a negative number, or more embeddings or cast parameters than trained ones.
@@ -72,7 +72,7 @@ class ParameterCounts:
 
     @staticmethod
     def of(module: nn.Module) -> "ParameterCounts":
-        """Those of a module; it may be on the device "meta"."""
+        """The counts of a module, which may be on the meta device."""
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         embedded, cast = set[int](), set[int]()
         for owner in module.modules():
@@ -91,25 +91,27 @@ class ParameterCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What training keeps of each parameter.
+    """What training keeps for each parameter.
 
-    The literature's 18 bytes a parameter of mixed precision with AdamW are ``"stored-copies"``: float32 weights (4),
-    16-bit copies (2), float32 gradients (4), two moments (8). Torch's autocast (``"16-mixed"``, ``"bf16-mixed"``)
-    stores no copies: 16 bytes, and 2 for each weight that was cast, as long as its region lasts or the backward
-    needs them. Pure bf16 is ``precision="bf16-true"`` with a compensation and ``states="compact"`` (10 bytes a
-    parameter) or ``"exact"`` (14).
+    The literature's 18 bytes a parameter for mixed precision with AdamW are ``"stored-copies"``: float32
+    weights (4), 16-bit copies (2), float32 gradients (4), two moments (8). torch's autocast (``"16-mixed"``,
+    ``"bf16-mixed"``) stores no copies: 16 bytes, and 2 for each weight that was cast, while its region lasts
+    or the backward needs the cast. Pure bf16 is ``precision="bf16-true"`` with a compensation and
+    ``states="compact"`` (10 bytes a parameter) or ``"exact"`` (14).
 
     Args:
         precision: as in Lightning's `Trainer`, or ``"stored-copies"``.
         optimizer: a key of `MOMENTS`.
-        states: ``"plain"``: the weight's dtype, as torch's optimizers have it; ``"compact"``: bfloat16;
-            ``"exact"``: float32; ``"8-bit"``: bitsandbytes', without its scales (1 in 64), float32 for embeddings.
-        compensation: what keeps the bits that bfloat16 weights lack, see `PureBF16Precision`.
-        float32_gradients: gradients of 16-bit weights are summed in float32.
-        frozen_weight_bytes: of a frozen parameter: 4, 2, 1 (8-bit) or 0.5 (4-bit); None for that of the trained.
+        states: ``"plain"``: the weight's dtype, as in torch's optimizers; ``"compact"``: bfloat16;
+            ``"exact"``: float32; ``"8-bit"``: bitsandbytes', without its scales (1 in 64), float32 for
+            embeddings.
+        compensation: the compensation of bfloat16 weights; see `PureBF16Precision`.
+        float32_gradients: whether gradients of 16-bit weights are accumulated in float32.
+        frozen_weight_bytes: bytes of a frozen parameter: 4, 2, 1 (8-bit) or 0.5 (4-bit); None for those of a
+            trained one.
 
     Raises:
-        ValueError: an unknown option, or a compensation of weights that have all their bits.
+        ValueError: an option is unknown, or a compensation is given for weights that are not bfloat16.
     """
 
     precision: Precision = "32-true"
@@ -143,17 +145,17 @@ class Recipe:
 
     @property
     def state_bytes(self) -> int:
-        """Of one moment of one parameter."""
+        """Bytes of one moment of one parameter."""
         return _STATE_BYTES.get(self.states, self.gradient_dtype_bytes)
 
     @property
     def gradient_dtype_bytes(self) -> int:
-        """Of one value in the dtype that the optimizer sees."""
+        """Bytes of one value in the dtype of the gradients."""
         return 2 if self.precision.endswith("-true") and self.precision != "32-true" else 4
 
     @property
     def per_parameter(self) -> BytesPerParameter:
-        """Bytes of a trained parameter; embeddings under 8-bit states have more."""
+        """Bytes of each trained parameter; embeddings under 8-bit states take more."""
         return BytesPerParameter(
             weights=_WEIGHT_BYTES.get(self.precision, 4),
             gradients=4 if self.float32_gradients else self.gradient_dtype_bytes,
@@ -180,29 +182,31 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """A transformer's blocks, and what each keeps for the backward.
+    """A transformer's blocks, and what each saves for the backward.
 
-    In 16 bits with dropout, attention written out and an MLP of 4 hidden widths with GELU: s·b·h·(34 + 5·a·s/h) bytes
-    a layer (s tokens a row, b rows, h hidden values, a heads). Of the 34 the norms have 4, attention 11, the MLP 19;
-    the 5 are scores after softmax (2), dropout's mask (1), scores after dropout (2). Flash attention keeps no
-    scores but a float32 a row of them.
+    In 16 bits, with dropout, unfused attention and a GELU MLP of 4 hidden widths, a layer saves s·b·h·(34 +
+    5·a·s/h) bytes (s tokens a row, b rows, h hidden values, a heads). Of the 34, norms take 4, attention 11
+    and the MLP 19; the 5 are scores after softmax (2), dropout's mask (1) and scores after dropout (2). Flash
+    attention saves only one float32 for each row of scores.
 
     Args:
-        layers: how many blocks.
+        layers: the number of blocks.
         hidden: width of the tokens between blocks.
-        heads: of attention.
+        heads: attention heads.
         length: tokens a row.
-        rows: of a batch.
-        value_bytes: of an activation.
-        mask_bytes: of an element of dropout's mask: 1 on CUDA, `value_bytes` on the CPU, 0 without dropout.
-        keeps_scores: attention is written out; False for kernels such as flash attention's.
+        rows: rows of a batch.
+        value_bytes: bytes of an activation value.
+        mask_bytes: bytes of an element of dropout's mask: 1 on CUDA, `value_bytes` on the CPU, 0 without
+            dropout.
+        keeps_scores: whether attention is unfused and saves its scores; False for kernels such as flash
+            attention.
         mlp_width: None for 4 times `hidden`.
-        mlp_tensors: tensors of that width that the MLP keeps: 2 with GELU (its input and result), 1 with ReLU,
-            4 with SwiGLU.
-        checkpointed: whole blocks are made again in the backward, one at a time, from their inputs.
+        mlp_tensors: tensors of that width that the MLP saves: 2 with GELU (its input and result), 1 with
+            ReLU, 4 with SwiGLU.
+        checkpointed: whether whole blocks are recomputed in the backward, one at a time, from their inputs.
 
     Raises:
-        ValueError: a size below 1, or a negative number of bytes.
+        ValueError: a size is below 1, or a number of bytes is negative.
     """
 
     layers: int
@@ -223,7 +227,7 @@ class Blocks:
             raise ValueError(f"mask_bytes={self.mask_bytes} is negative; write 0 without dropout.")
 
     def terms(self) -> Iterator[Term]:
-        """What the blocks keep, and with activation checkpointing what one takes while it is made again."""
+        """What the blocks save; with activation checkpointing also what recomputing one block takes."""
         copies = 1 if self.checkpointed else self.layers
         category = "temporaries" if self.checkpointed else "saved_activations"
         names = (
@@ -235,7 +239,8 @@ class Blocks:
             formula = f"{self.layers} layers × {shape}·{self.hidden:,} × {self.value_bytes}"
             yield as_term("saved_activations", "inputs of the blocks", formula, size, _REDUCING)
         width = 4 * self.hidden if self.mlp_width is None else self.mlp_width
-        # The inputs of two norms, of the projections to q, k, v, of the last projection, of the MLP; and q, k, v.
+        # 8 tensors: inputs of two norms, of the q, k, v projections, of the output projection and of the MLP;
+        # q, k and v.
         each = self.value_bytes * (8 + self.mlp_tensors * width / self.hidden) + 2 * self.mask_bytes
         formula = f"{copies} layers × {shape}·{self.hidden:,} × {each:g}"
         yield as_term(category, names[0], formula, copies * tokens * self.hidden * each, _REDUCING)
@@ -251,18 +256,18 @@ class Blocks:
 
 @dataclass(frozen=True, kw_only=True)
 class VocabularyHead:
-    """Logits over a vocabulary, and what cross-entropy makes of them.
+    """Logits over a vocabulary, and what cross-entropy computes from them.
 
-    As the backward begins there are the log-softmax, its gradient and the gradient of the logits: three tensors of
-    tokens · vocabulary values. In the forward there are the logits and the log-softmax.
+    At the beginning of the backward three tensors of tokens · vocabulary values exist: the log-softmax, its
+    gradient and the gradient of the logits. In the forward the logits and the log-softmax exist.
 
     Args:
         tokens: positions that get logits.
-        vocabulary: classes.
-        value_bytes: of a logit as the loss takes it: 4, in 16 bits, too, where autocast or the model casts them.
+        vocabulary: the number of classes.
+        value_bytes: bytes of a logit in the loss: 4 even in 16 bits if autocast or the model casts them.
 
     Raises:
-        ValueError: a size below 1.
+        ValueError: a size is below 1.
     """
 
     tokens: int
@@ -273,7 +278,7 @@ class VocabularyHead:
         _refuse_below(self, 1)
 
     def terms(self) -> Iterator[Term]:
-        """What is kept for the backward, and what its beginning makes."""
+        """What is saved for the backward, and what the backward allocates at its beginning."""
         formula = f"{self.tokens:,}·{self.vocabulary:,} × {self.value_bytes}"
         size = self.tokens * self.vocabulary * self.value_bytes
         yield as_term("saved_activations", "log-softmax", formula, size)
@@ -286,7 +291,7 @@ def _per_value(category: str, name: str, count: int, each: float) -> Term:
 
 
 def as_term(category: str, name: str, formula: str, size: float, source: str = "") -> Term:
-    """A term, its bytes rounded."""
+    """A term with rounded bytes."""
     return Term(category=category, name=name, formula=formula, size_bytes=round(size), source=source)
 
 

@@ -1,9 +1,10 @@
 """What CUDA's caching allocator would reserve for the allocations of a step: a replay of its rules.
 
-Source: `c10/cuda/CUDACachingAllocator.cpp` of torch 2.13. Sizes are rounded to 512 bytes. Up to 1 MiB they come from
-segments of 2 MiB; larger ones from segments of 20 MiB, or, from 10 MiB on, of their own size rounded to 2 MiB. The
-smallest free block that fits is taken, and split unless too little would be left. What is freed joins its free
-neighbours, and stays reserved, for its own stream alone. Not yet verified on a GPU.
+Source: `c10/cuda/CUDACachingAllocator.cpp` of torch 2.13. Sizes are rounded up to 512 bytes. Up to 1 MiB they
+come from segments of 2 MiB; larger ones from segments of 20 MiB, or, from 10 MiB on, from a segment of their
+own size rounded up to 2 MiB. The smallest free block that fits is used, and split unless the remainder would
+be too small. A freed block is merged with free neighbours, and stays reserved for its own stream only. Not
+yet verified on a GPU.
 """
 
 from bisect import bisect_left, insort
@@ -21,13 +22,13 @@ _LARGE_SEGMENT, _OWN_SEGMENT_FROM, _ROUND_OWN = 20 << 20, 10 << 20, 2 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Reserved:
-    """The most that was handed out, in blocks, and the most that was reserved from the device for it."""
+    """The most bytes allocated in blocks, and the most bytes reserved from the device."""
 
     allocated_bytes: int
     reserved_bytes: int
 
 
-_Pool = tuple[bool, int]  # of small blocks or large ones, and of which stream
+_Pool = tuple[bool, int]  # whether its blocks are small, and the stream
 
 
 class _Block:
@@ -49,11 +50,12 @@ class _Segment:
 
 
 class CachingAllocator:
-    """Hands out blocks of segments as CUDA's caching allocator does, without any memory.
+    """Allocates blocks of segments as CUDA's caching allocator does, without any memory.
 
     Args:
-        capacity_bytes: what the device has for it; segments that are wholly free are given back before it is passed.
-        expandable: as with ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``: a pool is one segment, which grows.
+        capacity_bytes: what the device has for it; entirely free segments are released before it is exceeded.
+        expandable: as with ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``: a pool is one segment that
+            grows.
     """
 
     def __init__(self, capacity_bytes: int | None = None, *, expandable: bool = False) -> None:
@@ -65,7 +67,7 @@ class CachingAllocator:
         self._segments = 0
 
     def allocate(self, size_bytes: int, stream: int = 0) -> _Block:
-        """A block for so many bytes, to be used in a stream.
+        """Allocate a block for use in a stream.
 
         Raises:
             MemoryError: it does not fit into the capacity.
@@ -83,7 +85,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: _Block) -> None:
-        """Take a block back; it stays reserved."""
+        """Free a block; it stays reserved."""
         self.allocated_bytes -= block.size
         block.free = True
         for neighbour in (block.previous, block.next):
@@ -109,7 +111,7 @@ class CachingAllocator:
         return _Segment(self._segments, needed, pool).first
 
     def _grown(self, size: int, pool: _Pool) -> _Block:
-        """The end of the pool's one segment, made longer."""
+        """The end of the pool's one segment, after extending it."""
         page = _SMALL_SEGMENT if pool[0] else _LARGE_SEGMENT
         segment = self._growing.get(pool)
         if segment is None:
@@ -180,7 +182,7 @@ class CachingAllocator:
 def replay(
     allocations: Iterable[Allocation], *, capacity_bytes: int | None = None, expandable: bool = False
 ) -> Reserved:
-    """What the allocator would hand out and reserve at most for these lives of tensors.
+    """What the allocator would allocate and reserve at most for these tensor lifetimes.
 
     Args:
         allocations: births and deaths by one clock.

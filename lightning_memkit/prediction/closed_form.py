@@ -1,4 +1,4 @@
-"""The memory of training by hand: the rules of thumb added up, beside what is predicted."""
+"""The memory of training computed by rules of thumb, compared with a prediction."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ from lightning_memkit.prediction.by_hand import (
 )
 from lightning_memkit.prediction.result import Prediction
 
-_CLOSE, _SMALL = 0.01, 1 << 20  # what counts as agreement: a share, or bytes
+_CLOSE, _SMALL = 0.01, 1 << 20  # what counts as agreement: relative, or in bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class FormRow:
-    """A category by hand and as predicted, in bytes; `why` says what makes the difference, where there is one."""
+    """A category by hand and as predicted, in bytes; `why` explains the difference, if there is one."""
 
     name: str
     by_hand_bytes: int
@@ -31,19 +31,19 @@ class FormRow:
 
     @property
     def difference_bytes(self) -> int:
-        """What the prediction has more."""
+        """Predicted bytes minus those by hand."""
         return self.predicted_bytes - self.by_hand_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class FormComparison:
-    """A calculation by hand beside a prediction, category by category; prints as a table."""
+    """A calculation by hand next to a prediction, by category; prints as a table."""
 
     rows: tuple[FormRow, ...]
 
     @property
     def total(self) -> FormRow:
-        """The sums; predicted are the bytes that the device is asked for."""
+        """The sums; the predicted one is what the device must provide."""
         by_hand = sum(row.by_hand_bytes for row in self.rows)
         return FormRow(
             name="total", by_hand_bytes=by_hand, predicted_bytes=sum(row.predicted_bytes for row in self.rows)
@@ -62,14 +62,14 @@ class ClosedForm:
     """A calculation by hand, term by term; prints as a table.
 
     Attributes:
-        terms: each with its formula; those of 0 bytes are left out.
+        terms: the terms with their formulas; those of 0 bytes are left out.
     """
 
     terms: tuple[Term, ...]
 
     @property
     def total_bytes(self) -> int:
-        """The sum of all terms, as if all were there at once: more than a peak that comes before or after some."""
+        """The sum of all terms as if all existed at once, which may exceed the actual peak."""
         return sum(term.size_bytes for term in self.terms)
 
     def category_bytes(self, category: str) -> int:
@@ -83,7 +83,7 @@ class ClosedForm:
         return sum(term.size_bytes for term in self.terms if term.category == category)
 
     def beside(self, prediction: Prediction) -> FormComparison:
-        """Each category at the predicted peak beside the same by hand, with what explains the difference."""
+        """Compare each category at the predicted peak with its value by hand, and explain differences."""
         anatomy, rows = prediction.anatomy, []
         for category in CATEGORIES:
             by_hand, predicted = self.category_bytes(category), anatomy.at_peak.get(category, 0)
@@ -118,14 +118,14 @@ def closed_form(
     head: VocabularyHead | None = None,
     inputs_bytes: int = 0,
 ) -> ClosedForm:
-    """What training would take by the rules of thumb, in bytes, term by term; for inference, freeze all parameters.
+    """The memory of training by rules of thumb, term by term; for inference, freeze all parameters.
 
     Args:
-        parameters: how many there are, or a module to count them in.
-        recipe: what is kept of each; None for float32 with AdamW, 16 bytes.
+        parameters: their counts, or a module in which to count them.
+        recipe: what is kept for each parameter; None for float32 with AdamW, 16 bytes.
         blocks: a transformer's blocks; None for no activations.
         head: logits over a vocabulary; None for none.
-        inputs_bytes: of the batch.
+        inputs_bytes: bytes of the batch.
 
     Raises:
         ValueError: a negative number of bytes.

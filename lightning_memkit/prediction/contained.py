@@ -1,4 +1,4 @@
-"""Run work in a copy of this process, whose changes and crashes stay there."""
+"""Run work in a fork of this process, to which its changes and crashes are confined."""
 
 import contextlib
 import gc
@@ -22,25 +22,25 @@ from lightning_memkit.utilities.forks import hide_accelerators, leave_inherited,
 
 T = TypeVar("T")
 
-# Of the error that autograd raises in a fork of a process in which it has used an accelerator.
+# Part of autograd's error in a fork of a process in which it has used an accelerator.
 NO_AUTOGRAD_IN_FORKS = "autograd's threading in combination with fork"
 _LOOKS_UP_SECONDS = 1.0
-_WORDS = 2000  # of what the copy printed, in an error
+_WORDS = 2000  # the most characters of the fork's output in an error
 
 
 def contained(work: Callable[[], T], *, timeout_s: float = 600) -> T:
-    """What `work` returns, run in a fork of this process: objects, random state and files here stay as they are.
+    """Return `work`'s result from a fork of this process; objects, random state and files stay unchanged.
 
-    Nothing is pickled on the way in, and pages are shared until they are written. The copy computes in one thread,
-    finds no accelerator, and begins in an empty folder of its own that is deleted afterwards; what it prints
-    is dropped, or part of the error. Windows has no forks.
+    Nothing is pickled on the way in, and memory pages are shared until they are written. The fork uses one
+    thread, sees no accelerator, and starts in a temporary folder of its own; its output is discarded, or
+    becomes part of the error. Windows has no forks.
 
     Args:
-        work: returns what can be pickled.
-        timeout_s: seconds after which the copy is stopped.
+        work: returns something that can be pickled.
+        timeout_s: seconds after which the fork is killed.
 
     Raises:
-        PredictionError: the copy ended without a result, by a signal or by an error of its own.
+        PredictionError: the fork ended without a result, by a signal or by an error of its own.
     """
     with tempfile.TemporaryDirectory(prefix="memkit-") as folder, tempfile.TemporaryFile() as printed:
         receiving, sending = os.pipe()
@@ -49,7 +49,7 @@ def contained(work: Callable[[], T], *, timeout_s: float = 600) -> T:
         collects = gc.isenabled()
         with starting():
             with warnings.catch_warnings():
-                # Of forks beside threads: the copy uses nothing that those of the original may hold.
+                # Python warns of forking with threads; the fork uses no locks that other threads may hold.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 parent, child = os.getpid(), os.fork()
             if child == 0:
@@ -71,11 +71,11 @@ def contained(work: Callable[[], T], *, timeout_s: float = 600) -> T:
 
 
 class _RemoteTraceback(Exception):
-    """Where in the copy an error was raised, as the cause of the same error here."""
+    """The traceback from the fork, as the cause of the same error here."""
 
 
 class _Failure:
-    """An exception on its way to another process: itself where it can be pickled, else its words."""
+    """An exception to send to another process: itself if it can be pickled, else its text."""
 
     def __init__(self, error: BaseException) -> None:
         self._trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
@@ -91,7 +91,7 @@ class _Failure:
 def _run(
     work: Callable[[], Any], pipe_ends: tuple[int, int], printed: BinaryIO, of: tuple[int, str]
 ) -> NoReturn:
-    """The whole life of the copy; never returns, since what lies above on the stack belongs to the original."""
+    """The whole life of the fork; never returns, since the callers' frames belong to the original process."""
     status, (receiving, sending), (parent, folder) = 1, pipe_ends, of
     try:
         os.close(receiving)
@@ -99,10 +99,10 @@ def _run(
         os.dup2(printed.fileno(), 1)
         os.dup2(printed.fileno(), 2)
         sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1, closefd=False)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the original stops it
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the original process stops it
         os.chdir(folder)
         hide_accelerators()
-        torch.set_num_threads(1)  # threads of the original's pools are not here
+        torch.set_num_threads(1)  # the original's thread pools don't exist in a fork
         try:
             outcome: Any = work()
             message = pickle.dumps(outcome)
@@ -112,18 +112,18 @@ def _run(
             pipe.write(message)
         status = 0
     finally:
-        os._exit(status)  # destructors and exit handlers are the original's
+        os._exit(status)  # skip destructors and exit handlers, which belong to the original
 
 
 def _end_with(parent: int) -> None:
-    """End the copy when the original has been killed: nobody waits for its answer any more."""
+    """End the fork when the original process has been killed, since nobody waits for its result."""
     while os.getppid() == parent:
         time.sleep(_LOOKS_UP_SECONDS)
     os._exit(1)
 
 
 def _answer(child: int, receiving: int, timeout_s: float) -> bytes | None:
-    """What the copy sent before it ended; None if it had to be stopped."""
+    """What the fork sent before it ended; None if it had to be killed."""
     parts: list[bytes] = []
     ends = time.monotonic() + timeout_s
     try:

@@ -1,4 +1,4 @@
-"""Devices that training is predicted for, described by their makers' data sheets."""
+"""Devices for which training can be predicted, described by their makers' data sheets."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -11,24 +11,24 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """A device: what it has, how fast it is, and what it takes before the first tensor.
+    """A device: its memory, its speed, and what it takes before the first tensor.
 
-    Rates are peaks of the data sheets, dense. What a context takes only the driver knows; it is typical, and not yet
-    verified on a GPU.
+    Rates are the data sheets' dense peaks. The size of a context is a typical value, known only to the driver
+    and not yet verified on a GPU.
 
     Attributes:
-        name: As in `DEVICES`, or one's own.
-        memory_bytes: What the driver reports as total.
-        context_bytes: What a CUDA context takes of it, with torch's kernels loaded.
-        library_bytes: A workspace of the matrix library (cuBLAS), which lies in torch's allocator for good once it was
-            used. The thread of the forward has one, that of the backward another.
-        flops_16: Operations a second of matrix products in bfloat16 or float16, float32 sums.
+        name: A key of `DEVICES`, or a name of one's own.
+        memory_bytes: The total that the driver reports.
+        context_bytes: What a CUDA context takes, with torch's kernels loaded.
+        library_bytes: A workspace of the matrix library (cuBLAS), which stays in torch's allocator once it
+            was used. The forward's thread has one, the backward's another.
+        flops_16: FLOPs a second of matrix products in bfloat16 or float16 with float32 accumulation.
         flops_32: The same in float32, without TF32.
-        bytes_per_second: Of the device's memory.
-        host_bytes_per_second: Of copies to and from pinned host memory.
-        link_bytes_per_second: To the other devices of its node, in one direction.
-        network_bytes_per_second: To those of other nodes.
-        has_bfloat16: Whether matrix products know bfloat16.
+        bytes_per_second: Bandwidth of the device's memory.
+        host_bytes_per_second: Bandwidth of copies to and from pinned host memory.
+        link_bytes_per_second: Bandwidth to other devices of the node, in one direction.
+        network_bytes_per_second: Bandwidth to devices of other nodes.
+        has_bfloat16: Whether it supports matrix products in bfloat16.
 
     Raises:
         ValueError: a size or rate is not positive, or the context is larger than the memory.
@@ -59,12 +59,12 @@ class Device:
 
     @property
     def usable_bytes(self) -> int:
-        """What is left for tensors, and for the allocator's cache of them."""
+        """What remains for tensors, and for the allocator's cache of them."""
         return self.memory_bytes - self.context_bytes
 
 
-# Memory: what nvidia-smi reports. A workspace of the matrix library is torch's default (`memory/cublas.py`).
-# Links: NVLink, else PCIe; a network of 400 Gbit/s a device in what is built for clusters, else of 100.
+# Memory: as nvidia-smi reports it. Workspaces of the matrix library: torch's default (`memory/cublas.py`).
+# Links: NVLink, else PCIe. Networks: 400 Gbit/s for each device of a cluster, else 100 Gbit/s.
 _HOPPER: dict[str, Any] = {
     "flops_16": 989e12,
     "flops_32": 67e12,
@@ -115,7 +115,7 @@ DEVICES = {
 
 
 def device_named(device: "str | Device", memory: int | str | None = None) -> Device:
-    """A known device by its name, or one that is described; `memory` replaces what it has.
+    """The known device with this name, or the given `Device`; `memory` replaces its memory.
 
     Raises:
         ValueError: the name is unknown.

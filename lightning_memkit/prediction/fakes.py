@@ -1,4 +1,4 @@
-"""Twins of real tensors that have shapes, strides and a device, and no memory."""
+"""Fake twins of real tensors, with shapes, strides and a device, but without memory."""
 
 import sys
 import weakref
@@ -18,9 +18,9 @@ _HOST = torch.device("cpu")
 
 
 class Fakes:
-    """Makes the fake twins of real tensors, one each; tensors that share memory have twins that do.
+    """Makes one fake twin for each real tensor; twins of tensors that share memory share theirs, too.
 
-    Twins are on the CPU wherever the tensors are, so that a machine needs no such device.
+    Twins are on the CPU whatever the device of the originals, so that the device need not exist.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Fakes:
         self._storages: dict[int, tuple[Any, torch.UntypedStorage]] = {}
 
     def twin(self, real: Tensor) -> Tensor:
-        """The fake tensor for a real one, or for one on the device "meta"; a fake one is its own."""
+        """The fake tensor for a real one, or for one on the meta device; a fake one is its own twin."""
         if isinstance(real, FakeTensor):
             return real
         twin = self._twins.get(real)
@@ -38,21 +38,21 @@ class Fakes:
         return twin
 
     def known_twin(self, real: Tensor) -> Tensor | None:
-        """The twin that was made of a real tensor before, if one was."""
+        """The twin that was made of a real tensor before; None if there is none."""
         return self._twins.get(real)
 
     def forget_twins(self) -> None:
-        """Hold no twin any longer; a real tensor that is met again gets another."""
+        """Release all twins; a real tensor that occurs again gets a new one."""
         self._twins.clear()
         self.forget_storages()
 
     def forget_storages(self) -> None:
-        """Hold no twin's memory any longer: what is cast in place lets go of it, whoever still has the original."""
+        """Release the twins' storages, so that casts in place free them even if the originals live on."""
         self._storages.clear()
 
     @contextmanager
     def uncached(self) -> Iterator[None]:
-        """Within it torch's cache of results is off: it would hold storages that operators take, for good."""
+        """Turn torch's cache of fake results off, which would keep operators' storages alive for good."""
         before, self.mode.cache_enabled = self.mode.cache_enabled, False
         try:
             yield
@@ -73,7 +73,7 @@ class Fakes:
         return fake.requires_grad_(real.requires_grad) if real.is_leaf else fake
 
     def twin_storage(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        """The storage without memory that stands for a real one."""
+        """The storage without memory that represents a real one."""
         if storage.device.type == "meta":
             return storage
         known = self._storages.get(storage._cdata)
@@ -85,9 +85,9 @@ class Fakes:
 
 
 def fake_in_place(module: nn.Module, fakes: Fakes) -> Iterator[tuple[Tensor, Tensor]]:
-    """Give a module the twins of its parameters and buffers; yields (twin, original) of each, ties kept.
+    """Give a module the twins of its parameters and buffers; yields (twin, original) of each, keeping ties.
 
-    The module is not restored: this is for a copy, see `contained`.
+    The module is not restored: this is for a fork or copy; see `contained`.
     """
     for submodule in module.modules():
         for tensors in (submodule._parameters, submodule._buffers):
@@ -100,7 +100,7 @@ def fake_in_place(module: nn.Module, fakes: Fakes) -> Iterator[tuple[Tensor, Ten
 
 @contextmanager
 def casts_in_place() -> Iterator[None]:
-    """Within it `Module.to` changes fake parameters in place, as it does real ones; torch would fail to swap them."""
+    """Make `Module.to` change fake parameters in place, like real ones; torch would fail to swap them."""
     before = nn.Module._apply
     nn.Module._apply = _apply
     try:
@@ -127,7 +127,7 @@ def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
 
 @contextmanager
 def unrecognised() -> Iterator[None]:
-    """Within it transformers takes fake tensors for real ones; else it makes masks that a run would not have."""
+    """Hide from transformers that tensors are fake; it would make masks that a real run does not have."""
     utils: Any = sys.modules.get("transformers.utils.import_utils")
     known = getattr(utils, "is_fake_tensor", None)
     if known is None:

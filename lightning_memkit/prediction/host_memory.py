@@ -1,8 +1,8 @@
-"""What is offloaded from a GPU that is not there: host memory that takes nothing of the device.
+"""Simulate offloading from a GPU that is not present: host memory that takes nothing of the device.
 
-memkit's offloads do nothing for tensors on a CPU, where those of a simulation are. Within `offloads` they run the code
-that they run on a GPU: what they allocate on the host is the host's from then on, and their streams and events order
-nothing, since a simulation counts in the order of the host's calls. So does CUDA's allocator.
+memkit's offloads do nothing for CPU tensors, which a simulation's tensors are. Within `offloads` they run the
+code that they run on a GPU. What they allocate on the host is counted as host memory, and their streams and
+events have no effect, since a simulation counts in the order of the host's calls, as CUDA's allocator does.
 """
 
 import weakref
@@ -26,18 +26,18 @@ from lightning_memkit.optim import state_home
 from lightning_memkit.optim.state_home import StateHome
 from lightning_memkit.prediction.replaced import replaced
 
-_ENOUGH = 1 << 60  # bytes: the host that the GPU will be in is not this one
+_ENOUGH = 1 << 60  # bytes; the GPU's host is another machine with unknown memory
 _ALL_OFFLOADED = "blocks that are chosen by time are offloaded, as they are in the first three steps"
 
 
 class PredictedHostMemory:
-    """Storages that are the host's, and how many bytes they take.
+    """The storages that are in host memory, and their bytes.
 
     Attributes:
         live_bytes: what they take now.
-        peak_bytes: what they took at most.
-        peak_content_bytes: what they held at most, without rounding.
-        has_shards: whether weights are there, which the CPU steps.
+        peak_bytes: the most that they took.
+        peak_content_bytes: the most that they held, without rounding.
+        has_shards: whether offloaded weights are among them, which the CPU steps.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class PredictedHostMemory:
         self._is_asked = self._is_pinned = False
 
     def room(self, make: Callable[[], Tensor], *, is_pinned: bool) -> Tensor:
-        """A tensor that is made in host memory; pinned, it takes a power of two."""
+        """Make a tensor in host memory; pinned, it takes a power of two."""
         before = self._is_asked, self._is_pinned
         self._is_asked, self._is_pinned = True, is_pinned
         try:
@@ -61,7 +61,7 @@ class PredictedHostMemory:
         return tensor.untyped_storage()._cdata in self._storages
 
     def takes(self, storage: torch.UntypedStorage) -> bool:
-        """Whether a storage is the host's: it was, or it is made within `room`."""
+        """Whether a storage is in host memory: it was before, or it is being made within `room`."""
         key, size = storage._cdata, storage.nbytes()
         if key in self._storages or not self._is_asked:
             return key in self._storages
@@ -81,7 +81,7 @@ class PredictedHostMemory:
 
 
 class _InOrder:
-    """A stream and its events: everything is done when it is asked for."""
+    """A stream and its events, on which everything is done immediately."""
 
     def __enter__(self) -> Self:
         return self
@@ -103,30 +103,30 @@ class _InOrder:
 
 
 class Saved(Protocol):
-    """How activations are known."""
+    """Marks saved activations."""
 
     def twin(self, real: Tensor) -> Tensor:
-        """The fake tensor that stands for a saved one."""
+        """The fake tensor that represents a saved one."""
         ...
 
     def marking(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, whose allocations are saved activations."""
+        """Wrap a function so that its allocations count as saved activations."""
         ...
 
 
 @contextmanager
 def offloads(host: PredictedHostMemory, saved: "Saved", assumed: dict[str, str]) -> Iterator[None]:
-    """Within it the offloads of states and of activations work on fake tensors as on a GPU's.
+    """Within the context, offloads of states and activations work on fake tensors as on a GPU's.
 
     Args:
-        host: where their host memory is counted.
-        saved: how activations are known.
-        assumed: takes what had to be assumed.
+        host: counts their host memory.
+        saved: marks activations.
+        assumed: collects assumptions.
     """
     in_order, plain_pack = _InOrder(), Traffic._pack
 
     def pack(traffic: Traffic, tensor: Tensor, *args: Any) -> Any:
-        return plain_pack(traffic, saved.twin(tensor), *args)  # of the batch
+        return plain_pack(traffic, saved.twin(tensor), *args)  # a saved tensor may belong to the real batch
 
     def state_room(like: Tensor, pin_memory: bool) -> Tensor:
         return host.room(lambda: torch.empty_like(like), is_pinned=pin_memory)

@@ -1,8 +1,8 @@
-"""FSDP2's shards in the memory of a host whose GPU is not there: gathered on the device, stepped by the CPU.
+"""Simulate FSDP2's CPU offload without a GPU: shards on the host, gathered on the device, CPU steps.
 
-Where FSDP2 offloads (`CPUOffloadPolicy`), it moves shards to the host when it makes them, copies of them to the device
-when it gathers, and gradients to the host when they are reduced. In a simulation device and host are one to torch, and
-these moves are none; within `host_shards` they are made.
+With `CPUOffloadPolicy`, FSDP2 moves shards to the host when it makes them, copies them to the device when it
+gathers, and moves reduced gradients to the host. In a simulation, device and host are the same device to
+torch, so these copies don't happen; within `host_shards` they do.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,12 +16,12 @@ from torch.overrides import TorchFunctionMode
 from lightning_memkit.prediction.host_memory import PredictedHostMemory
 from lightning_memkit.prediction.replaced import replaced
 
-_Moved = Callable[[Tensor, bool], Tensor]  # of a tensor, and whether its place on the host is pinned
+_Moved = Callable[[Tensor, bool], Tensor]  # from a tensor, and whether its host memory is pinned
 
 
 @contextmanager
 def host_shards(host: PredictedHostMemory) -> Iterator[None]:
-    """Within it what FSDP2 offloads is the host's."""
+    """Within the context, what FSDP2 offloads counts as host memory."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
@@ -59,7 +59,7 @@ def host_shards(host: PredictedHostMemory) -> Iterator[None]:
 
 
 class _Moves(TorchFunctionMode):
-    """Makes the copies of `Tensor.to(device)` and `Tensor.cpu()`, which a simulation's only device does not need."""
+    """Makes the copies of `Tensor.to(device)` and `Tensor.cpu()` that torch skips with one device."""
 
     def __init__(self, moved: _Moved, *, is_pinned: bool) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class _Moves(TorchFunctionMode):
         kwargs = kwargs or {}
         to_a_device = any(isinstance(one, torch.device) for one in (*args[1:], *kwargs.values()))
         if func is Tensor.cpu or (func is Tensor.to and to_a_device):
-            # A copy to the host that isn't waited for is pinned, on CUDA.
+            # On CUDA a non-blocking copy to the host is pinned.
             return self._moved(args[0], self._is_pinned or bool(kwargs.get("non_blocking")))
         if func is Tensor.pin_memory:
             return args[0]

@@ -1,9 +1,10 @@
-"""Values of tensors that have none: those that follow from the batch's integers, and plausible ones for the rest.
+"""Values for fake tensors: computed if they follow from the batch's integers, plausible ones otherwise.
 
-A step on fake tensors knows shapes alone, and control flow asks for values: how many labels count, where a document
-ends, whether a mask is all ones. Most of them follow from integers of the batch by small operators, which are run for
-real beside their fake twins. What follows from floating-point values is not known; where a step asks for it, it
-gets what a healthy step would see: finite losses, experts with equal shares, masks that keep everything.
+A step on fake tensors knows only shapes, but control flow asks for values: how many labels count, where a
+document ends, whether a mask is all ones. Most of them follow from integers of the batch by small operators,
+which are also run on real tensors. Values that follow from floating-point values are unknown; if a step asks
+for one, it gets what a healthy step would have: finite losses, experts with equal loads, masks that keep
+everything.
 """
 
 import weakref
@@ -19,7 +20,8 @@ from lightning_memkit.memory.origins import describe, place
 from lightning_memkit.prediction.shapes import SHAPES
 from lightning_memkit.utilities.errors import PredictionError
 
-# The largest tensors whose values are followed: integers and booleans steer control flow, numbers hardly ever do.
+# The largest tensors whose values are tracked: integers and booleans determine control flow, floats hardly
+# ever do.
 _MOST_BYTES, _MOST_BYTES_OF_NUMBERS = 1 << 24, 1 << 16
 _MASKS_KEEP_ALL = "masks that depend on floating-point values keep everything"
 _EQUAL_SHARES = "choices by floating-point values (experts, sorting) fall evenly"
@@ -34,7 +36,7 @@ _OF_SHAPE_ALONE = {
     _aten.new_ones,
     _aten.new_full,
 }
-# Which of their results are indices.
+# The position of the indices among their results.
 _CHOOSES = {
     _aten.topk: 1, _aten.sort: 1, _aten.max: 1, _aten.min: 1, _aten.argmax: 0, _aten.argmin: 0, _aten.argsort: 0,
     _aten.multinomial: 0,
@@ -44,19 +46,19 @@ _UNSCALES = _aten._amp_foreach_non_finite_check_and_unscale_
 
 
 class KnownValues:
-    """Runs operators on fake tensors, and beside them on real ones where those are known and small.
+    """Runs operators on fake tensors, and also on real ones if their values are known and small.
 
     Args:
         convert: makes the fake twin of a real tensor.
     """
 
     def __init__(self, convert: Callable[[Tensor], Tensor]) -> None:
-        self.assumed: dict[str, str] = {}  # what was assumed, and the line that asked first
+        self.assumed: dict[str, str] = {}  # each assumption, with the line that needed it first
         self._convert = convert
-        self._values: dict[int, tuple[Any, Tensor]] = {}  # by the fake storage: the bytes of a real one
+        self._values: dict[int, tuple[Any, Tensor]] = {}  # by fake storage: the bytes of its values
 
     def know(self, fake: Tensor, real: Tensor) -> None:
-        """The values of a fake tensor from now on; forgotten once an operator writes others to it."""
+        """Set the values of a fake tensor; an operator that overwrites it with unknown values clears them."""
         storage = fake.untyped_storage()
         if storage.nbytes() == 0 or not _may_follow(fake) or real.layout is not torch.strided:
             return
@@ -69,7 +71,7 @@ class KnownValues:
             _laid_out_as(fake, known).copy_(real.detach())
 
     def of(self, fake: Tensor) -> Tensor | None:
-        """A tensor with the values of a fake one, of its shape and strides; None where they are not known."""
+        """A real tensor with a fake one's values, shape and strides; None if they are unknown."""
         if fake.layout is not torch.strided:
             return None
         known = self._known_bytes(fake.untyped_storage())
@@ -79,7 +81,7 @@ class KnownValues:
             return _laid_out_as(fake, known)
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What an operator gives for fake tensors, with its values where they are known."""
+        """An operator's result for fake tensors, with values if they are known."""
         if func.is_view:
             return func(*args, **kwargs)
         if func is _aten._local_scalar_dense.default:
@@ -111,7 +113,7 @@ class KnownValues:
         return None if entry is None or entry[1].numel() != storage.nbytes() else entry[1]
 
     def _really(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What an operator gives for the values; what is not known has a shape alone."""
+        """An operator's result for real values; operands without known values have only a shape."""
         real_args, real_kwargs = tree_map_only(Tensor, self._real, (tuple(args), dict(kwargs)))
         if "device" in real_kwargs:
             real_kwargs["device"] = torch.device("cpu")
@@ -126,7 +128,7 @@ class KnownValues:
             return torch.empty((), dtype=fake.dtype).expand(fake.shape)
 
     def _follow(self, func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> None:
-        """Run the operator for real, too; a write changes the known values of all that share them."""
+        """Also run the operator on real tensors; a write changes the known values of all views."""
         real = self._really(func, args, kwargs)
         for fake, value in zip(made, tensors_in(real), strict=True):
             if not self._is_known(fake):
@@ -138,7 +140,7 @@ class KnownValues:
             with unmetered():
                 return value.item()
         if fake.dtype.is_floating_point or fake.dtype.is_complex:
-            return 1.0  # a loss, a norm, a count of steps: finite and positive
+            return 1.0  # a loss, norm or step count, assumed finite and positive
         if fake.dtype is torch.bool:
             return False
         raise PredictionError(
@@ -147,7 +149,7 @@ class KnownValues:
         )
 
     def _of_unknown_size(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An operator whose result is as large as values say; where they are unknown, as large as it can be."""
+        """Run an operator whose result's size depends on values; unknown values give the largest size."""
         if func is _aten.index.Tensor:
             indices = [position for index in args[1] for position in self._positions(index)]
             return func(args[0], indices)
@@ -162,7 +164,7 @@ class KnownValues:
         return tree_map_only(Tensor, self._convert, real)
 
     def _positions(self, index: Tensor | None) -> list[Tensor | None]:
-        """Integer indices in place of a mask."""
+        """Integer indices instead of a mask."""
         if index is None or index.dtype not in (torch.bool, torch.uint8):
             return [index]
         with unmetered():
@@ -170,7 +172,7 @@ class KnownValues:
         return [self._convert(position) for position in found]
 
     def _or_stand_in(self, func: Any, fake: Tensor) -> Tensor:
-        """Values, or those that make the result largest: true masks, numbers that differ."""
+        """Known values, or those that give the largest result: true masks, distinct numbers."""
         known = self.of(fake)
         if known is not None:
             return known
@@ -186,7 +188,7 @@ class KnownValues:
             return torch.arange(fake.numel()).reshape(fake.shape).to(fake.dtype)
 
     def _assume(self, func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> None:
-        """Give what only training knows the value that a healthy step would see."""
+        """Give results of unknown value the value that a healthy step would have."""
         packet = func.overloadpacket
         for place_, fake in enumerate(made):
             if fake.dtype is torch.bool and fake.numel() == 1:
@@ -194,7 +196,7 @@ class KnownValues:
                     self.know(fake, torch.full(fake.shape, packet in _TRUE_WHEN_HEALTHY))
             elif fake.dtype.is_floating_point and fake.dim() == 0:
                 with unmetered():
-                    self.know(fake, torch.ones((), dtype=fake.dtype))  # a loss, a norm: finite and positive
+                    self.know(fake, torch.ones((), dtype=fake.dtype))  # a loss or norm
             elif _CHOOSES.get(packet) == place_ and fake.dtype is torch.int64 and _may_follow(fake):
                 self.assumed.setdefault(_EQUAL_SHARES, _asked_at())
                 with unmetered():
@@ -224,7 +226,7 @@ def _takes_shape_from_values(func: Any, args: Any) -> bool:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """The tensors that an operator writes to; not the flag by which a gradient scaler hears of infinities."""
+    """The tensors that an operator writes to, except the flag for infinities of a gradient scaler."""
     for place_, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
@@ -235,22 +237,22 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
 
 
 def _chosen_from(func: Any, args: Any, kwargs: Any) -> tuple[int, int]:
-    """Among how many an operator chooses, and along which dimension."""
+    """The number of candidates from which an operator chooses, and their dimension."""
     source = args[0]
     names = [argument.name for argument in func._schema.arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
     dim = given.get("dim", -1)
-    if dim is None or source.dim() == 0:  # of the flattened tensor
+    if dim is None or source.dim() == 0:  # chosen from the flattened tensor
         return source.numel(), 0
     return source.shape[dim], dim
 
 
 def _even_choice(fake: Tensor, count: int, dim: int) -> Tensor:
-    """Indices below `count`, as often each; those along `dim` differ."""
+    """Indices below `count`, each equally often; those along `dim` differ."""
     if fake.dim() == 0:
         return torch.zeros((), dtype=torch.int64)
     is_gone = fake.dim() <= dim or fake.shape[dim] > count
-    if is_gone:  # the dimension: one choice for each of the others
+    if is_gone:  # `dim` was reduced: one choice for each other position
         return (torch.arange(fake.numel()) % count).reshape(fake.shape)
     chosen = fake.shape[dim]
     others = fake.numel() // max(1, chosen)

@@ -1,4 +1,4 @@
-"""How the peak grows with the batch: operator by operator, from a few predictions."""
+"""How the peak grows with the batch, operator by operator, from a few predictions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,12 +13,13 @@ from lightning_memkit.prediction.result import Prediction
 class PeakLines:
     """The predicted peak for any size (rows of a batch, tokens of a row), from predictions at a few.
 
-    The bytes alive at each operator are a polynomial of the size, of one degree less than the sizes that were
-    predicted: two give lines, which is what rows follow; three give parabolas, for lengths under attention that keeps
-    its scores. The peak is the highest of them, so which operator has it may change with the size.
+    The bytes alive at each operator are a polynomial of the size, of one degree less than the number of
+    predicted sizes: two give lines, as for rows; three give parabolas, as for lengths with attention that
+    saves its scores. The peak is the maximum over operators, so a different operator may have it at a
+    different size.
 
     Args:
-        sizes: those that were predicted.
+        sizes: the predicted sizes.
         bytes_alive: by operator and size, [operators, sizes].
     """
 
@@ -27,10 +28,11 @@ class PeakLines:
 
     @staticmethod
     def through(predictions: Mapping[int, Prediction]) -> "PeakLines":
-        """The lines through the predictions of some sizes.
+        """Fit the predictions of some sizes.
 
         Raises:
-            ValueError: fewer than two sizes, or steps that run other operators for other sizes.
+            ValueError: there are fewer than two sizes, or the steps run different operators for different
+                sizes.
         """
         if len(predictions) < 2:
             raise ValueError(f"{len(predictions)} size(s) give no line; predict two, or three for a length.")
@@ -52,15 +54,15 @@ class PeakLines:
         """
         if size < 1:
             raise ValueError(f"size={size} is below 1; it is a number of rows, or of tokens.")
-        # Bytes are whole numbers, but for the rounding of the weights.
+        # The sum is an integer except for the weights' rounding errors: don't round those up.
         return int(np.ceil((self.bytes_alive @ self._weights(size)).max() - 1e-3))
 
     def largest_fitting(self, budget_bytes: int, sizes: Sequence[int]) -> int | None:
-        """The largest of some sizes whose peak is within a budget; None if none is."""
+        """The largest of some sizes whose peak is within a budget; None if there is none."""
         return max((size for size in sizes if self.peak_bytes(size) <= budget_bytes), default=None)
 
     def _weights(self, size: int) -> NDArray[np.float64]:
-        """Lagrange's: what each predicted size counts at this one."""
+        """Lagrange weights: how much each predicted size contributes at this one."""
         found = np.ones(len(self.sizes))
         for index, own in enumerate(self.sizes):
             for other in self.sizes[:index] + self.sizes[index + 1 :]:

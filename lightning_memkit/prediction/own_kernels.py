@@ -1,4 +1,4 @@
-"""memkit's own kernels on tensors without memory."""
+"""memkit's own kernels on fake tensors."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,13 +10,14 @@ from torch import Tensor
 from lightning_memkit.optim import blocks, kahan, native, split
 from lightning_memkit.prediction.work import WorkLog
 
-# Of native.cpp's struct `Operand`, and what a fused step moves with two moments and a low half.
+# A field of native.cpp's struct `Operand`, and the bytes that a fused step moves with two moments and a low
+# half.
 _ELEMENTS_FIELD, _BYTES_A_STEP = 6, 18
 
 
 @contextmanager
 def without_kernels(work: WorkLog) -> Iterator[None]:
-    """Within it memkit's own kernels, which write through addresses, only note what they would move."""
+    """Make memkit's own kernels, which write to addresses, only record the bytes that they would move."""
 
     def step(kind: Any, numbers: Any, operands: np.ndarray, tile: Tensor) -> None:
         work.note_kernel("memkit.step", int(operands[:, _ELEMENTS_FIELD].sum()) * _BYTES_A_STEP)
@@ -43,7 +44,7 @@ class _Nothing:
 
 
 def _two_blocks(work: WorkLog, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The first and the last: there is nothing to write, and one block takes what another takes."""
+    """The first and last block only: nothing is written, and all blocks take the same memory."""
     flat = blocks.flat_views(*tensors)
     if flat is None or tensors[0].numel() <= 2 * blocks.BLOCK_ELEMENTS:
         yield from blocks.blocks(*tensors)

@@ -1,8 +1,8 @@
-"""Let a step on the CPU's fake tensors run the operators that it would run on CUDA.
+"""Make a step on the CPU's fake tensors run the operators that it would run on CUDA.
 
-Torch chooses by device: fused attention, dropout with a mask of booleans, optimizers over lists of tensors, other
-operators in float32 under autocast. What these choices save and allocate differs by up to a third, so a prediction for
-a GPU on a machine without one has to make them itself. Not yet verified on a GPU.
+torch chooses by device: fused attention, dropout with a boolean mask, optimizers over lists of tensors, other
+float32 operators under autocast. The memory that these choices save and allocate differs by up to a third, so
+a prediction for a GPU on a machine without one must make them itself. Not yet verified on a GPU.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,9 +25,9 @@ from lightning_memkit.prediction.replaced import replaced
 _aten = torch.ops.aten
 _IN_16_BITS = (torch.bfloat16, torch.float16)
 _MOST_FLASH_WIDTH = 256
-_ALIGNED = 8  # elements: an additive mask is padded to it
+_ALIGNED = 8  # elements to a multiple of which an additive mask is padded
 
-# The operators that autocast runs in float32 on CUDA and in 16 bits on the CPU, as they are called.
+# Functions that autocast runs in float32 on CUDA and in 16 bits on the CPU.
 _IN_FLOAT32 = {
     F.layer_norm, F.group_norm, F.softmax, F.log_softmax, F.cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss,
     F.smooth_l1_loss, F.huber_loss, F.kl_div, F.cosine_similarity, F.normalize, F.softplus, F.poisson_nll_loss,
@@ -36,7 +36,7 @@ _IN_FLOAT32 = {
     torch.acos, torch.asin, torch.norm, torch.dist, torch.cdist, torch.logsumexp, Tensor.softmax, Tensor.log_softmax,
     Tensor.exp, Tensor.log, Tensor.pow, Tensor.__pow__, Tensor.rsqrt, Tensor.reciprocal, Tensor.norm, Tensor.logsumexp,
 }  # fmt: skip
-# Those that read 16 bits and give float32, without a copy in between.
+# Functions that read 16 bits and return float32, without a copy in between.
 _TO_FLOAT32 = {
     torch.sum, torch.prod, torch.cumsum, torch.cumprod, Tensor.sum, Tensor.prod, Tensor.cumsum, Tensor.cumprod,
 }  # fmt: skip
@@ -44,7 +44,7 @@ _TO_FLOAT32 = {
 
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """Within it operators' choices by device are those of CUDA; for a copy of the process."""
+    """Within the context, operators choose by device as on CUDA; for use in a fork or copy."""
     choices = _Choices()
     with _in_backward_too(choices), choices:
         yield
@@ -52,7 +52,7 @@ def as_on_cuda() -> Iterator[None]:
 
 @contextmanager
 def steps_as_on_cuda() -> Iterator[None]:
-    """Within it optimizers' choices by device are those of CUDA; for a copy of the process."""
+    """Within the context, optimizers choose by device as on CUDA; for use in a fork or copy."""
     with _lists_by_default(), _in_large_pieces(), _whole_tensors():
         yield
 
@@ -72,7 +72,7 @@ class _Choices(TorchFunctionMode):
 
 @contextmanager
 def _in_backward_too(choices: TorchFunctionMode) -> Iterator[None]:
-    """Blocks that run again within a backward make the same choices; torch leaves the mode before it begins one."""
+    """Make the same choices when blocks are recomputed: torch leaves the mode before a backward."""
     autograd: Any = torch.autograd
     plain = autograd._engine_run_backward
 
@@ -94,7 +94,7 @@ def _float32(tensor: Tensor) -> Tensor:
 def _dropout(
     plain: Callable[..., Tensor], input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
-    """The fused kernel: it keeps a boolean for each element, in place of a factor."""
+    """The fused kernel, which saves a boolean for each element instead of a factor."""
     if not training or inplace or not 0 < p < 1:
         return plain(input, p, training, inplace)
     return torch.native_dropout(input, p, True)[0]
@@ -111,7 +111,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Flash attention where there is no mask, in 16 bits; memory-efficient attention otherwise, where it can."""
+    """Flash attention in 16 bits without a mask; otherwise memory-efficient attention if it applies."""
     if torch.is_autocast_enabled("cpu"):
         query, key, value = (tensor.to(torch.get_autocast_dtype("cpu")) for tensor in (query, key, value))
     options = {"scale": scale}
@@ -139,7 +139,7 @@ def _padded(tensor: Tensor) -> Tensor:
 
 
 def _additive(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """The mask as the kernel takes it: of numbers, rows aligned, expanded over batch and heads."""
+    """The mask in the kernel's form: floats, aligned rows, expanded over batch and heads."""
     if mask.dtype is torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), -torch.inf)
     missing = -mask.shape[-1] % _ALIGNED
@@ -153,7 +153,7 @@ _CHOSEN: dict[Any, Callable[..., Any]] = {F.dropout: _dropout, F.scaled_dot_prod
 
 @contextmanager
 def _lists_by_default() -> Iterator[None]:
-    """Optimizers that are told nothing step lists of tensors at once."""
+    """Make optimizers step lists of tensors at once (foreach) by default."""
     devices = optimizers._get_foreach_kernels_supported_devices
     known = optimizers._foreach_supported_types
     optimizers._get_foreach_kernels_supported_devices = lambda: [*devices(), "cpu"]
@@ -167,7 +167,7 @@ def _lists_by_default() -> Iterator[None]:
 
 @contextmanager
 def _in_large_pieces() -> Iterator[None]:
-    """Compensated steps take pieces as large as an accelerator's, each in memory of its own."""
+    """Make compensated steps use pieces as large as on an accelerator, each with its own memory."""
     before = pieces.PIECE_ELEMENTS_CPU, reference.PIECE_ELEMENTS_CPU
     pieces.PIECE_ELEMENTS_CPU = pieces.PIECE_ELEMENTS_ACCELERATOR
     reference.PIECE_ELEMENTS_CPU = reference.PIECE_ELEMENTS_ACCELERATOR
@@ -180,7 +180,7 @@ def _in_large_pieces() -> Iterator[None]:
 
 @contextmanager
 def _whole_tensors() -> Iterator[None]:
-    """Float32 shadows are joined and split as whole tensors, by torch's operators: memkit's kernels are the CPU's."""
+    """Join and split float32 shadows as whole tensors by torch's operators: memkit's kernels need a CPU."""
     plain: Any = StochasticRounding.round_
 
     def walk(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -189,7 +189,7 @@ def _whole_tensors() -> Iterator[None]:
     def round_(rounding: StochasticRounding, source: Tensor, out: Tensor, stream: Any) -> None:
         flat = blocks.flat_views(source, out)
         if flat is None:
-            plain(rounding, source, out, stream)  # which comes back with dense ones
+            plain(rounding, source, out, stream)  # it calls this again with dense tensors
             return
         noise = torch.empty(source.numel(), dtype=torch.int32).random_(0, 1 << 16)
         stochastic_rounding._round(flat[0], flat[1], noise)

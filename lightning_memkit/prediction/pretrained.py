@@ -1,4 +1,4 @@
-"""transformers' `from_pretrained` within a prediction: the model of the config alone, since nothing has values."""
+"""transformers' `from_pretrained` in a prediction: builds the model from its config, reads no weights."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -13,10 +13,11 @@ _HOLDS_IT = "transformers.modeling_utils"
 
 @contextmanager
 def without_reading_weights() -> Iterator[None]:
-    """Within it `from_pretrained` builds what it would have loaded, in eval mode as ever; quantized models are read.
+    """Build what `from_pretrained` would load, without reading weights; quantized models are still read.
 
-    Loading opens files in threads of its own, which see neither fake tensors nor the target dtype of a build. Where
-    transformers has not been imported (a second), it is not imported for this; where a model does so, it is met then.
+    Loading would open files in threads of its own, which don't see the fake tensor mode or the dtype of a
+    build. The model is in eval mode as usual. transformers is not imported for this, which takes a second; if
+    a model imports it later, it is patched then.
     """
     with ExitStack() as undo:
 
@@ -33,13 +34,13 @@ def without_reading_weights() -> Iterator[None]:
 
 
 class _Importing(MetaPathFinder):
-    """Calls back once a module has been imported."""
+    """Calls a function once a module has been imported."""
 
     def __init__(self, name: str, imported: Callable[[ModuleType], None]) -> None:
         self._name, self._imported = name, imported
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """The module's own, whose loader calls back."""
+        """The module's own spec, whose loader then calls the function."""
         spec = PathFinder.find_spec(fullname, path, target) if fullname == self._name else None
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
@@ -53,7 +54,7 @@ class _Importing(MetaPathFinder):
 
 
 def _patched(base: Any) -> Callable[[], None]:
-    """Let a class build from configs; returns the undo."""
+    """Make a class build from configs; returns the undo."""
     plain = base.__dict__["from_pretrained"]
 
     def from_pretrained(cls: Any, name: Any = None, *inputs: Any, config: Any = None, **options: Any) -> Any:

@@ -1,12 +1,13 @@
-"""One rank of many, without the others: torch's own data-parallel code on a process group that reaches nobody.
+"""Simulate one rank of many: torch's own data-parallel code on a process group without other ranks.
 
-FSDP2 and ZeRO-1 run as they are, on tensors without memory, over the process group "fake" of torch's own tests, whose
-collectives return at once. DDP's reducer is C++ that takes no such tensors: `buckets.py` stands in for it. Streams:
-FSDP2 keeps references to its buffers by the same code on CPU and on CUDA (`FSDPParamGroup.wait_for_unshard` and
-`post_backward`: the last all-gather's output until the next copy-out, one reduce-scatter's input until the next one),
-so what lives at once does not depend on the device. What is reserved does: CUDA's allocator keeps blocks for the
-stream that they were made for, and FSDP2 gathers and reduces in streams of its own, which it names on the CPU, too.
-NCCL's own buffers lie outside of torch's allocator, uncounted.
+FSDP2 and ZeRO-1 run unchanged on fake tensors, over the process group "fake" of torch's own tests, whose
+collectives return immediately. DDP's reducer is C++ that can't handle fake tensors: `buckets.py` replaces it.
+Streams: FSDP2 keeps references to its buffers by the same code on CPU and CUDA
+(`FSDPParamGroup.wait_for_unshard` and `post_backward`: the last all-gather's output until the next copy-out,
+one reduce-scatter's input until the next one), so what is alive at once does not depend on the device. What
+is reserved does: CUDA's allocator keeps blocks for the stream for which they were made, and FSDP2 gathers and
+reduces in streams of its own, which it also sets on the CPU. NCCL's own buffers are outside of torch's
+allocator and not counted.
 """
 
 import importlib
@@ -34,12 +35,12 @@ from lightning_memkit.prediction.simulation import Simulation
 from lightning_memkit.utilities.errors import PredictionError
 
 _c10d = torch.ops.c10d
-# Which argument gloo (`ProcessGroupGloo.cpp`) makes a flat copy of while a collective runs; NCCL makes none.
+# The argument of which gloo (`ProcessGroupGloo.cpp`) makes a flat copy during a collective; NCCL makes none.
 _GLOO_COPIES = {_c10d._allgather_base_: 0, _c10d.allgather_: 0, _c10d._reduce_scatter_base_: 1}
 
 
 class RankSimulation(Simulation):
-    """A `Simulation` of the rank that holds the most, among so many; costs what one device's does, and the sharding.
+    """A `Simulation` of the rank that holds the most; costs as much as one device's, plus the sharding.
 
     Args:
         ranks: how many there are, on all nodes.
@@ -72,27 +73,25 @@ class RankSimulation(Simulation):
         self._world.close()
 
     def take(self, module: nn.Module) -> None:
-        """As `Simulation.take`; whoever still has the original tensors, whole weights end where they are sharded."""
+        """As `Simulation.take`, but whole weights are freed when they are sharded."""
         super().take(module)
         self.fakes.forget_twins()
 
     def begin_training(self, module: nn.Module) -> None:
-        """Set-up is over, of which what is alive counts: whole weights were the host's until they were sharded."""
+        """Discard the set-up except live tensors: whole weights were on the host until they were sharded."""
         self._forget_setup()
         if self.host.has_shards:
-            self._device_steps.close()  # the CPU steps
+            self._device_steps.close()  # the CPU steps offloaded shards
         self.watch(module)
 
     def result(self) -> Prediction:
-        """What was counted."""
+        """The prediction from what was counted."""
         return replace(super().result(), ranks=self.ranks)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return (
-                NotImplemented  # DTensor's own dispatch comes first: its operators on this rank's parts count
-            )
-        # FSDP2 says which stream it is in on the CPU, too, where that has no effect.
+            return NotImplemented  # DTensor dispatches first; its operators on local shards are counted
+        # FSDP2 also sets its streams on the CPU, where they have no effect.
         stream = torch.cpu.current_stream()
         self.stream = (
             0 if stream is self._default else self._streams.setdefault(stream, 1 + len(self._streams))
@@ -111,17 +110,17 @@ class RankSimulation(Simulation):
         return out
 
     def _is_the_hosts(self, arguments: list[Any]) -> bool:
-        """Whether the CPU computes: on shards that FSDP2 offloads, beside scalars at most; or for their step."""
+        """Whether the CPU computes: on offloaded shards (and scalars), or tensors for their step."""
         if not self.host.has_shards:
             return False
         found = [tensor for tensor in tensors_in(arguments) if tensor.dim()]
         if found:
             return all(self.host.has(tensor) for tensor in found)
-        return self.phase == "optimizer" and not torch.is_grad_enabled()  # else its closure has begun
+        return self.phase == "optimizer" and not torch.is_grad_enabled()  # if enabled, its closure runs
 
     @contextmanager
     def communicating(self) -> Iterator[None]:
-        """What is allocated within is for other ranks, or from them."""
+        """Within the context, allocations count as communication."""
         before, self.category = self.category, "communication"
         try:
             yield
@@ -130,17 +129,17 @@ class RankSimulation(Simulation):
 
 
 def _copied_by_gloo(func: Any, args: Any) -> int:
-    """Bytes of the copy that the CPU's collectives make: of what is gathered whole, and of what is reduced whole."""
+    """Bytes of the flat copy that gloo's collectives make of their gathered output or unreduced input."""
     copied = _GLOO_COPIES.get(func.overloadpacket)
     return 0 if copied is None else sum(tensor.nbytes for tensor in tensors_in(args[copied]))
 
 
 @contextmanager
 def _process_group(ranks: int) -> Iterator[None]:
-    """Rank 0 of so many, of which the others don't exist."""
+    """Rank 0 of a process group whose other ranks don't exist."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    # Collectives of tensors without memory: newer torch knows them by itself, 2.10 once this is imported.
+    # Registers collectives for fake tensors in torch 2.10; newer versions have them anyway.
     importlib.import_module("torch.distributed._tools.fake_collectives")
     if distributed.is_initialized():
         raise PredictionError(
@@ -157,7 +156,7 @@ def _process_group(ranks: int) -> Iterator[None]:
 
 @contextmanager
 def _objects_stay_here() -> Iterator[None]:
-    """Collectives of Python objects give every rank this one's: pickled bytes have no values on fake tensors."""
+    """Make collectives of Python objects return this rank's: pickled bytes have no values on fake tensors."""
 
     def all_gather_object(object_list: list[Any], obj: Any, *_: Any, **__: Any) -> None:
         object_list[:] = [obj] * len(object_list)
@@ -182,7 +181,7 @@ def _objects_stay_here() -> Iterator[None]:
 
 @contextmanager
 def _meshes_of_integers(simulation: Simulation) -> Iterator[None]:
-    """Device meshes are made of real integers: they are asked for their values."""
+    """Make device meshes from real integers, because their values are needed."""
 
     def real(tensor: Tensor) -> Tensor:
         known = simulation.values.of(tensor) if isinstance(tensor, FakeTensor) else tensor
@@ -198,7 +197,8 @@ def _meshes_of_integers(simulation: Simulation) -> Iterator[None]:
 
     names = ("__init__", "__getitem__", "_flatten", "_unflatten")
     methods = {name: unwatched(getattr(DeviceMesh, name)) for name in names if hasattr(DeviceMesh, name)}
-    # DTensor tells a result's shape by the operator on whole tensors of its own, which no rank has.
+    # DTensor infers a result's shape by running the operator on whole fake tensors, which no rank has: don't
+    # count these.
     tell = "_propagate_tensor_meta_non_cached"
     shapes = {tell: unwatched(getattr(ShardingPropagator, tell))} if hasattr(ShardingPropagator, tell) else {}
     with replaced(DeviceMesh, **methods), replaced(ShardingPropagator, **shapes):
@@ -207,7 +207,7 @@ def _meshes_of_integers(simulation: Simulation) -> Iterator[None]:
 
 @contextmanager
 def _resizes_noted(simulation: Simulation) -> Iterator[None]:
-    """FSDP2 frees the weights that it gathered by resizing their storage, which no dispatcher sees."""
+    """Record when FSDP2 frees gathered weights by resizing their storage, which bypasses the dispatcher."""
     plain = torch.UntypedStorage.resize_
 
     def resize_(self: torch.UntypedStorage, size: int) -> Any:
@@ -224,7 +224,7 @@ def _resizes_noted(simulation: Simulation) -> Iterator[None]:
 
 @contextmanager
 def _fsdp_buffers_named(simulation: RankSimulation) -> Iterator[None]:
-    """Weights that FSDP2 gathers and buffers of its collectives are communication; whole gradients are gradients."""
+    """Count FSDP2's gathered weights and collective buffers as communication, whole gradients as such."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
 
     def named(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -251,9 +251,9 @@ def _fsdp_buffers_named(simulation: RankSimulation) -> Iterator[None]:
 
 @contextmanager
 def _largest_share_first() -> Iterator[None]:
-    """Rank 0 of ZeRO-1 gets the share of the rank whose optimizer states take the most."""
+    """Give rank 0 of ZeRO-1 the shard whose optimizer states take the most."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own use of what it deprecates
+        warnings.simplefilter("ignore")  # torch itself uses what it deprecates
         from torch.distributed.optim import ZeroRedundancyOptimizer
     zero: Any = ZeroRedundancyOptimizer
     plain = zero._partition_parameters

@@ -1,4 +1,4 @@
-"""How many operators a step records and makes again from a tape: what Python does for each takes time, too."""
+"""Count the operators that a tape records and recomputes, because Python's overhead for each takes time."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from lightning_memkit.prediction.work import MADE_AGAIN, RECORDED, WorkLog
 
 @contextmanager
 def noted_recording(work: WorkLog) -> Iterator[None]:
-    """Within it each operator that a tape records, or runs again, is noted beside what it computes."""
+    """Within the context, record each operator that a tape records or recomputes, besides its own work."""
     plain_after, plain_run = Tape._after, Operator.run
 
     def after(self: Tape, operator: Operator, out: Any, written: dict[int, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""What can't be predicted, in words that help: before the steps, and of what they raise."""
+"""Helpful errors for what can't be predicted: checks before the steps, and translations of torch's errors."""
 
 import re
 import traceback
@@ -21,7 +21,7 @@ _OF_THE_TRAINER = re.compile(r"\b(trainer|logger|loggers|datamodule|experiment)\
 
 
 def check_batch(batch: Any) -> None:
-    """Refuse tensors that have no twin without memory.
+    """Refuse tensors for which no fake twin can be made.
 
     Raises:
         ValueError: one is sparse, nested or quantized.
@@ -38,7 +38,7 @@ def check_batch(batch: Any) -> None:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """What torch says of values and shapes that fake tensors don't have, in words that help."""
+    """Translate torch's errors about fake tensors without values or shapes into helpful ones."""
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:

@@ -1,4 +1,4 @@
-"""Other names for a while."""
+"""Replace attributes temporarily."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from typing import Any
 
 @contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Attributes of a module or class for a while; those that it lacks are left out."""
+    """Within the context, replace attributes of a module or class; names that it lacks are skipped."""
     before = {name: getattr(owner, name) for name in values if hasattr(owner, name)}
     for name in before:
         setattr(owner, name, values[name])

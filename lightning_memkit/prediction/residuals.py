@@ -1,4 +1,4 @@
-"""How far predictions for a device were off in this user's runs: measured over predicted, kept in the cache folder."""
+"""The ratios of measured to predicted peaks in this user's runs on a device, kept in the cache folder."""
 
 import contextlib
 import re
@@ -10,20 +10,20 @@ import torch
 import lightning_memkit
 from lightning_memkit.utilities.cached_answers import keep, kept_file, recall
 
-_KEPT = 16  # of the latest runs: drivers and models change
-_CREDIBLE = (0.5, 2.0)  # outside, something else was measured than was predicted
+_KEPT = 16  # the latest runs only: drivers and models change
+_CREDIBLE = (0.5, 2.0)  # other ratios mean that something else was measured than predicted
 
 
 def residual_of(device: str) -> float:
-    """Measured over predicted peaks, the median of the latest runs on a device; 1 where there are none."""
+    """The median ratio of measured to predicted peaks in the latest runs on a device; 1 if there are none."""
     ratios = _read(device)
     return median(ratios) if ratios else 1.0
 
 
 def keep_residual(device: str, ratio: float) -> None:
-    """Keep what a run has measured, over what was predicted for it; `MEMKIT_TUNING_CACHE=0` keeps nothing.
+    """Save the ratio of measured to predicted peak of a run; nothing with `MEMKIT_TUNING_CACHE=0`.
 
-    A folder that can't be written to keeps nothing, either: the next run is predicted as this one was.
+    If the folder can't be written, nothing is saved either: the next run is predicted without it.
     """
     if _CREDIBLE[0] <= ratio <= _CREDIBLE[1]:
         content = {"versions": _versions(), "ratios": [*_read(device), ratio][-_KEPT:]}
@@ -35,7 +35,7 @@ def _read(device: str) -> list[float]:
     try:
         content = recall(_path(device)) or {}
         kept = [float(ratio) for ratio in content["ratios"]] if content["versions"] == _versions() else []
-    except (OSError, ValueError, KeyError, TypeError):  # none, or of another program
+    except (OSError, ValueError, KeyError, TypeError):  # no file, or one in another format
         return []
     return [ratio for ratio in kept if _CREDIBLE[0] <= ratio <= _CREDIBLE[1]]
 
@@ -45,5 +45,5 @@ def _path(device: str) -> Path:
 
 
 def _versions() -> dict[str, str]:
-    """Of what predicts and of what allocates."""
+    """The versions of what predicts and what allocates."""
     return {"torch": torch.__version__, "lightning_memkit": lightning_memkit.__version__}

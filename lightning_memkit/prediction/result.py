@@ -1,4 +1,4 @@
-"""What a prediction says."""
+"""The result of a prediction."""
 
 from dataclasses import dataclass, field
 
@@ -15,25 +15,26 @@ class Prediction:
 
     Attributes:
         anatomy: the peak, its phase and operator, and the bytes of each category at it.
-        phases: the peak of forward, backward and optimizer step, each with all that is alive then.
-        peak_module: the module in which the peak is; empty outside of any.
-        modules: bytes alive at the peak by the module that made them (weights and batch: no module's).
+        phases: the peak of forward, backward and optimizer step, each including all that is alive then.
+        peak_module: the module in which the peak occurs; empty outside of any.
+        modules: bytes alive at the peak by the module that made them (weights and batch belong to none).
         saved: bytes of saved activations at the peak, by module.
-        assumed: what was assumed of values that only training knows, with the line that asked first.
-        device: whose kernels and allocator were assumed.
+        assumed: assumptions about values that only training knows, with the line that needed each first.
+        device: the device whose kernels and allocator were assumed.
         ranks: how many ranks train; the figures are those of the rank that holds the most.
-        allocated_bytes: on a GPU, what the caching allocator would hand out at most (``max_memory_allocated``):
-            tensors in units of 512 bytes, and the matrix library's workspaces. On the CPU 0.
-        reserved_bytes: on a GPU, what the caching allocator would reserve for them (``max_memory_reserved``); the
-            context (`anatomy.fixed_bytes`) lies beside it. On the CPU 0.
-        library_bytes: on a GPU, what the matrix library's workspaces have of both: one for the thread of the forward,
-            one for that of the backward.
-        expandable_bytes: the same with ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``.
-        host_bytes: what offloads to a GPU's host take of its memory at most, pinned unless they are told otherwise:
-            by powers of two then, as torch's allocator of pinned memory gives it.
-        offloaded_bytes: what offloaded tensors themselves have at most, without rounding.
-        timeline: bytes alive at each operator of the steps, what it needs within included.
-        work: what the operators of a part and of an optimizer step compute and move.
+        allocated_bytes: on a GPU, the most that the caching allocator would allocate
+            (``max_memory_allocated``): tensors in units of 512 bytes, and the matrix library's workspaces. On
+            the CPU 0.
+        reserved_bytes: on a GPU, the most that the caching allocator would reserve (``max_memory_reserved``),
+            without the context (`anatomy.fixed_bytes`). On the CPU 0.
+        library_bytes: on a GPU, the matrix library's workspaces, included in both: one for the forward's
+            thread, one for the backward's.
+        expandable_bytes: `reserved_bytes` with ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``.
+        host_bytes: the most host memory that offloads take; pinned by default, and then in powers of two, as
+            torch's allocator of pinned memory gives it.
+        offloaded_bytes: the most bytes of offloaded tensors themselves, without rounding.
+        timeline: bytes alive at each operator of the steps, including its workspace.
+        work: what the operators of a micro-batch and of an optimizer step compute and move.
     """
 
     anatomy: Anatomy
@@ -60,7 +61,7 @@ class Prediction:
 
     @property
     def total_bytes(self) -> int:
-        """What the device is asked for: on a GPU what is reserved, and what lies beside it."""
+        """What the device must provide: on a GPU the reserved bytes and the context."""
         return (self.reserved_bytes or self.peak_bytes) + self.anatomy.fixed_bytes
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Results of operators whose fake kernels in torch refuse what the real ones take."""
+"""Results of operators for which torch's fake kernels refuse inputs that the real ones accept."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ def grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The result of `torch.nn.functional.grouped_mm` in any dtype: torch's fake kernel knows bfloat16 alone."""
+    """The result of `torch.nn.functional.grouped_mm` in any dtype; torch's fake one takes only bfloat16."""
     dtype = out_dtype or a.dtype
     aligned = 16 // dtype.itemsize
     width = -(-b.shape[-1] // aligned) * aligned

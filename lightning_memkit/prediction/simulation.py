@@ -1,4 +1,4 @@
-"""Steps on fake tensors, counted as real ones would be."""
+"""Count the memory of steps on fake tensors as if they were real."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -33,15 +33,16 @@ _SHOWN: tuple[Phase, ...] = ("forward", "backward", "optimizer")
 
 
 class Simulation(AnatomyMeter):
-    """Within it operators allocate and compute nothing, and every byte is counted that they would allocate.
+    """Within it operators compute and allocate nothing, but every byte that they would allocate is counted.
 
-    Real tensors that operators meet (the batch, constants) get a fake twin that lives as long as they do. Integers
-    keep their values, see `KnownValues`. Forward, backward and the optimizer's step are told apart by what autograd
-    does. Costs about a tenth of a millisecond an operator, whatever the sizes; changes what it is given for good, so
-    it is for a copy of the process, see `contained`.
+    Real tensors that operators meet (the batch, constants) get a fake twin that lives as long as they do.
+    Integers keep their values; see `KnownValues`. Forward, backward and the optimizer's step are recognised
+    from autograd's state. Costs about a tenth of a millisecond an operator, whatever the sizes. It changes
+    its modules for good, so use it in a fork or on a copy; see `contained`.
 
     Args:
-        device: whose kernels' choices are made; None for the CPU's, with what those need within an operator.
+        device: the device whose choice of kernels is simulated; None for the CPU, whose kernels' workspaces
+            are counted, too.
     """
 
     def __init__(self, device: Device | None = None) -> None:
@@ -52,8 +53,8 @@ class Simulation(AnatomyMeter):
         self.workspaces = Workspaces()
         self.work = WorkLog()
         self.host = PredictedHostMemory()
-        self._library: dict[bool, Allocation] = {}  # workspaces, by whether the thread is the backward's
-        self._parts = 0  # of the step under way
+        self._library: dict[bool, Allocation] = {}  # workspaces; True is the backward's thread
+        self._parts = 0  # micro-batches of the current step
         self._has_stepped = False
         self.phase_peaks: dict[Phase, int] = {}
         self._parameters: list[Callable[[], Iterable[Tensor]]] = []
@@ -87,7 +88,7 @@ class Simulation(AnatomyMeter):
         self._entered.close()
 
     def take(self, module: nn.Module) -> None:
-        """Make a module's parameters and buffers fake, for good; their bytes count from now on."""
+        """Make a module's parameters and buffers fake, for good, and count their bytes from now on."""
         for twin, original in fake_in_place(module, self.fakes):
             if original.device.type == "cpu" and not original.is_floating_point():
                 self.values.know(twin, original)
@@ -95,26 +96,26 @@ class Simulation(AnatomyMeter):
         self.watch(module)
 
     def watch(self, module: nn.Module) -> None:
-        """Know a module's tensors as weights and gradients, and its submodules by their names."""
+        """Register a module's tensors as weights and gradients, and its submodules by their names."""
         self.track([*module.parameters(), *module.buffers()], "weights")
         self._owners.name(module)
         self._parameters = [module.parameters]
 
     def begin_training(self, module: nn.Module) -> None:
-        """Set-up is over. A module is built and cast on the host, and comes to a GPU as it is trained."""
+        """End the set-up. A module is built and cast on the host, and moved to a GPU for training."""
         if self._device is not None:
             self._forget_setup()
         self.watch(module)
 
     def _forget_setup(self) -> None:
-        """Count what is alive, and nothing that has gone."""
+        """Keep only allocations that are still alive."""
         self.records = [record for record in self.records if record.died is None]
         self._timeline.clear()
         self.reset_peak()
 
     def begin_step(self, batch: Iterable[Tensor] = ()) -> None:
-        """A batch has come: what follows is a step."""
-        if self._has_stepped:  # the first step makes the states: what the last one does counts
+        """Begin the step of a batch."""
+        if self._has_stepped:  # only the last step's work counts, since the first one creates states
             self._has_stepped, self._parts = False, 0
             self.work.forget()
         self._parts += 1
@@ -122,24 +123,24 @@ class Simulation(AnatomyMeter):
         self.phase = "forward"
 
     def begin_optimizer(self) -> None:
-        """Gradients are there: clipping and the optimizer's step follow."""
+        """Begin clipping and the optimizer's step, when gradients are complete."""
         self._mark_gradients()
         self.phase = "optimizer"
 
     def end_step(self) -> None:
-        """What follows is between two steps."""
+        """End a step."""
         self._mark_gradients()
         self.phase = "outside"
 
     def mark_states(self, optimizer: Optimizer) -> None:
-        """Know an optimizer's states, and its compensation."""
+        """Register an optimizer's states and compensation."""
         for state in optimizer.state.values():
             for name, value in state.items() if isinstance(state, dict) else ():
                 category: Category = "compensation" if name in LOW_STATES else "optimizer_states"
                 self.track(tensors_in([value]), category)
 
     def result(self) -> Prediction:
-        """What was counted."""
+        """The prediction from what was counted."""
         device = self._device
         anatomy = self.dissect(
             gradients=(),
@@ -174,11 +175,11 @@ class Simulation(AnatomyMeter):
         )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default:  # a fake tensor was asked for its device
+        if func is torch.ops.prim.device.default:  # the query of a fake tensor's device
             return args[0].fake_device
         if self._sum_is_open:
             self._reach(self.live_bytes)
-        if func.namespace != "profiler":  # else marks around an optimizer's step would end its phase
+        if func.namespace != "profiler":  # profiler marks around an optimizer's step would end its phase
             self._turn()
         out = super().__torch_dispatch__(func, types, args, kwargs)
         workspace = 0
@@ -188,7 +189,7 @@ class Simulation(AnatomyMeter):
             self._open_library(self._device)
         if workspace:
             self._pass_through(workspace, str(func))
-        if not self._sum_is_open:  # else one of the summands goes before anything else happens
+        if not self._sum_is_open:  # otherwise autograd frees a summand before anything else happens
             self._reach(self.live_bytes + workspace)
         self.work.note(func, args, kwargs or {}, out, of_optimizer=self.phase == "optimizer")
         return out
@@ -198,13 +199,13 @@ class Simulation(AnatomyMeter):
             super()._add(storage, category)
 
     def _open_library(self, device: Device) -> None:
-        """The matrix library's first use in a thread gives that its workspace; autograd has one thread a device."""
+        """Count the matrix library's workspace at its first use in a thread: the forward's, or autograd's."""
         in_backward = torch._C._current_graph_task_id() != -1
         if in_backward not in self._library:
             self._library[in_backward] = Allocation(device.library_bytes, self.clock, self.phase)
 
     def marking(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, whose allocations are saved activations whenever they are made."""
+        """Wrap a function so that its allocations count as saved activations, whenever it runs."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             before, self.category = self.category, "saved_activations"
@@ -221,7 +222,7 @@ class Simulation(AnatomyMeter):
             self.phase_peaks[self.phase] = live_bytes
 
     def _turn(self) -> None:
-        """Find out which phase an operator is in, and whose it is."""
+        """Determine the phase and the module of the next operator."""
         in_backward = torch._C._current_graph_task_id() != -1
         self.origin = self._owners.current()
         if self.phase == "outside":
@@ -237,7 +238,7 @@ class Simulation(AnatomyMeter):
 
     def _hooks(self) -> Iterator[Any]:
         def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if not self._owners.has_names:  # no module was named: the optimizer knows the weights
+            if not self._owners.has_names:  # no module was registered: take the weights from the optimizer
                 parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
                 self.track([self.twin(parameter) for parameter in parameters], "weights")
                 self._parameters = [lambda: parameters]
@@ -253,7 +254,7 @@ class Simulation(AnatomyMeter):
 
     @contextmanager
     def _counted_random_states(self) -> Iterator[None]:
-        """Count the states of the host's generator that activation checkpointing keeps: 5 KB each."""
+        """Count the CPU generator's states that activation checkpointing saves: 5 KB each."""
         plain = torch.get_rng_state
 
         def counted() -> Tensor:
@@ -275,14 +276,14 @@ class Simulation(AnatomyMeter):
         if any(not isinstance(tensor, FakeTensor) for tensor in tensors_in([*args, *kwargs.values()])):
             args, kwargs = tree_map_only(Tensor, self.twin, (tuple(args), kwargs))
         if func.overloadpacket is torch.ops.aten.set_:
-            twins = self.fakes.twin_storage  # a tensor may be made anew from the storage of the real batch
+            twins = self.fakes.twin_storage  # a tensor may be rebuilt from a storage of the real batch
             args = [twins(one) if isinstance(one, torch.UntypedStorage) else one for one in args]
             with self.fakes.uncached():
                 return self.values.run(func, args, kwargs)
         return self.values.run(func, args, kwargs)
 
     def twin(self, real: Tensor, category: Category = "other") -> Tensor:
-        """The fake tensor that stands for a real one while that lives; it counts, as of a category."""
+        """The fake tensor for a real one, while that lives; counted in a category."""
         if isinstance(real, FakeTensor):
             return real
         twin = self.fakes.known_twin(real)
@@ -294,7 +295,7 @@ class Simulation(AnatomyMeter):
         return twin
 
     def _constant(self, real: Tensor) -> Tensor:
-        """The twin of a result that was computed for real."""
+        """The twin of a result that was computed on real tensors."""
         twin = self.fakes.twin(real)
         self.values.know(twin, real)
         return twin

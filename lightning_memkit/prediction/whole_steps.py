@@ -1,4 +1,4 @@
-"""Training steps that are functions, predicted without a loop around them, and the batches they are given."""
+"""Predict training steps that are functions, without a loop around them; copies of batches."""
 
 import copy
 import warnings
@@ -11,11 +11,11 @@ from lightning_memkit.prediction.result import Prediction
 from lightning_memkit.prediction.simulation import Simulation
 from lightning_memkit.utilities.tensors import tensors_of
 
-STEPS = 2  # the first makes the optimizer's states, the second has them from its beginning
+STEPS = 2  # the first creates the optimizer's states, the second has them from its start
 
 
 def predicted_steps(step: Callable[[Any], Any], batch: Any, simulation: Simulation) -> Prediction:
-    """A training step that is a function; changes what it works on for good."""
+    """Predict a training step that is a function; changes for good what it works on."""
     warnings.simplefilter("ignore")
     with simulation, explained():
         for given in BatchCopies(batch, STEPS):
@@ -26,7 +26,7 @@ def predicted_steps(step: Callable[[Any], Any], batch: Any, simulation: Simulati
 
 
 class BatchCopies:
-    """As many copies of a batch as are asked for: real ones, whose life is that of a loader's batches."""
+    """A number of real copies of a batch, which live as long as a loader's batches do."""
 
     def __init__(self, batch: Any, number: int) -> None:
         self._batch, self._number = batch, number

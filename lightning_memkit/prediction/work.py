@@ -1,4 +1,4 @@
-"""What a step's operators compute and move: the seeds of its time on a device."""
+"""What a step's operators compute and move, from which its time on a device follows."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -21,12 +21,12 @@ COMMUNICATION = ("c10d", "_c10d_functional")  # namespaces
 RECORDED, MADE_AGAIN = (
     "memkit.recorded",
     "memkit.made_again",
-)  # by a tape: what Python does beside the operator
+)  # by a tape: Python's overhead for an operator
 
 
 @dataclass(frozen=True)
 class TensorShape:
-    """What a kernel's time depends on of a tensor."""
+    """The properties of a tensor on which a kernel's time depends."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -39,9 +39,10 @@ class OperatorWork:
 
     Attributes:
         name: with namespace and overload, `aten.mm.default`.
-        args: its arguments; tensors as `TensorShape`. Keyword arguments are pairs.
-        flops: of its matrix products, two a multiplication and addition; 0 for others.
-        moved_bytes: operands read and results written.
+        args: its arguments, with tensors as `TensorShape`.
+        kwargs: its keyword arguments as pairs.
+        flops: FLOPs of its matrix products (a multiply-add is two); 0 for others.
+        moved_bytes: bytes of operands read and results written.
         is_16_bit: whether its first operand has 16 bits.
     """
 
@@ -54,7 +55,7 @@ class OperatorWork:
 
     @property
     def is_python(self) -> bool:
-        """Whether it stands for what Python does, which a GPU does not wait for."""
+        """Whether it represents Python's overhead, for which a GPU does not wait."""
         return self.name in (RECORDED, MADE_AGAIN)
 
     @property
@@ -65,10 +66,10 @@ class OperatorWork:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The operators of a step: those of each of its parts (forward and backward), and those of the optimizer's step.
+    """The operators of a step: those of each micro-batch (forward and backward), and of the optimizer's step.
 
     Attributes:
-        part: how often each runs for a part.
+        part: how often each runs for a micro-batch.
         step: how often each runs in the optimizer's step.
     """
 
@@ -77,15 +78,15 @@ class Work:
 
     @property
     def part_flops(self) -> float:
-        """Operations of the matrix products of a part's forward and backward, what runs again included."""
+        """FLOPs of the matrix products of a micro-batch's forward and backward, including recomputation."""
         return sum(operator.flops * count for operator, count in self.part.items())
 
 
 class WorkLog:
-    """Notes what runs; some microseconds an operator.
+    """Records the operators that run; costs some microseconds an operator.
 
     Attributes:
-        weight: how many operators the next one stands for.
+        weight: how many operators the next one represents.
     """
 
     def __init__(self) -> None:
@@ -94,12 +95,12 @@ class WorkLog:
         self._counts: dict[bool, Counter[OperatorWork]] = {False: Counter(), True: Counter()}
 
     def note(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any, *, of_optimizer: bool) -> None:
-        """An operator has run on fake tensors."""
+        """Record an operator that has run on fake tensors."""
         shapes, named = _shapes(args), _shapes(kwargs)
         try:
             key = (func, shapes, named)
             known = key in self._known
-        except TypeError:  # an argument that can't be a key
+        except TypeError:  # an argument is not hashable
             return
         if not known:
             self._known[key] = _operator(func, args, kwargs, out, (shapes, named))
@@ -108,21 +109,21 @@ class WorkLog:
             self._counts[of_optimizer][operator] += self.weight  # pyright: ignore[reportArgumentType]
 
     def note_kernel(self, name: str, moved_bytes: int) -> None:
-        """A kernel of memkit's own would have run in the optimizer's step."""
+        """Record that one of memkit's own kernels would have run in the optimizer's step."""
         operator = OperatorWork(name, (), (), 0, moved_bytes, is_16_bit=True)
         self._counts[True][operator] += 1
 
     def note_python(self, name: str) -> None:
-        """Python has done something beside an operator of a part: `RECORDED` or `MADE_AGAIN`."""
+        """Record Python's overhead for an operator of a micro-batch: `RECORDED` or `MADE_AGAIN`."""
         self._counts[False][OperatorWork(name, (), (), 0, 0, is_16_bit=False)] += 1
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Start anew."""
         for counts in self._counts.values():
             counts.clear()
 
     def work(self, parts: int) -> Work:
-        """The work of one part, of so many, and of the step that was noted."""
+        """The average work of each of `parts` micro-batches, and that of the step."""
         return Work(
             part={operator: count / max(1, parts) for operator, count in self._counts[False].items()},
             step=dict(self._counts[True]),
@@ -132,7 +133,7 @@ class WorkLog:
 def _operator(
     func: Any, args: Any, kwargs: dict[str, Any], out: Any, shapes: tuple[Any, Any]
 ) -> OperatorWork | None:
-    """None for what only makes a view, or room."""
+    """The work of an operator; None if it only makes a view or allocates."""
     if func.overloadpacket in _MOVE_NOTHING:
         return None
     operands, results = list(tensors_of(args)), list(tensors_of(out))
@@ -153,7 +154,7 @@ def _is_view(operands: Iterable[Tensor], results: Iterable[Tensor]) -> bool:
 
 
 def _spanned_bytes(tensor: Tensor) -> int:
-    """Of a tensor's elements, those that lie apart: what was expanded is read once."""
+    """Bytes of a tensor's distinct elements: expanded dimensions are read once."""
     count = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         count *= size if stride else min(size, 1)

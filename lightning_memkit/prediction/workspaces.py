@@ -1,4 +1,4 @@
-"""What kernels allocate and free within one operator, which no dispatcher sees: measured once a shape."""
+"""Workspaces that kernels allocate within one operator, hidden from the dispatcher; measured once a shape."""
 
 from typing import Any
 
@@ -10,7 +10,8 @@ from lightning_memkit.memory.allocator_trace import AllocatorTrace
 from lightning_memkit.memory.meter import tensors_in, unmetered
 
 _aten = torch.ops.aten
-# On CPU: oneDNN reorders operands, and spreads a grouped convolution's weights; normalizations keep sums per thread.
+# On CPU: oneDNN reorders operands and expands a grouped convolution's weights; norms keep sums for each
+# thread.
 _WITH_WORKSPACE = {
     _aten.convolution,
     _aten.convolution_backward,
@@ -24,34 +25,34 @@ _WITH_WORKSPACE = {
     _aten._grouped_mm,
 }
 _WITH_WORKSPACE_IN_16_BITS = {_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm}
-# On CUDA: what cuBLAS computes.
+# On CUDA: operators that cuBLAS computes.
 MATRIX_PRODUCTS = {
     *_WITH_WORKSPACE_IN_16_BITS, _aten.mv, _aten.addmv, _aten.dot, _aten.vdot, _aten.addbmm,
     _aten._addmm_activation, _aten._int_mm, _aten._scaled_mm,
 }  # fmt: skip
-_TORCHS = ("aten", "prim", "prims", "c10d", "_c10d_functional", "profiler")  # other operators are anybody's
-# Of operands that are made for a measurement; what is larger is extrapolated from less.
+_TORCHS = ("aten", "prim", "prims", "c10d", "_c10d_functional", "profiler")  # others are not torch's
+# The most bytes of operands in a measurement; larger ones are extrapolated from fewer rows.
 _MOST_BYTES = 1 << 26
 
 
 class Workspaces:
     """Measures what operators need besides their results, on this machine's CPU; some milliseconds a shape.
 
-    An operator runs once on tensors of the shapes in question, or twice on one and on two samples of a large batch
-    and along the line through them; its operands are all that is allocated, at most 64 MiB at a time. What needs more
-    even so (a matrix of 16-bit weights that is larger) is not measured, and counts as nothing.
+    An operator runs once on tensors of the given shapes. For a large batch it runs on one and on two samples,
+    and the result is extrapolated linearly. Only its operands are allocated, at most 64 MiB at a time. If
+    even those are larger (a large matrix of 16-bit weights), it is not measured, and counts as 0.
     """
 
     def __init__(self) -> None:
         self._known: dict[Any, int] = {}
 
     def of(self, func: Any, args: Any, kwargs: dict[str, Any]) -> int:
-        """Bytes alive at the operator's own peak that are neither operand nor result."""
+        """Bytes at the operator's own peak that are neither operand nor result."""
         if func.namespace in _TORCHS and not _may_need_one(func, args):
             return 0
         key = (func, _signature(args), _signature(kwargs))
         if key not in self._known:
-            # Others' operators may be compiled within: a meter lets nothing compile, a run does.
+            # Custom operators may compile inside: allow that here, as in a run, although a meter forbids it.
             with unmetered(), torch.no_grad(), torch.compiler.set_stance("default"):
                 self._known[key] = _measured(func, args, kwargs)
         return self._known[key]
@@ -75,13 +76,13 @@ def _signature(item: Any) -> Any:
 
 def _measured(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
     given = list(tensors_in([*args, *kwargs.values()]))
-    if not given or not AllocatorTrace.available():  # torch runs one profiler at a time
+    if not given or not AllocatorTrace.available():  # torch can't run a second profiler
         return 0
     rows = given[0].shape[0] if given[0].dim() else 1
     size = _operand_bytes(given, rows, rows)
     if size <= _MOST_BYTES:
         return _run(func, args, kwargs, rows, rows)
-    if func.namespace not in _TORCHS:  # an optimizer's, say: everything in proportion
+    if func.namespace not in _TORCHS:  # such as an optimizer's: proportional to rows
         few = max(1, rows * _MOST_BYTES // size)
         fits = _operand_bytes(given, rows, few) <= _MOST_BYTES
         return _run(func, args, kwargs, rows, few) * rows // few if fits else 0
@@ -92,7 +93,7 @@ def _measured(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
 
 
 def _operand_bytes(given: list[Tensor], rows: int, few: int) -> int:
-    """What `_run` allocates for these."""
+    """The bytes that `_run` allocates for these operands."""
     return sum(
         _spanned(_with_rows(tensor, rows, few), tensor.stride()) * tensor.dtype.itemsize for tensor in given
     )
@@ -106,26 +107,26 @@ def _with_rows(fake: Tensor, rows: int, few: int) -> list[int]:
 
 
 def _spanned(shape: list[int], stride: tuple[int, ...]) -> int:
-    """Elements from the first to the last of a tensor."""
+    """The number of elements from a tensor's first to its last in memory."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any], rows: int, few: int) -> int:
-    """What the operator needs when `few` of the first operand's `rows` are there."""
+    """The operator's workspace when only `few` of the first operand's `rows` exist."""
     given = list(tensors_in([*args, *kwargs.values()]))
     has_float32 = any(tensor.dtype is torch.float32 for tensor in given)
 
     def real(fake: Tensor) -> Tensor:
         dtype = fake.dtype
         if has_float32 and "norm" in func.__name__ and fake.shape != given[0].shape:
-            dtype = torch.float32  # statistics, which fake kernels give the input's dtype
+            dtype = torch.float32  # statistics, to which fake kernels give the input's dtype
         return torch.empty_strided(_with_rows(fake, rows, few), fake.stride(), dtype=dtype).zero_()
 
     real_args, real_kwargs = tree_map_only(Tensor, real, (tuple(args), kwargs))
     if func.namespace not in _TORCHS:
-        func(*real_args, **real_kwargs)  # what it keeps for good after its first call is no workspace
+        func(*real_args, **real_kwargs)  # a first call, since what it caches for good is no workspace
     with AllocatorTrace() as trace:
         out = func(*real_args, **real_kwargs)
     kept = sum(tensor.untyped_storage().nbytes() for tensor in tensors_in(out))

@@ -1,4 +1,4 @@
-"""Tools for tests of memory: allocations that fail on purpose, one by one or over a budget."""
+"""Tools for memory tests: make allocations fail deliberately, one by one or over a budget."""
 
 from lightning_memkit.testing.budgets import ByteBudget, byte_budget
 from lightning_memkit.testing.faults import (

@@ -1,4 +1,4 @@
-"""Make every allocation fail that brings the live bytes over a budget."""
+"""Make every allocation fail that exceeds a budget of live bytes."""
 
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -21,11 +21,11 @@ class ByteBudget(ByteMeter):
         self._gate = Gate(armed, ranks, None)
 
     def arm(self) -> None:
-        """Fail from now on."""
+        """Start failing."""
         self._gate.armed = True
 
     def disarm(self) -> None:
-        """Count bytes, but let all pass until `arm`."""
+        """Count bytes, but let all allocations succeed until `arm`."""
         self._gate.armed = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -48,18 +48,19 @@ def byte_budget(
     ranks: Collection[int] | None = None,
     armed: bool = True,
 ) -> ByteBudget:
-    """Within it each allocation that brings the live bytes over the budget raises `torch.OutOfMemoryError`.
+    """Within it, each allocation that brings live bytes over the budget raises `torch.OutOfMemoryError`.
 
-    Bytes are those of tensors, counted operator by operator on any device; costs tens of microseconds an operator.
+    Bytes are those of tensors, counted operator by operator on any device; costs tens of microseconds an
+    operator.
 
     Args:
         budget: `"1MiB"` or a count of bytes.
-        resident: tensors that exist already and count: weights, states, the batch.
-        ranks: the ranks that have the budget; the others only count. None for all.
-        armed: whether to start at once; else `arm` starts. Bytes are counted all the same.
+        resident: existing tensors that count: weights, states, the batch.
+        ranks: the ranks on which allocations fail; the others only count. None for all.
+        armed: whether to start at once; otherwise `arm` starts. Bytes are counted in any case.
 
     Raises:
-        ValueError: the budget can't be read.
+        ValueError: the budget can't be parsed.
     """
     limited = ByteBudget(parse_bytes(budget), ranks=ranks, armed=armed)
     limited.track(resident)

@@ -1,4 +1,4 @@
-"""Make an allocation fail on purpose: the N-th storage that an operator creates, or the N-th call of an allocator."""
+"""Make an allocation fail deliberately: operators' n-th new storage, or an allocator's n-th call."""
 
 import os
 from collections.abc import Callable, Collection
@@ -14,65 +14,65 @@ from lightning_memkit.memory.meter import ByteMeter
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """An allocation that was made to fail: its index, and the operator that asked for it."""
+    """An allocation that was made to fail: its index, and the operator that requested it."""
 
     point: int
     operator: str
 
 
 class FailingAllocator(Protocol):
-    """A device whose allocator counts its calls and fails where it is told to: what `on=` takes."""
+    """A device whose allocator counts its calls and can fail on request; the type of `on=`."""
 
     @property
     def allocations(self) -> int:
-        """Calls of the allocator so far, failed ones included."""
+        """Calls of the allocator so far, including failed ones."""
         ...
 
     @property
     def live_bytes(self) -> int:
-        """Bytes of its memory in use."""
+        """Bytes of the device's memory in use."""
         ...
 
     @property
     def budget_bytes(self) -> int | None:
-        """Live bytes that no allocation may exceed; None where there is no limit."""
+        """Live bytes that no allocation may exceed; None if there is no limit."""
         ...
 
     def set_limits(
         self, budget_bytes: int | None = None, fail_at: int | None = None, *, repeat: bool = False
     ) -> None:
-        """Fail with `torch.OutOfMemoryError` over a budget, and at one index of `allocations` or from it on."""
+        """Raise `torch.OutOfMemoryError` over a budget, and at one index of `allocations` or from it on."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until whatever runs on the device has let go of its memory."""
+        """Wait until all work on the device has released its memory."""
         ...
 
 
 class Faults(Protocol):
-    """A context manager that counts allocations while it is armed, and may make some fail."""
+    """A context manager that counts allocations while it is armed, and may make some of them fail."""
 
     @property
     def allocations(self) -> int:
-        """Allocations counted so far, failed ones included."""
+        """Allocations counted so far, including failed ones."""
         ...
 
     @property
     def live_bytes(self) -> int:
-        """Bytes that were allocated within and are alive."""
+        """Bytes that were allocated inside and are alive."""
         ...
 
     @property
     def fault(self) -> Fault | None:
-        """The first allocation that was made to fail, once there is one."""
+        """The first allocation that was made to fail; None before."""
         ...
 
     def arm(self) -> None:
-        """Count and fail from now on."""
+        """Start counting and failing."""
         ...
 
     def disarm(self) -> None:
-        """Let allocations pass uncounted until `arm`."""
+        """Let allocations succeed without counting until `arm`."""
         ...
 
     def __enter__(self) -> "Faults": ...
@@ -91,20 +91,21 @@ def fail_at(
     when: Callable[[], bool] | None = None,
     armed: bool = True,
 ) -> Faults:
-    """Within it the n-th allocation raises `torch.OutOfMemoryError`, once, so that a retry goes on.
+    """Within it, the n-th allocation raises `torch.OutOfMemoryError`, once, so that a retry succeeds.
 
-    An allocation is every storage that an operator creates, on any device: the error comes after the operator has
-    run. Costs tens of microseconds an operator while armed. Workspaces that a kernel allocates and frees inside one
-    operator are not seen, nor are threads that Python code starts; autograd's are. With `on=` an allocation is
-    every call of that device's allocator, at no cost.
+    An allocation is every storage that an operator creates, on any device: the error is raised after the
+    operator has run. Costs tens of microseconds an operator while armed. Workspaces that a kernel allocates
+    and frees inside one operator are not seen, nor are threads started by Python code; autograd's are. With
+    `on=` an allocation is every call of that device's allocator, at no cost.
 
     Args:
         n: the index of the allocation, 0 for the first.
         on: the device whose allocator is to fail.
-        repeat: every later allocation fails too, until `disarm`.
-        ranks: the ranks that fail; the others only count. None for all.
-        when: asked at every allocation: those it says no to neither fail nor count. Not together with `on`.
-        armed: whether to start at once; else `arm` starts.
+        repeat: whether every later allocation fails, too, until `disarm`.
+        ranks: the ranks on which it fails; the others only count. None for all.
+        when: called at every allocation: those for which it returns False neither fail nor count. Not
+            together with `on`.
+        armed: whether to start at once; otherwise `arm` starts.
 
     Raises:
         ValueError: n is below zero, or `when` is given together with `on`.
@@ -127,7 +128,7 @@ def fail_at(
 
 
 def count_allocations(*, on: FailingAllocator | None = None, armed: bool = True) -> Faults:
-    """Counts what `fail_at` could make fail; nothing fails within it."""
+    """Counts the allocations that `fail_at` could make fail; none fails."""
     if on is None:
         return OperatorFaults(None, armed=armed)
     return AllocatorFaults(on, None, armed=armed)
@@ -151,11 +152,11 @@ class OperatorFaults(ByteMeter):
         self._gate = Gate(armed, ranks, when)
 
     def arm(self) -> None:
-        """Count and fail from now on."""
+        """Start counting and failing."""
         self._gate.armed = True
 
     def disarm(self) -> None:
-        """Let allocations pass uncounted until `arm`."""
+        """Let allocations succeed without counting until `arm`."""
         self._gate.armed = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -175,7 +176,7 @@ class OperatorFaults(ByteMeter):
 
 
 class AllocatorFaults(TorchDispatchMode):
-    """Fails the n-th call of a device's allocator; see `fail_at`. The device's counts must not be reset within."""
+    """Fails the n-th call of a device's allocator; see `fail_at`. Don't reset the device's counts inside."""
 
     def __init__(
         self,
@@ -198,24 +199,24 @@ class AllocatorFaults(TorchDispatchMode):
 
     @property
     def allocations(self) -> int:
-        """Allocations counted so far, failed ones included."""
+        """Allocations counted so far, including failed ones."""
         since = self._armed_since
         return self._counted + (0 if since is None else self._device.allocations - since)
 
     @property
     def live_bytes(self) -> int:
-        """Bytes on the device beyond those there at the start."""
+        """Bytes on the device beyond those at entry."""
         return self._device.live_bytes - self._live_before
 
     @property
     def fault(self) -> Fault | None:
-        """The allocation that was made to fail, once it was; its operator where an operator let the error through."""
+        """The allocation that failed, if it has; its operator is known only if the error reached one."""
         if self._n is None or self.allocations <= self._n or not self._gate.on_this_rank():
             return None
         return Fault(point=self._n, operator=self._operator)
 
     def arm(self) -> None:
-        """Count and fail from now on."""
+        """Start counting and failing."""
         if self._armed_since is not None:
             return
         self._armed_since = self._device.allocations
@@ -225,7 +226,7 @@ class AllocatorFaults(TorchDispatchMode):
             self._device.set_limits(self._device.budget_bytes, point, repeat=self._repeat)
 
     def disarm(self) -> None:
-        """Let allocations pass uncounted until `arm`."""
+        """Let allocations succeed without counting until `arm`."""
         self._counted, self._armed_since = self.allocations, None
         self._device.set_limits(self._device.budget_bytes)
 
@@ -249,7 +250,7 @@ class AllocatorFaults(TorchDispatchMode):
 
 
 class Gate:
-    """Whether faults are on at the moment, and here."""
+    """Whether faults are active at the moment, and on this rank."""
 
     def __init__(self, armed: bool, ranks: Collection[int] | None, when: Callable[[], bool] | None) -> None:
         self.armed = armed
@@ -257,16 +258,16 @@ class Gate:
         self._when = when
 
     def is_open(self) -> bool:
-        """Whether faults are on at the moment."""
+        """Whether faults are active at the moment."""
         return self.armed and (self._when is None or self._when())
 
     def on_this_rank(self) -> bool:
-        """Whether this is a rank that fails."""
+        """Whether faults apply to this rank."""
         return self._ranks is None or _rank() in self._ranks
 
 
 def _rank() -> int:
-    """This process's rank: the group's where there is one, else what the launcher says."""
+    """This process's rank: that of the process group if there is one, else the launcher's."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank()
     return int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))

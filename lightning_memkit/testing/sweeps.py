@@ -1,4 +1,4 @@
-"""Run something once for every allocation that it makes, each time with that allocation failing."""
+"""Run something once for each allocation that it makes, each time with that allocation failing."""
 
 import gc
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -12,15 +12,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome(Generic[T]):
-    """What came of one run of a sweep.
+    """The result of one run of a sweep.
 
     Attributes:
         point: the index of the allocation that was to fail.
-        points: how many allocations the run makes without a fault.
-        fault: the one that failed; None where the run did not come to it.
-        result: what the run returned; None where it raised.
+        points: how many allocations a run without a fault makes.
+        fault: the allocation that failed; None if the run did not reach it.
+        result: what the run returned; None if it raised.
         expected: what the run returned without a fault.
-        error: what the run raised, its traceback cleared, since that would keep the failed step's tensors.
+        error: what the run raised, without its traceback, which would keep the failed step's tensors alive.
         leaked_bytes: bytes alive after the run, beyond those after the run without a fault.
     """
 
@@ -34,7 +34,7 @@ class Outcome(Generic[T]):
 
     @property
     def recovered(self) -> bool:
-        """Whether the allocation failed and the run came to its end all the same."""
+        """Whether the allocation failed and the run completed nevertheless."""
         return self.fault is not None and self.error is None
 
 
@@ -47,18 +47,20 @@ def sweep(
     armed: bool = True,
     points: Callable[[int], Iterable[int]] = range,
 ) -> Iterator[Outcome[T]]:
-    """Yields the outcome of one run a point: each allocation of the fault-free run fails in turn.
+    """Yields the outcomes of runs in which each allocation of a fault-free run fails in turn.
 
-    The fault-free run comes first. Each run should begin from the same state: build the model inside, or put its
-    state back.
+    The fault-free run comes first. Each run should begin in the same state: build the model inside, or
+    restore its state.
 
     Args:
-        run: what is to survive; it gets the faults, to arm and disarm them where only a phase is meant.
+        run: what must survive; it gets the faults, to arm and disarm them for a phase.
         on: the device whose allocator fails; None for the storages that operators create.
-        repeat: every later allocation fails too, until the run disarms.
-        ranks: the ranks that fail, None for all. All ranks have to run the same points: see `points`.
-        armed: whether faults start at once; else the run arms them.
-        points: from the number of allocations to the points to try: `lambda count: range(0, count, 7)` is a sample.
+        repeat: whether every later allocation fails, too, until the run disarms.
+        ranks: the ranks on which allocations fail, None for all. All ranks must run the same points: see
+            `points`.
+        armed: whether faults start at once; otherwise the run arms them.
+        points: from the number of allocations to the points to try: `lambda count: range(0, count, 7)` is a
+            sample.
 
     Example:
         >>> failures = [outcome for outcome in sweep(run) if not outcome.recovered]
@@ -81,11 +83,11 @@ def sweep(
             error=error,
             leaked_bytes=_settled_bytes(faults, on, baseline) - baseline,
         )
-        del result, error  # while the next one runs, only the caller keeps what it was given
+        del result, error  # so that only the caller keeps them alive during the next run
 
 
 def _tidy(device: FailingAllocator | None) -> None:
-    """What the last run left in cycles is not to be freed within this one: a device's bytes are all it has."""
+    """Free the last run's cycles now, since freeing them within this run would distort its counts."""
     if device is not None:
         gc.collect()
 
@@ -99,7 +101,7 @@ def _outcome(run: Callable[[Faults], T], faults: Faults) -> tuple[T | None, Exce
 
 
 def _bare(error: Exception) -> Exception:
-    """The error without the frames that keep tensors alive, nor those of what led to it."""
+    """The error without frames that keep tensors alive, also in the errors that caused it."""
     link: BaseException | None = error
     while link is not None:
         link.__traceback__ = None
@@ -108,7 +110,7 @@ def _bare(error: Exception) -> Exception:
 
 
 def _settled_bytes(faults: Faults, device: FailingAllocator | None, expected: int | None = None) -> int:
-    """The bytes alive once nothing is left in a cycle or on its way; cycles are looked for where it matters."""
+    """The bytes alive after pending work; cycles are collected only if the count is not the expected one."""
     if device is not None:
         device.synchronize()
     if faults.live_bytes != expected:

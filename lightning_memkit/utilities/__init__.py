@@ -1,1 +1,1 @@
-"""What every room may use: errors, patching, forks, progress, random states, answers kept from run to run."""
+"""Shared helpers: errors, patching, forks, progress, random states, cached answers."""

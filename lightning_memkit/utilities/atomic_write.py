@@ -1,11 +1,11 @@
-"""Write a small text file whole or not at all; checkpoints have a writer of their own (`checkpoints/atomic.py`)."""
+"""Write a small text file atomically; checkpoints have their own writer (`checkpoints/atomic.py`)."""
 
 import secrets
 from pathlib import Path
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file; whoever reads sees all of it or what was there before, also if several write.
+    """Write a text file atomically: readers see all of it or the old one, even if several processes write.
 
     Raises:
         OSError: the folder can't be written to; nothing is left in it.

@@ -1,4 +1,4 @@
-"""Small answers kept from run to run, as JSON in the user's cache folder; `MEMKIT_TUNING_CACHE=0` keeps none."""
+"""Small results kept between runs as JSON in the user's cache folder; `MEMKIT_TUNING_CACHE=0` disables it."""
 
 import json
 import os
@@ -12,7 +12,7 @@ SWITCH = "MEMKIT_TUNING_CACHE"
 
 
 def cache_folder() -> Path:
-    """Where caches live: ``lightning_memkit`` in ``$XDG_CACHE_HOME``, else in the platform's own place."""
+    """The folder of caches: ``lightning_memkit`` in ``$XDG_CACHE_HOME``, else where the platform has it."""
     if named := os.environ.get("XDG_CACHE_HOME"):
         base = Path(named)
     elif sys.platform == "darwin":
@@ -25,12 +25,12 @@ def cache_folder() -> Path:
 
 
 def kept_file(kind: str, name: str) -> Path:
-    """Where an answer lies, or would."""
+    """The path of a cached result, which need not exist."""
     return cache_folder() / kind / f"{name}.json"
 
 
 def recall(path: Path) -> dict[str, Any] | None:
-    """What was kept in a file; None where there is none, or the switch is off.
+    """The content of a cache file; None if there is none, or caching is disabled.
 
     Raises:
         OSError: the file can't be read.
@@ -48,7 +48,7 @@ def recall(path: Path) -> dict[str, Any] | None:
 
 
 def keep(path: Path, content: dict[str, Any]) -> None:
-    """Write an answer down, whole or not at all, whoever else writes it; nothing where the switch is off.
+    """Write a result atomically, even if several processes write it; does nothing if caching is disabled.
 
     Raises:
         OSError: the folder can't be written to.

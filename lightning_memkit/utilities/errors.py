@@ -1,24 +1,24 @@
-"""The warnings and errors that more than one part of memkit raises."""
+"""Warnings and errors that several parts of memkit raise."""
 
 
 class NoEffectWarning(UserWarning):
-    """A plugin was asked for and changed nothing."""
+    """A plugin was requested but changed nothing."""
 
 
 class PredictionError(RuntimeError):
-    """A step can't be predicted: the message says what it does, and what to do instead."""
+    """A step can't be predicted: the message says which operation prevents it, and the remedy."""
 
 
 class PlanError(RuntimeError):
-    """Nothing that may be chosen fits the budget: the message says the least that there is, and its parts."""
+    """No configuration fits the budget: the message gives the smallest one, and what it consists of."""
 
 
 class WeightsError(ValueError):
-    """Weights can't be taken from where they were said to be; the module is as it was."""
+    """Weights can't be loaded from the given source; the module is unchanged."""
 
 
 class MissingPackageError(ImportError):
-    """An optional package is needed for what was asked."""
+    """What was requested needs an optional package that is not installed."""
 
     def __init__(self, package: str, needed_for: str, extra: str) -> None:
         super().__init__(

@@ -1,4 +1,4 @@
-"""Forks of this process, which leave alone what they have inherited: its garbage and its accelerators."""
+"""Forks of this process that don't touch inherited garbage and accelerators."""
 
 import gc
 from collections.abc import Iterator
@@ -12,10 +12,11 @@ _NOT_IN_FORKS = ("cuda", "xpu")
 
 @contextmanager
 def starting() -> Iterator[None]:
-    """Hold the collector while forks start within it, each of which calls `leave_inherited` first; costs nothing.
+    """Disable garbage collection while forks start inside, each of which must first call `leave_inherited`.
 
-    A fork has one thread of its original. Were it to collect what was garbage there already, it would run destructors
-    that wait for the others: gloo's process group then waits for ever. Nor would it share the pages any more.
+    A fork has only one of the original's threads. If it collected inherited garbage, it would run destructors
+    that wait for the other threads: gloo's process group then waits forever. Collecting would also end the
+    sharing of memory pages.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -27,10 +28,10 @@ def starting() -> Iterator[None]:
 
 
 def leave_inherited(*, collects: bool) -> None:
-    """To be called in a fork: from now on the collector sees what the fork makes itself, and nothing else.
+    """Call it in a fork: from now on the collector only considers objects that the fork itself makes.
 
     Args:
-        collects: whether the original has its collector on, asked before it starts the fork.
+        collects: whether the original's collector is enabled, queried before the fork.
     """
     gc.freeze()
     if collects:
@@ -38,12 +39,12 @@ def leave_inherited(*, collects: bool) -> None:
 
 
 def hide_accelerators() -> None:
-    """To be called in a fork: from now on torch finds no accelerator, whatever the original has used.
+    """Call it in a fork: from now on torch finds no accelerator, whatever the original has used.
 
-    CUDA works in no fork of a process in which it was initialised, for which `torch.cuda.is_available()` may be
-    enough (https://docs.pytorch.org/docs/stable/notes/multiprocessing.html). Libraries ask for devices and for the
-    states of their generators in passing, Lightning in each of its stages: they would raise. A backend of somebody's
-    own ("privateuseone") is left as it is.
+    CUDA does not work in a fork of a process that has initialised it, for which `torch.cuda.is_available()`
+    may be enough (https://docs.pytorch.org/docs/stable/notes/multiprocessing.html). Libraries query devices
+    and generator states in passing (Lightning in each stage), which would raise. Custom backends
+    ("privateuseone") are left unchanged.
     """
     hidden: list[tuple[Any, dict[str, Any]]] = [(torch.cuda, _of_no_device()), (torch.xpu, _of_no_device())]
     accelerator = torch.accelerator.current_accelerator()

@@ -1,4 +1,4 @@
-"""Generators of random numbers, of Python, NumPy and torch, global or a user's: where each stands, and back there."""
+"""Save and restore random number generators of Python, NumPy and torch, global ones or a user's."""
 
 import random
 from typing import Any
@@ -10,7 +10,7 @@ GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.Ran
 
 
 def state_of(generator: Any) -> Any:
-    """Where one of `GENERATORS` stands."""
+    """The state of one of `GENERATORS`."""
     if isinstance(generator, random.Random):
         return generator.getstate()
     if isinstance(generator, np.random.Generator):
@@ -19,7 +19,7 @@ def state_of(generator: Any) -> Any:
 
 
 def set_state(generator: Any, state: Any) -> None:
-    """Let a generator go on from where `state_of` has found it."""
+    """Restore a generator to a state from `state_of`."""
     if isinstance(generator, random.Random):
         generator.setstate(state)
     elif isinstance(generator, np.random.Generator):
@@ -29,7 +29,7 @@ def set_state(generator: Any, state: Any) -> None:
 
 
 class Generators:
-    """The state of every global random number generator that a step may draw from: Python, NumPy, torch's."""
+    """The state of every global random number generator that a step may use: Python, NumPy, torch."""
 
     def __init__(self) -> None:
         self._python = random.getstate()
@@ -38,7 +38,7 @@ class Generators:
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
     def drawn_from(self) -> tuple[bool, bool]:
-        """Whether something was drawn since: of torch, and of Python or NumPy."""
+        """Whether numbers were drawn since: from torch, and from Python or NumPy."""
         now = Generators()
         ours = zip([self._cpu, *self._cuda], [now._cpu, *now._cuda], strict=False)
         numpys = zip(self._numpy, now._numpy, strict=True)
@@ -46,7 +46,7 @@ class Generators:
         return not all(torch.equal(a, b) for a, b in ours), elsewhere
 
     def restore(self) -> None:
-        """Put all generators back."""
+        """Restore all generators."""
         random.setstate(self._python)
         np.random.set_state(self._numpy)
         torch.set_rng_state(self._cpu)

@@ -1,4 +1,4 @@
-"""Methods replaced on instances: copied with them, one upon another, and taken off in any order."""
+"""Replace methods of instances; replacements are copied with these, stack, and undo in any order."""
 
 import functools
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-Undo = Callable[[], None]  # what patches returns; called once
+Undo = Callable[[], None]  # returned by functions that patch; called at most once
 
 _BELOW, _KEY = "_memkit_below_", "_memkit_key"
 _numbers = count()
@@ -18,29 +18,31 @@ _numbers = count()
 def replace_method(
     module: nn.Module, name: str, run: Callable[..., Any], *, mark: str | None = None, like: Any = None
 ) -> Undo:
-    """Let an instance's method be `run(instance, plain, *args, **kwargs)`; `plain` is the method as it was.
+    """Replace an instance's method by `run(instance, plain, *args, **kwargs)`; `plain` is the old method.
 
-    The class doesn't change. A deep copy of the instance runs its own method, and pickle finds the class's.
+    The class doesn't change. A deep copy of the instance uses its own replacement, and pickle finds the
+    class's method.
 
     Args:
         module: the instance.
-        name: of the method.
-        run: called in its place.
-        mark: an attribute that the new method gets.
+        name: the name of the method.
+        run: called instead of the method.
+        mark: an attribute that is set on the new method.
         like: a function whose signature and attributes the new method shows.
 
     Returns:
-        The undo. Where another replacement lies on top, it takes out the one below; where a foreign one does, that
-        still calls `run`.
+        The undo. If another replacement is on top, it removes the one below; if foreign code has replaced the
+        method on top, that still calls `run`.
     """
-    # What was there is kept by the instance and not by a closure: a copy would call the original's.
+    # Keep the old method on the instance, not in a closure, or a copy would call the original instance's
+    # method.
     key = f"{_BELOW}{next(_numbers)}"
 
     # Named like the method, so that copy.deepcopy binds it to the copy and pickle finds the class's own.
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         below = getattr(self, key, None)
         if below is None:
-            # torch 2.10's compiler can't follow how a function is bound, and nobody asks for `__self__` there.
+            # torch 2.10's compiler can't trace MethodType; `__self__` is not needed there.
             bind = functools.partial if torch.compiler.is_compiling() else MethodType
             below = bind(getattr(type(self), name), self)
         return run(self, below, *args, **kwargs)
@@ -70,7 +72,7 @@ def replace_method(
 
 
 def take_off_replacements(root: nn.Module) -> None:
-    """Let a module and its submodules run the methods that they had before `replace_method`; for a copy of one."""
+    """Remove all replacements of `replace_method` from a module and its submodules; meant for a copy."""
     for module in root.modules():
         attributes = module.__dict__
         for name in [name for name in attributes if not name.startswith(_BELOW)]:

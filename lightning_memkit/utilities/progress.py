@@ -1,4 +1,4 @@
-"""A bar on the terminal for what takes longer than two seconds; it starts no thread, so that a fork stays safe."""
+"""A progress bar for what takes longer than two seconds; starts no thread, so that forks stay safe."""
 
 import os
 import sys
@@ -11,15 +11,15 @@ _T = TypeVar("_T")
 
 
 class ProgressBar:
-    """Shows how far something is once it has taken two seconds; gone when it ends, and never in a log file.
+    """Shows progress after two seconds; disappears at the end, and never appears in log files.
 
-    Nothing is drawn between two calls of `advance`, nor on ranks other than the first. It is for what runs before
-    Lightning's own bars are on the terminal.
+    It draws only in `advance`, and only on the first rank. It is for work before Lightning's own bars are on
+    the terminal.
 
     Args:
-        what: is done, such as "reading weights".
-        total: how many units there are; None where nobody knows before.
-        unit: such as "documents"; "bytes" are shown in their larger units.
+        what: the activity, such as "reading weights".
+        total: the number of units; None if unknown.
+        unit: such as "documents"; "bytes" are shown in binary units.
     """
 
     def __init__(self, what: str, total: int | None = None, unit: str = "") -> None:
@@ -39,7 +39,7 @@ class ProgressBar:
             self._bar = None
 
     def advance(self, by: int = 1) -> None:
-        """So many units more are done."""
+        """Report that `by` more units are done."""
         self._done += by
         now = time.monotonic()
         if self._is_hidden or now - self._began < _PATIENCE_SECONDS or now - self._drawn < _REFRESH_SECONDS:
@@ -50,7 +50,7 @@ class ProgressBar:
         self._bar.update(self._bar.task_ids[0], completed=self._done, refresh=True)
 
     def over(self, items: Iterable[_T]) -> Iterator[_T]:
-        """The items, each a unit that is done when the next is asked for."""
+        """Iterate over items, each counting as a unit that is done when the next is requested."""
         for item in items:
             yield item
             self.advance()

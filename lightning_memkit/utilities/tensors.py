@@ -1,4 +1,4 @@
-"""Find the tensors in what users pass around."""
+"""Find the tensors in nested values."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,1 +1,1 @@
-"""Callbacks of one technique each: activation checkpointing and offload, chunked loss, released gradients, ..."""
+"""One callback a technique: activation checkpointing and offload, chunked loss, gradient release, ..."""

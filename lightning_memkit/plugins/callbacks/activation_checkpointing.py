@@ -15,27 +15,29 @@ from lightning_memkit.utilities.errors import NoEffectWarning
 
 
 class ActivationCheckpointing(LeavesRunBehind, Callback):
-    """Keeps less of the forward while fitting; costs up to one more forward of the model's blocks.
+    """Saves fewer activations while fitting; costs up to one more forward of the model's blocks.
 
-    Loss and gradients stay bitwise the same (under `compile:x` they are those of the compiled blocks).
-    Blocks are found by themselves in transformers models and in any
-    model that repeats a module within a `ModuleList` or `Sequential`. Models built late, in
-    `configure_model`, are covered too. The forwards are put back when fitting ends.
+    Loss and gradients stay bitwise the same (under `compile:x` they are those of the compiled blocks). Blocks
+    are found automatically in transformers models and in any model that repeats a module within a
+    `ModuleList` or `Sequential`. Models built late, in `configure_model`, are covered too. The original
+    forwards are restored when fitting ends.
 
     Args:
-        policy: `full` checkpoints every block, `every:k` (such as `every:2`) the blocks 0, k, 2k, .... `selective`
-            saves attention and every second matmul of each block, `selective:attention,matmul/2,silu` the operators
-            it names. `budget:x` (such as `budget:0.5` or `budget:2GiB`) keeps the saved activations within a fraction
-            of what they are without, or within bytes, at the least recomputation. `auto` does so for what the
-            MemoryBudget beside it allows, and once more where the peak that this has measured is off by more than
-            5 %; `auto:22GiB` for a whole step of that size. `compile:x` compiles each block
-            with torch's own memory budget of x, or with another, and a warning, where x does not lower the peak.
-        blocks: names of the blocks in place of those found: globs over module names (`encoder.layers.*`) and
+        policy: `full` checkpoints every block, `every:k` (such as `every:2`) the blocks 0, k, 2k, ....
+            `selective` saves attention and every second matmul of each block,
+            `selective:attention,matmul/2,silu` the operators it names. `budget:x` (such as `budget:0.5` or
+            `budget:2GiB`) keeps the saved activations within a fraction of their size without checkpointing,
+            or within a number of bytes, with as little recomputation as possible. `auto` derives that limit
+            from the MemoryBudget in the same Trainer, and corrects it once if the peak that MemoryBudget
+            measures is off by more than 5 %; `auto:22GiB` derives it from a whole step of that size.
+            `compile:x` compiles each block with torch's own activation memory budget of x; if x does not
+            lower the peak, another value is used and a warning says so.
+        blocks: the blocks to use instead of those found: globs over module names (`encoder.layers.*`) and
             class names (`Llama*Layer`).
 
     Raises:
-        ValueError: the policy is unknown, `blocks` is one string and no list, or (at setup) `auto` finds no
-            MemoryBudget.
+        ValueError: the policy is unknown, `blocks` is a single string instead of a list, or (at setup) `auto`
+            finds no MemoryBudget.
     """
 
     of_run = {"_undo": nothing}
@@ -56,30 +58,30 @@ class ActivationCheckpointing(LeavesRunBehind, Callback):
 
     @property
     def chosen_for_step(self) -> BudgetPlan | None:
-        """What `"auto"` chooses with, while fitting; `MemoryBudget` corrects it by the peak that it has measured."""
+        """The plan that `"auto"` chose, while fitting; `MemoryBudget` corrects it by a measured peak."""
         return self._undo.plan if self._undo is not None and self.policy == "auto" else None
 
     def as_predicted(self) -> "ActivationCheckpointing":
-        """What a prediction takes in its place: `"auto"` comes to `"full"` for the largest micro-batches."""
+        """The callback to predict with: `"auto"` becomes `"full"`, its choice at the largest sizes."""
         return ActivationCheckpointing("full", self.blocks) if self.policy == "auto" else self
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Patch a model that exists by now, so that later hooks (a trial of the worst batch) see it so."""
+        """Patch a model that exists already, so that later hooks (such as a trial) see it patched."""
         if stage == "fit" and not is_overridden("configure_model", pl_module):
             self._patch(trainer, pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Patch a model that `configure_model` has built; say where its mode keeps checkpointing from it."""
+        """Patch a model that `configure_model` has built; warn if eval mode would disable checkpointing."""
         if self._undo is None:
             self._patch(trainer, pl_module)
         self._report_eval_mode()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Lightning calls no teardown after an error."""
+        """Restore the forwards here, too: Lightning calls no teardown after an error."""
         self._restore()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Put the forwards back."""
+        """Restore the original forwards."""
         self._restore()
 
     def _patch(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -87,7 +89,7 @@ class ActivationCheckpointing(LeavesRunBehind, Callback):
         self._undo = checkpoint_modules(pl_module, policy, blocks=self.blocks)
 
     def _report_eval_mode(self) -> None:
-        """Lightning keeps the modes that it finds, and transformers' `from_pretrained` gives a model in eval mode."""
+        """Warn if all blocks are in eval mode, in which transformers' `from_pretrained` returns models."""
         blocks = self._undo.blocks if self._undo is not None else ()
         if blocks and not any(block.training for block in blocks):
             warnings.warn(

@@ -24,25 +24,30 @@ from lightning_memkit.utilities.errors import NoEffectWarning
 class ActivationOffload(LeavesRunBehind, Callback):
     """Keeps the activations of all but about two blocks in host memory while fitting; each crosses twice a step.
 
-    Loss and gradients stay bitwise the same. Copies run beside the arithmetic: a block's on their way to the host
-    while the next block runs, and back while that one's backward runs. Beside ActivationCheckpointing the inputs that
-    its blocks keep are offloaded. Blocks are found as ActivationCheckpointing finds them; models built late, in
-    `configure_model`, are covered too. Everything is put back when fitting ends. Not yet verified on a GPU.
+    Loss and gradients stay bitwise the same. Copies overlap with computation: a block's activations are
+    copied to the host while the next block runs, and back while the next block's backward runs. Together with
+    ActivationCheckpointing, the saved inputs of its blocks are offloaded. Blocks are found as
+    ActivationCheckpointing finds them; models built late, in `configure_model`, are covered too. Everything
+    is restored when fitting ends. Not yet verified on a GPU.
 
     Args:
-        min_bytes: A saved tensor whose storage is smaller stays, as a size ("1MiB") or a count of bytes.
-        host_bytes: The most pinned host memory to take, as a size or a count of bytes; `auto` is half of what is
-            free when fitting starts, and where that is met half of what is free then besides. What goes beyond
-            stays on the device, and a warning says so once.
-        blocks: Names of the blocks in place of those found: globs over module names (`encoder.layers.*`) and
+        min_bytes: Saved tensors with a smaller storage stay on the device; a size ("1MiB") or a count of
+            bytes.
+        host_bytes: The most pinned host memory to use, as a size or a count of bytes; `auto` is half of the
+            host memory that is free when fitting starts, and, when that limit is reached, half of what is
+            free then in addition. Activations beyond the limit stay on the device, and a warning says so
+            once.
+        blocks: The blocks to use instead of those found: globs over module names (`encoder.layers.*`) and
             class names (`Llama*Layer`).
-        pin_memory: Page-locked host memory, without which copies are slow and don't run beside the arithmetic.
-        choose: `offload` moves every block's activations. `auto` times copies and the blocks' forwards in the first
-            three steps; from then on blocks whose copies don't hide behind the next block's work are checkpointed
-            instead.
+        pin_memory: Use page-locked host memory; without it copies are slow and don't overlap with
+            computation.
+        choose: `offload` moves every block's activations. `auto` times copies and the blocks' forwards in the
+            first three steps; from then on blocks whose copies take longer than the next block's computation
+            are checkpointed instead.
 
     Raises:
-        ValueError: A size that can't be read, an unknown choice, or `blocks` that is one string and no list.
+        ValueError: A size can't be parsed, the choice is unknown, or `blocks` is a single string instead of a
+            list.
     """
 
     plan_column = "offload"
@@ -75,7 +80,7 @@ class ActivationOffload(LeavesRunBehind, Callback):
         )
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Patch a model that exists by now, so that later hooks (a trial of the worst batch) see it so."""
+        """Patch a model that exists already, so that later hooks (such as a trial) see it patched."""
         if stage == "fit" and not is_overridden("configure_model", pl_module):
             self._patch(trainer, pl_module)
 
@@ -87,7 +92,7 @@ class ActivationOffload(LeavesRunBehind, Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Say once what was chosen, or that nothing moved."""
+        """Report once what `choose="auto"` chose, or warn that nothing was offloaded."""
         if self._offload is None or self._told:
             return
         counts = self._offload.counts
@@ -105,11 +110,11 @@ class ActivationOffload(LeavesRunBehind, Callback):
         self._told = self.choose != "auto" or bool(self._offload.choices)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Lightning calls no teardown after an error."""
+        """Restore the blocks here, too: Lightning calls no teardown after an error."""
         self._restore()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Put the blocks back and free the host's memory."""
+        """Restore the blocks and free the host memory."""
         self._restore()
 
     def _patch(self, trainer: Trainer, pl_module: LightningModule) -> None:

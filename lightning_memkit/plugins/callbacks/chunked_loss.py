@@ -14,18 +14,18 @@ class ChunkedLoss(LeavesRunBehind, Callback):
     """Computes the model's own loss without its logits in memory; in bfloat16 one more product of the head.
 
     For models of the transformers package that are called with `labels`, and for every linear layer named in
-    `heads`, in fitting, validation and tests. Loss and gradients are the model's own up to rounding. Models built
-    late, in `configure_model`, are covered too. The forwards are put back when the run ends.
+    `heads`, in fitting, validation and tests. Loss and gradients are the model's own up to rounding. Models
+    built late, in `configure_model`, are covered too. The original forwards are restored when the run ends.
 
     Args:
-        heads: names of the `nn.Linear` layers whose output goes to `F.cross_entropy`, as globs over module names
-            (`head`, `decoder.*.out`), in place of the heads of transformers models.
-        backend: what computes the loss: `auto`, `memkit`, `torch`, `liger` or `cut_cross_entropy`; see
-            `linear_cross_entropy`.
+        heads: the `nn.Linear` layers whose output goes to `F.cross_entropy`, as globs over module names
+            (`head`, `decoder.*.out`), instead of the heads of transformers models.
+        backend: the implementation of the loss: `auto`, `memkit`, `torch`, `liger` or `cut_cross_entropy`;
+            see `linear_cross_entropy`.
 
     Raises:
-        ValueError: `heads` is one string and no list; the backend is unknown; at setup: no head was found, or one
-            can't be replaced.
+        ValueError: `heads` is a single string instead of a list; the backend is unknown; at setup: no head
+            was found, or one can't be replaced.
     """
 
     plan_column = "loss"
@@ -41,7 +41,7 @@ class ChunkedLoss(LeavesRunBehind, Callback):
         return f"{type(self).__name__}(heads={self.heads!r}, backend={self.backend!r})"
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Patch a model that exists by now, so that later hooks (a trial of the worst batch) see it so."""
+        """Patch a model that exists already, so that later hooks (such as a trial) see it patched."""
         if stage != "predict" and not is_overridden("configure_model", pl_module):
             self._patch(pl_module)
 
@@ -50,19 +50,19 @@ class ChunkedLoss(LeavesRunBehind, Callback):
         self._patch(pl_module)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The same where only validation runs."""
+        """Patch such a model if only validation runs."""
         self._patch(pl_module)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The same for tests."""
+        """Patch such a model for tests."""
         self._patch(pl_module)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Lightning calls no teardown after an error."""
+        """Restore the forwards here, too: Lightning calls no teardown after an error."""
         self._restore()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Put the forwards back."""
+        """Restore the original forwards."""
         self._restore()
 
     def _patch(self, pl_module: LightningModule) -> None:

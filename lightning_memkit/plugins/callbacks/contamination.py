@@ -15,14 +15,15 @@ from lightning_memkit.plugins.seams.lightning_run import LightningRun
 from lightning_memkit.plugins.seams.logged import loggers_silent, logging_held
 from lightning_memkit.utilities.errors import NoEffectWarning
 
-_TRIED_BATCHES = 8  # with packing="none" no batch has two documents in a row
+_TRIED_BATCHES = 8  # then give up: with packing="none" no row ever holds two documents
 
 
 class ContaminationProbe(Callback):
-    """Stops the training at its start where packed documents see each other; costs four forwards of two rows.
+    """Stops training at the first batch if packed documents see each other; costs four forwards of two rows.
 
-    It runs the module's own `training_step` on the first packed batch, with other tokens in some of the documents,
-    and watches the rest. Nothing is left of it: weights, random numbers, buffers, metrics and logs are as without.
+    It runs the module's own `training_step` on the first packed batch, changes the tokens of some documents,
+    and checks that the results of the others stay the same. It is a trial: weights, random numbers, buffers,
+    metrics and logs are as without it.
 
     Raises:
         ContaminationError: at the first batch; it names the module in which documents see each other, and the remedy.
@@ -38,13 +39,13 @@ class ContaminationProbe(Callback):
         return f"{type(self).__name__}()"
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Each fit is probed."""
+        """Probe each fit anew."""
         self._batches_left = _TRIED_BATCHES
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Probe, until a batch was told something by."""
+        """Probe batches until one gives an answer."""
         if self._batches_left == 0:
             return
         self._batches_left -= 1
@@ -66,7 +67,8 @@ class ContaminationProbe(Callback):
             try:
                 return _probe(trainer, pl_module, part)
             except Exception as error:
-                # Another rank would wait for this one's forward: what fails there fails in training, too.
+                # With several ranks, don't retry: the others would wait in collectives for this rank's
+                # forward. What fails here would fail in training, too.
                 if trainer.world_size > 1 or not is_out_of_memory(error):
                     raise
         warnings.warn(
@@ -88,7 +90,7 @@ def _why_not(pl_module: LightningModule, batch: Any) -> str | None:
 def _probe(trainer: Trainer, pl_module: LightningModule, part: PackedBatch) -> bool:
     arguments = [0] if is_param_in_hook_signature(pl_module.training_step, "batch_idx", min_args=2) else []
     strategy = trainer.strategy
-    if "batch_to_device" in vars(strategy):  # batches are left on the host, to be moved part by part
+    if "batch_to_device" in vars(strategy):  # MemoryBudget leaves batches on the host
         part = type(strategy).batch_to_device(strategy, part, dataloader_idx=0)
     with logging_held(trainer), loggers_silent(trainer):
         return probe_contamination(

@@ -24,24 +24,26 @@ _SEE_GRADIENTS = ("on_after_backward", "on_before_optimizer_step")
 
 
 class GradientRelease(LeavesRunBehind, Callback):
-    """Steps each parameter within backward, so gradients are never all alive; same result, but for `"previous"`.
+    """Steps each parameter within backward, so gradients never coexist; exact, except with `"previous"`.
 
-    Saves the gradients: 4 bytes a parameter in float32, 2 in bfloat16. Weights, states, schedulers and checkpoints are
-    bitwise those of a run without it, over any optimizer, `PureBF16Precision` included. It goes with one backward a
-    step only: what can't be right (accumulation, DDP, OOM retries, a GradScaler, manual optimization, several
-    optimizers) is refused at setup. An error within backward leaves part of the weights stepped, and says so.
+    Saves the gradients: 4 bytes a parameter in float32, 2 in bfloat16. Weights, states, schedulers and
+    checkpoints are bitwise those of a run without it, with any optimizer, including under
+    `PureBF16Precision`. It needs exactly one backward a step: accumulation, DDP, OOM retries, a GradScaler,
+    manual optimization and several optimizers are refused at setup. An error within backward leaves part of
+    the weights stepped; a warning says so.
 
     Args:
-        clipping: how `Trainer(gradient_clip_val=...)` clips by norm, which needs all gradients before the first is
-            used. `"exact"`: a first backward only measures the norm; the result is the same, the price one more
-            backward, and activations stay alive during the first. `"previous"`: by the norm of the step before, for
-            one more read of the gradients; changes numbers, and only the first step is exact. Clipping by value
-            needs neither.
-        bundle_bytes: small gradients are held until they take this many bytes together; 0 steps each at once.
+        clipping: how `Trainer(gradient_clip_val=...)` clips by norm, which needs all gradients before the
+            first is used. `"exact"`: an additional first backward only measures the norm; the result is
+            unchanged, at the price of one more backward, during which activations stay alive. `"previous"`:
+            clip by the norm of the previous step, for one more read of the gradients; this changes the
+            result, and only the first step is exact. Clipping by value needs neither.
+        bundle_bytes: small gradients are collected into buckets of this many bytes and stepped together; 0
+            steps each one immediately.
 
     Raises:
-        ValueError: an option is unknown; at setup, the run can't go with released gradients.
-        TypeError: when fitting starts, where the optimizer's step demands a closure (LBFGS).
+        ValueError: an option is unknown; at setup, the run is incompatible with released gradients.
+        TypeError: when fitting starts, if the optimizer's step requires a closure (LBFGS).
     """
 
     plan_column = "gradients"
@@ -59,13 +61,13 @@ class GradientRelease(LeavesRunBehind, Callback):
         self.bundle_bytes = bundle_bytes
         self._release: Release | None = None
         self._undo_clipping: Callable[[], None] = nothing
-        self._norm: Tensor | None = None  # of the step before a resume
+        self._norm: Tensor | None = None  # the last norm of the run that is resumed
 
     def __repr__(self) -> str:
         return f"GradientRelease(clipping={self.clipping!r}, bundle_bytes={self.bundle_bytes!r})"
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse what can't be right, and name what sees no gradients."""
+        """Refuse incompatible runs, and warn about hooks that will see no gradients."""
         if stage != "fit":
             return
         self._norm = None
@@ -75,7 +77,7 @@ class GradientRelease(LeavesRunBehind, Callback):
         _warn_of_the_blind(trainer, pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Release the optimizer's gradients; its states are loaded after this."""
+        """Release the optimizer's gradients; Lightning loads a checkpoint's states after this hook."""
         if len(trainer.optimizers) != 1:
             raise ValueError(
                 f"{type(pl_module).__name__} has {len(trainer.optimizers)} optimizers; GradientRelease takes one: "
@@ -89,7 +91,7 @@ class GradientRelease(LeavesRunBehind, Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Refuse a batch that MemoryBudget would run in parts."""
+        """Refuse a batch that MemoryBudget would split."""
         for budget in budgets_among(callbacks_of(trainer)):
             try:
                 rows = batch_size(batch)
@@ -102,7 +104,7 @@ class GradientRelease(LeavesRunBehind, Callback):
                 )
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Let this backward step; before it, where the norm is clipped exactly, measure in a backward of its own."""
+        """Let this backward step; to clip exactly by norm, first run a backward that only measures."""
         release, limit = self._release, trainer.gradient_clip_val
         if release is None:
             return
@@ -120,13 +122,13 @@ class GradientRelease(LeavesRunBehind, Callback):
         release.mode = "step"
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Gradients that come after Lightning's backward are left as they are."""
+        """Stop stepping: gradients computed after Lightning's backward are left alone."""
         if self._release is not None:
             self._release.flush()
             self._release.mode = "keep"
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Say that the weights are of half a step, where they are."""
+        """Warn if the error left only part of the weights stepped."""
         stepped = self._release.parameters_stepped if self._release is not None else 0
         self._stop()
         if stepped and is_out_of_memory(exception):
@@ -142,16 +144,16 @@ class GradientRelease(LeavesRunBehind, Callback):
         )
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Give the optimizer its own step back."""
+        """Restore the optimizer's own step."""
         self._stop()
 
     def state_dict(self) -> dict[str, Any]:
-        """The norm that the next step is clipped by, where it is the last step's."""
+        """The last step's norm, if the next step is clipped by it."""
         norm = self._norm if self._release is None else self._release.last_norm
         return {} if norm is None else {"norm": norm.detach().cpu()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Clip the first step by the norm of the run that is resumed."""
+        """Take the norm of the resumed run, by which the first step is clipped."""
         self._norm = state_dict.get("norm")
 
     def _stop(self) -> None:
@@ -162,7 +164,7 @@ class GradientRelease(LeavesRunBehind, Callback):
             self._release, self._undo_clipping = None, nothing
 
     def _previous_norm(self, release: Release) -> Tensor | None:
-        """The last step's norm, where the next is to be clipped by it; one that is not finite can't say anything."""
+        """The last step's norm, if the next step is clipped by it; None if that norm is not finite."""
         if self.clipping == "exact":
             return None
         norm = self._norm if release.last_norm is None else release.last_norm
@@ -171,7 +173,7 @@ class GradientRelease(LeavesRunBehind, Callback):
 
 @contextmanager
 def _others_untouched(module: nn.Module, release: Release) -> Iterator[None]:
-    """Parameters outside the optimizer keep the gradients that they have."""
+    """Within the context, hide and then restore the gradients of parameters outside the optimizer."""
     others = [parameter for parameter in module.parameters() if parameter not in release]
     kept = [parameter.grad for parameter in others]
     for parameter in others:
@@ -184,7 +186,7 @@ def _others_untouched(module: nn.Module, release: Release) -> Iterator[None]:
 
 
 def _without_lightnings_clipping(trainer: Trainer) -> Callable[[], None]:
-    """Gradients are clipped before they are used: after backward there are none, which torch's clipping refuses."""
+    """Disable Lightning's clipping, which would find no gradients after backward; returns the undo."""
     plugin = trainer.precision_plugin
     vars(plugin)["clip_gradients"] = lambda *args, **kwargs: None
 
@@ -195,7 +197,7 @@ def _without_lightnings_clipping(trainer: Trainer) -> Callable[[], None]:
 
 
 def _check_run(trainer: Trainer, module: LightningModule) -> None:
-    """Refuse what the Trainer's arguments say already."""
+    """Refuse runs that the Trainer's arguments show to be incompatible."""
     if not module.automatic_optimization:
         raise ValueError(
             f"{type(module).__name__} optimizes manually, so GradientRelease can't know which backward is to step; "
@@ -229,7 +231,7 @@ def _clips_norm(trainer: Trainer) -> bool:
 
 
 def _check_module(module: LightningModule, *, clips_norm: bool) -> None:
-    """Refuse what the module does with gradients in its own way."""
+    """Refuse modules that handle gradients in their own way."""
     name = type(module).__name__
     if is_overridden("configure_gradient_clipping", module):
         raise ValueError(
@@ -254,7 +256,7 @@ def _check_module(module: LightningModule, *, clips_norm: bool) -> None:
 
 
 def _check_budget(trainer: Trainer) -> None:
-    """Refuse retries and parts, as far as they are known."""
+    """Refuse a MemoryBudget that may retry or split a step, as far as its options tell."""
     for budget in budgets_among(callbacks_of(trainer)):
         if budget.recover:
             raise ValueError(
@@ -270,7 +272,7 @@ def _check_budget(trainer: Trainer) -> None:
 
 
 def _warn_of_the_blind(trainer: Trainer, module: LightningModule) -> None:
-    """Name the hooks that look for gradients when they are gone."""
+    """Warn about user hooks that expect gradients but run when they are gone."""
     owners = [module, *vars(trainer)["callbacks"]]
     hooks = [
         f"{type(owner).__name__}.{hook}"

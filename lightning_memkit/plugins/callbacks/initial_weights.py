@@ -20,26 +20,28 @@ from lightning_memkit.utilities.patching import replace_method
 
 
 class InitialWeights(Callback):
-    """Starts a module from weights in files, under any strategy; beside the model 16 MiB at a time are read.
+    """Starts a module from weights in files, under any strategy; reads 16 MiB at a time.
 
-    The LightningModule needs no code for it. Weights are streamed in once, straight to each parameter's device and
-    dtype: when the run is set up, or right after `configure_model`, whose parameters have no memory before that where
-    `strict` is true. Under `FSDP2Strategy` each rank reads its shard, and they never have. A checkpoint that is
-    resumed counts instead.
+    The LightningModule needs no code for it. Weights are streamed in once, directly to each parameter's
+    device and dtype: at setup, or right after `configure_model`. With `strict`, the parameters that
+    `configure_model` creates take no memory until then. Under `FSDP2Strategy` each rank reads only its shard,
+    and the whole model never takes memory. When a checkpoint is resumed, its weights replace these.
 
     Args:
         source: a `.safetensors` file, an index or a folder of them, a torch or Lightning checkpoint, or a folder of
             torch.distributed.checkpoint.
-        rename: beginnings of the names in the source, and what stands for them in the LightningModule:
-            `{"": "model."}` where it keeps the model as `self.model`; null skips such names.
-        strict: refuse names that only one of the two has; false leaves them as they are initialised.
+        rename: prefixes of names in the source and their replacements in the module, such as `{"": "model."}`
+            if the LightningModule keeps the model as `self.model`; null skips names with that prefix.
+        strict: refuse names that only the source or only the module has; false leaves such parameters as
+            initialised.
 
     Raises:
-        WeightsError: at setup, where the files are not whole or don't fit; nothing was loaded then.
+        WeightsError: at setup, if files are incomplete or don't match the module; nothing has been loaded
+            then.
 
-    Limits: a `configure_model` that reads the values of parameters needs `strict=False`, as does one that draws
-    random numbers and shall draw the same ones with and without this: initialisers of parameters without memory
-    draw none.
+    Limits: a `configure_model` that reads parameter values needs `strict=False`. So does one that must draw
+    the same random numbers with and without this callback: initialisers of parameters without memory draw
+    none.
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class InitialWeights(Callback):
         return {**vars(self), "_loaded": None if self._loaded is None else self._loaded()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # A copy of a Trainer goes on with the copied module, into which nothing is to be loaded once more.
+        # A copied Trainer goes on with the copied module, which is loaded already: point to that one.
         module = state["_loaded"]
         vars(self).update({**state, "_loaded": None if module is None else weakref.ref(module)})
 
@@ -62,11 +64,11 @@ class InitialWeights(Callback):
         return f"{type(self).__name__}(source={self.source!r}, rename={self.rename!r}, strict={self.strict})"
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Load into a module that exists; see to it that a later one is loaded where it is built or sharded."""
+        """Load into a module that exists; otherwise arrange to load when it is built or sharded."""
         if self._loaded is not None and self._loaded() is pl_module:
-            return  # a test after training tests what was trained
+            return  # loaded before: don't overwrite trained weights, as in a test after a fit
         if _is_simulated(pl_module):
-            return  # a prediction has no values, and needs none
+            return  # tensors of a prediction have no values to load
         strategy: Any = trainer.strategy
         if hasattr(strategy, "shards_by"):
             strategy.initial_weights = self.load
@@ -76,7 +78,7 @@ class InitialWeights(Callback):
             self.load(pl_module, strategy.root_device)
 
     def load(self, module: nn.Module, device: torch.device) -> None:
-        """Load the weights; the device is for parameters that have no memory yet."""
+        """Load the weights; parameters without memory are allocated on `device`."""
         try:
             load_weights(module, self.source, strict=self.strict, rename=self.rename, device=device)
             materialize(module, device)
@@ -86,7 +88,7 @@ class InitialWeights(Callback):
         self._loaded = weakref.ref(module)
 
     def load_early(self, trainer: Trainer, module: LightningModule, device: torch.device) -> None:
-        """Load into a module of a config before anything looks at it; what is sharded or built late comes later."""
+        """Load a config's module before anything reads it; sharded or late-built ones load later."""
         if not is_overridden("configure_model", module) and not hasattr(trainer.strategy, "shards_by"):
             self.load(module, device)
 
@@ -101,7 +103,7 @@ class InitialWeights(Callback):
             else:
                 default = torch.get_default_dtype()
                 with build_empty(device, dtype):
-                    torch.set_default_dtype(default)  # tables are those of a run without this
+                    torch.set_default_dtype(default)  # buffers get the dtype that they have without this
                     plain()
             self.load(own, device)
 
@@ -109,11 +111,11 @@ class InitialWeights(Callback):
 
 
 def _let_lightning_end(module: nn.Module, device: torch.device) -> None:
-    """Lightning ends with `module.cpu()`, which fails for what has no memory: its error would hide the first one."""
+    """Give meta tensors memory, or Lightning's final `module.cpu()` would fail and hide the first error."""
     bare = [tensor for tensor in (*module.parameters(), *module.buffers()) if tensor.is_meta]
     shards = [tensor for tensor in bare if isinstance(tensor, DTensor)]
     give_memory(module, shards, device)
-    give_memory(module, bare, "cpu")  # pages that nobody writes to are none
+    give_memory(module, bare, "cpu")  # untouched pages take no physical memory
 
 
 def _is_simulated(module: nn.Module) -> bool:

@@ -10,7 +10,7 @@ from lightning_memkit.optim.offload import StateOffload, offload_of, offload_sta
 from lightning_memkit.plugins.pickling import LeavesRunBehind, nothing
 from lightning_memkit.plugins.seams.strategy import keep_states_in_place
 
-# Strategies that hold or load optimizer states themselves, and what they have instead.
+# Strategies that hold or load optimizer states themselves, and their own way to offload them.
 _OWN_OFFLOAD: dict[type, str] = {
     DeepSpeedStrategy: "DeepSpeedStrategy(offload_optimizer=True)",
     FSDPStrategy: "FSDPStrategy(cpu_offload=True)",
@@ -21,18 +21,20 @@ _OWN_OFFLOAD: dict[type, str] = {
 class OptimizerOffload(LeavesRunBehind, Callback):
     """Optimizer states in host memory: 0 bytes a parameter on the device but for a few buckets during a step.
 
-    AdamW in float32 frees 8 bytes a parameter, under PureBF16Precision with compact states 6. Weights are
-    bitwise those of the same run without it. The price: every state crosses to the device and back in each step.
-    The optimizers are those of `configure_optimizers`; clipping, schedulers, manual optimization, checkpoints
-    and resume work as ever, and resuming takes no device memory for states. A checkpoint goes with and without.
+    This frees 8 bytes a parameter for AdamW in float32, and 6 under PureBF16Precision with compact states.
+    Weights are bitwise those of the same run without it. The price: every state is copied to the device and
+    back in each step. It works with the optimizers of `configure_optimizers`; clipping, schedulers, manual
+    optimization, checkpoints and resume are unchanged, and resuming takes no device memory for states.
+    Checkpoints are interchangeable with those of a run without it.
 
     Args:
-        bucket_bytes: States that travel together, as a size ("64MiB") or a count of bytes; three such buckets
-            are on the device during a step. A parameter with more states is a bucket of its own.
+        bucket_bytes: Bytes of states that are copied together, as a size ("64MiB") or a count of bytes; three
+            such buckets are on the device during a step. A parameter whose states are larger forms a bucket
+            of its own.
         pin_memory: Keep states in page-locked host memory, without which copies are slow.
 
     Raises:
-        ValueError: A size that can't be read; at setup, a strategy that holds the optimizer's states itself.
+        ValueError: A size can't be parsed; at setup, the strategy holds the optimizer's states itself.
     """
 
     plan_column = "offload"
@@ -50,7 +52,7 @@ class OptimizerOffload(LeavesRunBehind, Callback):
         return f"OptimizerOffload(bucket_bytes={self.bucket_bytes!r}, pin_memory={self.pin_memory!r})"
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse strategies that have an offload of their own."""
+        """Refuse strategies that offload states themselves."""
         for kind, instead in _OWN_OFFLOAD.items():
             if stage == "fit" and isinstance(trainer.strategy, kind):
                 raise ValueError(
@@ -59,7 +61,7 @@ class OptimizerOffload(LeavesRunBehind, Callback):
                 )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Offload the optimizers, which are set up by now; a checkpoint's states are loaded after this."""
+        """Offload the optimizers, which exist by now; Lightning loads a checkpoint's states later."""
         size = parse_bytes(self.bucket_bytes)
         self._undo_seam = keep_states_in_place(trainer, lambda optimizer: offload_of(optimizer) is not None)
         self._offloads = [
@@ -68,15 +70,15 @@ class OptimizerOffload(LeavesRunBehind, Callback):
         ]
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Lightning calls no teardown after an error."""
+        """Undo here, too: Lightning calls no teardown after an error."""
         self._stop()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Give the optimizers their own steps back; Lightning has moved the model to the host by now."""
+        """Restore the optimizers' own steps; Lightning has moved the model to the host by now."""
         self._stop()
 
     def _stop(self) -> None:
         self._undo_seam()
         for offload in self._offloads:
-            offload.undo(move=False)  # the device may be full, and the optimizer steps no more
+            offload.undo(move=False)  # the device may be full, and no further step needs states there
         self._offloads, self._undo_seam = [], nothing

@@ -15,17 +15,17 @@ State = dict[str, Any]
 
 
 class RandomState(Callback):
-    """Saves the random state in every checkpoint, so that a resumed run draws what it would have drawn; 10 KB.
+    """Saves the random state in every checkpoint, so a resume draws the same random numbers; 10 KB.
 
     Python's, NumPy's and torch's generators (the CPU's and the training device's) of every rank are saved, as
-    tensors and plain numbers that `weights_only=True` loads. They are put back where the uninterrupted run
-    stood: before the next epoch's iterators at an epoch boundary, after the restored iterators within an
-    epoch. Resuming within an epoch also needs a loader with `state_dict` and `load_state_dict`. `MemkitCLI`
-    and `OnDeviceStrategy` add this callback by themselves.
+    tensors and plain numbers that `weights_only=True` loads. They are restored at the matching point: at an
+    epoch boundary before the next epoch's iterators are made, within an epoch after the iterators are
+    restored. Resuming within an epoch also needs a loader with `state_dict` and `load_state_dict`.
+    `MemkitCLI` and `OnDeviceStrategy` add this callback automatically.
 
-    Limits: a batch that is read in the training process with random numbers (augmentation without workers) is
-    repeated only if the resumed loader draws nothing of its own on its first batch. Lightning does not repeat
-    a validation that followed the save, so numbers that it would have drawn are missing.
+    Limits: if batches draw random numbers in the training process (augmentation without workers), they are
+    reproduced only if the resumed loader draws nothing of its own on its first batch. Lightning does not
+    repeat a validation that followed the save, so the numbers that it drew are not drawn again.
     """
 
     def __init__(self) -> None:
@@ -67,18 +67,18 @@ class RandomState(Callback):
         self._restore(trainer)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore again: building the optimizers may have drawn numbers; iterators draw theirs after this."""
+        """Restore again: building the optimizers may have drawn numbers. Iterators are made after this."""
         self._restore(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Within an epoch, take back what making the iterators anew has drawn."""
+        """When resuming within an epoch, undo what creating the iterators has drawn."""
         if self._loaded is not None and _continues_an_epoch(trainer):
             self._restore(trainer)
         else:
             self._loaded = None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Take back what the first batch of a resumed iterator has drawn, where batches draw nothing else."""
+        """Undo what a resumed iterator's first batch drew, unless reading batches itself draws."""
         if self._loaded is not None and not self._reading_draws:
             self._restore(trainer)
         self._loaded = None
@@ -87,16 +87,16 @@ class RandomState(Callback):
         self._after_step = None
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Note the state before the next batch is read, once."""
+        """Record the state before the next batch is read, until it is known whether reading draws numbers."""
         if self._reading_draws is None:
             self._after_step = capture(trainer.strategy.root_device)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Validation draws numbers of its own, which tell nothing about reading a batch."""
+        """Discard the recorded state: validation draws numbers, too, so comparing would mislead."""
         self._after_step = None
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The next batch comes from new iterators, which draw their seeds."""
+        """Discard the recorded state: the next batch comes from new iterators, which draw their seeds."""
         self._after_step = None
 
     def _restore(self, trainer: Trainer) -> None:
@@ -128,7 +128,7 @@ def capture(device: torch.device) -> State:
 
 
 def restore(state: State, device: torch.device) -> None:
-    """Put captured states back; a state of another kind of device is left out."""
+    """Restore captured states; the device's state is skipped if the device type differs."""
     python = state["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     if "numpy" in state:
@@ -152,11 +152,11 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _bytes(state: Tensor) -> Tensor:
-    return state.cpu().to(torch.uint8)  # a map_location may have moved it
+    return state.cpu().to(torch.uint8)  # map_location may have moved it to another device
 
 
 def _continues_an_epoch(trainer: Trainer) -> bool:
-    """Whether the iterators made at the start of this fit go on with an epoch, rather than begin the next."""
+    """Whether this fit resumes within an epoch, rather than at the beginning of the next."""
     epochs, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop
     finished = batches.restarted_on_train_batch_end and batches.batch_progress.is_last_batch
     return epochs.restarted_mid_epoch and not finished

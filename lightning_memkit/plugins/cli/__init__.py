@@ -1,1 +1,1 @@
-"""The command line over Lightning's own."""
+"""The command line, built on Lightning's own."""

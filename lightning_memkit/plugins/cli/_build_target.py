@@ -1,4 +1,4 @@
-"""Where and at what dtype the `trainer` section of a config will train: models are built there at once."""
+"""The device and dtype that a config's `trainer` section trains with; models are built there directly."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -18,12 +18,12 @@ _LAUNCHED_LATE = (
     "spawn",
     "fork",
     "notebook",
-)  # the processes that train don't exist yet when the model is built
+)  # start methods whose training processes don't exist yet when the model is built
 
 
 @contextmanager
 def build_context(trainer: Namespace) -> Iterator[None]:
-    """Build modules as the `trainer` section of a parsed config will train them."""
+    """Build modules on the device and dtype that the `trainer` section of a parsed config trains with."""
     dtype = target_dtype(trainer)
     if dtype is None:
         yield
@@ -34,7 +34,7 @@ def build_context(trainer: Namespace) -> Iterator[None]:
 
 
 def target_dtype(trainer: Namespace) -> torch.dtype | None:
-    """The parameters' dtype under a `trainer` section; None where a foreign precision plugin decides it."""
+    """The parameters' dtype under a `trainer` section; None if a foreign precision plugin decides it."""
     plugin = precision_plugin(trainer)
     if plugin is None:
         precision = trainer.get("precision")
@@ -46,7 +46,7 @@ def target_dtype(trainer: Namespace) -> torch.dtype | None:
 
 
 def target_device(trainer: Namespace, environ: Mapping[str, str] = os.environ) -> torch.device:
-    """The device on which this process will train; the CPU where the training processes start later."""
+    """The device on which this process will train; the CPU if training processes are started later."""
     strategy = trainer.get("strategy")
     name = strategy if isinstance(strategy, str) else ""
     options = strategy.get("init_args", Namespace()) if isinstance(strategy, Namespace) else Namespace()
@@ -67,7 +67,7 @@ def target_device(trainer: Namespace, environ: Mapping[str, str] = os.environ) -
 
 
 def precision_plugin(trainer: Namespace) -> Any:
-    """The precision plugin in a `trainer` section: an instance, or the namespace of one; None without."""
+    """The precision plugin in a `trainer` section, as an instance or its namespace; None if there is none."""
     strategy = trainer.get("strategy")
     inside = strategy.get("init_args", Namespace()) if isinstance(strategy, Namespace) else Namespace()
     plugins = trainer.get("plugins") or []
@@ -79,7 +79,7 @@ def precision_plugin(trainer: Namespace) -> Any:
 
 
 def refuse_two_precisions(trainer: Namespace) -> None:
-    """Raise where `precision` and a precision plugin are both given: Lightning would drop one or fail late."""
+    """Raise if `precision` and a precision plugin are both given: Lightning would drop one or fail late."""
     plugin, precision = precision_plugin(trainer), trainer.get("precision")
     if plugin is not None and precision is not None:
         name = type(plugin).__name__ if isinstance(plugin, Precision) else _class_of(plugin).__name__
@@ -90,7 +90,7 @@ def refuse_two_precisions(trainer: Namespace) -> None:
 
 
 def _starts_from_weights(trainer: Namespace) -> bool:
-    """Whether files give every weight, so that a model needs none of its own."""
+    """Whether weight files provide every weight, so that the model need not initialise its own."""
     callbacks = trainer.get("callbacks") or []
     named = [one for one in callbacks if isinstance(one, Namespace) and "class_path" in one]
     return any(

@@ -1,4 +1,4 @@
-"""What LightningCLI reads of a checkpoint before anything is built: the hyperparameters, by torch.load."""
+"""Let LightningCLI read the hyperparameters of a streamed checkpoint, which it would pass to torch.load."""
 
 import tempfile
 from collections.abc import Iterator
@@ -13,9 +13,10 @@ from lightning_memkit.checkpoints import files, streamed
 
 @contextmanager
 def readable_by_torch(config: Any) -> Iterator[str | None]:
-    """Let the config's `ckpt_path` be a file that torch reads, with the hyperparameters of the one it names.
+    """Point the config's `ckpt_path` at a small torch file with the streamed checkpoint's hyperparameters.
 
-    Gives the path that was there, where it was replaced.
+    Yields:
+        The original path if it was replaced, else None.
     """
     options = config.get(config.get("subcommand") or "", {})
     path = options.get("ckpt_path")

@@ -1,4 +1,4 @@
-"""Optimizers of bitsandbytes by their short names in a config: `optimizer: AdamW8bit`, with nothing imported."""
+"""Short names for bitsandbytes' optimizers in a config (`optimizer: AdamW8bit`), without any import."""
 
 import re
 import sys
@@ -12,7 +12,7 @@ from jsonargparse import Namespace
 
 from lightning_memkit.utilities.errors import MissingPackageError
 
-# Names that bitsandbytes alone has; AdamW by itself stays torch's.
+# Names that only bitsandbytes has; plain AdamW remains torch's.
 _SHORT = re.compile(
     r"(Paged)?(Adam|AdamW|AdEMAMix|Lion|SGD|RMSprop|Adagrad|LAMB|LARS)(8|32)bit|Paged(Adam|AdamW|AdEMAMix|Lion)"
 )
@@ -21,13 +21,13 @@ _CONFIG_FILES = (".yaml", ".yml", ".json")
 
 
 def classes_named_in(arguments: Any) -> tuple[type, ...]:
-    """Import bitsandbytes if arguments or their config files name an optimizer of it; never otherwise.
+    """Import bitsandbytes only if the arguments or their config files name one of its optimizers.
 
     Args:
-        arguments: the words of a command line, or a parsed config; None takes the words of the process.
+        arguments: the words of a command line, or a parsed config; None means the arguments of this process.
 
     Returns:
-        The base class of its optimizers, for which short names are to be looked up first; empty without.
+        The base class of its optimizers, in which short names are looked up first; empty if none is named.
 
     Raises:
         MissingPackageError: one is named, and the package is not installed.
@@ -56,17 +56,17 @@ def _in_words(words: Sequence[str]) -> Iterator[str]:
 
 
 def _in_value(option: str, text: str) -> Iterator[str]:
-    """The names in an option's value: YAML by itself, or the path of a file of it."""
+    """The names in an option's value, which is YAML or the path of a YAML file."""
     try:
         text = Path(text).read_text(encoding="utf-8") if text.endswith(_CONFIG_FILES) else text
         value = yaml.safe_load(text)
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        return  # for the parser to say
+        return  # the parser reports it
     yield from _in_config({option: value})
 
 
 def _in_config(config: Any, key: str = "") -> Iterator[str]:
-    """Names of bitsandbytes' optimizers anywhere under a key that speaks of optimizers."""
+    """Names of bitsandbytes' optimizers anywhere under a key that contains "optimizer"."""
     if isinstance(config, (Mapping, Namespace)):
         items = vars(config) if isinstance(config, Namespace) else config
         for name, value in items.items():

@@ -1,4 +1,4 @@
-"""One line for what is wrong in a config: jsonargparse's own message lists every type that it tried."""
+"""Condense an error in a config to one line: jsonargparse's own message lists every type that it tried."""
 
 import inspect
 import re
@@ -13,30 +13,31 @@ from jsonargparse import Namespace
 _UNION = "Does not validate against any of the Union subtypes"
 _UNINFORMATIVE = ("Expected a", "Not a valid subclass", "Import path None")
 _BUILDERS = ("jsonargparse", "lightning.pytorch.cli", "lightning_memkit.plugins.cli.memkit_cli")
-_FEW_OPTIONS = 12  # more are better looked up in --help
-_MOST_CHARACTERS = 1_000  # of what a class says
+_FEW_OPTIONS = 12  # with more, the message does not list them; see --help
+_MOST_CHARACTERS = 1_000  # of a class's own message
 
 
 class ConfigError(ValueError):
-    """A class of the config refuses its options; the message says where, which class, and its reason."""
+    """A class of the config refuses its options; the message gives the key, the class and the reason."""
 
 
 def explain(message: str, names: Iterable[str] = ()) -> str:
-    """The innermost cause in a message of jsonargparse, on one line.
+    """The innermost cause of a jsonargparse error, on one line.
 
     Args:
         message: the message of a parser's error.
-        names: the full names of the parser's options, to guess what an unknown one should have been.
+        names: the full names of the parser's options, from which a replacement for an unknown one is
+            suggested.
     """
     return " ".join(_cause(message.strip(), tuple(names)).split())
 
 
 def refused_by_a_class(error: Exception, config: Mapping[str, Any]) -> ConfigError | None:
-    """The error of a constructor that jsonargparse has wrapped, with its place; None for every other error.
+    """The error of a constructor that jsonargparse has wrapped, with its key; None for every other error.
 
     Args:
         error: what building the classes of a config raised.
-        config: the parsed config, searched for the key under which the class stands.
+        config: the parsed config, searched for the key of the class.
     """
     if not str(error).startswith(_UNION):
         return None
@@ -65,7 +66,7 @@ def _cause(text: str, names: tuple[str, ...] = ()) -> str:
 
 
 def _cause_in_union(text: str) -> str:
-    """The one of the errors that says most; where none does, the value and the types it could have."""
+    """The most informative of a union's errors; if none is, the value and the types that it could have."""
     errors = re.search(r"\nErrors:\n(.*)\nGiven value type:", text, re.DOTALL)
     causes = [_dedented(part) for part in re.split(r"(?:^|\n)  - ", errors[1])[1:]] if errors else []
     telling = [cause for cause in causes if not cause.startswith(_UNINFORMATIVE)]
@@ -103,7 +104,7 @@ def _options(cls: Any) -> list[str]:
 def _hints(cls: Any) -> dict[str, Any]:
     try:
         return get_type_hints(getattr(cls, "__init__", cls))
-    except (NameError, TypeError):  # names that exist for type checkers only
+    except (NameError, TypeError):  # annotations that can only be resolved by type checkers
         return {}
 
 
@@ -116,14 +117,14 @@ def _imported(path: str) -> Any:
 
 
 def _innermost(error: BaseException) -> BaseException:
-    # jsonargparse chains only errors of its own; what a constructor raised `from` another is its own affair.
+    # Follow only jsonargparse's own chain: a constructor's error is final, even if raised `from` another.
     while str(error).startswith(_UNION) and error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
 def _class_built_in(trace: TracebackType | None) -> type | None:
-    """The class in whose constructor an error was raised: the outermost, below those that build the config."""
+    """The class whose constructor raised: the outermost one below the frames that build the config."""
     while trace is not None:
         frame = trace.tb_frame
         builds = str(frame.f_globals.get("__name__")).startswith(_BUILDERS)
@@ -134,7 +135,7 @@ def _class_built_in(trace: TracebackType | None) -> type | None:
 
 
 def _class_paths(config: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Every class path of a config and the key it stands under, in order; items of a list share its key."""
+    """Every class path of a config with its key, in order; items of a list share the list's key."""
     if isinstance(config, (list, tuple)):
         for item in config:
             yield from _class_paths(item, key)
@@ -148,7 +149,7 @@ def _class_paths(config: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _places(config: Any, refused: type) -> Iterator[str]:
-    """Where a class stands in a config, by its own class path or as the type of another's option."""
+    """The keys at which a class occurs in a config: as a class path, or as the type of an option."""
     for key, path in _class_paths(config):
         cls = _imported(path)
         if cls is refused:
@@ -157,7 +158,7 @@ def _places(config: Any, refused: type) -> Iterator[str]:
 
 
 def _at_most(text: str, characters: int = _MOST_CHARACTERS) -> str:
-    """The beginning of a text: transformers answers an unknown model_type with the names of all models."""
+    """The beginning of a text: for an unknown model_type, transformers lists the names of all models."""
     if len(text) <= characters:
         return text
     return f"{text[:characters].rstrip()} … ({len(text) - characters:,} more characters: --debug prints them)"
@@ -168,6 +169,6 @@ def _dedented(text: str) -> str:
 
 
 def _plain(types: str) -> str:
-    """`<class 'a.b.C'>` and `a.b.C` as `C`."""
+    """Shorten `<class 'a.b.C'>` and `a.b.C` to `C`."""
     types = re.sub(r"<class '([^']+)'>", r"\1", types).replace("NoneType", "null")
     return re.sub(r"\b(?:[a-zA-Z_]\w*\.)+([A-Za-z_]\w*)", r"\1", types)

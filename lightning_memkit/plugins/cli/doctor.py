@@ -1,4 +1,4 @@
-"""What this machine offers, read from it, and what memkit therefore uses; allocates a few bytes at most."""
+"""Report what this machine offers and what memkit therefore uses; allocates a few bytes at most."""
 
 import os
 import platform
@@ -33,7 +33,7 @@ PACKAGES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """The processor and memory that this process may use; a quota or limit of None is not set."""
+    """The processors and memory that this process may use; None means that no quota or limit is set."""
 
     system: str
     python: str
@@ -60,7 +60,7 @@ class FoundDevice:
 
 @dataclass(frozen=True, kw_only=True)
 class BackendChoice:
-    """What memkit uses for a purpose on this machine, and why."""
+    """What memkit uses for one purpose on this machine, and why."""
 
     purpose: str
     choice: str
@@ -83,7 +83,7 @@ class Diagnosis:
 
 
 def diagnose() -> Diagnosis:
-    """Look at this machine: its processor, memory, accelerators, kernels, packages and limits."""
+    """Inspect this machine: its processors, memory, accelerators, kernels, packages and limits."""
     devices = tuple(_devices())
     packages = {name: _version(name) for name in PACKAGES}
     kernels = _kernels()
@@ -150,7 +150,7 @@ def _cpu_capability() -> str:
 
 
 def _cpu_bfloat16() -> str:
-    # Private names, absent in some versions and on some processors: then the answer stays open.
+    # Private names, absent in some versions and on some processors; the answer is then "unknown".
     for name, label in (("_is_amx_tile_supported", "AMX"), ("_is_avx512_bf16_supported", "AVX512-BF16")):
         supported = getattr(torch.cpu, name, None)
         if supported is not None and supported():
@@ -187,7 +187,7 @@ def _compiler() -> str | None:
 
 
 def _step_choice(kind: str) -> BackendChoice:
-    """How AdamW, SGD and Lion step bfloat16 weights."""
+    """What runs the step of AdamW, SGD and Lion on bfloat16 weights."""
     purpose = "compensated optimizer step"
     if kind == "cpu":
         why = native.why_unavailable()

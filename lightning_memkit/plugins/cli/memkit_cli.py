@@ -1,4 +1,4 @@
-"""LightningCLI whose models start on their device at their dtype, from unchanged YAML."""
+"""LightningCLI that builds models on their device at their dtype, from unchanged YAML."""
 
 import os
 import sys
@@ -33,7 +33,7 @@ from lightning_memkit.plugins.strategies.on_device import add_random_state
 
 
 class OneLineErrorParser(LightningArgumentParser):
-    """Prints the innermost cause of an error on one line; all of it where `MEMKIT_DEBUG` is set."""
+    """Prints the innermost cause of an error on one line; the whole error if `MEMKIT_DEBUG` is set."""
 
     first_optimizers: tuple[type[Optimizer], ...] = ()
 
@@ -49,7 +49,7 @@ class OneLineErrorParser(LightningArgumentParser):
         super().add_optimizer_args(optimizer_class, nested_key, link_to)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Print the error and exit with 2; with `exit_on_error=False` raise it."""
+        """Print the error and exit with 2; with `exit_on_error=False`, raise it."""
         if not self.exit_on_error:
             super().error(message, ex)
         if os.environ.get("MEMKIT_DEBUG"):
@@ -67,19 +67,19 @@ class MemkitCLI(LightningCLI):
 
     It takes LightningCLI's arguments and YAML unchanged. What differs:
 
-    - the model of the config is built in `initialization.build_on`, with the dtype of `trainer.precision` or of
-      the precision plugin, on the device of this process (its local rank); where `InitialWeights` gives it all its
-      weights, in `build_empty`;
+    - the model of the config is built in `initialization.build_on`, with the dtype of `trainer.precision` or
+      of the precision plugin, on the device of this process (its local rank); if `InitialWeights` loads all
+      its weights, in `build_empty`;
     - `optimizer` and `lr_scheduler` are built when Lightning asks for them, so they hold the parameters of
       models built in `configure_model`, too;
-    - random state is part of every checkpoint;
-    - class names of memkit's plugins need no module path, nor do those of bitsandbytes' 8-bit and paged
-      optimizers, which keep 32-bit states for embeddings;
+    - the random state is saved in every checkpoint;
+    - memkit's plugins, and bitsandbytes' 8-bit and paged optimizers, can be named without a module path;
+      these optimizers keep 32-bit states for embeddings;
     - the saved config of an earlier run in the same folder is overwritten.
 
     Raises:
-        ValueError: `trainer.precision` beside a precision plugin.
-        ConfigError: a class of the config refuses its options; a ValueError, too.
+        ValueError: both `trainer.precision` and a precision plugin are given.
+        ConfigError: a class of the config refuses its options; it is a subclass of ValueError.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -90,18 +90,18 @@ class MemkitCLI(LightningCLI):
         super().__init__(*args, **kwargs)
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        """The parser, which knows the optimizers that the arguments name."""
+        """The parser, with the base classes of optimizers that the arguments name."""
         parser = super().init_parser(**kwargs)
         if isinstance(parser, OneLineErrorParser):
             parser.first_optimizers = self._first_optimizers
         return parser
 
     def before_instantiate_classes(self) -> None:
-        """Refuse two precisions before anything is built; called by subclasses that override it."""
+        """Refuse two precisions before anything is built; subclasses that override this must call it."""
         refuse_two_precisions(self._get(self.config, "trainer", default=Namespace()))
 
     def instantiate_classes(self) -> None:
-        """Build what the config names; an error says under which key and in which class."""
+        """Build the classes of the config; an error names the key and the class."""
         try:
             super().instantiate_classes()
         except ValueError as error:
@@ -115,7 +115,7 @@ class MemkitCLI(LightningCLI):
                 callback.load_early(self.trainer, self.model, device)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """The Trainer of the config, with the random state in its checkpoints."""
+        """The Trainer of the config, with `RandomState` among its callbacks."""
         trainer = super().instantiate_trainer(**kwargs)
         add_random_state(trainer)
         return trainer
@@ -123,15 +123,15 @@ class MemkitCLI(LightningCLI):
     def _parse_ckpt_path(self) -> None:
         with readable_by_torch(self.config) as path:
             super()._parse_ckpt_path()
-        if path is not None:  # the config is another one now
+        if path is not None:  # parsing replaced `self.config`, so write to the new one
             self.config[self.config.subcommand]["ckpt_path"] = path
 
     def _add_instantiators(self) -> None:
         super()._add_instantiators()
         trainer = self._get(self.config, "trainer", default=Namespace())
         model_class = _get_module_type(self._model_class)
-        # Prepended, so that they are asked before the ones above; modules that are arguments of the model come
-        # first in the build and are covered by the second.
+        # Prepended, so that they take precedence over those that super() added. Modules that are arguments of
+        # the model are built before it; the second instantiator covers them.
         self.parser.add_instantiator(
             _OnDeviceInstantiator(self, "model", trainer),
             model_class,
@@ -145,7 +145,7 @@ class MemkitCLI(LightningCLI):
         optimizers = [key for key, (_, link) in parser._optimizers.items() if link == "AUTOMATIC"]
         schedulers = [key for key, (_, link) in parser._lr_schedulers.items() if link == "AUTOMATIC"]
         if not self.auto_configure_optimizers or len(optimizers) != 1 or len(schedulers) > 1:
-            super()._add_configure_optimizers_method_to_model(subcommand)  # nothing to do, or its error
+            super()._add_configure_optimizers_method_to_model(subcommand)  # no-op, or raises its error
             return
         optimizer = self._class_and_arguments(parser._optimizers, optimizers[0])
         if not optimizer:
@@ -158,7 +158,7 @@ class MemkitCLI(LightningCLI):
         late = partial(
             _configure_late, combine=self.configure_optimizers, optimizer=optimizer, scheduler=scheduler
         )
-        update_wrapper(late, self.configure_optimizers)  # Lightning compares code to see what is overridden
+        update_wrapper(late, self.configure_optimizers)  # Lightning's is_overridden compares __wrapped__ code
         self.model.configure_optimizers = MethodType(late, self.model)
 
     def _class_and_arguments(self, register: Mapping[str, tuple[Any, str]], key: str) -> Any:
@@ -191,7 +191,7 @@ class _ModuleInstantiator:
 def _configure_late(
     model: LightningModule, combine: Callable[..., Any], optimizer: dict, scheduler: dict | None
 ) -> Any:
-    """`configure_optimizers` of the model: build now, from the parameters that it has now."""
+    """The model's `configure_optimizers`: build the optimizer from the model's current parameters."""
     built = instantiate_class(model.parameters(), optimizer)
     adapt_bitsandbytes_in(model, [built])
     schedule = instantiate_class(built, scheduler) if scheduler else None
@@ -199,7 +199,7 @@ def _configure_late(
 
 
 def _import_plugins() -> None:
-    """Import every public plugin: the parser knows classes by their bare names once they are imported."""
+    """Import every public plugin: the parser knows only imported classes by their short names."""
     import lightning_memkit
 
     for name in lightning_memkit.__all__:

@@ -1,4 +1,4 @@
-"""`memkit plan`: read a config as `memkit fit` does, plan for its model and first batch, write the planned config."""
+"""`memkit plan`: read a config as `memkit fit` does, plan for its model and first batch, write the result."""
 
 import argparse
 import sys
@@ -31,7 +31,7 @@ _DESCRIPTION = (
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command's own options; all others are `memkit fit`'s."""
+    """The parser of the command's own options; all others belong to `memkit fit`."""
     found = argparse.ArgumentParser(prog="memkit plan", description=_DESCRIPTION, allow_abbrev=False)
     found.add_argument(
         "--config", action="append", required=True, metavar="FILE.yaml", help="as for `memkit fit`"
@@ -63,7 +63,7 @@ def run(words: Sequence[str]) -> int:
     """Run the command.
 
     Returns:
-        0, or 2 where the budget, the device or the output is refused.
+        0, or 2 if the budget, the device or the output is refused.
 
     Raises:
         PlanError: nothing fits.
@@ -100,21 +100,21 @@ def _check_folder(output: str | None) -> None:
 
 
 class ConfiguredRun(MemkitCLI):
-    """A config that was read, of which nothing is built until it is asked for."""
+    """Reads a config, but builds each part only when it is needed."""
 
     def __init__(self, words: list[str]) -> None:
         self._batch: Any = None
-        previous, sys.argv = sys.argv, ["memkit", *words]  # LightningCLI reads them
+        previous, sys.argv = sys.argv, ["memkit", *words]  # LightningCLI reads sys.argv
         try:
             super().__init__(save_config_callback=None)
         finally:
             sys.argv = previous
 
     def instantiate_classes(self) -> None:
-        """Nothing yet."""
+        """Build nothing yet."""
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Nothing: what is run is the plan."""
+        """Do not fit: `run` only plans."""
 
     def plan(self, budget: Budget, optimizer_states: OptimizerStates = "given") -> Plan:
         """Plan for the model and the first batch of the training data."""
@@ -130,10 +130,10 @@ class ConfiguredRun(MemkitCLI):
         )
 
     def _add_instantiators(self) -> None:
-        super(MemkitCLI, self)._add_instantiators()  # those of `fit` choose a device, and allocate there
+        super(MemkitCLI, self)._add_instantiators()  # without MemkitCLI's: they allocate on a device
 
     def build_model(self) -> LightningModule:
-        """The model at the dtype of the config, where tensors are made here, with the optimizer that it names."""
+        """Build the model at the config's dtype on the current default device, with its optimizer."""
         dtype = target_dtype(self._section.get("trainer", Namespace()))
         with nullcontext() if dtype is None else build_on(None, dtype):
             built = self._built("data", "trainer")
@@ -143,7 +143,7 @@ class ConfiguredRun(MemkitCLI):
         return self.model
 
     def first_batch(self) -> Any:
-        """The first batch of the config's data; of the model's own loader where there is no data."""
+        """The first batch of the config's data, or of the model's own loader if the config has no data."""
         if self._batch is None:
             self._batch = self._read_batch()
         return self._batch
@@ -151,7 +151,7 @@ class ConfiguredRun(MemkitCLI):
     def _read_batch(self) -> Any:
         source = self._built("model").get("data")
         if source is None:
-            with torch.device("meta"):  # a loader needs no weights
+            with torch.device("meta"):  # the model is needed only for its loader
                 source = self.build_model()
         source.prepare_data()
         source.setup("fit")
@@ -161,7 +161,7 @@ class ConfiguredRun(MemkitCLI):
             raise ValueError("The training data of the config gives no batch to plan for.") from None
 
     def beside_prediction(self, row: Row, given: Mapping[str, Any]) -> str:
-        """A row by hand, beside its prediction."""
+        """A configuration computed by hand, next to its prediction."""
         batch, size = self.first_batch(), row.micro_batch_size
         rows = batch_size(batch)
         part = batch if size >= rows else split_batch(batch, [size, rows - size])[0]
@@ -169,7 +169,7 @@ class ConfiguredRun(MemkitCLI):
             return beside_prediction(row, self.build_model(), part, given)
 
     def planned_yaml(self, found: Plan) -> str:
-        """The config with the best of the plan in it."""
+        """The config, completed with the plan's best configuration."""
         text = self._subparser.dump(self._section, skip_none=True, skip_validation=True)
         return yaml.safe_dump(_without_nothing(found.config(yaml.safe_load(text))), sort_keys=False)
 
@@ -182,24 +182,24 @@ class ConfiguredRun(MemkitCLI):
         return self._parser(self.subcommand)
 
     def _built(self, *without: str) -> Namespace:
-        """What the config names, but for some of its sections."""
+        """Instantiate the config, except for the sections `without`."""
         section = self._section.clone()
         for name in without:
             section.pop(name, None)
         return self._subparser.instantiate(section)
 
     def _says(self, name: str, value: Any) -> bool:
-        """Whether the config decides an argument of the Trainer, or leaves it as it is by default."""
+        """Whether the config sets an argument of the Trainer to anything but its default."""
         return value is not None and value != self._subparser.get_default(f"trainer.{name}")
 
 
 def _without_nothing(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what the reader of a config does not take, or does not need."""
+    """Drop null values, and the `config` key, which `memkit fit` does not accept."""
     return {name: value for name, value in config.items() if value is not None and name != "config"}
 
 
 def _size(text: str) -> str | float:
-    """A fraction as a number."""
+    """The budget as a fraction or a count of bytes if it is a number; the text otherwise."""
     try:
         number = float(text)
     except ValueError:

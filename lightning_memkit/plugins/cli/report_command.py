@@ -1,4 +1,4 @@
-"""`memkit report`: print the report of a run, or of two side by side; reads files, and loads no Lightning."""
+"""`memkit report`: print the report of a run, or of two side by side; only reads files, without Lightning."""
 
 import argparse
 import os
@@ -65,10 +65,10 @@ def run(words: Sequence[str]) -> int:
 
 
 def report_file(given: str, name: str = REPORT) -> Path:
-    """The file that a path means: itself, or the newest of that name in a folder.
+    """The report that a path means: the file itself, or the newest one of that name in a folder.
 
     Raises:
-        FileNotFoundError: there is none; the message says what there is.
+        FileNotFoundError: there is none; the message says what was found instead.
     """
     path = Path(given)
     if path.is_dir():
@@ -125,7 +125,7 @@ def _report(options: argparse.Namespace) -> None:
 
 
 def _names(paths: Sequence[Path]) -> tuple[str, str]:
-    """What tells two files apart: the parts of their paths that differ."""
+    """Short names for two files: the components of their paths that differ."""
     if len(paths) < 2:
         return str(paths[0]), ""
     one, other = (list(path.resolve().parts) for path in paths)

@@ -1,1 +1,1 @@
-"""Documents to batches, and loaders that tune themselves."""
+"""From documents to batches, and loaders that tune their workers."""

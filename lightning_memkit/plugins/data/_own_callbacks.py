@@ -1,4 +1,4 @@
-"""The callbacks that a data module puts into its trainer for the time of a run."""
+"""The callbacks that a data module adds to its trainer for the duration of a run."""
 
 from typing import Any
 
@@ -10,22 +10,22 @@ from lightning_memkit.plugins.data._packing_log import PackingLog
 
 
 class OwnCallbacks:
-    """A log of what was packed, and where documents are to be kept apart the probe that tells whether they are."""
+    """A log of packing, and a contamination probe if documents must be kept apart."""
 
     def __init__(self) -> None:
         self.log, self.probe = PackingLog(), ContaminationProbe()
 
     def put_into(self, trainer: pl.Trainer, *, probing: bool) -> None:
-        """Add what the trainer lacks; the probe only where it is wanted and the user gave none."""
+        """Add the callbacks that the trainer lacks; the probe only if wanted and the user added none."""
         callbacks = _callbacks(trainer)
         if self.log not in callbacks:
-            # Before ModelCheckpoint, which saves what the log knows of a stream.
+            # Before ModelCheckpoint: the log tells a stream which batch is in use, which checkpoints save.
             callbacks.insert(0, self.log)
         if probing and not any(says(callback, "probes_contamination") for callback in callbacks):
             callbacks.append(self.probe)
 
     def take_out_of(self, trainer: pl.Trainer) -> None:
-        """Leave the trainer what it had."""
+        """Remove these callbacks from the trainer."""
         callbacks = _callbacks(trainer)
         callbacks[:] = [callback for callback in callbacks if callback not in (self.log, self.probe)]
 

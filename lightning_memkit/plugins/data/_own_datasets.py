@@ -1,4 +1,4 @@
-"""What documents may come from, and the data sets of any LightningDataModule: what its own loaders would read."""
+"""The kinds of sources for documents, and the data sets of any LightningDataModule's loaders."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypedDict
@@ -20,7 +20,7 @@ _SHARES = {
 
 
 class Shares(TypedDict, total=False):
-    """A source for each share of the documents."""
+    """A source for each split of the documents."""
 
     train: Any
     validation: Any
@@ -28,22 +28,22 @@ class Shares(TypedDict, total=False):
     predict: Any
 
 
-# Shares before datamodules: LightningCLI tries them in this order.
+# `Shares` must come before datamodules: LightningCLI tries the types in this order.
 Source = str | Shares | pl.LightningDataModule | Sequence[Any] | Iterable[Any] | Callable[[], Iterable[Any]]
 
 
 def own_datasets(
     module: pl.LightningDataModule, trainer: pl.Trainer | None, stage: str | None
 ) -> dict[str, Any]:
-    """Sets the module up and takes the data sets of its loaders, by share; samplers and collating are left behind.
+    """Set the module up and return its loaders' data sets by split, without their samplers and collating.
 
     Args:
-        module: Whose.
-        trainer: What the module may ask for; None outside training.
+        module: The data module to read.
+        trainer: Attached to the module, which may read it; None outside training.
         stage: As in ``setup``; None stands for all stages.
 
     Raises:
-        ValueError: a loader is several, or has no data set.
+        ValueError: A loader method returns several loaders, or one without a data set.
     """
     if trainer is not None:
         module.trainer = trainer

@@ -1,4 +1,4 @@
-"""What was packed and trained on, in the trainer's loggers; nothing on the steps between them."""
+"""Log what was packed and trained on; costs nothing on the steps between two log entries."""
 
 from typing import Any
 
@@ -11,12 +11,12 @@ from lightning_memkit.data.loading.stream_loader import StreamLoader
 class PackingLog(pl.Callback):
     """Logs fullness, documents, tokens and truncations every ``log_every_n_steps``; microseconds a batch.
 
-    ``packing/efficiency`` is the share of real tokens since it was logged last; ``packing/documents`` and
-    ``packing/tokens`` count from the beginning of training, over all ranks, epochs and resumes; what was truncated
-    or split is of the data set, or of a stream as far as it was read.
+    ``packing/efficiency`` is the fraction of real tokens since the last log entry; ``packing/documents`` and
+    ``packing/tokens`` count from the beginning of training, over all ranks, epochs and resumes; truncations
+    are counted over the whole data set, or over a stream as far as it was read.
 
     Attributes:
-        loader: What is trained on; None before it is known.
+        loader: The training loader; None before it exists.
     """
 
     def __init__(self) -> None:
@@ -25,25 +25,25 @@ class PackingLog(pl.Callback):
         self._last = (0, 0)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Counts fullness from here."""
+        """Start counting fullness here."""
         self._logged_step = trainer.global_step
         if self.loader is not None:
             progress = self.loader.progress
             self._last = (progress.tokens, progress.room)
 
     def on_train_batch_start(self, *_: Any) -> None:
-        """Tells a stream, of which Lightning draws one batch ahead, which batch is used."""
+        """Tell a stream which batch is in use: Lightning reads one batch ahead."""
         if isinstance(self.loader, StreamLoader):
             self.loader.take()
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Logs where the trainer's loggers are due."""
+        """Log whenever the trainer's loggers are due."""
         every = trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
         if every and trainer.global_step // every != self._logged_step // every:
             self._log(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Logs what came since."""
+        """Log what came since the last entry."""
         if trainer.global_step != self._logged_step:
             self._log(trainer)
 
@@ -64,7 +64,7 @@ class PackingLog(pl.Callback):
         }
         self._last = (progress.tokens, progress.room)
         for logger in trainer.loggers:
-            # Lightning counts the steps of what a module logs from 0.
+            # Lightning numbers the steps of a module's logged values from 0.
             logger.log_metrics(
                 {f"packing/{name}": float(value) for name, value in values.items()},
                 step=trainer.global_step - 1,

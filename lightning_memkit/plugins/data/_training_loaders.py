@@ -1,4 +1,4 @@
-"""The training loaders of a fit, as `LoaderTuner` takes them over: with other workers, positions, copies ahead."""
+"""The training loaders of a fit while `LoaderTuner` controls their workers, positions and copies ahead."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,19 +22,19 @@ Taken = PackedLoader | ResumableLoader
 
 
 class TrainingLoaders:
-    """Takes loaders over, and holds what is known of them.
+    """Takes over the training loaders and holds what is known about them.
 
     Args:
-        times: Learn how long workers build.
-        copy_ahead: Whether batches are to be copied to an accelerator one batch ahead.
+        times: Records how long workers take to build batches.
+        copy_ahead: Whether batches are copied to an accelerator one batch ahead.
 
     Attributes:
-        taken: Those whose workers can be set.
-        left: Why others can't.
-        positions: That the next loaders are to go on from.
-        has_resumed: One of them did.
-        no_workers: Why workers can't build for them; None where they can.
-        batch_bytes: Of the largest batch so far.
+        taken: Loaders whose workers can be set.
+        left: The reasons why other loaders can't be tuned.
+        positions: Saved positions from which the next loaders resume.
+        has_resumed: Whether a loader has resumed from a position.
+        no_workers: Why workers can't build batches for these loaders; None if they can.
+        batch_bytes: The size of the largest batch so far.
     """
 
     def __init__(self, times: LoadTimes, *, copy_ahead: bool) -> None:
@@ -47,7 +47,7 @@ class TrainingLoaders:
         self._times, self._copy_ahead = times, copy_ahead
 
     def take(self, trainer: Trainer, loader: Any) -> Any:
-        """The loader to train from in the place of one that Lightning has prepared."""
+        """Replace a loader that Lightning has prepared by a tunable one; return it if it can't be tuned."""
         if not isinstance(loader, (PackedLoader, ResumableLoader)):
             reason = _why_left(loader)
             if reason is not None:
@@ -67,7 +67,7 @@ class TrainingLoaders:
         return loader
 
     def look_again(self, trainer: Trainer) -> None:
-        """Lightning may have made others, and know only now where it ends an epoch (limit_train_batches)."""
+        """Find the loaders that Lightning uses now, and tell them where it ends an epoch."""
         present = loaders.training_loaders(trainer)
         self.taken = [loader for loader in present if isinstance(loader, (PackedLoader, ResumableLoader))]
         for loader in self.taken:
@@ -75,14 +75,14 @@ class TrainingLoaders:
                 loader.epoch_batches = trainer.num_training_batches
 
     def set_workers(self, trainer: Trainer, plan: LoaderPlan) -> None:
-        """From the next batch on."""
+        """Use a plan's workers and prefetch from the next batch on."""
         room = host_room(max(1, trainer.num_devices))
         for loader in self.taken:
             loader.set_workers(plan.num_workers, plan.prefetch, room)
 
     @property
     def plan(self) -> LoaderPlan | None:
-        """What the loaders themselves say; None without any."""
+        """The loaders' own workers and prefetch; None if no loader was taken."""
         for loader in self.taken:
             if isinstance(loader, ResumableLoader):
                 return LoaderPlan(num_workers=loader.num_workers, prefetch=loader.prefetch_factor or 2)
@@ -91,28 +91,28 @@ class TrainingLoaders:
 
     @property
     def keep_workers(self) -> bool:
-        """Whether workers stay from one epoch to the next, so that starting them pays over all of these."""
+        """Whether workers outlive epochs, so that the cost of starting them spreads over all epochs."""
         return all(isinstance(one, PackedLoader) or one.persistent_workers for one in self.taken)
 
     @property
     def context(self) -> Any:
-        """How the processes of the loaders start; None: as Python says."""
+        """The multiprocessing context of the loaders; None for Python's default."""
         return next((getattr(loader, "multiprocessing_context", None) for loader in self.taken), None)
 
     def state_dicts(self) -> list[Any]:
-        """Where they stand, but for those whose datamodule says so; where they will begin, before they are made."""
+        """The loaders' positions, except those a datamodule saves; until loaders exist, the restored ones."""
         if not self.taken:
             return list(self.positions)
         return [loader.state_dict() for loader in self.taken if isinstance(loader, ResumableLoader)]
 
     def load(self, positions: list[Any]) -> None:
-        """Go on from there: loaders that are made already, where a strategy loads late, and those to come."""
+        """Resume from positions: loaders that exist already (some strategies load late), or later ones."""
         self.positions = list(positions)
         for loader in self.taken:
             self._resume(loader)
 
     def let_go(self) -> None:
-        """Training is over: a loader may be the user's own object."""
+        """Release the loaders after training: one may be the user's own object."""
         for loader in self.taken:
             loader.times, loader.on_the_way = None, iter
             if isinstance(loader, PackedLoader):
@@ -125,7 +125,7 @@ class TrainingLoaders:
             self.has_resumed = True
 
     def _on_the_way(self, trainer: Trainer) -> Callable[[Iterator[Any]], Iterator[Any]]:
-        """What batches pass between the loader and Lightning."""
+        """The transformation of the batches between the loader and Lightning."""
         device = trainer.strategy.root_device
         if not self._copy_ahead or budget_of(trainer) or not _is_accelerator(device):
             return self._weighed
@@ -137,7 +137,7 @@ class TrainingLoaders:
         return lambda batches: ahead(self._weighed(batches))
 
     def _weighed(self, batches: Iterator[Any]) -> Iterator[Any]:
-        return map(self._weigh, batches)  # a generator would hold each batch until the next one has come
+        return map(self._weigh, batches)  # a generator would keep each batch alive too long
 
     def _weigh(self, batch: Any) -> Any:
         tensors = list(tensors_of(batch))

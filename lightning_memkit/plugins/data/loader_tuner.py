@@ -1,4 +1,4 @@
-"""The Lightning adapter of `LoaderTuning`: it measures the training loop, and sets the workers of its loader."""
+"""The Lightning adapter of `LoaderTuning`: it times the training loop and sets the workers of its loader."""
 
 import math
 import warnings
@@ -27,30 +27,30 @@ from lightning_memkit.plugins.seams import loaders
 from lightning_memkit.plugins.seams.lightning_run import LightningRun
 from lightning_memkit.utilities.errors import NoEffectWarning
 
-_FIRST_LOOK, _NEXT_LOOK = 12, 4  # after so many batches, then after so many times as many
-_WARM_UP = 2  # batches that compile, allocate, fill queues
+_FIRST_LOOK, _NEXT_LOOK = 12, 4  # measure after 12 batches, then after 4 times as many, ...
+_WARM_UP = 2  # batches not measured: they compile, allocate and fill queues
 
 
 class LoaderTuner(LeavesRunBehind, Callback):
-    """Sets workers and prefetch of the training loader by measured times; batches and their order stay the same.
+    """Sets the training loader's workers and prefetch from measured times; batches stay the same.
 
-    After 12 batches, 48, 192 and so on, and between epochs, it compares how long a batch takes to build and to train
-    on, and takes the fewest workers that keep the loop waiting for less than `target_stall` of the time. No workers
-    at all is an answer. Their number stays within the processors that training leaves (affinity and cgroup quota,
-    shared with the machine's other ranks), RAM and shared memory; all ranks take one plan. The loggers get
-    ``loader/stall_fraction``, ``loader/num_workers`` and ``loader/load_ms``.
+    After 12, 48, 192, ... batches, and between epochs, it compares the time to build a batch with the time to
+    train on it, and chooses the fewest workers with which the loop waits for less than `target_stall` of the
+    time; that may be none. Their number is limited by the processors that training leaves free (affinity and
+    cgroup quota, shared with the machine's other ranks), RAM and shared memory; all ranks use the same plan.
+    The loggers get ``loader/stall_fraction``, ``loader/num_workers`` and ``loader/load_ms``.
 
-    It works on `PackedDataModule` and on any ``DataLoader`` of a map-style data set, which then also resumes within
-    an epoch on the batch that would have come next. What a data set draws at random depends on the epoch, the batch
-    and the rank alone, whatever the workers; it is not what it draws without this callback. The price: some readings
-    of clocks a batch, and a fraction of a millisecond for those random numbers. With `copy_ahead` one more batch lies
-    on the device. That part is not yet verified on a GPU.
+    It works on `PackedDataModule` and on any ``DataLoader`` of a map-style data set, which then also resumes
+    within an epoch on the batch that would have come next. The random numbers that a data set draws depend
+    only on the epoch, the batch and the rank, not on the workers; they differ from those drawn without this
+    callback. The price: a few clock readings a batch, and a fraction of a millisecond for seeding. With
+    `copy_ahead` one more batch is on the device. That part is not yet verified on a GPU.
 
     Args:
-        target_stall: Share of the time that the training loop may wait for data.
-        max_workers: Workers at the most, on each rank; null leaves it to processors and memory.
-        copy_ahead: On an accelerator batches are copied on a stream of their own while the one before is in use.
-            Where `MemoryBudget` or a hook of the user's expects them on the host, they are not.
+        target_stall: Fraction of the time that the training loop may wait for data.
+        max_workers: The most workers on each rank; null means as many as processors and memory allow.
+        copy_ahead: On an accelerator, copy each batch on a stream of its own while the previous one is in
+            use; not if `MemoryBudget` or a user's hook expects batches on the host.
 
     Raises:
         ValueError: An option is out of range.
@@ -81,11 +81,11 @@ class LoaderTuner(LeavesRunBehind, Callback):
 
     @property
     def plan(self) -> LoaderPlan:
-        """Workers and prefetch of the training loader: the present ones, or the last."""
+        """Workers and prefetch of the training loader: the current ones, or the last after training."""
         return LoaderPlan() if self._tuning is None else self._tuning.plan
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Watch the loop, and take the training loaders when they are made."""
+        """Time the loop's waits for data, and take over the training loaders when they are made."""
         if stage != "fit":
             return
         self._reset()
@@ -97,7 +97,7 @@ class LoaderTuner(LeavesRunBehind, Callback):
         ]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say what can't be tuned, and which copies can't run ahead."""
+        """Warn about loaders that can't be tuned, and about a resume that can't continue within the epoch."""
         self._logged_step = trainer.global_step
         number = len(loaders.training_loaders(trainer))
         if number > 1:
@@ -118,12 +118,12 @@ class LoaderTuner(LeavesRunBehind, Callback):
             )
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Lightning may have made new loaders; workers start anew in any case."""
+        """Find the loaders again, which Lightning may have replaced, and time the new workers anew."""
         self._loaders.look_again(trainer)
         self._times.begins_anew()
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Log where loggers are due; look at the times after some batches."""
+        """Log when loggers are due; from time to time, revise the plan."""
         every = trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
         if every and trainer.global_step // every != self._logged_step // every:
             self._log(trainer)
@@ -133,22 +133,22 @@ class LoaderTuner(LeavesRunBehind, Callback):
             self._look(trainer, loaders.batches_left(trainer), between_epochs=False)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Workers start anew for the next epoch: their number may change."""
+        """Revise the plan: workers start anew for the next epoch, so changing their number is free."""
         self._look(trainer, float(trainer.num_training_batches), between_epochs=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log what came since."""
+        """Log what came since the last entry."""
         if trainer.global_step != self._logged_step:
             self._log(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Validation is no part of a step."""
+        """Leave validation out of the measured times."""
         self._times.skip()
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Keep the loaders' positions, all ranks', in this callback's state only: it also loads without it."""
+        """Save all ranks' positions in this callback's state only; the checkpoint loads without it, too."""
         self._times.skip()
         state = checkpoint.get("callbacks", {}).get(self.state_key, {})
         if state.get("positions"):
@@ -159,26 +159,26 @@ class LoaderTuner(LeavesRunBehind, Callback):
             loaders.forget_loader_states(checkpoint)
 
     def state_dict(self) -> dict[str, Any]:
-        """The plan, and where the loaders stand."""
+        """The plan and the loaders' positions."""
         if self._tuning is None:
             return dict(self._saved)
         return {**vars(self._tuning.plan), "positions": self._loaders.state_dicts()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the plan and the positions for the loaders that are about to be made."""
+        """Keep the plan and the positions for the loaders that are made next."""
         self._saved = dict(state_dict)
         self._loaders.load(state_dict.get("positions", []))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Lightning calls no teardown after an error."""
+        """Undo here, too: Lightning calls no teardown after an error."""
         self._stop()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Give Lightning its own way back."""
+        """Restore Lightning's own loading."""
         self._stop()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the loaders, which may have iterators and workers; their positions stay."""
+        """Leave the loaders out, which may hold iterators and workers; keep their positions."""
         times = LoadTimes()
         loaders = TrainingLoaders(times, copy_ahead=self.copy_ahead)
         loaders.load(self._loaders.state_dicts())
@@ -208,7 +208,7 @@ class LoaderTuner(LeavesRunBehind, Callback):
         return taken
 
     def _look(self, trainer: Trainer, batches: float, *, between_epochs: bool) -> None:
-        """Measure, and take another plan where that pays; all ranks come here at the same batch."""
+        """Measure, and change the plan if that pays; all ranks call this at the same batch."""
         if self._tuning is None or self._loaders.left:
             return
         measured, run = self._times.measured(_WARM_UP), LightningRun(trainer)
@@ -264,5 +264,5 @@ class LoaderTuner(LeavesRunBehind, Callback):
             values["loader/num_workers"] = float(self._tuning.plan.num_workers)
             values["loader/load_ms"] = 1000 * measured.load_seconds
         for logger in trainer.loggers:
-            # Lightning counts the steps of what a module logs from 0.
+            # Lightning numbers the steps of a module's logged values from 0.
             logger.log_metrics(values, step=trainer.global_step - 1)

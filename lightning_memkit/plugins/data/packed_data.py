@@ -1,4 +1,4 @@
-"""Documents to packed batches for Lightning: any source, every rank its share, resumable anywhere."""
+"""Packed batches of documents for Lightning: any source, sharded over ranks, resumable at any batch."""
 
 from inspect import signature
 from typing import Any
@@ -26,18 +26,19 @@ from lightning_memkit.data.sources.vocabulary import refuse_ids_beyond_embedding
 from lightning_memkit.plugins.data._own_callbacks import OwnCallbacks
 from lightning_memkit.plugins.data._own_datasets import Source, own_datasets
 
-_ROWS = 16  # a batch, where nothing else limits it
+_ROWS = 16  # of a batch, if nothing else limits it
 Loader = PackedLoader | StreamLoader
 _ALL_DOCUMENTS, _PLAIN_BATCHES = DocumentOptions(), BatchOptions()
 
 
 class PackedDataModule(pl.LightningDataModule):
-    """Documents as packed rows, 99.9 % full where their lengths allow it; 2 bytes a token, on disk, mapped.
+    """Packs documents into rows, 99.9 % full if lengths allow it; 2 bytes a token on disk, memory-mapped.
 
-    The batch is the *effective* one of a step and rank; ``MemoryBudget`` cuts it to what fits. Training rows
-    come in a new order every epoch, and resume exactly where they stopped. How full they are, documents, tokens and
-    truncations go to the trainer's loggers as ``packing/...``. A training whose model lets documents of a row see each
-    other stops at its first batch; that costs four forwards of two rows.
+    The batch is the *effective* one of a step and rank; ``MemoryBudget`` splits it into micro-batches that
+    fit. Training rows come in a new order every epoch, and a resume continues exactly where the run stopped.
+    The fullness of rows, documents, tokens and truncations are logged as ``packing/...``. Training stops at
+    the first batch if the model lets documents of a row see each other; this check costs four forwards of two
+    rows.
 
     Args:
         source: ``python-stdlib`` (the functions of Python's own standard library); the path of a ``.jsonl``,
@@ -49,17 +50,19 @@ class PackedDataModule(pl.LightningDataModule):
         tokenizer: ``bytes`` (vocabulary 259), or the name or path of a Hugging Face tokenizer. Token ids are
             taken as they are.
         context: Tokens a row can hold.
-        batch_size: Rows a step and rank, at the most; null: 16, or as many as ``batch_tokens`` allow.
-        packing: ``bfd`` fills rows by best-fit decreasing; ``stream`` window by window, as documents come; ``none``
-            gives each document its own row.
-        long_documents: What becomes of a document longer than the context: ``error`` refuses it, ``split`` cuts
-            it into pieces, ``truncate`` drops its end. The summary at setup counts them.
-        documents: Which documents are read, and for what.
+        batch_size: The most rows a step and rank; null means 16, or as many as ``batch_tokens`` allow.
+        packing: ``bfd`` packs by best-fit decreasing; ``stream`` packs one window of incoming documents at a
+            time; ``none`` gives each document its own row.
+        long_documents: What becomes of a document longer than the context: ``error`` refuses it, ``split``
+            makes chunks of it, ``truncate`` drops its end. The summary at setup counts them.
+        documents: Which documents are read, and for which split.
         batches: How rows become batches.
-        padding: ``longest`` batches any rows, ``bucket`` rows of about one length; either is padded to its longest.
-        batch_tokens: Tokens a step and rank, padding included, at the most: batches of shorter rows have more.
-        work_limit: Limits the rows' attention work, too, so that they take equal time; ``long_documents`` decides
-            about a document that is above it.
+        padding: ``longest`` combines any rows in a batch, ``bucket`` rows of similar length; both pad to the
+            longest row.
+        batch_tokens: The most tokens a step and rank, including padding: batches of shorter rows hold more
+            rows.
+        work_limit: Also limits the attention work of each row, so that rows take equal time;
+            ``long_documents`` applies to a document that exceeds it.
 
     Raises:
         ValueError: an option is out of range; at setup: the corpus is empty, a document is too long, or the
@@ -82,7 +85,7 @@ class PackedDataModule(pl.LightningDataModule):
         work_limit: WorkLimit | None = None,
     ) -> None:
         super().__init__()
-        # Checks the options now, not at setup.
+        # Packing nothing checks the options now instead of at setup.
         pack([], context, packing=packing, long_documents=long_documents, work_limit=work_limit)
         rounded_length(context, context, batches.multiple_of)
         parse_room(batches.host_memory)
@@ -107,10 +110,10 @@ class PackedDataModule(pl.LightningDataModule):
 
     @property
     def vocabulary_size(self) -> int:
-        """Token ids are below this.
+        """The size of the vocabulary: all token ids are below it.
 
         Raises:
-            ValueError: the source is a stream of token ids, which doesn't tell.
+            ValueError: the source is a stream of token ids, whose vocabulary is unknown.
         """
         if not self._splits and isinstance(self.source, str):
             return load_tokenizer(self.tokenizer).vocabulary_size
@@ -120,11 +123,11 @@ class PackedDataModule(pl.LightningDataModule):
 
     @property
     def pad_id(self) -> int:
-        """The token that fills a row's end."""
+        """The token that pads rows."""
         return self._corpus.pad_id
 
     def prepare_data(self) -> None:
-        """Fills the caches in one process before the others read them."""
+        """Fill the caches in one process before the others read them."""
         if isinstance(self.source, pl.LightningDataModule):
             self.source.prepare_data()
             return
@@ -134,29 +137,29 @@ class PackedDataModule(pl.LightningDataModule):
         self._is_prepared = True
 
     def setup(self, stage: str | None = None) -> None:
-        """Reads, tokenises and packs, once; says what came of it."""
+        """Read, tokenise and pack once; log a summary."""
         if self.trainer is not None:
             self._callbacks.put_into(self.trainer, probing=stage == "fit" and self.documents.kept_apart)
         if stage == "fit":
-            self._train_loader = None  # of an earlier fit, whose counts are not this one's
+            self._train_loader = None  # belongs to an earlier fit, whose counts must not continue
         if self._splits and not isinstance(self.source, pl.LightningDataModule):
             return
         before = dict(self._splits)
         try:
             self._read_shares(stage)
         except BaseException:
-            self._splits = before  # so that another setup tries again
+            self._splits = before  # so that another setup reads again
             raise
         if self._splits.keys() != before.keys():
             rank_zero_info(self.summary())
 
     def teardown(self, stage: str | None = None) -> None:
-        """Takes out of the trainer what setup put in."""
+        """Remove from the trainer the callbacks that setup added."""
         if self.trainer is not None:
             self._callbacks.take_out_of(self.trainer)
 
     def summary(self) -> str:
-        """The size of the vocabulary; what was read and packed, a line a share of the documents."""
+        """The size of the vocabulary, and what was read and packed, one line a split."""
         try:
             vocabulary = f"vocabulary: {self.vocabulary_size:,} token ids"
         except ValueError:
@@ -164,25 +167,24 @@ class PackedDataModule(pl.LightningDataModule):
         return "\n".join((vocabulary, *(summary_line(name, rows) for name, rows in self._splits.items())))
 
     def train_dataloader(self) -> Loader:
-        """Rows in a new order every epoch; where a checkpoint stopped, if one was loaded."""
+        """Rows in a new order every epoch; continues from a checkpoint if one was loaded."""
         if "train" not in self._splits:
             raise ValueError(
                 f"There are no documents to train on (found: {list(self._splits)}); give 'train' a source, too."
             )
         self._refuse_ids()
-        # The same batches over and over is what overfit_batches asks for.
+        # overfit_batches needs the same batches in every epoch.
         overfit = bool(self.trainer and getattr(self.trainer, "overfit_batches", 0))
         loader = self._loader("train", shuffle=not overfit, drop_last=self.batches.drop_last)
         if self._state_to_load is not None:
-            # Lightning itself never hands a loader its state where estimated_stepping_batches was asked for.
+            # Set the state here: Lightning does not restore a loader if estimated_stepping_batches was read
+            # before.
             loader.load_state_dict(self._state_to_load)
             self._state_to_load = None
             if isinstance(loader, PackedLoader) and (note := loader.resumed_on_other_ranks):
                 rank_zero_info(f"train: {note}")
-        elif (
-            self._train_loader is not None
-        ):  # made anew in the midst of training: what was dealt still counts
-            before: Any = self._train_loader  # of the same kind
+        elif self._train_loader is not None:  # reloaded during training: continue the old loader's counts
+            before: Any = self._train_loader  # of the same class as `loader`
             loader.go_on_after(before)
         self._train_loader = self._callbacks.log.loader = loader
         return loader
@@ -192,15 +194,15 @@ class PackedDataModule(pl.LightningDataModule):
         return self._loader("validation") if "validation" in self._splits else []
 
     def test_dataloader(self) -> Loader | list[Any]:
-        """The test documents, in the same order every time; without a test share the validation documents."""
+        """The test documents, always in the same order; the validation documents if there are none."""
         return self._loader("test") if "test" in self._splits else self.val_dataloader()
 
     def predict_dataloader(self) -> Loader | list[Any]:
-        """The documents to predict on, in the same order every time; without such a share what is tested on."""
+        """The documents to predict on, always in the same order; the test documents if there are none."""
         return self._loader("predict") if "predict" in self._splits else self.test_dataloader()
 
     def worst_batch(self, rows: int) -> PackedBatch:
-        """Random tokens in the longest rows there are, each one document: what costs the most memory."""
+        """Random tokens in the longest possible rows, one document each: the batch that needs most memory."""
         lengths = [rows.longest_batch for rows in self._splits.values() if isinstance(rows, PackedRows)]
         length = self.context if len(lengths) < len(self._splits) else max(lengths, default=self.context)
         try:
@@ -210,11 +212,11 @@ class PackedDataModule(pl.LightningDataModule):
         return full_batch(rows, length, vocabulary=vocabulary, seed=self.documents.seed)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the training loader stands; part of every checkpoint."""
+        """The position of the training loader, saved in every checkpoint."""
         return {} if self._train_loader is None else {"train_loader": self._train_loader.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keeps the position for the training loader, where one is about to be asked for."""
+        """Keep the position for the next training loader; ignored outside a fit."""
         if self.trainer is None or self.trainer.state.fn == TrainerFn.FITTING:
             self._state_to_load = state_dict.get("train_loader")
 
@@ -241,11 +243,12 @@ class PackedDataModule(pl.LightningDataModule):
                 if share not in self._splits:
                     self._splits[share] = packing.whole(share, source)
         for rows in self._splits.values():
-            if isinstance(rows, Stream):  # checks the options now, not in training
+            if isinstance(rows, Stream):  # built only to check the options now instead of in training
                 StreamLoader(rows, self._loader_options(shuffle=False))
 
     def _packing(self) -> SharePacking:
-        # Under a trainer one process of a machine has compared the cache with its checksums in prepare_data.
+        # With a trainer, one process of each machine has verified the cache's checksums in prepare_data
+        # already.
         is_alone = self.trainer is None or getattr(self.trainer, "local_rank", 0) == 0
         return SharePacking(
             corpus=self._corpus,

@@ -1,1 +1,1 @@
-"""Batches in micro-batches within a budget: training by the engine, evaluation, and what is predicted before."""
+"""MemoryBudget: micro-batches within a budget in training and evaluation, and predictions beforehand."""

@@ -34,10 +34,10 @@ from lightning_memkit.plugins.seams import evaluation_loop as seam
 
 @dataclass(frozen=True, kw_only=True)
 class Observer:
-    """Who is told how evaluation goes.
+    """Callbacks that report how evaluation goes.
 
     Args:
-        retried: called before a batch runs again after an OOM.
+        retried: called before a batch is retried after an OOM.
         measured: called with the peak of a step whose bytes were counted.
     """
 
@@ -48,12 +48,12 @@ class Observer:
 def keep_budget_in_evaluation(
     trainer: Trainer, options: BudgetOptions, observer: Observer | None = None
 ) -> Callable[[], None]:
-    """Let validation (also within a fit), test and prediction keep a budget; returns the undo.
+    """Keep validation (also within a fit), test and prediction within a budget; returns the undo.
 
-    A batch that fits runs whole, as Lightning runs it. One that does not is split where its step returns None, and
-    what it logs and leaves in its module was seen to be the same in micro-batches: then these run one at a time on
-    the device. Else it runs whole, with a warning that says why, and what would help. See `EvaluationParts` for the
-    price.
+    A batch that fits runs whole, as Lightning runs it. A batch that does not fit runs in micro-batches, one
+    at a time on the device, if its step returns None and a comparison has shown that micro-batches log the
+    same values and leave the same state in the module. Otherwise it runs whole, and a warning gives the
+    reason and the remedy. See `EvaluationParts` for the price.
     """
     parts = EvaluationParts(trainer, options, observer or Observer())
     undo = seam.install(trainer, parts)
@@ -66,17 +66,17 @@ def keep_budget_in_evaluation(
 
 
 class EvaluationParts:
-    """Runs the batches of evaluation loops whole where they fit, else in the largest micro-batches that do.
+    """Runs the batches of evaluation loops whole if they fit, else in the largest micro-batches that do.
 
-    Price: one forward without gradients before a loader's first batch, a handful of small ones where the batch does
-    not fit, and a metered step for the first batch of each run and where samples are larger than any before. Under
-    DDP a forward of one row tells whether the step communicates: then ranks take each batch together, as they do
-    under sharding, and a failure on one is repeated by all.
+    Price: one forward without gradients before a loader's first batch, a few small ones if that batch does
+    not fit, and a metered step for the first batch of each run and whenever samples are larger than any
+    before. Under DDP a forward of one row shows whether the step communicates. If it does, ranks process each
+    batch together, as they do under sharding, and all of them retry when one fails.
 
     Args:
-        trainer: the trainer whose loops they are.
+        trainer: the trainer whose evaluation loops these are.
         options: the budget.
-        observer: is told of retries and of peaks.
+        observer: is told of retries and peaks.
     """
 
     def __init__(self, trainer: Trainer, options: BudgetOptions, observer: Observer) -> None:
@@ -91,11 +91,11 @@ class EvaluationParts:
         self._loaders: dict[tuple[str, int], Loader] = {}
 
     def close(self) -> None:
-        """Give back what ranks agree through."""
+        """Release the process groups through which ranks agree."""
         self._ranks.close()
 
     def stays_on_host(self, step: seam.EvaluationStep) -> bool:
-        """Look at a loader's first batch; whether the batch is going to be split."""
+        """Measure a loader's first batch; return whether this batch stays on the host, to be split."""
         if step.starts_run:
             for known in self._loaders.values():
                 known.pending = True
@@ -111,7 +111,7 @@ class EvaluationParts:
         return known.limited and not known.unsplittable and extent_of(step.batch, Ranks()).rows > known.size
 
     def run(self, step: seam.EvaluationStep) -> Any:
-        """The output of the batch; in smaller micro-batches where it runs out of memory."""
+        """The output of the batch; after an OOM it is retried in smaller micro-batches."""
         known = self._loaders[step.hook, step.dataloader_idx]
         self._trials.ranks = known.ranks
         with self._ranks.batch(counts=True):
@@ -145,7 +145,7 @@ class EvaluationParts:
                 known.pending, known.measured = False, max(known.measured, share if measure else 0.0)
                 check_predictions(step, output, self._options.budget_bytes)
                 return output
-            # The retry is outside `except`: the traceback holds the failed step's tensors alive.
+            # Retry outside `except`: the traceback keeps the failed step's tensors alive.
             put_back()
             self._restore(step, rollback)
             if why:
@@ -169,19 +169,19 @@ class EvaluationParts:
         return wanted
 
     def _measures(self, known: Loader, rows: int, share: float) -> bool:
-        """Whether to hold this step against the budget: the device holds other things, or the samples are larger."""
+        """Whether to meter this step: the first of a run (other tensors may be alive), or larger samples."""
         if not rows or known.unsplittable or known.ranks.reason:
             return False
         return known.pending or share > known.measured
 
     @property
     def _enforced(self) -> int | None:
-        """The budget, where every byte of every step is counted against it."""
+        """The budget if `enforce="always"` counts every step's bytes on this device; None otherwise."""
         on_cuda = self._trainer.strategy.root_device.type == "cuda"
         return self._options.budget_bytes if self._options.enforce == "always" and not on_cuda else None
 
     def _attempt(self, step: seam.EvaluationStep, known: Loader, count: int, limit: int | None) -> Any:
-        """The batch's output, from that many micro-batches; `limit`: count bytes against it."""
+        """Run the batch in `count` micro-batches and return its output; bytes are counted against `limit`."""
         meter = nullcontext() if limit is None else self._trials.meter(step, limit)
         with meter:
             output = self._runs.whole(step) if count == 1 else self._runs.in_parts(step, known, count)
@@ -208,7 +208,7 @@ class EvaluationParts:
         *,
         measured: bool,
     ) -> None:
-        """Smaller micro-batches: measured anew where the budget was passed, halved where the device ran out."""
+        """Use smaller micro-batches: measured if the budget was exceeded, halved if the device ran out."""
         self._observer.retried()
         failed = -(-extent.rows // parts)
         if failed == 1:
@@ -219,7 +219,7 @@ class EvaluationParts:
         ran_whole = bool(known.unsplittable)
         if not self._sizes.can_split(step, known, extent):
             if measured and not ran_whole and self._enforced is None:
-                return  # over the budget, which the device may hold
+                return  # over the budget, but the device may have enough
             raise torch.OutOfMemoryError(
                 f"{step.hook} runs out of memory ({failure}) and can't be split: {known.unsplittable}. {remedy(step)}"
             )

@@ -1,4 +1,4 @@
-"""May a loader's evaluation batches be split? Some samples run whole and in micro-batches, and all is compared."""
+"""Decide whether evaluation batches may be split, by comparing some samples whole and in micro-batches."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,17 +29,17 @@ from lightning_memkit.utilities.generators import Generators
 
 ON_ANOTHER_RANK = "it differs on another rank (whose own warning says where)"
 RETURNS = "what it returns would have to be joined"
-_COMPARED_SAMPLES = (5, 2)  # the second where the first runs out of memory
-_SCANNED_SAMPLES = 256  # for those that tell the ways of weighing apart
-_LEAST_APART = 1e-3  # of a batch; shares that differ by less hardly show in a value
+_COMPARED_SAMPLES = (5, 2)  # the second is used if the first runs out of memory
+_SCANNED_SAMPLES = 256  # to find rows for which the weighing rules differ
+_LEAST_APART = 1e-3  # difference of weights; smaller ones hardly change a value
 
 Entries = list[dict[str, Any]]  # the keywords of each call of `self.log`
-Pairs = frozenset[tuple[str, str]]  # of ways of weighing
-Counts = Mapping[str, Sequence[float]]  # a way of weighing, and what each micro-batch counts by it
+Pairs = frozenset[tuple[str, str]]  # of weighing rules
+Counts = Mapping[str, Sequence[float]]  # by weighing rule: the count of each micro-batch
 
 
 def logged_values(entries: Entries) -> dict[str, list[Counted]]:
-    """The values of held calls of `self.log`, by name."""
+    """The values of collected `self.log` calls, by name."""
     values: dict[str, list[Counted]] = {}
     for entry in entries:
         values.setdefault(entry["name"], []).append(counted(entry))
@@ -48,13 +48,13 @@ def logged_values(entries: Entries) -> dict[str, list[Counted]]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Ran:
-    """What a few samples came to, whole or in micro-batches, one after the other.
+    """The results of a few samples that ran whole, or in micro-batches one after the other.
 
     Attributes:
-        logged: the calls of `self.log` of each.
-        left: what they left in their module.
-        returned: whether one returned something.
-        drew: whether one drew random numbers.
+        logged: the `self.log` calls of each forward.
+        left: what the forwards left in the module.
+        returned: whether a forward returned something.
+        drew: whether a forward drew random numbers.
     """
 
     logged: list[Entries]
@@ -64,11 +64,11 @@ class _Ran:
 
 
 class Comparisons:
-    """Finds out whether micro-batches give a batch's results, and how logged values come from theirs.
+    """Checks whether micro-batches reproduce a batch's results, and how its logged values follow from theirs.
 
     Args:
         trainer: the trainer, within one of its evaluation loops.
-        options: how the user splits, and what the loss is a mean over.
+        options: give the user's `split` and `weigh_by`.
         trials: runs steps without a trace.
     """
 
@@ -79,7 +79,7 @@ class Comparisons:
         self._trials = trials
 
     def counts(self, batch: Any, parts: Sequence[Any]) -> dict[str, list[float]]:
-        """What each micro-batch holds of everything that a value may be a mean over."""
+        """By weighing rule, each micro-batch's count of what a logged mean may be taken over."""
         own, labels = self._weigh_by, find_labels(batch)
         ways: list[WeighBy] = []
         if isinstance(batch, SplittableBatch):
@@ -89,13 +89,13 @@ class Comparisons:
         if labels is not None and labels.ndim > 1:
             ways.append("causal_labels")
         ways.append("samples")
-        if own in ways:  # what the user says comes first, where several agree
+        if own in ways:  # the user's own rule is preferred if several fit
             ways.sort(key=lambda way: way != own)
         counts: dict[str, list[float]] = {}
         if callable(own):
             try:
                 counts["weigh_by"] = [float(own(part)) for part in parts]
-            except Exception:  # it was written for training's batches; these may lack what it counts
+            except Exception:  # it was written for training batches; these may lack what it counts
                 counts.pop("weigh_by", None)
         for way in ways:
             count = weigher(way, batch)
@@ -103,28 +103,30 @@ class Comparisons:
         return counts
 
     def rules(self) -> Joining:
-        """Rules of logged values that are still to be learned, with the tolerance of the module's precision."""
+        """New rules for joining logged values, with the tolerance of the module's precision."""
         module, precision = self._trainer.lightning_module, str(self._trainer.precision_plugin.precision)
         dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
         coarsest = max((TOLERANCE.get(dtype, TOLERANCE[torch.bfloat16]) for dtype in dtypes), default=2e-3)
         if precision not in ("32-true", "64-true"):
             coarsest = max(coarsest, TOLERANCE[torch.bfloat16])
-        # Of results, not of gradients: they round less, and in float32 a nonlinear function shows.
+        # TOLERANCE is for gradients; results round less. In float32 this is tight enough to expose a
+        # nonlinear function.
         return Joining(allowed=coarsest / (10 if coarsest > 1e-2 else 100))
 
     def compare(self, step: EvaluationStep, rules: Joining, part: Any = None) -> Pairs:
-        """Run a few samples of the batch whole and in uneven micro-batches; the rules learn from it.
+        """Run a few samples of the batch whole and in uneven micro-batches; the rules learn from the results.
 
         Args:
-            step: the step whose batch it is.
-            rules: what learns.
-            part: a micro-batch, to compare all of it; of one sample tells nothing, and some of the batch are taken.
+            step: the step whose batch is compared.
+            rules: the rules that learn.
+            part: a micro-batch to compare completely; if it has only one sample, some samples of the batch
+                are compared.
 
         Returns:
-            The ways of weighing that the compared samples tell apart.
+            The pairs of weighing rules that the compared samples tell apart.
 
         Raises:
-            JoinError: micro-batches don't give the samples' results, or can't be compared; says why.
+            JoinError: micro-batches don't reproduce the results, or can't be compared; the message says why.
         """
         ranks, batch = self._trials.ranks, step.batch if part is None else part
         total, wanted = self._fewest(batch), _COMPARED_SAMPLES
@@ -140,7 +142,7 @@ class Comparisons:
                 window = self._window(batch, rows)
                 parts = split_batch(window, _uneven(rows), split=self.split)
                 whole, several = self._both(step, window, parts)
-            except Exception as error:  # whatever a user's step does with rows that it did not count on
+            except Exception as error:  # a user's step may fail in any way on so few rows
                 ran_out = is_out_of_memory(error)
                 failed = not ran_out
                 why = f"it fails on a few samples ({type(error).__name__}: {error})" if failed else ""
@@ -156,11 +158,11 @@ class Comparisons:
         raise JoinError("two samples at once run out of memory, so that nothing can be compared")
 
     def _fewest(self, batch: Any) -> int:
-        """Its samples, or the fewest that a rank has."""
+        """The batch's number of samples; with several ranks, the smallest of any rank."""
         return -int(self._trials.ranks.largest_of([-batch_size(batch)])[0])
 
     def _window(self, batch: Any, rows: int) -> Any:
-        """Neighbouring rows, where the ways of weighing differ the most."""
+        """The neighbouring rows for which the weighing rules differ most."""
         total = batch_size(batch)
         if rows == total:
             return batch
@@ -181,7 +183,7 @@ class Comparisons:
         return split_batch(batch, sizes, split=self.split)[1 if start else 0]
 
     def _both(self, step: EvaluationStep, window: Any, parts: Sequence[Any]) -> tuple[_Ran, _Ran]:
-        """What the samples come to as a whole, and then as micro-batches of the same state."""
+        """The results of the samples as a whole, and then as micro-batches from the same state."""
         ran: list[_Ran] = []
         with self._trials.no_trace(step, window, *parts) as rollback:
             for batches in ([window], parts):
@@ -196,7 +198,7 @@ class Comparisons:
         return ran[0], ran[1]
 
     def _difference(self, rules: Joining, whole: _Ran, parts: _Ran, counts: Counts) -> str:
-        """What micro-batches would change, empty for nothing; the rules learn how logged values come from theirs."""
+        """What micro-batches would change, or "" if nothing; the rules learn how logged values are joined."""
         if whole.returned or parts.returned:
             return RETURNS
         if whole.drew or parts.drew:
@@ -226,12 +228,12 @@ class Comparisons:
 
 
 def told_apart(counts: Counts) -> Pairs:
-    """The ways of weighing of which micro-batches count other shares."""
+    """The pairs of weighing rules that give the micro-batches different weights."""
     return frozenset(pair for pair, apart in _apart(counts).items() if apart > _LEAST_APART)
 
 
 def _apart(counts: Counts) -> dict[tuple[str, str], float]:
-    """How far the shares of micro-batches are from each other by two ways of weighing."""
+    """For each pair of weighing rules, the largest difference between a micro-batch's weights."""
     shares = {way: [count / (sum(held) or 1) for count in held] for way, held in counts.items()}
     return {
         (one, other): max(abs(a - b) for a, b in zip(shares[one], shares[other], strict=True))
@@ -240,7 +242,7 @@ def _apart(counts: Counts) -> dict[tuple[str, str], float]:
 
 
 def _as_many(whole: Any, parts: Any) -> bool:
-    """Whether lists have gained as many items: a metric joins its own; what hooks make of a module's is not known."""
+    """Whether lists gained equally many items: metrics can join theirs; others might be used in any way."""
     if isinstance(whole, dict) and isinstance(parts, dict):
         return all(_as_many(value, parts.get(key)) for key, value in whole.items())
     if isinstance(whole, (list, tuple)) and isinstance(parts, (list, tuple)):
@@ -249,6 +251,6 @@ def _as_many(whole: Any, parts: Any) -> bool:
 
 
 def _uneven(rows: int) -> list[int]:
-    """The micro-batches of a comparison: one of a single row, for steps that take it for none."""
+    """The micro-batch sizes of a comparison; one is a single row, to expose steps that squeeze it."""
     rest = rows - 1
     return [1, rest] if rest < 2 else [1, rest // 2, rest - rest // 2]

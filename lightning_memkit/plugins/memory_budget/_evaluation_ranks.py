@@ -1,4 +1,4 @@
-"""Let ranks take evaluation batches together: under sharding, and under DDP where the step itself communicates."""
+"""Have ranks run evaluation batches together: under sharding, and under DDP if the step communicates."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,11 +17,11 @@ from lightning_memkit.plugins.seams.strategy import communicates_in_every_part
 
 
 class EvaluationRanks:
-    """Makes what ranks agree through, once it is known that they have to; all ranks ask at the same batches.
+    """Creates the means of agreement once ranks need them; all ranks call it at the same batches.
 
     Args:
         trainer: its strategy has set the model up.
-        recover: whether batches are to be retried. Otherwise nothing is put into the engine.
+        recover: whether batches are to be retried; otherwise FSDP2's collectives are not replaced.
     """
 
     def __init__(self, trainer: Trainer, *, recover: bool) -> None:
@@ -33,7 +33,7 @@ class EvaluationRanks:
         """What ranks do together in a loader's batches.
 
         Args:
-            communicates: whether the user's step issues collectives; asked under DDP only, of all ranks.
+            communicates: whether the user's step issues collectives; called on all ranks, under DDP only.
         """
         if self._trainer.world_size == 1:
             return Ranks()
@@ -60,7 +60,7 @@ class EvaluationRanks:
 
     @contextmanager
     def batch(self, *, counts: bool) -> Iterator[None]:
-        """Encloses all forwards of a batch; DDP's buffers are rank 0's before one that counts, and in no other."""
+        """Enclose a batch's forwards; DDP broadcasts rank 0's buffers only before a batch that counts."""
         model = self._trainer.strategy.model
         if not isinstance(model, DistributedDataParallel):
             yield
@@ -71,7 +71,7 @@ class EvaluationRanks:
             yield
 
     def close(self) -> None:
-        """Give groups and the engine's own collectives back."""
+        """Release the process groups and restore FSDP2's own collectives."""
         if self._made is not None:
             self._made.close()
         self._made = None

@@ -1,4 +1,4 @@
-"""Run an evaluation batch once: whole, or in micro-batches whose logged values are joined to the whole's."""
+"""Run an evaluation batch once: whole, or in micro-batches whose logged values are joined."""
 
 from functools import partial
 from typing import Any
@@ -20,18 +20,18 @@ from lightning_memkit.plugins.memory_budget._evaluation_sizes import EvaluationS
 from lightning_memkit.plugins.memory_budget._evaluation_trials import EvaluationTrials
 from lightning_memkit.plugins.seams import evaluation_loop as seam
 
-_MOST_LOOKS = 4  # at one batch
+_MOST_LOOKS = 4  # comparisons of one batch
 
 Logged = dict[str, list[Counted]]
 
 
 class EvaluationRuns:
-    """Runs batches as often as it is asked to; what they log and leave in their module counts each time.
+    """Runs batches; unlike in trials, each run's logged values and changes to the module are kept.
 
     Args:
-        trainer: the trainer whose loops they are.
-        sizes: compares some samples again, where it is in doubt how values are joined.
-        trials: runs the forwards, with other ranks where they meet in them.
+        trainer: the trainer whose evaluation loops these are.
+        sizes: compares more samples if it is in doubt how values are joined.
+        trials: runs the forwards, together with other ranks if these communicate in them.
         comparisons: counts what micro-batches hold.
     """
 
@@ -44,7 +44,7 @@ class EvaluationRuns:
         self._comparisons = comparisons
 
     def whole(self, step: seam.EvaluationStep) -> Any:
-        """The batch's output, as Lightning runs it."""
+        """Run the batch whole, as Lightning does, and return its output."""
         if self._trainer.world_size == 1:
             return step.forward(step.whole())
 
@@ -59,15 +59,16 @@ class EvaluationRuns:
         return output
 
     def in_parts(self, step: seam.EvaluationStep, known: Loader, count: int) -> None:
-        """Run the batch in micro-batches, and log what it logs as a whole; it returns nothing.
+        """Run the batch in micro-batches and log the joined values; the step returns nothing.
 
         Raises:
-            JoinError: its micro-batches don't give its results: a comparison of few samples had not told.
+            JoinError: micro-batches don't reproduce the batch's results, which the comparison of few samples
+                had missed.
         """
         parts = split_batch(step.batch, _even(step.batch, count), split=self._comparisons.split)
         counts = self._comparisons.counts(step.batch, parts)
         apart = told_apart(counts)
-        if known.ranks.any(not apart <= known.told_apart):  # no comparison could tell these means apart
+        if known.ranks.any(not apart <= known.told_apart):  # no comparison has told these rules apart yet
             self._sizes.look(step, known)
             known.told_apart |= apart
 
@@ -76,7 +77,7 @@ class EvaluationRuns:
                 return entries, step.forward(step.transfer(part)) is not None
 
         ran = [self._trials.part(step, partial(run, part)) for part in parts]
-        for _ in range(count - len(parts)):  # ranks with more samples wait in theirs
+        for _ in range(count - len(parts)):  # ranks with more samples need its collectives
             self._trials.repeat(step, parts[0])
         if known.ranks.any(any(returned for _, returned in ran)):
             raise JoinError(RETURNS)
@@ -87,7 +88,7 @@ class EvaluationRuns:
     def _joined(
         self, step: seam.EvaluationStep, known: Loader, parts: list[Any], logged: list[Logged], counts: Counts
     ) -> Logged:
-        """The whole batch's values; where rules are in doubt, a comparison on one of its micro-batches settles it."""
+        """The whole batch's values; while rules are in doubt, a micro-batch is compared to settle them."""
         if known.rules is None:
             raise RuntimeError("MemoryBudget joins values before it has compared any.")
         for look in range(_MOST_LOOKS + 1):
@@ -108,12 +109,12 @@ class EvaluationRuns:
         waiting = {name: list(counted) for name, counted in values.items()}
         for entry in entries:
             for counted in waiting.pop(entry["name"], ()):
-                # A mean's size is the batch's where the user names none.
+                # If the user gave no batch_size, a mean gets the batch's count.
                 seam.log_now(self._trainer, {**entry, "value": counted.value, "batch_size": counted.count})
 
 
 def _join(rules: Joining, parts: list[Logged], counts: Counts) -> tuple[Logged, str]:
-    """The values, or why there are none."""
+    """The joined values, or the reason why they can't be joined."""
     try:
         return rules.join(parts, counts), ""
     except JoinError as error:
@@ -121,9 +122,9 @@ def _join(rules: Joining, parts: list[Logged], counts: Counts) -> tuple[Logged, 
 
 
 def _unlike(logged: list[Logged], doubtful: list[str]) -> list[int]:
-    """The places of micro-batches, first those whose values are unlike the others': of an accuracy, where it is not 0.
+    """The indices of micro-batches, those with the most unusual values first (an accuracy that is not 0).
 
-    Of these, rules that agree on a few samples give different values.
+    Rules that agree on a few samples give different values for these.
     """
     values = [
         str([one.value for name in parts if any(name in said for said in doubtful) for one in parts[name]])
@@ -133,7 +134,7 @@ def _unlike(logged: list[Logged], doubtful: list[str]) -> list[int]:
 
 
 def _even(batch: Any, count: int) -> list[int]:
-    """The sizes of that many micro-batches, or of as many as there are samples, as even as possible."""
+    """The sizes of `count` micro-batches (fewer if there are fewer samples), as equal as possible."""
     rows = batch_size(batch)
     short, extra = divmod(rows, min(rows, count))
     return [short + 1] * extra + [short] * (min(rows, count) - extra)

@@ -1,4 +1,4 @@
-"""Whether a loader's evaluation batches are split, and into what: measured, compared, remembered."""
+"""Decide whether a loader's evaluation batches are split, and into which sizes; remember the decision."""
 
 import warnings
 from dataclasses import dataclass, field
@@ -24,27 +24,27 @@ _MOST_TRIALS = 8
 
 @dataclass(kw_only=True)
 class Loader:
-    """What is known of one loader's batches in one kind of step."""
+    """What is known about the batches of one loader in one kind of step."""
 
-    size: int = 0  # samples that a micro-batch may hold, or that ran whole; 0 before the first look
-    limited: bool = False  # larger ones did not fit
-    exceeds: bool = False  # its first batch was measured not to fit
+    size: int = 0  # the most samples that run at once; 0 before the first look
+    limited: bool = False  # whether larger micro-batches did not fit
+    exceeds: bool = False  # whether its first batch was measured to exceed the budget
     measured: float = 0.0  # elements of the largest micro-batch whose peak was measured
-    pending: bool = True  # the first batch of a run: other things may be on the device than in the last run
-    told_apart: Pairs = frozenset()  # by comparisons
+    pending: bool = True  # to be measured: in a new run, other tensors may be on the device
+    told_apart: Pairs = frozenset()  # pairs of weighing rules that comparisons have told apart
     ranks: Ranks = field(default_factory=Ranks)
-    rules: Joining | None = None  # of logged values
-    unsplittable: str = ""  # why
+    rules: Joining | None = None  # for joining logged values
+    unsplittable: str = ""  # why batches can't be split; "" if they can
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchExtent:
-    """How large a batch is: where ranks meet in each forward, the largest of all ranks', so that all decide alike.
+    """The size of a batch; the largest of all ranks' if they communicate in each forward.
 
     Args:
-        rows: its samples; 0 where they can't be told.
-        elements: the numbers that its tensors hold.
-        unclear: why they can't be told.
+        rows: its samples; 0 if unknown.
+        elements: the number of elements of its tensors.
+        unclear: why the samples are unknown.
     """
 
     rows: int
@@ -52,7 +52,7 @@ class BatchExtent:
     unclear: str = ""
 
     def parts_of(self, size: int) -> int:
-        """How many micro-batches of so many samples it makes."""
+        """How many micro-batches of `size` samples the batch makes."""
         return max(1, -(-self.rows // size))
 
 
@@ -60,10 +60,10 @@ class EvaluationSizes:
     """Finds out whether a loader's batches may be split, and the largest micro-batches that fit.
 
     Args:
-        trainer: the trainer whose loops they are.
+        trainer: the trainer whose evaluation loops these are.
         options: the budget.
         trials: runs micro-batches without a trace.
-        comparisons: finds out whether micro-batches give a batch's results.
+        comparisons: finds out whether micro-batches reproduce a batch's results.
     """
 
     def __init__(
@@ -75,12 +75,12 @@ class EvaluationSizes:
         self._comparisons = comparisons
 
     def first_look(self, step: EvaluationStep, known: Loader, extent: BatchExtent) -> None:
-        """Measure the first batch whole; what to do where it does not fit is found out in its step."""
+        """Measure the first batch whole; if it does not fit, `settle` decides in its own step."""
         options = self._options
         known.size = max(extent.rows, 1)
         try:
             peak = self._trials.peak_of(step, None, options.usable_bytes)
-        except Exception as error:  # a step may count on hooks that run between here and there
+        except Exception as error:  # a step may need hooks that have not run yet
             rank_zero_debug(f"MemoryBudget measures the first {step.hook} as it runs: {error!r}")
             known.ranks.forget_part()
             return
@@ -90,21 +90,21 @@ class EvaluationSizes:
             known.exceeds = self.can_split(step, known, extent)
 
     def settle(self, step: EvaluationStep, known: Loader, extent: BatchExtent) -> None:
-        """A first batch that does not fit: micro-batches, if they give its results."""
+        """Choose micro-batches for a first batch that does not fit, if they reproduce its results."""
         known.exceeds = False
         if extent.rows == 1 or self.can_split(step, known, extent):
             self.choose(step, known, extent, parts=2)
 
     def choose(self, step: EvaluationStep, known: Loader, extent: BatchExtent, *, parts: int) -> None:
-        """Take the largest micro-batch that is measured to fit, so that there are at least so many."""
+        """Choose the largest micro-batch that is measured to fit and makes at least `parts` of the batch."""
         most, usable = -(-extent.rows // parts), self._options.usable_bytes
         if self._options.micro_batch_size != "auto":
             most = min(most, self._options.micro_batch_size)
 
         def peak_of(size: int) -> int | None:
-            if size > most:  # known not to fit, or not wanted
+            if size > most:  # known not to fit, or excluded by the user
                 return None
-            # One sample is measured without a limit: its peak says by how much the budget is short.
+            # Measure one sample without a limit, so that the error can say how much budget is missing.
             return self._trials.peak_of(step, size, None if size == 1 else usable)
 
         try:
@@ -117,7 +117,7 @@ class EvaluationSizes:
         rank_zero_info(f"MemoryBudget in {step.hook}: {sizing}; without gradients.")
 
     def can_split(self, step: EvaluationStep, known: Loader, extent: BatchExtent) -> bool:
-        """Whether micro-batches give the whole batch's results, found out once; a warning where they don't."""
+        """Whether micro-batches reproduce the batch's results; determined once, with a warning if not."""
         try:
             if not extent.rows:
                 raise JoinError(extent.unclear)
@@ -130,16 +130,16 @@ class EvaluationSizes:
         return not known.unsplittable
 
     def look(self, step: EvaluationStep, known: Loader, part: Any = None) -> None:
-        """Compare some samples of the batch, or all of one of its micro-batches; the rules learn from it.
+        """Compare some samples of the batch, or all of one micro-batch; the rules learn from it.
 
         Raises:
-            JoinError: micro-batches don't give the batch's results; says why.
+            JoinError: micro-batches don't reproduce the batch's results; the message says why.
         """
         known.rules = known.rules or self._comparisons.rules()
         known.told_apart |= self._comparisons.compare(step, known.rules, part)
 
     def run_whole(self, step: EvaluationStep, known: Loader, extent: BatchExtent, why: str) -> None:
-        """From now on the loader's batches run whole; one warning says why, and what would help."""
+        """Run the loader's batches whole from now on; one warning gives the reason and the remedy."""
         if known.unsplittable:
             return
         known.unsplittable = why
@@ -152,7 +152,7 @@ class EvaluationSizes:
 
 
 def remedy(step: EvaluationStep) -> str:
-    """What helps where a batch exceeds the budget and is not split."""
+    """The remedy for a batch that exceeds the budget and is not split."""
     smaller = f"Use a smaller batch_size in dataloader {step.dataloader_idx}"
     if step.hook == "predict_step":
         return f"{smaller}: predictions are never split."
@@ -163,7 +163,7 @@ def remedy(step: EvaluationStep) -> str:
 
 
 def extent_of(batch: Any, ranks: Ranks) -> BatchExtent:
-    """How large a batch is, or the largest of those that ranks are at together."""
+    """The size of a batch, or the largest of those that ranks process together."""
     rows, why = 0, ""
     try:
         rows = batch_size(batch)

@@ -1,4 +1,4 @@
-"""What evaluation steps change in a module, to be put back: without copies of what was gathered over the batches."""
+"""Restore what evaluation steps change in a module, without copying outputs gathered over earlier batches."""
 
 from typing import Any
 
@@ -10,11 +10,11 @@ _FEW, _SMALL = 64, 4096
 
 
 class EvaluationRollback(Rollback):
-    """A `Rollback` that does not copy what a module has gathered over the batches before.
+    """A `Rollback` that does not copy outputs that a module has gathered over earlier batches.
 
-    Of tensors in lists and dicts those that are few and small are copied (64 a container, 4096 elements each:
-    sums and counts); the others are outputs that are gathered, and no step writes into them. torch's own layers
-    without buffers are passed over: a step does not change their settings.
+    In lists and dicts it copies tensors only if they are few and small (64 a container, 4096 elements each),
+    such as sums and counts; others are taken for gathered outputs, which no step changes in place. torch's
+    own layers without buffers are skipped: a step does not change their settings.
     """
 
     def _keep_module(self, path: str, owner: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Trials of evaluation steps that leave no trace: what a part needs, and whether it communicates."""
+"""Trials of evaluation steps, which leave no trace: a micro-batch's peak, and whether it communicates."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class EvaluationTrials:
-    """Runs an evaluation step's batch in ways that leave no trace in module, RNG and logs.
+    """Runs an evaluation step's batch without leaving a trace in module, RNG or logs.
 
     Args:
         trainer: the trainer, within one of its evaluation loops.
@@ -36,7 +36,7 @@ class EvaluationTrials:
 
     def __init__(self, trainer: Trainer, split: Splitter | None) -> None:
         self.changing: frozenset[tuple[str, str]] | None = (
-            None  # the tensors that steps change; None: not known
+            None  # the tensors that steps change; None: unknown
         )
         self.ranks = Ranks()
         self._trainer = trainer
@@ -44,23 +44,23 @@ class EvaluationTrials:
 
     @property
     def _gets_batch_itself(self) -> bool:
-        """Whether steps are given the loader's own tensors, and not copies on a device."""
+        """Whether steps get the loader's own tensors instead of copies on a device."""
         return self._trainer.strategy.root_device.type == "cpu"
 
     def part(self, step: EvaluationStep, run: Callable[[], T]) -> T:
-        """Run what holds one forward; where ranks meet in it, all run one, and one's failure is all ranks'."""
+        """Run one forward; if ranks communicate in it, all of them run one, and one's failure is all's."""
         return self.ranks.part(
             run, kind=f"{step.hook} {step.dataloader_idx}", smallest=lambda: self._smallest(step)
         )
 
     def _smallest(self, step: EvaluationStep) -> None:
-        """A forward of one row, for nothing but its collectives."""
+        """Run a forward of one row only for its collectives."""
         batch = self.rows_of(step.batch, 1)
         with logging_held(self._trainer):
             step.forward(step.transfer(batch))
 
     def forward(self, step: EvaluationStep, batch: Any) -> Any:
-        """What the step returns for a batch."""
+        """The step's output for a batch."""
         return self.part(step, lambda: step.forward(step.transfer(batch)))
 
     def rows_of(self, batch: Any, size: int) -> Any:
@@ -74,30 +74,30 @@ class EvaluationTrials:
         return split_batch(batch, [size, total - size], split=self._split)[0]
 
     def communicates(self, step: EvaluationStep) -> bool:
-        """Whether the user's step issues collectives, by a forward of one row."""
+        """Whether the user's step issues collectives; runs a forward of one row to see."""
         before = collectives_issued()
         try:
             with self.no_trace(step):
                 self._smallest(step)
-        except Exception as error:  # it may count on hooks that run later, or on more rows
+        except Exception as error:  # it may need hooks that run later, or more rows
             rank_zero_debug(f"MemoryBudget can't try a row in {step.hook}: {error!r}")
         after = collectives_issued()
         return after is None or after != before
 
     def repeat(self, step: EvaluationStep, batch: Any) -> None:
-        """A forward that counts for nothing, for peers whose batches have more parts."""
+        """Run a forward that counts for nothing, for ranks whose batches have more micro-batches."""
         with self.no_trace(step):
             self.forward(step, batch)
 
     def rollback(self, step: EvaluationStep) -> EvaluationRollback:
-        """The state before a batch runs, of what trials have seen steps change; the batch as well, where they do."""
+        """The state before a batch runs: what trials saw steps change, including the batch if they do."""
         changes_batch = any(path == "batch" for path, _ in self.changing or ())
         batches = [step.batch] if changes_batch else []
         return EvaluationRollback(self._trainer.lightning_module, self.changing, batches=batches)
 
     @contextmanager
     def no_trace(self, step: EvaluationStep, *batches: Any) -> Iterator[EvaluationRollback]:
-        """Within it steps change and log nothing that lasts; `batches` are what they are given besides the step's."""
+        """Run a trial inside: changes are undone and nothing is logged; `batches` are restored, too."""
         given = [step.batch, *batches] if self._gets_batch_itself else []
         rollback = EvaluationRollback(self._trainer.lightning_module, batches=given)
         try:
@@ -112,7 +112,7 @@ class EvaluationTrials:
             rollback.restore()
 
     def meter(self, step: EvaluationStep, limit: int | None) -> PeakMeter:
-        """A meter that knows what is on the device besides the step's own tensors: states of metrics, outputs, too."""
+        """A meter that counts what else is on the device, such as gradients, optimizer and metric states."""
         device, module = self._trainer.strategy.root_device, self._trainer.lightning_module
         held = [tensor for owner in module.modules() for tensor in tensors_of(vars(owner))]
         held += [p.grad for p in module.parameters() if p.grad is not None]
@@ -123,9 +123,9 @@ class EvaluationTrials:
         return peak_meter(device, held, limit)
 
     def peak_of(self, step: EvaluationStep, size: int | None, limit: int | None) -> int | None:
-        """The bytes that the first `size` samples need (None: the batch as it is); None where they run out."""
+        """The peak of the first `size` samples (None: of the whole batch); None if memory runs out."""
         if self.ranks.meets and self.ranks.reason:
-            limit = None  # a rank that stops within a forward would leave the others waiting
+            limit = None  # stopping within a forward would leave other ranks waiting
         batch = step.batch if size is None else self.rows_of(step.batch, size)
         failed, peak = False, 0
         with self.no_trace(step, batch):

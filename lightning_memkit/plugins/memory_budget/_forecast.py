@@ -1,4 +1,4 @@
-"""What `MemoryBudget` predicts before it measures: the peaks of all sizes, and what would fit where none does."""
+"""Predict the peaks of all micro-batch sizes before measuring, and what would fit if none does."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -23,15 +23,15 @@ from lightning_memkit.plugins.seams._worst_batch import worst_batch
 from lightning_memkit.prediction.residuals import keep_residual, residual_of
 from lightning_memkit.utilities.tensors import tensors_of
 
-PAYS_FROM_PARAMETERS = 100_000_000  # trials of less take less than a prediction
-_SIZES, _LEAST_ROWS = (2, 4), 8  # the lines' ends; with fewer rows there is little to choose from
+PAYS_FROM_PARAMETERS = 100_000_000  # with fewer, trials are faster than a prediction
+_SIZES, _LEAST_ROWS = (2, 4), 8  # sizes that span the line; fewer rows leave little choice
 _MOST_SECONDS = 180.0
 
 
 def foreseen(trainer: Trainer, options: BudgetOptions, batch: Any, sizes: Sequence[int]) -> Foreseen | None:
-    """The predicted peaks of sizes, from two predictions; None where measuring them is cheaper, or must do.
+    """The predicted peaks of `sizes`, from two predictions; None if measuring is cheaper, or the only way.
 
-    Called before the first step, when the model is where it will be trained and nothing has run on the device yet.
+    Called before the first step: the model is on its training device and nothing has run there yet.
     """
     root = trainer.strategy.root_device
     parameters = sum(parameter.numel() for parameter in trainer.lightning_module.parameters())
@@ -41,7 +41,8 @@ def foreseen(trainer: Trainer, options: BudgetOptions, batch: Any, sizes: Sequen
         return None
     budget = Budget(options.budget_bytes, "cpu" if root.type == "cpu" else "auto", "speed", options.headroom)
     rank_zero_info("MemoryBudget predicts the peaks of its sizes, before it measures one.")
-    # Read here: a loader's workers answer their own process alone.
+    # Read batches in this process, not in the fork: a loader's workers serve only the process that started
+    # them.
     parts = {size: worst_batch(trainer, batch, size) for size in (*_SIZES, max(sizes))}
     try:
         has_automatic = any(map(is_automatic, vars(trainer)["callbacks"]))
@@ -54,7 +55,7 @@ def foreseen(trainer: Trainer, options: BudgetOptions, batch: Any, sizes: Sequen
         return replace(
             found, peaks=peaks, residual=residual_of(device), measured=partial(keep_residual, device)
         )
-    except Exception as error:  # whatever a step, or its prediction, may raise
+    except Exception as error:  # a user's step, or its prediction, may raise anything
         said = str(error).strip().splitlines()
         rank_zero_info(f"MemoryBudget measures sizes without a prediction: {said[0] if said else error!r}")
         return None
@@ -63,7 +64,7 @@ def foreseen(trainer: Trainer, options: BudgetOptions, batch: Any, sizes: Sequen
 def _predicted(
     given: GivenRun, batch: Any, parts: Mapping[int, Any], sizes: Sequence[int], budget: Budget
 ) -> tuple[Foreseen, str]:
-    """What is predicted, and the name of the device whose residual corrects it."""
+    """The prediction, and the name of the device whose residual corrects it."""
     device = budget.target()
     parts = {size: part if device is None else _alone(part) for size, part in parts.items()}
     beside = 0 if device is None else device.context_bytes
@@ -84,16 +85,16 @@ def _alone(part: Any) -> Any:
 
 
 def _beside_parts(batch: Any, part: Any) -> int:
-    """On the CPU the whole batch is where its parts are; those that are views of it count it themselves."""
+    """Bytes of the whole batch, which is in memory on the CPU, except storages of which `part` is a view."""
     held = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(part)}
     storages = {one.data_ptr(): one.nbytes() for one in (t.untyped_storage() for t in tensors_of(batch))}
     return sum(size for address, size in storages.items() if address not in held)
 
 
 def _remedy(given: GivenRun, batch: Any, budget: Budget) -> str:
-    """The fastest that changes no numbers, and the fastest of all that fits; the least where nothing does."""
+    """The fastest exact configuration that fits and the fastest of all; if none fits, the smallest one."""
     constraints = {**given.arguments, "accumulate_grad_batches": given.accumulated}
-    if constraints.get("precision") == "32-true":  # Lightning's default is no choice
+    if constraints.get("precision") == "32-true":  # Lightning's default, not the user's choice
         del constraints["precision"]
     found = plan(given.module, batch, budget, trainer=constraints)
     if not found.fitting:

@@ -1,4 +1,4 @@
-"""Price what `Trainer.predict` gathers: the outputs of every batch, on the host."""
+"""Estimate the memory for what `Trainer.predict` gathers: the outputs of every batch, on the host."""
 
 import warnings
 from typing import Any
@@ -19,13 +19,13 @@ _REMEDY = (
 
 
 def check_predictions(step: EvaluationStep, output: Any, budget_bytes: int) -> None:
-    """After a loader's first batch: what all its outputs will take, against the host's memory and the budget.
+    """After a loader's first batch, check the estimated size of all outputs against host memory and budget.
 
-    Lightning moves the outputs to the host and keeps them until the end, where they are returned or a writer waits
-    for the epoch. The estimate takes the first batch's bytes for every batch's.
+    Lightning moves the outputs to the host and keeps them until the end, when they are returned or given to a
+    writer. The estimate assumes that every batch's output is as large as the first.
 
     Raises:
-        BudgetError: the host has not so much memory.
+        BudgetError: the outputs exceed the free host memory.
     """
     if step.hook != "predict_step":
         return
@@ -49,7 +49,7 @@ def check_predictions(step: EvaluationStep, output: Any, budget_bytes: int) -> N
 
 
 def bytes_of(output: Any) -> int:
-    """The bytes that an output keeps alive: those of whole storages, which views share."""
+    """The bytes that an output keeps alive: of whole storages, each counted once if views share it."""
     storages: dict[int, int] = {}
     for tensor in tensors_of(output):
         storages.update(_storage(tensor))

@@ -1,4 +1,4 @@
-"""Keep the effective batch and its exact result within a memory budget."""
+"""Train the effective batch within a memory budget, with an exact result."""
 
 import copy
 import warnings
@@ -30,38 +30,41 @@ from lightning_memkit.utilities.patching import Undo
 
 
 class MemoryBudget(LeavesRunBehind, Callback):
-    """Trains the loader's batch in parts that fit the budget, with the unsplit batch's result up to rounding.
+    """Trains the loader's batch in micro-batches that fit the budget; the result is the same up to rounding.
 
-    The DataLoader yields the effective batch (per rank). Each is split inside the optimizer step, so shuffling,
-    `global_step`, schedulers and logging don't change with the parts. Before step 1 a probe checks that the loss
-    may be split (two later batches are probed again), the peak of the worst batch is measured, and both leave no
-    trace. After an OOM the state before the step is restored and the same batch runs in smaller parts, on all ranks.
+    The DataLoader yields the effective batch (per rank). It is split inside the optimizer step, so shuffling,
+    `global_step`, schedulers and logging don't depend on the micro-batch. Before step 1 a probe checks that
+    the loss may be split (and again at two later batches), and the peak of the worst batch is measured;
+    neither leaves a trace. After an OOM the state before the step is restored and the batch is retried in
+    smaller micro-batches on all ranks.
 
-    Price: one forward and backward more a part's size tried (at most 8), and the smaller kernels of smaller parts.
-    What is not exact: batch statistics (BatchNorm is warned about), random draws (dropout draws part by part), and
-    in bf16 the rounding of each part.
+    Price: one more forward and backward for each micro-batch size tried (at most 8), and the lower speed of
+    smaller kernels. Not exact are batch statistics (a warning names BatchNorm layers), random draws (dropout
+    draws for each micro-batch), and in bf16 the rounding of each micro-batch.
 
     Args:
-        budget: the most bytes the device may use: `"22GiB"`, a fraction of its memory in (0, 1], a count of bytes,
-            or `"auto"` (what is free when training starts, and what this process holds of a GPU already). On CPU the
-            bytes of tensors are counted.
-        micro_batch_size: the most samples in a part, or `"auto"`: the fastest of those that fit, found on the first
-            training steps.
-        effective_batch_size: samples an optimizer step covers, if more than a loader batch: loader batches are
-            accumulated and weighed exactly. Must be a multiple of the loader's batch size.
-        weigh_by: what the loss is a mean over: `"samples"`, `"labels"`, `"causal_labels"` (see `micro_batches`),
-            `"sum"`, a callable from a part to a count, or `"auto"`: what the probe finds right.
-        split: from (batch, sizes) to parts, for batches that are to be cut in another way than row by row.
+        budget: the most bytes the device may use: `"22GiB"`, a fraction of its memory in (0, 1], a count of
+            bytes, or `"auto"` (what is free when training starts plus what this process already holds on the
+            GPU). On CPU the bytes of tensors are counted.
+        micro_batch_size: the most samples in a micro-batch, or `"auto"`: the fastest size that fits, found by
+            timing the first training steps.
+        effective_batch_size: samples in an optimizer step, if more than in a loader batch: loader batches are
+            accumulated with exact weights. Must be a multiple of the loader's batch size.
+        weigh_by: what the loss is a mean over: `"samples"`, `"labels"`, `"causal_labels"` (see
+            `micro_batches`), `"sum"`, a callable from a micro-batch to a count, or `"auto"`: the one that the
+            probe finds right.
+        split: a function from (batch, sizes) to micro-batches, for batches that can't be split by rows.
         headroom: the fraction of the budget that the verified peak leaves free.
-        recover: retry a step that runs out of memory with smaller parts.
-        enforce: `"verified"`: count bytes before step 1 only. `"always"`: on CPU count them in every step too, also
-            of evaluation, and treat a byte over the budget as an OOM; costs tens of microseconds an operator. CUDA's
-            allocator enforces by itself.
+        recover: retry a step that runs out of memory with smaller micro-batches.
+        enforce: `"verified"`: count bytes before step 1 only. `"always"`: on CPU also count them in every
+            step, including evaluation, and treat exceeding the budget as an OOM; costs tens of microseconds
+            an operator. CUDA's allocator enforces the budget in any case.
 
     Raises:
-        ValueError: an argument is outside its range, or the effective batch is not made of whole loader batches.
-        BudgetError: before the first step: the budget can't hold a micro-batch of 1, or the loss can't be split;
-            before a later one: the probe finds only then that the loss can't be split.
+        ValueError: an argument is outside its range, or the effective batch is no multiple of the loader
+            batch.
+        BudgetError: before the first step, if a micro-batch of 1 exceeds the budget or the loss can't be
+            split; before a later step, if the probe finds only then that the loss can't be split.
     """
 
     splits_batches = True
@@ -91,8 +94,8 @@ class MemoryBudget(LeavesRunBehind, Callback):
         self.budget_bytes = 0
         self._record = Record()
         self._resumed: dict[str, Any] = {}
-        self._copied: dict[str, Any] = {}  # the state of the one that this is a copy of
-        self._peaks: dict[int, int] = {}  # likewise
+        self._copied: dict[str, Any] = {}  # the state_dict of the callback that this is a copy of
+        self._peaks: dict[int, int] = {}  # that callback's predicted peaks
         self._engine: Engine | None = None
         self._undo: list[Undo] = []
 
@@ -114,7 +117,7 @@ class MemoryBudget(LeavesRunBehind, Callback):
 
     @property
     def averages_after_backward(self) -> bool:
-        """Whether DDP's gradients are averaged here, once all ranks agree that none ran out of memory."""
+        """Whether this callback averages DDP's gradients, after ranks agree that none ran out of memory."""
         return self.recover
 
     @property
@@ -124,28 +127,28 @@ class MemoryBudget(LeavesRunBehind, Callback):
 
     @property
     def peak_bytes(self) -> int:
-        """The verified peak; with `enforce="always"`, the largest of any step."""
+        """The verified peak; with `enforce="always"`, the largest peak of any step."""
         return self._record.peak_bytes
 
     @property
     def retries(self) -> int:
-        """Steps that ran out of memory and were taken again."""
+        """How many steps ran out of memory and were retried."""
         return self._record.retries
 
     @property
     def history(self) -> list[PartsChange]:
-        """From which step on micro-batches had which size."""
+        """The micro-batch sizes used, each with the step from which it applied."""
         return self._record.history
 
     @property
     def is_tuning(self) -> bool:
-        """Whether sizes are still being timed, on training steps."""
+        """Whether sizes are still being timed on training steps."""
         tuning = None if self._engine is None else self._engine.choice.tuning
         return tuning is not None and tuning.fastest.settled is None
 
     @property
     def predicted_peaks(self) -> dict[int, int]:
-        """Predicted bytes by micro-batch; empty where sizes were measured without a prediction."""
+        """Predicted peak in bytes by micro-batch size; empty if sizes were measured without a prediction."""
         foreseen = None if self._engine is None else self._engine.choice.known.foreseen
         return dict(self._peaks) if foreseen is None else dict(foreseen.peaks)
 
@@ -156,7 +159,7 @@ class MemoryBudget(LeavesRunBehind, Callback):
     # Lightning's hooks
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse what can't work, and take the seams of Lightning's loops."""
+        """Refuse runs that can't work, and install the drivers of Lightning's loops."""
         self._give_back()
         self.budget_bytes = budget_bytes(self.budget, trainer.strategy.root_device)
         options = BudgetOptions(
@@ -199,11 +202,11 @@ class MemoryBudget(LeavesRunBehind, Callback):
         self._undo += [training_loop.install(trainer, run, self), undo_transfer, self._engine.close]
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Lightning calls no teardown after an error."""
+        """Undo here, too: Lightning calls no teardown after an error."""
         self._give_back()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Give the seams back."""
+        """Restore Lightning's loops."""
         self._give_back()
 
     def _give_back(self) -> None:
@@ -211,33 +214,33 @@ class MemoryBudget(LeavesRunBehind, Callback):
             self._undo.pop()()
 
     def state_dict(self) -> dict[str, Any]:
-        """The sizes in use, which a resumed run repeats; while tuning is under way, those it goes on to time."""
+        """The sizes in use, which a resumed run uses again; while tuning, those that it goes on timing."""
         if self._engine is None or not self._engine.prepared:
             return dict(self._resumed or self._copied)
         return self._engine.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the sizes of the run that is resumed, instead of measuring anew."""
+        """Take the sizes of the resumed run instead of measuring anew."""
         self._resumed.clear()
         self._resumed.update(state_dict)
         self._record.retries = int(state_dict.get("retries", 0))
 
-    # The seam's driver
+    # The driver of Lightning's training loop
 
     def prepare(self, step: Step) -> None:
-        """Prove that the loss may be split, and choose a size: before the first step, and where a batch is new."""
+        """Check that the loss may be split, and choose a size: before step 1 and for new kinds of batches."""
         self._of_run.prepare(step)
 
     def around(self, step: Step) -> AbstractContextManager[None]:
-        """Count every byte of the step where the budget is enforced always."""
+        """Count every byte of the step with `enforce="always"`."""
         return self._of_run.around(step)
 
     def run(self, step: Step) -> tuple[Tensor | None, dict[str, Any]]:
-        """Run the step's batch in parts."""
+        """Run the step's batch in micro-batches."""
         return self._of_run.run(step)
 
     def drive(self, step: Step, optimize: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Take the optimizer step; again with smaller parts where it runs out of memory."""
+        """Take the optimizer step; retry it with smaller micro-batches if it runs out of memory."""
         return self._of_run.drive(step, optimize)
 
     @property
@@ -247,7 +250,7 @@ class MemoryBudget(LeavesRunBehind, Callback):
         return self._engine
 
     def _observer(self, trainer: Trainer) -> Observer:
-        """Evaluation's retries count with training's, and so do its peaks where all bytes are counted."""
+        """Add evaluation's retries to training's, and its peaks if all bytes are counted."""
 
         def measured(peak_bytes: int) -> None:
             if self.enforce == "always":

@@ -1,1 +1,1 @@
-"""Where every byte went: the callback, its live line, files and advice."""
+"""MemoryReport: where every byte went; the callback, its live line, files and advice."""

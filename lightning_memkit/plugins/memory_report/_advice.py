@@ -1,4 +1,4 @@
-"""The run's own step as predicted, and each single change of it."""
+"""Predict the run's own step, and that step with each single change that may save memory."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ from lightning_memkit.plugins.planning._planned_predictions import BatchParts, P
 from lightning_memkit.plugins.planning.planning import _columns
 from lightning_memkit.prediction.devices import Device
 
-_LEAST = 0.005  # of the peak: less is not worth a line
-_NO_TIME = 0.005  # of a step's: less is none
-_DEFAULT_PRECISION = "32-true"  # Lightning's own is no choice of the user's
+_LEAST = 0.005  # fraction of the peak; smaller savings are not listed
+_NO_TIME = 0.005  # fraction of a step's time; less counts as none
+_DEFAULT_PRECISION = "32-true"  # Lightning's default, not the user's choice
 _NAMES = {
     "precision": "{}",
     "ranks": "{}",
@@ -35,11 +35,11 @@ class RunsBatch:
     """A batch of the run.
 
     Attributes:
-        content: on the host.
-        rows: of the batch.
-        size: rows of a micro-batch.
-        budget: that MemoryBudget keeps; None without one.
-        device: None for the CPU.
+        content: the batch, on the host.
+        rows: its number of rows.
+        size: the rows of a micro-batch.
+        budget: the budget of MemoryBudget; None without one.
+        device: the training device; None for the CPU.
     """
 
     content: Any
@@ -50,7 +50,7 @@ class RunsBatch:
 
 
 class RunAsProblem:
-    """The run as a problem of the planner's, at the micro-batch that it has."""
+    """The run as the planner's problem, at its current micro-batch."""
 
     def __init__(self, given: GivenRun, batch: RunsBatch) -> None:
         self._accumulated, self._budget = given.accumulated, batch.budget
@@ -79,19 +79,19 @@ class RunAsProblem:
 
     @property
     def family(self) -> Family:
-        """What the run has: of each column what is given, or the plainest."""
+        """The run's own configuration: in each column what the user gave, else the default."""
         return Family(tuple(found[0] for found in self._columns.values()))
 
     def row(self, family: Family | None = None, size: int | None = None) -> Row:
-        """The run with a change.
+        """The prediction of the run with a change.
 
         Raises:
-            UnavailableError: the module has nothing for it.
+            UnavailableError: the choice does not apply to the module.
         """
         return self._problem.row(family or self.family, size or self._size)
 
     def changes(self) -> Iterator[tuple[str, str, Family, int]]:
-        """Each single change: its words, what to write, the family and the micro-batch."""
+        """Each single change: its description, what to write, the family and the micro-batch size."""
         for column, known in self._alternatives():
             for choice in known:
                 own = Family(tuple(choice if one.column == column else one for one in self.family.choices))
@@ -116,15 +116,15 @@ class RunAsProblem:
 
     @property
     def _may_release(self) -> bool:
-        """Released gradients can't be added up, nor taken back after an OOM."""
+        """Released gradients can't be accumulated, nor restored for a retry after an OOM."""
         return self._size == self._rows and self._accumulated == 1 and self._budget is None
 
 
 def predicted_step(run: RunAsProblem) -> PredictedStep:
-    """The run's step as predicted.
+    """The prediction of the run's own step.
 
     Raises:
-        Exception: what the step raises on tensors without memory.
+        Exception: whatever the step raises on fake tensors.
     """
     row = run.row()
     if row.failed is not None:
@@ -137,10 +137,10 @@ def predicted_step(run: RunAsProblem) -> PredictedStep:
 
 
 def advice(run: RunAsProblem) -> tuple[Advice, ...]:
-    """Single changes that save memory, those that save most for the time they take first.
+    """Single changes that save memory, best ratio of saved bytes to time first.
 
     Raises:
-        Exception: what the step raises on tensors without memory.
+        Exception: whatever the step raises on fake tensors.
     """
     base = run.row()
     if base.failed is not None:
@@ -162,14 +162,14 @@ def advice(run: RunAsProblem) -> tuple[Advice, ...]:
 
 
 def _worth(one: Advice) -> tuple[float, int]:
-    """What a change saves for the time it takes; where it takes none, more than any that does."""
+    """Sort key: saved bytes for the time that the change takes; changes that take none come first."""
     if one.time_share <= _NO_TIME:
         return float("inf"), one.saved_bytes
     return one.saved_bytes / one.time_share, one.saved_bytes
 
 
 def _how(choice: Choice) -> str:
-    """What to write."""
+    """The code to write for a choice."""
     written = [_written(part) for part in (*choice.plugins, *choice.callbacks)]
     written += [f"{name}={value!r}" for name, value in choice.arguments.items()]
     if choice.optimizer is not None:

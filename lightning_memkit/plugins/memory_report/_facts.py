@@ -1,4 +1,4 @@
-"""What was run, and what it takes of its device now."""
+"""Facts about a run, and its current use of device memory."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from lightning_memkit.plugins.asked import budget_of
 
 
 def facts(trainer: Trainer, step: int) -> RunFacts:
-    """What is run."""
+    """Describe the run."""
     module, budget, device = trainer.lightning_module, budget_of(trainer), trainer.strategy.root_device
     parts = 0 if budget is None or not budget.history else budget.history[-1].micro_batch_size
     return RunFacts(
@@ -28,10 +28,10 @@ def facts(trainer: Trainer, step: int) -> RunFacts:
 
 
 def device_bytes(trainer: Trainer, anatomy: Anatomy | None, live_bytes: int) -> dict[str, float]:
-    """Memory in use now, its peak and its budget, by the names they are logged under.
+    """Memory in use, its peak and its budget, by the names under which they are logged.
 
-    Where the device's allocator counts, that is asked; elsewhere it is what the metered step had, and the peak at
-    least what MemoryBudget has seen.
+    They are read from the device's allocator if it counts. Otherwise they are those of the metered step, with
+    a peak of at least what MemoryBudget has measured.
     """
     device, budget = trainer.strategy.root_device, budget_of(trainer)
     module: Any = torch.get_device_module(device)

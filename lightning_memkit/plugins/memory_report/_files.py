@@ -1,4 +1,4 @@
-"""What a report prints and writes when training ends, or fails."""
+"""Print and write a report when training ends or fails."""
 
 import warnings
 from pathlib import Path
@@ -18,17 +18,17 @@ from lightning_memkit.utilities.atomic_write import write_whole
 
 
 class ReportFiles:
-    """Prints a report, and writes it beside the run's logs; on the first rank.
+    """Prints a report on the first rank, and writes it to the folder of the run's logs.
 
     Args:
-        trainer: whose run it is.
-        path: the JSON file that the user wants; None for one in the folder of logs.
-        printer: prints.
+        trainer: the trainer of the run.
+        path: the user's path of the JSON file; None for one in the folder of logs.
+        printer: prints the tables.
     """
 
     def __init__(self, trainer: Trainer, path: str | None, printer: Printer) -> None:
         self._trainer = trainer
-        # Asked on every rank, when training starts: a logger's folder is broadcast from the first.
+        # Read log_dir on every rank when training starts: a logger's folder is broadcast from the first rank.
         folder = Path(trainer.log_dir or trainer.default_root_dir)
         self._path = Path(path) if path is not None else folder / REPORT
         self._printer = printer
@@ -50,7 +50,7 @@ class ReportFiles:
             )
 
     def write_failed(self, report: StepReport) -> None:
-        """Write JSON and page of a step that ran out of memory, on the rank that did, and what torch knows of it."""
+        """Write JSON, page and allocator snapshot of a step that ran out of memory, on the rank that did."""
         rank = self._trainer.global_rank
         path = self._path.with_name(FAILED)
         path = path.with_stem(f"{path.stem}_rank{rank}") if rank else path
@@ -63,7 +63,7 @@ class ReportFiles:
 
     @rank_zero_only
     def write_snapshot(self) -> None:
-        """Write what torch knows of CUDA's allocator in the metered step, while that is recorded."""
+        """Write torch's snapshot of CUDA's allocator in the metered step, while that is recorded."""
         device = self._trainer.strategy.root_device
         if device.type == "cuda":
             self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What is predicted of the run's own module, which stays as it is."""
+"""Predict the run's own step in a fork or on a copy, leaving the run unchanged."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,11 +26,11 @@ _MOST_SECONDS = 600.0
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedRun:
-    """What was found.
+    """The results of a prediction.
 
     Args:
         predicted: the step.
-        advice: what would save memory.
+        advice: changes that would save memory.
     """
 
     predicted: PredictedStep | None = None
@@ -38,13 +38,14 @@ class PredictedRun:
 
 
 class Foresight:
-    """Predicts a training step, and what would save memory in it, beside the run: nothing here changes.
+    """Predicts a training step, and what would save memory in it; the run itself is unchanged.
 
-    On the CPU that is the metered step; on a GPU the first batch, while forks have an autograd, which takes less.
+    On the CPU it predicts the metered step. On a GPU it predicts the first batch: before any backward,
+    autograd still works in a fork; later a copy would be needed, which takes more.
 
     Args:
-        predict: the step.
-        advise: single changes to it.
+        predict: whether to predict the step.
+        advise: whether to predict single changes to it.
     """
 
     def __init__(self, *, predict: bool, advise: bool) -> None:
@@ -52,12 +53,12 @@ class Foresight:
         self.found = PredictedRun()
 
     def before_first(self, trainer: Trainer, batch: Any) -> None:
-        """The first batch begins: on a GPU it is predicted now."""
+        """On a GPU, predict the first batch before it runs."""
         if trainer.strategy.root_device.type != "cpu":
             self._foresee(trainer, batch)
 
     def after_metered(self, trainer: Trainer, batch: Any) -> None:
-        """The metered batch has ended: on the CPU it is predicted now."""
+        """On the CPU, predict the metered batch after it has run."""
         if trainer.strategy.root_device.type == "cpu":
             self._foresee(trainer, batch)
 
@@ -67,13 +68,13 @@ class Foresight:
         try:
             work = self._work(trainer, batch)
             self.found = predict_apart(trainer, work, timeout_s=_MOST_SECONDS)
-        except Exception as error:  # of the user's step, or of its prediction: the run goes on
+        except Exception as error:  # whatever the user's step or its prediction raises, the run goes on
             said = str(error).strip().splitlines()
             what = f"not predicted: {said[0] if said else type(error).__name__}"
             self.found = PredictedRun(predicted=PredictedStep(what=what))
 
     def _work(self, trainer: Trainer, batch: Any) -> Callable[[GivenRun], PredictedRun]:
-        """What is to be done of the run as given.
+        """The work to do in the fork.
 
         Raises:
             ValueError: this step can't be predicted.
@@ -107,7 +108,7 @@ def _device(trainer: Trainer) -> Device | None:
 
 
 def _part(trainer: Trainer, batch: Any) -> tuple[Any, int, int]:
-    """The batch on the host, its rows, and those of a part."""
+    """The batch on the host, its rows, and the rows of a micro-batch."""
     host = apply_to_collection(batch, Tensor, Tensor.cpu)
     try:
         rows = batch_size(host)

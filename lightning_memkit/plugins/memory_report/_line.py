@@ -1,4 +1,4 @@
-"""The line of a report while training: beside a progress bar, in it, and to the loggers."""
+"""The live line of a report: printed above a progress bar, summarised in it, and sent to the loggers."""
 
 import sys
 from io import StringIO
@@ -14,13 +14,14 @@ from torch import Tensor
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.utilities.patching import Undo
 
-_WIDTH = 118  # of a log file, which has none of its own; 80 columns would break the table
+_WIDTH = 118  # of output to a file; rich's default of 80 columns would break the table
 
 
 class Printer:
-    """Prints through the progress bar that is on the screen, which would be torn otherwise.
+    """Prints through the progress bar on the screen, which printing past it would garble.
 
-    Where the standard output goes is asked at each line: it may be redirected later, and a process has its own.
+    Standard output is looked up for each line: it may be redirected later, and a copy may be in another
+    process.
     """
 
     @rank_zero_only
@@ -53,7 +54,7 @@ def _is_live(bar: RichProgressBar) -> bool:
 
 
 def show_in_bar(trainer: Trainer, values: dict[str, str]) -> Undo:
-    """Let the progress bar show these values beside the module's own; they may change later. Returns the undo."""
+    """Show these values, which may change, in the progress bar beside the module's own. Returns the undo."""
     bar = trainer.progress_bar_callback
     if not isinstance(bar, ProgressBar):
         return lambda: None
@@ -71,7 +72,7 @@ def show_in_bar(trainer: Trainer, values: dict[str, str]) -> Undo:
 
 
 def to_loggers(trainer: Trainer, values: dict[str, float]) -> None:
-    """Send values to all loggers themselves: a callback's `self.log` would count as the user's metric."""
+    """Send values directly to all loggers: a callback's `self.log` would count as the user's metric."""
     named = {f"memkit/{name}": value for name, value in values.items()}
     for logger in trainer.loggers:
         logger.log_metrics(named, trainer.global_step)
@@ -98,7 +99,7 @@ def line(trainer: Trainer, loss: float | None, values: dict[str, float]) -> str:
 
 
 def in_bar(values: dict[str, float]) -> dict[str, str]:
-    """The few values that a progress bar has room for."""
+    """The few values for which a progress bar has room."""
     found: dict[str, str] = {}
     if "peak_gib" in values:
         of = f"/{format_bytes(values['budget_gib'] * 2**30)}" if "budget_gib" in values else ""
@@ -120,7 +121,7 @@ def _memory(values: dict[str, float]) -> list[str]:
 
 
 def loss_of(trainer: Trainer, outputs: Any, name: str | None) -> float | None:
-    """The logged value of that name, or what `training_step` returned; None where it is no tensor."""
+    """The logged value of that name, or the result of `training_step`; None if it is no tensor."""
     value = outputs.get("loss") if isinstance(outputs, dict) else outputs
     if name is not None:
         value = trainer.callback_metrics.get(name)
@@ -128,7 +129,7 @@ def loss_of(trainer: Trainer, outputs: Any, name: str | None) -> float | None:
 
 
 def validation_line(trainer: Trainer) -> str:
-    """What validation has logged: the values whose names begin with "val"; empty without, and in a sanity check."""
+    """The logged values whose names begin with "val"; empty if there are none, and in a sanity check."""
     found = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val")}
     if not found or trainer.sanity_checking:
         return ""

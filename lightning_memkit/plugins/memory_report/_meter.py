@@ -1,4 +1,4 @@
-"""The meter of a training batch, between Lightning's hooks."""
+"""Meter one training batch between Lightning's hooks."""
 
 from collections.abc import Collection
 from contextlib import ExitStack
@@ -22,13 +22,13 @@ from lightning_memkit.utilities.tensors import tensors_of
 
 
 class BatchMeter:
-    """Meters one training batch; what it is asked for after the batch is the step, operations and waste.
+    """Meters one training batch; afterwards it gives the step's anatomy, FLOPs and findings of waste.
 
     Args:
-        trainer: whose batch it is.
+        trainer: the trainer that runs the batch.
         batch: the batch, where Lightning has put it.
-        least_bytes: what is smaller is not named as waste.
-        outer: lines that are not the user's code within a step.
+        least_bytes: smaller waste is not reported.
+        outer: lines of the stack above the step, which are not the user's code within it.
     """
 
     def __init__(self, trainer: Trainer, batch: Any, *, least_bytes: int, outer: Collection[Place]) -> None:
@@ -43,8 +43,8 @@ class BatchMeter:
         self._entered = ExitStack()
 
     def enter(self) -> None:
-        """The batch begins."""
-        # Else torch would leave compiled code that it meets under a meter uncompiled for good.
+        """Start metering at the beginning of the batch."""
+        # Otherwise torch would mark compiled code that runs under a meter to stay uncompiled for good.
         stance = torch.compiler.set_stance("force_eager")
         self._entered.callback(stance.__exit__, None, None, None)
         self._entered.callback(record(self._trainer.strategy.root_device))
@@ -53,31 +53,31 @@ class BatchMeter:
         self._meter.phase = "forward"
 
     def leave(self) -> None:
-        """The batch has ended, or failed; to be called however often."""
+        """Stop metering after the batch has ended or failed; may be called several times."""
         self._entered.close()
 
     def end_forward(self) -> None:
-        """The forward of a part ends."""
+        """Mark the end of a micro-batch's forward."""
         self._meter.end_forward()
 
     def end_backward(self) -> None:
-        """The backward of a part ends; another part's forward may follow."""
+        """Mark the end of a micro-batch's backward; another forward may follow."""
         self._meter.track(_gradients(self._module), "gradients")
         self._meter.phase = "forward"
 
     def begin_optimizer(self) -> None:
-        """The optimizer's step begins."""
+        """Mark the beginning of the optimizer's step."""
         self._meter.phase = "optimizer"
 
     def step(self, fixed_bytes: int) -> MeteredStep:
-        """What the batch took."""
+        """The metered step."""
         self._track_states()
         return self._meter.step(
             gradients=_gradients(self._module), optimizer_states=(), fixed_bytes=fixed_bytes
         )
 
     def failed_step(self, fixed_bytes: int) -> MeteredStep:
-        """What lived when the batch ran out of memory; the batch may be tried again."""
+        """What was alive when the batch ran out of memory; the batch may be retried afterwards."""
         self._track_states()
         found = self._meter.failed_step(
             gradients=_gradients(self._module), optimizer_states=(), fixed_bytes=fixed_bytes
@@ -87,20 +87,20 @@ class BatchMeter:
 
     @property
     def flops(self) -> StepFlops:
-        """Operations of the batch."""
+        """The FLOPs of the batch."""
         return self._meter.flops.total(samples=self._samples, tokens=self._tokens)
 
     @property
     def live_bytes(self) -> int:
-        """What is alive now."""
+        """The bytes that are alive now."""
         return self._meter.live_bytes
 
     def findings(self) -> list[Finding]:
-        """What was wasteful; after `step`."""
+        """The waste that was found; call it after `step`."""
         return self._meter.findings()
 
     def forget(self) -> None:
-        """Nothing more is asked for."""
+        """Release what was recorded; nothing may be read afterwards."""
         self._meter.forget()
 
     def _track_states(self) -> None:
@@ -109,7 +109,7 @@ class BatchMeter:
 
 
 def census(trainer: Trainer, batch: Any, fixed_bytes: int) -> MeteredStep:
-    """What lives in a step that is not metered: by owner, and the rest where the device's allocator counts."""
+    """What is alive in a step that is not metered, by owner; the allocator gives the total if it counts."""
     module, device = trainer.lightning_module, trainer.strategy.root_device
     owned = {
         "weights": [*module.parameters(), *module.buffers()],
@@ -140,7 +140,7 @@ def census(trainer: Trainer, batch: Any, fixed_bytes: int) -> MeteredStep:
 
 
 def _states(trainer: Trainer) -> dict[Category, list[Tensor]]:
-    """The optimizers' states on the device: what makes up for bfloat16's missing bits apart from the rest."""
+    """The optimizers' states on the device, with compensation separate from the other states."""
     device = trainer.strategy.root_device
     every = [state for optimizer in trainer.optimizers for state in states_on(device, optimizer)]
     low = [
@@ -155,7 +155,7 @@ def _states(trainer: Trainer) -> dict[Category, list[Tensor]]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a part of a module is compiled: in a metered step it runs uncompiled."""
+    """Whether any submodule is compiled; in a metered step it runs uncompiled."""
     return any(
         vars(one).get("_compiled_call_impl") is not None or hasattr(one, "_orig_mod")
         for one in module.modules()

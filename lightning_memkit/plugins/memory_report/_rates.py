@@ -1,4 +1,4 @@
-"""How fast training goes, from one line of the report to the next."""
+"""The speed of training between two lines of the report."""
 
 import re
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ from lightning_memkit.memory.flops import StepFlops
 from lightning_memkit.micro_batching import SplitError, batch_size
 from lightning_memkit.prediction.devices import DEVICES, Device
 
-_MOSTLY = 0.999  # of a step's operations
-_OTHER_BOARDS = re.compile(r"\b(pcie|nvl|laptop|max q|4090 d|ti|super)\b")  # of the same chip, at other rates
+_MOSTLY = 0.999  # fraction of a step's FLOPs
+_OTHER_BOARDS = re.compile(r"\b(pcie|nvl|laptop|max q|4090 d|ti|super)\b")  # variants with other rates
 
 
 class Rates:
-    """Tokens or samples a second, real tokens and loader stall since the last line."""
+    """Tokens or samples a second, fraction of real tokens, and loader stall since the last line."""
 
     def __init__(self) -> None:
         self._since, self._waited_before = perf_counter(), 0.0
@@ -26,7 +26,7 @@ class Rates:
         self._masked = False
 
     def count(self, batch: Any) -> None:
-        """Add a batch: its tokens where it has `input_ids`, and its samples where it is not packed."""
+        """Add a batch: its tokens if it has `input_ids`, and its samples unless it is packed."""
         packed = getattr(batch, "real_tokens", None)
         tokens = tokens_of(batch)
         if packed is not None:
@@ -47,12 +47,12 @@ class Rates:
     def take(
         self, waited: float, flops: StepFlops | None = None, device: Device | None = None
     ) -> dict[str, float]:
-        """The rates since the last call, by the names they are logged under.
+        """The rates since the last call, by the names under which they are logged.
 
         Args:
-            waited: seconds for the loader, as counted from the start.
-            flops: of a metered step: what a token, or a sample, takes.
-            device: whose peak is known.
+            waited: seconds spent waiting for the loader since the start.
+            flops: of a metered step, from which the FLOPs of a token or a sample follow.
+            device: the device, if its peak rates are known.
         """
         now = perf_counter()
         seconds = max(now - self._since, 1e-9)
@@ -73,7 +73,7 @@ class Rates:
         return values
 
     def restart(self, waited: float, now: float | None = None) -> None:
-        """Count anew from here; what came in between is not training."""
+        """Start counting anew, to leave out what was not training."""
         self._since, self._waited_before = perf_counter() if now is None else now, waited
         self._tokens = self._samples = 0
         self._real, self._masked = 0, False
@@ -81,7 +81,7 @@ class Rates:
 
 def tokens_of(batch: Any) -> int:
     """Tokens of a batch, padding included; 0 where it has no `input_ids`."""
-    if isinstance(batch, (Tensor, Sequence)):  # torch warns of a tensor that is asked for a name
+    if isinstance(batch, (Tensor, Sequence)):  # torch warns when a tensor is indexed with a string
         return 0
     try:
         ids = batch["input_ids"]
@@ -91,7 +91,7 @@ def tokens_of(batch: Any) -> int:
 
 
 def samples_of(batch: Any) -> int:
-    """Samples of a batch; 1 where it can't be split."""
+    """Samples of a batch; 1 if it can't be split."""
     try:
         return batch_size(batch)
     except SplitError:
@@ -99,7 +99,7 @@ def samples_of(batch: Any) -> int:
 
 
 def known_device(device: torch.device) -> Device | None:
-    """A GPU whose data sheet is known, by its name; None for others: of boards with lower clocks, too."""
+    """The known device with this GPU's name; None for others, and for variants with lower clocks."""
     if device.type != "cuda":
         return None
     properties = torch.cuda.get_device_properties(device)
@@ -107,7 +107,7 @@ def known_device(device: torch.device) -> Device | None:
 
 
 def named_device(name: str, memory_bytes: int) -> Device | None:
-    """The device of `DEVICES` that a driver's name means; the one of next memory where there are several."""
+    """The device of `DEVICES` that a driver's name means; of several, the one of the closest memory size."""
     words = re.sub(r"[^a-z0-9]+", " ", name.lower())
     found = [device for known, device in DEVICES.items() if re.search(_pattern(known), words)]
     if not found or (_OTHER_BOARDS.search(words) and not found[0].name.startswith("a100")):
@@ -116,12 +116,12 @@ def named_device(name: str, memory_bytes: int) -> Device | None:
 
 
 def _pattern(known: str) -> str:
-    """`rtx4090` is "RTX 4090" in a driver's words."""
+    """A pattern for a driver's spelling: `rtx4090` matches "RTX 4090"."""
     return r"\b" + re.sub(r"(?<=[a-z])(?=\d\d)", " ?", known.split("-")[0]) + r"\b"
 
 
 def ideal_seconds(flops: StepFlops, device: Device | None) -> float | None:
-    """A step's model operations at the device's peak; None where the peak isn't known: float32 as TF32 is none."""
+    """Seconds for a step's model FLOPs at the device's peak; None if unknown, as for float32 run as TF32."""
     if device is None:
         return None
     if flops.share_16_bit < _MOSTLY and torch.get_float32_matmul_precision() != "highest":

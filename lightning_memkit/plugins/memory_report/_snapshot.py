@@ -1,4 +1,4 @@
-"""Torch's own record of CUDA's allocator, beside a report; not yet verified on a GPU."""
+"""torch's own snapshot of CUDA's allocator, written beside a report; not yet verified on a GPU."""
 
 import warnings
 from collections.abc import Callable
@@ -11,24 +11,24 @@ _ENTRIES = 200_000  # allocations and releases with their stacks: a step has tho
 
 
 def record(device: torch.device) -> Callable[[], None]:
-    """Let torch note each allocation on a CUDA device with its stack, some microseconds each; returns what ends it.
+    """Record each CUDA allocation with its stack, at some microseconds each; returns the undo.
 
-    Elsewhere, and where the user records already, nothing happens.
+    Does nothing on other devices, or if the user is already recording.
     """
     if device.type != "cuda" or _is_recording():
         return lambda: None
     memory: Any = torch.cuda.memory
     try:
-        # With stacks of C++, too, a dump of so many entries takes minutes to name them.
+        # Python only: with C++ stacks, symbolizing so many entries takes minutes.
         memory._record_memory_history(max_entries=_ENTRIES, stacks="python")
-    except (RuntimeError, AttributeError, TypeError) as error:  # private: a later torch may have it otherwise
+    except (RuntimeError, AttributeError, TypeError) as error:  # private: a later torch may change it
         warnings.warn(f"MemoryReport writes no snapshot of CUDA's allocator: {error}", stacklevel=2)
         return lambda: None
     return lambda: memory._record_memory_history(enabled=None)
 
 
 def dump(device: torch.device, path: Path) -> bool:
-    """Write what torch knows of a CUDA device's allocator now, for pytorch.org/memory_viz; whether it was written."""
+    """Write a snapshot of CUDA's allocator for pytorch.org/memory_viz; returns whether it was written."""
     if device.type != "cuda":
         return False
     memory: Any = torch.cuda.memory

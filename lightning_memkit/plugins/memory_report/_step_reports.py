@@ -1,4 +1,4 @@
-"""A step taken apart, with what was run: one that was metered, or one that ran out of memory."""
+"""Make the report of a step that was metered, or that ran out of memory."""
 
 from typing import Any
 
@@ -13,15 +13,15 @@ from lightning_memkit.plugins.memory_report._meter import BatchMeter, census
 def metered_report(
     trainer: Trainer, number: int, meter: BatchMeter, fixed: int, foresight: Foresight, *, advised: bool
 ) -> StepReport:
-    """Of a metered step, with what was predicted of it.
+    """The report of a metered step, with its prediction.
 
     Args:
-        trainer: whose step it was.
-        number: of the batch.
-        meter: has seen the step, and is left.
-        fixed: bytes that the process or the device holds besides tensors.
-        foresight: what was predicted.
-        advised: advice was asked for.
+        trainer: the trainer of the run.
+        number: the number of the batch.
+        meter: the meter of the step, already left.
+        fixed: bytes that the process or the device uses besides tensors.
+        foresight: holds the prediction.
+        advised: whether advice was requested.
     """
     return StepReport(
         step=meter.step(fixed),
@@ -36,15 +36,15 @@ def metered_report(
 def failed_report(
     trainer: Trainer, number: int, meter: BatchMeter | None, fixed: int, batch: Any, error: BaseException
 ) -> StepReport:
-    """Of a step that ran out of memory: by its meter, or a census of what lives.
+    """The report of a step that ran out of memory: from its meter, or else from a census of live tensors.
 
     Args:
-        trainer: whose step it is.
-        number: of the batch.
-        meter: is metering the step; None: nothing is.
-        fixed: bytes that the process or the device holds besides tensors.
-        batch: what is trained on.
-        error: says that memory ran out.
+        trainer: the trainer of the run.
+        number: the number of the batch.
+        meter: the meter of the step; None if it was not metered.
+        fixed: bytes that the process or the device uses besides tensors.
+        batch: the training batch.
+        error: the out-of-memory error.
     """
     return StepReport(
         step=census(trainer, batch, fixed) if meter is None else meter.failed_step(fixed),

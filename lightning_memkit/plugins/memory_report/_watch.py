@@ -1,4 +1,4 @@
-"""Which training batches are watched for tensors that are never let go."""
+"""Choose the training batches that are watched for leaks, tensors that are never released."""
 
 from collections.abc import Collection
 
@@ -10,17 +10,18 @@ from lightning_memkit.memory.origins import Place
 from lightning_memkit.optim.state_home import tensors_of
 from lightning_memkit.plugins.asked import BatchBudget
 
-_LEAST_STEPS = 4  # that each leave something behind: fewer may be a cache that fills
+_LEAST_STEPS = 4  # with growth; growth in fewer steps may be a cache that fills
 
 
 class StepsWatch:
-    """Enters a `LeakWatch` for the first training batches, and judges once.
+    """Enters a `LeakWatch` for the first training batches, and reports once.
 
-    Under MemoryBudget it waits until sizes are settled: sizes are chosen by the clock, which a watch would slow down.
+    Under MemoryBudget it waits until sizes are settled: they are chosen by timing, which a watch would
+    distort.
 
     Args:
-        steps: how many batches; 0 for none.
-        outer: lines that are not the user's code within a step.
+        steps: how many batches to watch; 0 for none.
+        outer: lines of the stack above the step, which are not the user's code within it.
     """
 
     def __init__(self, steps: int, outer: Collection[Place] = ()) -> None:
@@ -30,7 +31,7 @@ class StepsWatch:
 
     @staticmethod
     def check(steps: int) -> None:
-        """Refuse a number of steps that can find nothing.
+        """Refuse a number of steps in which no leak can be found.
 
         Raises:
             ValueError: with the value, the rule and the remedy.
@@ -42,31 +43,31 @@ class StepsWatch:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all batches have been watched, and not judged yet."""
+        """Whether all batches have been watched but `findings` has not been called."""
         return self._watch is not None and self._left == 0
 
     def enter(self, budget: BatchBudget | None, batches: int) -> None:
-        """Watch the batch that begins, if it is one to watch."""
+        """Watch the batch that begins, if it is to be watched."""
         if self._watch is None or self._entered or self._left == 0 or _is_settling(budget, batches):
             return
         self._watch.__enter__()
         self._entered = True
 
     def leave(self) -> None:
-        """The batch has ended as it should."""
+        """Count a batch that has ended without an error."""
         if self._watch is not None and self._entered:
             self.drop()
             self._watch.steps += 1
             self._left -= 1
 
     def drop(self) -> None:
-        """A batch that failed or was skipped must not leave its watch active."""
+        """Stop watching without counting: for batches that failed or were skipped."""
         if self._watch is not None and self._entered:
             self._entered = False
             self._watch.__exit__(None, None, None)
 
     def findings(self, trainer: Trainer, module: LightningModule) -> tuple[Finding, ...]:
-        """What leaks, by what was watched; once."""
+        """The leaks found in the watched batches; can be called once."""
         watch, self._watch = self._watch, None
         if watch is None:
             return ()

@@ -1,4 +1,4 @@
-"""Show where every byte of a training step went, and how the run goes, in the field's terms."""
+"""Report where every byte of a training step went, and how the run goes."""
 
 import warnings
 from collections.abc import Sequence
@@ -45,30 +45,31 @@ def _no_time() -> float:
 
 
 class MemoryReport(LeavesRunBehind, Callback):
-    """Prints a live line while training and at the end a table of the peak by category; one metered step.
+    """Prints a live line while training, and at the end the peak by category; the price is one metered step.
 
-    The live line has loss, tokens (or samples) a second, the share of the device's peak operations (MFU, where the
-    peak is known), memory, peak and budget, the share of real tokens, the share of time spent waiting for the
-    loader, and MemoryBudget's retries; the same values go to the loggers, a few to the progress bar. One step is
-    metered operator by operator (tens of microseconds each). When training ends it is printed by category, by kind of
-    operator and by module, and written as JSON and as a page that needs nothing but a browser: what was alive when.
-    With it come findings, a line each: what is wasteful, its bytes, the line that makes it, and the remedy. Tensors
-    that every step leaves behind are looked for in the first steps. Of a mixture of experts it tells what is resident
-    from what a token finds active. A step that runs out of memory gets a page of its own: what lived when it failed.
+    The live line has loss, tokens (or samples) a second, the fraction of the device's peak FLOPs (MFU, if the
+    peak is known), memory, peak and budget, the fraction of real tokens, the fraction of time spent waiting
+    for the loader, and MemoryBudget's retries; the same values go to the loggers, a few to the progress bar.
+    One step is metered operator by operator (tens of microseconds each). When training ends, its peak is
+    printed by category, kind of operator and module, and written as JSON and as a self-contained HTML page
+    that shows what was alive when. Findings follow, one a line: what is wasteful, its bytes, the line of
+    code, and the remedy. In the first steps it also looks for leaks, tensors that every step leaves behind.
+    For a mixture of experts it gives resident and active bytes. A step that runs out of memory gets a page of
+    its own, with what was alive when it failed.
 
     Args:
-        measured_step: the training batch that is metered, counted from 0; the second one by default, when the
-            optimizer's state exists. So are those before it where neither MemoryBudget nor torch.compile minds, to
-            tell what lived if they run out of memory.
+        measured_step: the training batch that is metered, counted from 0; by default the second, when
+            optimizer states exist. Without MemoryBudget and torch.compile, the batches before it are metered,
+            too, to show what was alive if they run out of memory.
         live: print the line every `trainer.log_every_n_steps` batches.
-        path: the JSON file, the page lies beside it; by default `memory_report.json` in the logger's folder, or the
-            trainer's.
-        loss_name: the logged value that the line shows; by default what `training_step` returns.
-        watched_steps: training batches in which every tensor is followed, to find those that are never let go (tens
-            of microseconds an operator); the first ones, or under MemoryBudget the first after it has settled. 0
-            looks for none.
-        least_bytes: waste within a step that is smaller is not named, as a size ("1MiB") or a count of bytes.
-        predict: predict the metered step, too, and show both side by side; takes seconds, once, in a fork.
+        path: the JSON file, next to which the page is written; by default `memory_report.json` in the
+            logger's folder, or else the trainer's.
+        loss_name: the logged value that the line shows; by default the loss that `training_step` returns.
+        watched_steps: the number of training batches in which every tensor is tracked to find leaks (tens of
+            microseconds an operator): the first ones, or under MemoryBudget the first after its sizes have
+            settled. 0 turns this off.
+        least_bytes: smaller waste within a step is not reported; a size ("1MiB") or a count of bytes.
+        predict: also predict the metered step, and show both side by side; takes seconds, once, in a fork.
         advise: predict what single changes would save and cost, and list them; takes about ten predictions.
     """
 
@@ -118,7 +119,7 @@ class MemoryReport(LeavesRunBehind, Callback):
         self._watch = StepsWatch(0)
         self._outer: set[Place] = set()
         self._batches = 0
-        self._batch: Any = None  # under way: Lightning holds it, too
+        self._batch: Any = None  # the current one, which Lightning holds, too
         self._process_bytes = self._live_bytes = 0
         self._rates = Rates()
         self._in_bar: dict[str, str] = {}
@@ -133,11 +134,11 @@ class MemoryReport(LeavesRunBehind, Callback):
 
     @property
     def anatomy(self) -> Anatomy | None:
-        """The metered step's peak, taken apart; None before there is one."""
+        """The anatomy of the metered step's peak; None before it is metered."""
         return None if self.report is None else self.report.anatomy
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note what the process holds besides tensors, and time the waits for data."""
+        """Record what the process holds besides tensors, and start timing the waits for data."""
         self._give_back()
         self.report, self.failed, self.findings, self._batches = None, None, (), 0
         self._outer = places()
@@ -153,7 +154,7 @@ class MemoryReport(LeavesRunBehind, Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Enter the meter for the measured step, and the watch for leaks in the first ones."""
+        """Enter the meter for the measured step, and the leak watch in the first ones."""
         self._batch = batch
         if self._batches == 0:
             self._foresight.before_first(trainer, batch)
@@ -166,19 +167,19 @@ class MemoryReport(LeavesRunBehind, Callback):
         self._meter.enter()
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """The forward of a part ends."""
+        """Mark the end of a micro-batch's forward."""
         if self._meter is not None:
             self._meter.end_forward()
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The backward of a part ends; another part's forward may follow."""
+        """Mark the end of a micro-batch's backward; another forward may follow."""
         if self._meter is not None:
             self._meter.end_backward()
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
-        """The optimizer's step begins."""
+        """Mark the beginning of the optimizer's step."""
         if self._meter is not None:
             self._meter.begin_optimizer()
 
@@ -207,13 +208,13 @@ class MemoryReport(LeavesRunBehind, Callback):
             self._printer.show(trainer, line(trainer, loss_of(trainer, outputs, self.loss_name), values))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print what validation has logged: the values whose names begin with "val"."""
+        """Print the logged values whose names begin with "val"."""
         if self.live and (text := validation_line(trainer)):
             self._printer.show(trainer, text)
         self._rates.restart(self._waited())
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """A batch whose start ended the epoch was not stepped."""
+        """Drop the meter of a batch whose start ended the epoch: it was not stepped."""
         self._drop_meter()
         self._watch.drop()
 
@@ -230,14 +231,14 @@ class MemoryReport(LeavesRunBehind, Callback):
         self._print_lines(trainer, self.findings if experts is None else (*self.findings, experts))
 
     def on_out_of_memory(self, trainer: Trainer, error: BaseException) -> None:
-        """Take the step apart that ran out of memory, while what it had is still there: MemoryBudget tells of it."""
+        """Report a step that ran out of memory while its tensors are alive; MemoryBudget calls this."""
         try:
             self._take_apart(trainer, error)
         except Exception as own:  # the step's own error, or its retry, is what matters
             warnings.warn(f"MemoryReport can't tell what lived when memory ran out: {own}", stacklevel=2)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Take a step apart that ran out of memory; Lightning calls no teardown after an error."""
+        """Report a step that ran out of memory, and undo: Lightning calls no teardown after an error."""
         try:
             is_known = self.failed is not None and self.failed.run.step == self._batches
             if is_out_of_memory(exception) and not is_known:
@@ -246,7 +247,7 @@ class MemoryReport(LeavesRunBehind, Callback):
             self._give_back()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Give the profiler's hooks back."""
+        """Remove the profiler's hooks."""
         self._give_back()
 
     def _take_apart(self, trainer: Trainer, error: BaseException) -> None:
@@ -263,7 +264,7 @@ class MemoryReport(LeavesRunBehind, Callback):
             self._undo.pop()()
 
     def _drop_meter(self) -> None:
-        """A step that failed or was skipped must not leave its meter active."""
+        """Leave the meter of a step that failed or was skipped."""
         if self._meter is not None:
             self._meter.leave()
             self._meter = None
@@ -288,7 +289,7 @@ class MemoryReport(LeavesRunBehind, Callback):
         return fixed_bytes(device) if device.type == "cuda" else self._process_bytes
 
     def _judge(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Name what the watched steps have left behind; said at once, since it grows."""
+        """Report the leaks that were found in the watched steps at once, since they grow."""
         found = self._watch.findings(trainer, pl_module)
         self.findings += found
         if self.live:

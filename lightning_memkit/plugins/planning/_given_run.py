@@ -1,4 +1,4 @@
-"""The run under way as a new Trainer would be given it, which is what predictions of it start from."""
+"""The current run as arguments for a new Trainer, from which predictions of it start."""
 
 import copy
 from collections.abc import Callable
@@ -19,13 +19,13 @@ _KEPT_CALLBACKS = (_OURS, "lightning.pytorch.callbacks.")
 
 @dataclass(frozen=True, kw_only=True)
 class GivenRun:
-    """A module without our plugins on it, and the arguments of a Trainer that has them.
+    """A module without our plugins' patches, and the arguments of a Trainer that has these plugins.
 
     Attributes:
         module: as the user gave it.
-        arguments: precision, callbacks and clipping; accumulation over two parts at least, since from the second on
-            gradients are there.
-        accumulated: batches of the loader in a step.
+        arguments: precision, callbacks, clipping, and accumulation over at least two micro-batches, since
+            only from the second on gradients exist during the forward.
+        accumulated: loader batches in a step.
     """
 
     module: LightningModule
@@ -34,15 +34,15 @@ class GivenRun:
 
 
 def predict_apart(trainer: Trainer, work: Callable[[GivenRun], T], *, timeout_s: float) -> T:
-    """What `work` finds of a run that is under way, which goes on as if nothing had been asked.
+    """Return `work`'s result for the current run, which is left unchanged.
 
-    A fork does the work. Where autograd works in none any more (this process has run a backward and has an
-    accelerator: a second fit, a notebook) it is done here, on a copy of the module that shares its tensors; `work` may
-    not write to them. Predictions make them fake.
+    `work` runs in a fork. Autograd does not work in a fork if this process has run a backward and has an
+    accelerator (a second fit, a notebook); `work` then runs here, on a copy of the module that shares its
+    tensors, and must not write to them. Predictions replace them by fake ones.
 
     Raises:
         PredictionError: the fork ended without a result.
-        Exception: what `work` raises, and where it is done here, what a module raises that can't be copied.
+        Exception: what `work` raises; without a fork also what copying the module raises.
     """
     try:
         return contained(lambda: work(_in_fork(trainer)), timeout_s=timeout_s)
@@ -53,12 +53,12 @@ def predict_apart(trainer: Trainer, work: Callable[[GivenRun], T], *, timeout_s:
 
 
 def is_automatic(callback: Callback) -> bool:
-    """Whether the run itself chooses what is saved."""
+    """Whether the callback itself chooses during the run which activations are saved."""
     return _predictable(callback) is not callback
 
 
 def _in_fork(trainer: Trainer) -> GivenRun:
-    """Take our plugins off the module, for good."""
+    """Remove our plugins from the module for good, since the fork is discarded."""
     module, callbacks = trainer.lightning_module, _callbacks(trainer)
     for callback in reversed([one for one in callbacks if type(one).__module__.startswith(_OURS)]):
         callback.teardown(trainer, module, "fit")
@@ -69,7 +69,7 @@ def _in_fork(trainer: Trainer) -> GivenRun:
 
 
 def _beside(trainer: Trainer) -> GivenRun:
-    """Copy what our plugins are on, and take them off the copy; the run's own module keeps them."""
+    """Copy the module and plugins, and remove our patches from the copy; the run's own module keeps them."""
     module = trainer.lightning_module
     shared = [*module.parameters(), *module.buffers()]
     memo: dict[int, Any] = {id(trainer): None, **{id(tensor): tensor for tensor in shared}}
@@ -106,7 +106,7 @@ def _kept(callbacks: list[Callback]) -> list[Callback]:
 
 
 def _anew(precision: Any) -> Any:
-    """A plugin with its options and without the run's optimizers, whose states a prediction would count once more."""
+    """A plugin with its options but without the run's optimizers, whose states would be counted twice."""
     anew = getattr(precision, "without_run", None)
     return precision if anew is None else anew()
 

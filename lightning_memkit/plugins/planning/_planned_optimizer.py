@@ -1,4 +1,4 @@
-"""Optimizers in plans: which 8-bit one could stand in for a module's, and predictions with it."""
+"""Optimizers in plans: the 8-bit one that could replace a module's, and predictions with it."""
 
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
@@ -13,7 +13,7 @@ from lightning_memkit.plugins.strategies._eight_bit import adapt_bitsandbytes_in
 
 
 class _Answer(Exception):
-    """Ends a prediction as soon as the optimizer is known; comes out of the process that predicts."""
+    """Ends a prediction as soon as the optimizer is known; crosses from the predicting process."""
 
     def __init__(self, found: EightBit | None, reason: str) -> None:
         super().__init__(found, reason)
@@ -21,7 +21,7 @@ class _Answer(Exception):
 
 
 class _Asks(Callback):
-    """Answers when the optimizers are there."""
+    """Raises the answer as soon as the optimizers exist."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if len(trainer.optimizers) != 1:
@@ -35,10 +35,10 @@ class _Asks(Callback):
 
 
 def eight_bit_for(ask: Callable[[Callback], None]) -> EightBit:
-    """What could stand in for the module's optimizer; takes the set-up of a fit, without a step.
+    """The 8-bit optimizer that could replace the module's; costs the set-up of a fit, without a step.
 
     Args:
-        ask: lets a callback see a fit as it begins.
+        ask: runs the beginning of a fit with a callback.
 
     Raises:
         UnavailableError: there is none.
@@ -55,7 +55,7 @@ def eight_bit_for(ask: Callable[[Callback], None]) -> EightBit:
 
 
 class EightBitStates(Callback):
-    """Puts bitsandbytes' optimizer in the place of the module's, for a prediction: changes the module for good."""
+    """Replaces the module's optimizer by bitsandbytes' in a prediction; changes the module for good."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         own = pl_module.configure_optimizers
@@ -71,7 +71,7 @@ class EightBitStates(Callback):
 
 
 def _with(instead_of: Callable[[Optimizer], Optimizer], found: Any) -> Any:
-    """What `configure_optimizers` gave, with other optimizers; schedulers get them, too."""
+    """The result of `configure_optimizers` with its optimizers replaced, also in schedulers."""
     if isinstance(found, Optimizer):
         return instead_of(found)
     if isinstance(found, Mapping):

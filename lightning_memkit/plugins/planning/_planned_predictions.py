@@ -1,4 +1,4 @@
-"""Predictions of what a plan may choose: a family's choices as the Trainer's arguments."""
+"""Predict configurations: a family's choices become the Trainer's arguments."""
 
 import warnings
 from collections.abc import Mapping
@@ -23,13 +23,13 @@ from lightning_memkit.utilities.errors import NoEffectWarning
 
 
 class BatchParts:
-    """A batch, and parts of it: on a GPU a part is alone there, on the CPU the whole batch is where its part is."""
+    """A batch and its micro-batches: alone on a GPU, but on the CPU in memory beside the whole batch."""
 
     def __init__(self, batch: Any, rows: int, *, on_cpu: bool) -> None:
         self.batch, self.rows, self._on_cpu = batch, rows, on_cpu
 
     def first(self, size: int) -> Any:
-        """Of so many rows."""
+        """The first micro-batch of `size` rows."""
         if size >= self.rows:
             return self.batch
         part = split_batch(self.batch, [size, self.rows - size])[0]
@@ -37,11 +37,11 @@ class BatchParts:
 
 
 class Predictions:
-    """Predicts a family at a micro-batch, once.
+    """Predicts each family at each micro-batch size once.
 
     Args:
         module: as `plan` takes it.
-        parts: of the batch.
+        parts: gives the micro-batches.
         given: the Trainer's arguments that are kept.
         device: as `predict_memory` takes it.
     """
@@ -56,14 +56,14 @@ class Predictions:
         """The prediction.
 
         Raises:
-            UnavailableError: the module has nothing for a choice.
+            UnavailableError: a choice does not apply to the module.
         """
         if (family, size) not in self._known:
             self._known[family, size] = self._predicted(family, size)
         return self._known[family, size]
 
     def ask(self, callback: Callback, rows: int) -> None:
-        """Let a callback see a fit of a part as it begins, under what is given."""
+        """Run the beginning of a fit with a callback, under the given arguments."""
         options = {**self._given, "callbacks": [callback, *self._given["callbacks"]]}
         predict_memory(self._module, self._parts.first(rows), trainer=options, device=self._device)
 
@@ -77,13 +77,13 @@ class Predictions:
         added = [_built(part) for choice in family.choices for part in choice.callbacks]
         own = [EightBitStates()] if family.optimizer is not None else []
         options["callbacks"] = [*own, _ChoiceNeeds(added), *callbacks, *added]
-        if size < self._parts.rows:  # two parts are enough: from the second on gradients are there
+        if size < self._parts.rows:  # two are enough: from the second on gradients exist
             options["accumulate_grad_batches"] = max(2, int(options.get("accumulate_grad_batches") or 1))
         return predict_memory(self._module, self._parts.first(size), trainer=options, device=self._device)
 
 
 class _ChoiceNeeds(Callback):
-    """Refuses choices that a module has nothing for, before the callbacks that would warn, or fail."""
+    """Refuses choices that don't apply to the module, before the callbacks themselves warn or fail."""
 
     def __init__(self, callbacks: list[Callback]) -> None:
         columns = plan_columns(callbacks)
@@ -131,5 +131,5 @@ def _built(part: PluginSpec) -> Any:
 
 
 def listed(value: Any) -> list[Any]:
-    """An argument of the Trainer that may be one or several."""
+    """A Trainer argument that may be one value or several, as a list."""
     return list(value) if isinstance(value, (list, tuple)) else [] if value is None else [value]

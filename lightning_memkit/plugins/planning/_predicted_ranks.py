@@ -1,4 +1,4 @@
-"""Which strategies and numbers of ranks a prediction takes, and what it gives Lightning in their place."""
+"""The strategies and numbers of ranks that can be predicted, and what Lightning gets instead of them."""
 
 import copy
 from collections.abc import Mapping
@@ -21,10 +21,10 @@ _KNOWN = (
 
 
 def many_ranks(options: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
-    """How many ranks the Trainer's arguments ask for (0: one device, no ranks), and arguments in place of theirs.
+    """How many ranks the Trainer's arguments ask for (0: one device, no ranks), and their replacements.
 
     Raises:
-        ValueError: the strategy can't be predicted, or the number of ranks doesn't follow from the arguments.
+        ValueError: the strategy can't be predicted, or the arguments don't determine the number of ranks.
     """
     strategy = options.get("strategy", "auto")
     alone = (
@@ -57,7 +57,7 @@ def _devices(devices: Any) -> int:
             f"devices={devices!r} doesn't say how many ranks there will be, and this machine need not have them: "
             "write their number, devices=8."
         )
-    if isinstance(devices, str) and "," in devices:  # "0,1": by their numbers
+    if isinstance(devices, str) and "," in devices:  # "0,1" lists device numbers
         return sum(1 for device in devices.split(",") if device.strip())
     return _number("devices", devices)
 
@@ -110,12 +110,12 @@ def _strategy(strategy: Any, ranks: int) -> Strategy:
 
 
 def _without_processes(strategy: Any) -> Any:
-    strategy._start_method = "popen"  # of which there is none: the cluster's processes exist
+    strategy._start_method = "popen"  # Lightning then starts none: OneOfMany says that processes exist
     return strategy
 
 
 def _unplaced(strategy: Any) -> Any:
-    """A copy that knows nothing yet of where it will run."""
+    """A copy that is not connected to any devices yet."""
     strategy = copy.copy(strategy)
     strategy.cluster_environment = strategy.parallel_devices = strategy._accelerator = None
     return strategy

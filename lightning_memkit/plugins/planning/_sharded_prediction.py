@@ -1,4 +1,4 @@
-"""What a prediction for many ranks gives Lightning: a cluster of one process, and DDP without its reducer."""
+"""What a prediction for many ranks gives Lightning: a cluster of one process, and DDP without a reducer."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from lightning_memkit.prediction.ranks import RankSimulation
 
 
 class OneOfMany(LightningEnvironment):
-    """Rank 0 of a cluster that launches nothing.
+    """Rank 0 of a cluster that launches no processes.
 
     Args:
         ranks: how many there are.
@@ -24,35 +24,35 @@ class OneOfMany(LightningEnvironment):
 
     @property
     def creates_processes_externally(self) -> bool:
-        """True: Lightning starts no process for the others."""
+        """True, so that Lightning starts no other processes."""
         return True
 
     def world_size(self) -> int:
-        """All of them."""
+        """The number of all ranks."""
         return self._ranks
 
     def set_world_size(self, size: int) -> None:
-        """Known already."""
+        """Do nothing: the number is known."""
 
     def global_rank(self) -> int:
-        """The first."""
+        """0: the first rank."""
         return 0
 
     def set_global_rank(self, rank: int) -> None:
-        """Known already."""
+        """Do nothing: the rank is known."""
 
     def local_rank(self) -> int:
-        """The first."""
+        """0: the first rank."""
         return 0
 
     def node_rank(self) -> int:
-        """The first."""
+        """0: the first node."""
         return 0
 
 
 @contextmanager
 def ddp_in_buckets(simulation: RankSimulation) -> Iterator[None]:
-    """Within it Lightning wraps modules into DDP's stand-in."""
+    """Within the context, Lightning wraps modules into DDP's stand-in."""
     lightning: Any = lightning_ddp
 
     class Bucketed(BucketedModel):

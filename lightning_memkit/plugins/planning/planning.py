@@ -32,7 +32,7 @@ from lightning_memkit.prediction.residuals import residual_of
 
 OptimizerStates = Literal["given", "open"]
 
-_TOLD = 0.005  # a residual of less is not worth a note
+_TOLD = 0.005  # smaller residuals are not noted
 
 
 def plan(
@@ -43,22 +43,24 @@ def plan(
     trainer: Mapping[str, Any] | None = None,
     optimizer_states: OptimizerStates = "given",
 ) -> Plan:
-    """The fastest configuration that fits a budget, and all others with the reason against them; nothing is allocated.
+    """Ranks configurations that fit a budget by speed, and says why others don't fit; nothing is allocated.
 
-    Precision, compensation, activation checkpointing, the loss, the micro-batch, gradient release, on a GPU offload,
-    and DDP and FSDP2 where `devices` are several, are enumerated. Each is predicted as `predict_memory` does it, some
-    seconds a prediction, unless its weights and gradients alone are too much. What fits is ranked by the time of its
-    operators: on this machine's CPU they are measured one by one, for a GPU they follow from its rates. What is given
-    in `trainer` is kept: a precision, a strategy, a plugin or a callback of a kind leaves nothing of that kind to
-    choose. So is the optimizer, unless its states are left open.
+    Enumerated are precision, compensation, activation checkpointing, the loss, the micro-batch, gradient
+    release, offload on a GPU, and DDP and FSDP2 if `devices` are several. Each configuration is predicted as
+    by `predict_memory`, in some seconds, unless its weights and gradients alone exceed the budget. Those that
+    fit are ranked by the time of their operators: measured one by one on this machine's CPU, computed from
+    the rates of a GPU. What `trainer` gives is kept: if it has a precision, a strategy, a plugin or a
+    callback of some kind, nothing of that kind is chosen. The optimizer is kept, too, unless its states are
+    left open.
 
     Args:
         module: a LightningModule, or a function without arguments that builds one.
-        batch: what the loader will yield: the effective batch, which is trained in parts where it does not fit.
+        batch: what the loader will yield: the effective batch, which is split if it does not fit.
         budget: a `Budget`, or its memory.
         trainer: arguments of the `Trainer` that will train.
-        optimizer_states: ``"given"``: as the module's optimizer has them; ``"open"``: in 8 bits, too, by the optimizer
-            of bitsandbytes that takes the same steps (for Adam, AdamW and SGD with momentum). Changes numbers.
+        optimizer_states: ``"given"``: as the module's optimizer has them; ``"open"``: also in 8 bits, by the
+            optimizer of bitsandbytes that takes the same steps (for Adam, AdamW and SGD with momentum).
+            Changes numbers.
 
     Returns:
         The plan: `Trainer(**plan(...).trainer_kwargs())` trains as planned.
@@ -102,7 +104,7 @@ def plan(
 
 
 def _times(budget: Budget, device: Device | None, nodes: int) -> Times:
-    """Measured where the device is here; by its rates where it is not."""
+    """Operator times: measured if the device is present, computed from its rates otherwise."""
     if device is None:
         return TimesHere()
     by_rates = TimesByRates(device, nodes)
@@ -112,7 +114,7 @@ def _times(budget: Budget, device: Device | None, nodes: int) -> Times:
 def _columns(
     given: Mapping[str, Any], device: Device | None, ranks: int, ask: Callable[[Callback], None] | None
 ) -> tuple[dict[str, tuple[Choice, ...]], dict[str, str]]:
-    """What may be chosen, column by column, and why nothing of some; `ask` says that the states are open."""
+    """The choices of each column, and why some columns have none; `ask` is given if the states are open."""
     columns = {
         "precision": choices.precisions(device),
         "ranks": choices.shardings() if ranks > 1 else (Choice(column="ranks", name=""),),
@@ -136,13 +138,13 @@ def _columns(
 
 
 def _hint(rows: Sequence[Row], problem: Problem, ask: Callable[[Callback], None]) -> str:
-    """What 8-bit states would make of the least that there is, where the optimizer has them and they take less."""
+    """What 8-bit states would save in the smallest configuration, if the optimizer supports them."""
     least = min((row for row in rows if row.taken_bytes), key=lambda row: row.taken_bytes, default=None)
     if least is None:
         return ""
     try:
         instead = eight_bit_for(ask)
-    except Exception:  # there is none, or the user's step fails, which the rows tell
+    except Exception:  # there is none, or the user's step fails, which the rows report
         return ""
     _, choice = choices.optimizer_states(instead)
     family = Family(tuple(choice if one.column == choice.column else one for one in least.family.choices))
@@ -166,16 +168,16 @@ def _ranks(given: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _shards(strategy: Any) -> bool:
-    """Whether a strategy shares weights out among the ranks."""
+    """Whether a strategy shards weights over the ranks."""
     return strategy == FSDP2Strategy.strategy_name or isinstance(strategy, ModelParallelStrategy)
 
 
 def _may_offload(strategy: Any) -> bool:
-    """Whether a strategy may keep weights in the host's memory."""
+    """Whether a strategy may keep weights in host memory."""
     sharding = getattr(strategy, "shards_by", None)
     if sharding is not None:
         return sharding.cpu_offload
-    return isinstance(strategy, ModelParallelStrategy)  # which shards as the module says
+    return isinstance(strategy, ModelParallelStrategy)  # it shards as the module says, perhaps with offload
 
 
 def _given_columns(given: Mapping[str, Any]) -> list[str]:
@@ -193,7 +195,7 @@ def _given_columns(given: Mapping[str, Any]) -> list[str]:
 def _sizes(
     batch: Any, given: Mapping[str, Any], module: torch.nn.Module
 ) -> tuple[int, tuple[int, ...], list[str]]:
-    """The rows of the batch, the micro-batches that may be chosen, and what is to be said of them."""
+    """The rows of the batch, the micro-batch sizes to choose from, and notes about them."""
     try:
         rows = batch_size(batch)
     except SplitError as error:
@@ -225,7 +227,7 @@ def _why_whole(given: Mapping[str, Any], module: torch.nn.Module) -> str:
 
 
 def _why_unreleased(given: Mapping[str, Any], device: Device | None) -> str:
-    """What is given that released gradients can't go with, and that a prediction does not show."""
+    """Why the given arguments exclude released gradients, for reasons that a prediction does not show."""
     if budgets_among(listed(given.get("callbacks"))):
         return "the trial step of the MemoryBudget that was given has all gradients alive."
     precisions = [
@@ -238,15 +240,15 @@ def _why_unreleased(given: Mapping[str, Any], device: Device | None) -> str:
 
 
 def _looked_at(module: Any) -> torch.nn.Module:
-    """The module, or what a function builds, without memory; an empty one where that can't be."""
+    """The module, or the one that a function builds, on the meta device; an empty one if that fails."""
     if isinstance(module, LightningModule):
         return module
-    numbers = GlobalNumbers()  # a constructor may draw
+    numbers = GlobalNumbers()  # a constructor may draw random numbers
     with warnings.catch_warnings(), torch.device("meta"):
         warnings.simplefilter("ignore")
         try:
             return module()
-        except Exception:  # the prediction will tell
+        except Exception:  # the prediction will report it
             return torch.nn.Module()
         finally:
             numbers.restore()

@@ -68,43 +68,47 @@ def predict_memory(
     device: str | Device = "cpu",
     timeout_s: float = 600,
 ) -> Prediction:
-    """The peak memory of training, and where every byte of it goes, with nothing allocated; takes seconds.
+    """Predicts the peak memory of training and where every byte goes, with nothing allocated; takes seconds.
 
-    Two optimizer steps run on tensors that have shapes and no memory, through Lightning's own loop with the options
-    given: precision, plugins, callbacks, accumulation, clipping. Bytes are those that the device's kernels take. A few
-    of the CPU's, whose workspaces nothing else tells, run once on data of that shape (64 MiB at the most). A GPU need
-    not be there: torch's choices on CUDA are made on the CPU's fake tensors, and its allocator is replayed; not yet
-    verified on a GPU. The steps run in a fork of this process, or on a copy of the module where there are no forks or
-    this process has used an accelerator: the module, its optimizers, random state and files stay as they are.
+    Two optimizer steps run on fake tensors, which have shapes but no memory, through Lightning's own loop
+    with the given options: precision, plugins, callbacks, accumulation, clipping. Bytes are those of the
+    device's kernels. A few CPU kernels, whose workspaces are not documented, run once on data of that shape
+    (64 MiB at most). The GPU need not be present: torch's choices on CUDA are made on the CPU's fake tensors,
+    and its allocator is replayed; not yet verified on a GPU. The steps run in a fork of this process, or on a
+    copy of the module if there are no forks or this process has used an accelerator: the module, its
+    optimizers, random state and files stay unchanged.
 
-    What follows from the batch's integers is computed: how many labels count, where documents end. What only
-    training knows is assumed to be as in a healthy step (finite losses, experts with equal shares); the result's
-    `assumed` says where that was needed. Code that torch.compile would run is predicted as eager code.
+    Values that follow from the batch's integers are computed: how many labels count, where documents end.
+    Values that only training knows are assumed to be those of a healthy step (finite losses, equally loaded
+    experts); the result's `assumed` says where that was needed. Code that torch.compile would run is
+    predicted as eager code.
 
-    Several ranks, on any number of nodes, are predicted from this one process: the result is the rank's that holds the
-    most. DDP's buckets, ZeRO-1's shares and what FSDP2 gathers, fetches ahead and reduces are counted; what FSDP2
-    offloads is the host's, where the CPU steps it.
+    Several ranks, on any number of nodes, are predicted from this one process: the result is that of the rank
+    with the highest peak. DDP's buckets, ZeRO-1's shards and what FSDP2 gathers, prefetches and reduces are
+    counted; what FSDP2 offloads counts as host memory, and the CPU steps it.
 
     Args:
-        module: a LightningModule; or a function without arguments that builds one, for models that this host can't
-            hold; or a function of the batch that is a whole training step (forward, backward, optimizer), without
-            Lightning.
+        module: a LightningModule; or a function without arguments that builds one, for models that this host
+            can't hold; or a function of the batch that is a whole training step (forward, backward,
+            optimizer), without Lightning.
         batch: what a loader would yield, on the host.
         trainer: arguments of the `Trainer` that will train: `precision`, `plugins`, `callbacks`,
-            `accumulate_grad_batches`, `gradient_clip_val`; for several ranks `devices` and `num_nodes` as numbers, and
-            `strategy`: `"ddp"` and its variants, a `DDPStrategy`, a `ModelParallelStrategy` with
-            `tensor_parallel_size=1`, `"memkit_fsdp2"`, an `FSDP2Strategy`, `"memkit_zero1"` or a `ZeRO1Strategy`. How
-            long it trains, what it logs and its accelerator don't matter here. Callbacks that only watch are left out.
-        device: `"cpu"`, the name of a GPU (`"rtx4090"`, `"a100-40gb"`; `prediction.devices.DEVICES` has all), or a
-            `Device` that describes one.
+            `accumulate_grad_batches`, `gradient_clip_val`; for several ranks `devices` and `num_nodes` as
+            numbers, and `strategy`: `"ddp"` and its variants, a `DDPStrategy`, a `ModelParallelStrategy` with
+            `tensor_parallel_size=1`, `"memkit_fsdp2"`, an `FSDP2Strategy`, `"memkit_zero1"` or a
+            `ZeRO1Strategy`. The length of training, its logging and its accelerator are ignored, and so are
+            callbacks that only watch.
+        device: `"cpu"`, the name of a GPU (`"rtx4090"`, `"a100-40gb"`; `prediction.devices.DEVICES` lists
+            all), or a `Device` that describes one.
         timeout_s: seconds after which the prediction is given up; in a fork only.
 
     Raises:
-        PredictionError: the step needs a value that only training knows, or what only the Trainer that trains has (it
-            names the line), or an operator whose results' shapes torch can't tell, or no optimizer step was taken.
+        PredictionError: the step needs a value that only training knows, or something that only the real
+            Trainer has (the message names the line); or torch can't tell the shapes of an operator's results;
+            or no optimizer step was taken.
         TypeError: `module` is none of these.
-        ValueError: the batch holds tensors that are not dense, `trainer` has an argument that can't be predicted, the
-            number of ranks doesn't follow from it, or the device is unknown.
+        ValueError: the batch holds tensors that are not dense, `trainer` has an argument that can't be
+            predicted or does not determine the number of ranks, or the device is unknown.
     """
     options, ranks = _checked(dict(trainer or {}))
     check_batch(batch)
@@ -140,7 +144,7 @@ def predict_memory(
 
 
 def _apart(in_fork: Callable[[], Prediction], here: Callable[[], Prediction], timeout_s: float) -> Prediction:
-    """The prediction of a fork; of this process where there are none, or autograd can't work in them any more."""
+    """Predict in a fork; in this process if there are no forks, or autograd no longer works in them."""
     if not hasattr(os, "fork"):
         return here()
     try:
@@ -162,7 +166,7 @@ def _refused() -> Prediction:
 def _fit_copy(
     module: LightningModule, batch: Any, options: dict[str, Any], simulation: Simulation
 ) -> Prediction:
-    """A copy of the module and its plugins within this process; their tensors are not copied, but made fake."""
+    """Fit a copy of the module and its plugins in this process, with fake tensors instead of copies."""
     copies = _copies(module, options, simulation)
     return _leaving_no_trace(lambda: _fit(copies.pop(0), batch, copies.pop(0), simulation))
 
@@ -174,7 +178,7 @@ def _copies(module: LightningModule, options: dict[str, Any], simulation: Simula
         if tensor.device.type == "cpu" and not tensor.is_floating_point():
             simulation.values.know(memo[id(tensor)], tensor)
     copies = [copy.deepcopy(module, memo), copy.deepcopy(options, memo)]
-    simulation.fakes.forget_twins()  # the originals live on; what the copy lets go must not
+    simulation.fakes.forget_twins()  # or tensors that the copy releases would stay alive
     return copies
 
 
@@ -208,7 +212,7 @@ def _takes_a_batch(function: Callable[..., Any]) -> bool:
 
 
 def _checked(options: dict[str, Any]) -> tuple[dict[str, Any], int]:
-    """The arguments that matter, with those of the prediction's own run; how many ranks there are (0: no group)."""
+    """The relevant arguments merged with the prediction's own, and the number of ranks (0: no group)."""
     known = inspect.signature(Trainer).parameters
     for name in options:
         if name not in known:
@@ -231,7 +235,7 @@ def _checked(options: dict[str, Any]) -> tuple[dict[str, Any], int]:
 def _fit(
     source: LightningModule | Callable[..., Any], batch: Any, options: dict[str, Any], simulation: Simulation
 ) -> Prediction:
-    """Lightning's own loop on fake tensors; changes the module for good."""
+    """Run Lightning's own loop on fake tensors; changes the module for good."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     if isinstance(source, LightningModule):
@@ -257,7 +261,7 @@ def _fit(
 
 
 class _Phases(Callback):
-    """Tells a simulation where in the training it is."""
+    """Tells a simulation which phase of training begins."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation

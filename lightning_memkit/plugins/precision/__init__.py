@@ -1,1 +1,1 @@
-"""Pure bfloat16 over the user's own optimizer."""
+"""Pure bfloat16 training with the user's own optimizer."""

@@ -1,7 +1,7 @@
-"""Lightning's averaging callbacks beside `PureBF16Precision`: averages of the float32 weights, in float32.
+"""Lightning's weight averaging callbacks under `PureBF16Precision`: they average float32 weights, in float32.
 
-It takes over where the callbacks read and write weights, by methods of theirs that are private in
-`WeightAveraging` and public in `StochasticWeightAveraging`; tests/plugins/test_averages.py guards the names.
+It replaces the methods by which the callbacks read and write weights, which are private in `WeightAveraging`
+and public in `StochasticWeightAveraging`; tests/plugins/test_averages.py checks their names.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,14 +26,14 @@ from lightning_memkit.utilities.patching import Undo
 
 
 def average_in_float32(trainer: Trainer, optimizers: Sequence[Optimizer]) -> Undo:
-    """Have the trainer's averaging callbacks average float32 weights, and write them with their low halves.
+    """Make the trainer's averaging callbacks average float32 weights, and write back weights with low halves.
 
-    The averages stay float32 (4 bytes a value, on the callback's device). A callback whose class replaces the
-    methods taken over here is left alone. Where ranks share out the states (ZeRO-1), each sends the float32 weights
-    of its share to the others whenever the average moves: 4 bytes a parameter.
+    The averages stay float32 (4 bytes a value, on the callback's device). A callback whose class overrides
+    the methods replaced here is left alone. If ranks shard the states (ZeRO-1), each sends the float32
+    weights of its shard to the others whenever the average is updated: 4 bytes a parameter.
 
     Returns:
-        The undo, for the end of the fit: gives the callbacks their own methods back.
+        The undo, for the end of the fit: restores the callbacks' own methods.
     """
     undo: list[Undo] = []
     for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
@@ -50,7 +50,7 @@ def average_in_float32(trainer: Trainer, optimizers: Sequence[Optimizer]) -> Und
 
 
 def reload_averages(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
-    """Load averages again: those of a module built in bfloat16 were rounded when Lightning loaded them."""
+    """Load averages again: for a module built in bfloat16, Lightning has rounded them on loading."""
     for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
         if isinstance(callback, WeightAveraging) and "averaging_state" in checkpoint:
             average = callback._average_model
@@ -96,7 +96,7 @@ def _stochastic_average(
             old.copy_(new if n_averaged == 0 else avg_fn(old, new, n_averaged.to(old.device)))
 
         average_parameters(averaged, model, own, move, wide)
-        n_averaged += 1  # in place: it is the callback's
+        n_averaged += 1  # in place, since the tensor is the callback's
 
     def transfer(averaged: nn.Module, model: nn.Module) -> None:
         load_average(averaged, model, own, buffers=False)

@@ -1,4 +1,4 @@
-"""The fit that a module is in: whose trainer, at what, and how many batches make a step."""
+"""The fit that a module is in: its trainer, its stage, and how many batches make a step."""
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
@@ -7,24 +7,24 @@ from torch import nn
 
 
 def trainer_of(module: nn.Module) -> Trainer | None:
-    """The trainer of a LightningModule, or of the one that a strategy has wrapped."""
+    """The trainer of a LightningModule, or of one that a strategy has wrapped."""
     trainer = getattr(unwrapped(module), "_trainer", None)
     return trainer if isinstance(trainer, Trainer) else None
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The LightningModule, where a strategy has wrapped it."""
+    """The LightningModule inside a strategy's wrapper."""
     return module if isinstance(module, LightningModule) else getattr(module, "module", module)
 
 
 def is_fitting(module: nn.Module) -> bool:
-    """Whether the module is in a fit, or in no trainer that tells."""
+    """Whether the module is in a fit; also True if it has no trainer."""
     trainer = trainer_of(module)
     return trainer is None or trainer.state.fn == TrainerFn.FITTING
 
 
 def batches_per_step(module: nn.Module) -> int:
-    """The most batches that Lightning's own accumulation adds up in this fit."""
+    """The most batches that Lightning's own accumulation combines in a step of this fit."""
     trainer = trainer_of(module)
     if trainer is None:
         return 1

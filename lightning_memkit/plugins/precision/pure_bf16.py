@@ -1,4 +1,4 @@
-"""Pure bfloat16 training under any Lightning strategy, over the user's own optimizers."""
+"""Pure bfloat16 training under any Lightning strategy, with the user's own optimizers."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -44,28 +44,29 @@ from lightning_memkit.plugins.strategies._eight_bit import adapt_bitsandbytes_in
 class PureBF16Precision(Precision):
     """Weights, gradients and optimizer states in bfloat16 with no update lost: 10 bytes a parameter for AdamW.
 
-    The module is cast in place, except for what must stay float32 (`casting.cast_module`); float32 inputs are
-    cast where a layer's weights need it, integers, float64 and targets never. The default dtype stays float32.
-    The optimizers that `configure_optimizers` gives keep stepping, in float32 on the compensated weights
+    The module is cast in place, except for what must stay float32 (`casting.cast_module`). Float32 inputs are
+    cast where a layer's weights need it; integers, float64 and targets never are. The default dtype stays
+    float32. The optimizers of `configure_optimizers` step in float32 on the compensated weights
     (`optim.compensation.compensate`). Manual optimization works with any number of optimizers, through
     ``self.optimizers()`` or the optimizers themselves. Checkpoints hold every state bit for bit.
 
     Args:
-        compensation: ``"kahan"`` and ``"split"`` keep 2 bytes a parameter more; split is the exact float32
-            weight. ``"stochastic"`` rounds at random for 0 bytes. ``"none"`` loses small updates.
+        compensation: ``"kahan"`` and ``"split"`` keep 2 bytes a parameter more; with ``"split"`` weight and
+            compensation are the exact float32 master weight. ``"stochastic"`` rounds stochastically, for 0
+            bytes. ``"none"`` loses small updates.
         states: ``"compact"`` keeps moments in bfloat16, the second stochastically rounded (10 bytes a
             parameter with compensation); ``"exact"`` keeps them in float32 (14 bytes).
-        grad_dtype: ``"auto"`` accumulates gradients in float32 (2 bytes a parameter more) where an optimizer
-            step has more than one part or batch, and in bfloat16 otherwise. DDP by itself can't reduce float32
-            gradients of bfloat16 weights, nor can FSDP2: there "auto" warns and "float32" is refused at setup,
+        grad_dtype: ``"auto"`` accumulates gradients in float32 (2 bytes a parameter more) if an optimizer
+            step has more than one micro-batch or batch, and in bfloat16 otherwise. DDP and FSDP2 can't reduce
+            float32 gradients of bfloat16 weights: there "auto" warns and "float32" is refused at setup,
             unless `MemoryBudget` averages DDP's gradients after the backward (``recover=True``).
         fp32_exceptions: Glob patterns of module, parameter, buffer or class names to keep in float32.
 
     Raises:
-        ValueError: An option has an unknown value. At setup, where an optimizer compares evaluations of its closure
-            (LBFGS, line searches) and ``compensation`` is not ``"split"``, or its moments are compact.
-        TypeError: At setup, where an optimizer's step evaluates its closure in a way of its own (SAM, LBFGS) and its
-            parameters are sharded.
+        ValueError: An option has an unknown value. At setup, an optimizer compares evaluations of its closure
+            (LBFGS, line searches) and ``compensation`` is not ``"split"`` or ``states`` is ``"compact"``.
+        TypeError: At setup, an optimizer's step evaluates its closure itself (SAM, LBFGS) and its parameters
+            are sharded.
     """
 
     precision: Literal["bf16-true"] = "bf16-true"
@@ -107,8 +108,8 @@ class PureBF16Precision(Precision):
         )
 
     def without_run(self) -> "PureBF16Precision":
-        """The same options without a run's optimizers, whose states a prediction would count once more."""
-        if type(self) is not PureBF16Precision:  # of a subclass the options are not known
+        """The same options without the run's optimizers, whose states a prediction would count twice."""
+        if type(self) is not PureBF16Precision:  # the options of a subclass are unknown
             return self
         return PureBF16Precision(self.compensation, self.states, self.grad_dtype, self.fp32_exceptions)
 
@@ -121,10 +122,10 @@ class PureBF16Precision(Precision):
         self.compensations = [compensation for compensation in found if compensation is not None]
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Cast the module in place and keep what the cast drops from float32 weights until a fit takes it."""
+        """Cast the module in place; keep the low halves of float32 weights until a fit takes them."""
         self._undo_all()
-        # The module stays cast after the run: its float32 bits live in the optimizer's states, and the next fit
-        # has new optimizers. Without a fit they are kept, too, since one may follow.
+        # The module stays cast after the run. Its low halves are in the old optimizers' states, so take them
+        # for the next fit, which has new optimizers. Without a fit they are kept, too, since one may follow.
         wants_low = self.compensation in ("kahan", "split")
         if wants_low and is_fitting(module):
             self._low_halves.update(take_low_halves(module, self.compensations))
@@ -139,7 +140,7 @@ class PureBF16Precision(Precision):
         return module
 
     def follow_sharding(self, before: Mapping[str, nn.Parameter], module: nn.Module) -> None:
-        """Keep this rank's part of what the cast dropped, for the parameters that sharding has made.
+        """Shard the kept low halves in the same way as the parameters.
 
         Args:
             before: the parameters that were cast, by name.
@@ -151,11 +152,11 @@ class PureBF16Precision(Precision):
                 self._low_halves[parameter] = sharded_like(low, parameter)
 
     def tensor_init_context(self) -> AbstractContextManager:
-        """Parameters made inside are bfloat16 at once; the default dtype stays float32."""
+        """Parameters made inside are created in bfloat16; the default dtype stays float32."""
         return build_on(None, torch.bfloat16)
 
     def module_init_context(self) -> AbstractContextManager:
-        """Parameters made in `configure_model` are bfloat16 at once; the default dtype stays float32."""
+        """Parameters made in `configure_model` are created in bfloat16; the default dtype stays float32."""
         return self.tensor_init_context()
 
     def connect(
@@ -167,7 +168,7 @@ class PureBF16Precision(Precision):
         if optimizers and is_fitting(model):
             self._module = unwrapped(model)
             adapt_bitsandbytes_in(self._module, optimizers)
-            self._optimizers = optimizers  # a compensation alone doesn't keep its optimizer alive
+            self._optimizers = optimizers  # a compensation does not keep its optimizer alive
             self.compensations = [self._compensation_for(optimizer) for optimizer in optimizers]
             self._undo.append(full_precision_reductions())
             self._undo.append(lambda: self._gradients.give_back(self._trainable_parameters()))
@@ -175,16 +176,16 @@ class PureBF16Precision(Precision):
             self._gradients.begin(least_parts=batches_per_step(model), why_not=why_not)
             self.set_gradient_parts(1)
             self._low_halves.clear()
-        if (trainer := trainer_of(model)) is not None:  # callbacks lend their averages after a fit, too
+        if (trainer := trainer_of(model)) is not None:  # callbacks swap in their averages after a fit, too
             self._undo.append(average_in_float32(trainer, self._optimizers))
         return model, optimizers, lr_schedulers
 
     def set_gradient_parts(self, parts: int) -> None:
-        """Say how many backward passes add up to one step's gradients.
+        """Set how many backward passes accumulate into one step's gradients.
 
-        With ``grad_dtype="auto"``, more than one makes gradients float32 (2 bytes a parameter more), since sums
-        in bfloat16 stall, and one makes them bfloat16 again. Gradients that exist are converted. The first
-        step with float32 gradients prints it.
+        With ``grad_dtype="auto"``, more than one makes gradients float32 (2 bytes a parameter more), since
+        sums in bfloat16 stagnate, and one makes them bfloat16 again. Existing gradients are converted. The
+        first step with float32 gradients logs their cost.
         """
         self._gradients.set_parts(parts, self._trainable_parameters, rank_zero_warn)
 
@@ -197,8 +198,9 @@ class PureBF16Precision(Precision):
     ) -> Any:
         """Run the closure, then Lightning's hooks and clipping, then the step.
 
-        Where `training_step` returned None and no gradient was accumulated before, there is nothing to step. A step
-        that evaluates its closure in a way of its own (SAM, LBFGS) gets it, hooks and clipping included.
+        If `training_step` returned None and no gradient was accumulated before, there is no step. An
+        optimizer that evaluates its closure itself (SAM, LBFGS) gets the closure, including hooks and
+        clipping.
         """
         if uses_closure_its_own_way(optimizer):
             return optimizer.step(closure=partial(self._evaluated, model, optimizer, closure), **kwargs)
@@ -216,19 +218,19 @@ class PureBF16Precision(Precision):
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """The names of the optimizers' parameters, for `memkit consolidate`, and where rounding noise stands."""
+        """The optimizers' parameter names, for `memkit consolidate`, and the state of rounding noise."""
         if self._module is None:
             return {}
         noise = [compensation.engine.rounding.state_dict() for compensation in self.compensations]
         return {NAMES_KEY: parameter_names(self._module, self._optimizers), "rounding": noise}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue the noise; the optimizers' own state dicts say it, too, but sharded training drops that."""
+        """Continue the noise; the optimizers' own state dicts have it, too, but sharded training drops it."""
         for compensation, noise in zip(self.compensations, state_dict.get("rounding", ()), strict=False):
             compensation.engine.rounding.load_state_dict(noise)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep what a module that was built in bfloat16 drops of a checkpoint's float32 tensors."""
+        """Capture the low halves of a checkpoint's float32 tensors, which a bfloat16 module would drop."""
         if self._module is not None:
             capture_low_halves(checkpoint, self._module, self.compensations)
             if (trainer := trainer_of(self._module)) is not None:
@@ -259,7 +261,7 @@ class PureBF16Precision(Precision):
         ]
 
     def _trainable_parameters(self) -> set[nn.Parameter]:
-        """What the optimizers step, and what may join them later (BackboneFinetuning)."""
+        """The parameters that optimizers step, and those that may join them later (BackboneFinetuning)."""
         module = self._module
         later = [] if module is None else [p for p in module.parameters() if is_compensated(p)]
         return {*self._compensated_parameters(), *later}
@@ -274,7 +276,7 @@ class PureBF16Precision(Precision):
 
 
 def _announce_dtype(module: nn.Module, dtype: torch.dtype) -> None:
-    """Let ``self.dtype`` of LightningModules say what their weights are, as Lightning's own casts do."""
+    """Set ``self.dtype`` of LightningModules to the dtype of their weights, as Lightning's own casts do."""
     for part in module.modules():
         if isinstance(part, _DeviceDtypeModuleMixin):
             part.__dict__["_dtype"] = dtype

@@ -1,1 +1,1 @@
-"""The private names of Lightning's loops, and what the engine asks of them."""
+"""All code that uses private names of Lightning's loops, on behalf of the engine."""

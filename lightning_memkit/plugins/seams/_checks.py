@@ -1,4 +1,4 @@
-"""What MemoryBudget says about a run before it starts."""
+"""Checks and warnings of MemoryBudget before a run starts."""
 
 import inspect
 import warnings
@@ -14,7 +14,7 @@ _OWN = ("lightning.", "lightning_memkit.", "pytorch_lightning.", "torch.", "torc
 
 
 def warn_of_inexactness(trainer: Trainer, module: LightningModule) -> None:
-    """Name what is not exact in parts: batch statistics, unweighted accumulation, batches that it fetches itself."""
+    """Warn about modules whose result depends on the micro-batch, or which fetch batches themselves."""
     names = with_batch_statistics(module)
     if names:
         shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
@@ -32,11 +32,11 @@ def warn_of_inexactness(trainer: Trainer, module: LightningModule) -> None:
 
 
 def hooks_run_by_micro_batch(trainer: Trainer, module: LightningModule) -> list[str]:
-    """What of the user's runs once a micro-batch, on gradients that are not the batch's: named, in order.
+    """The user's hooks that run once a micro-batch, on gradients that are not complete, in order.
 
-    `on_before_backward`, and hooks on parameters' gradients; `on_after_backward` runs once. Lightning's callbacks and
-    ours don't mind, nor do the hooks that torch, Lightning or we register, nor callbacks that say that they want to
-    see each micro-batch (`sees_micro_batches = True`).
+    These are `on_before_backward`, and hooks on parameters' gradients; `on_after_backward` runs once a batch.
+    Left out are Lightning's callbacks and ours, hooks registered by torch, Lightning or us, and callbacks
+    that declare `sees_micro_batches = True`.
     """
     found = [
         f"{type(callback).__name__}.on_before_backward"
@@ -56,7 +56,7 @@ def hooks_run_by_micro_batch(trainer: Trainer, module: LightningModule) -> list[
 
 
 def _is_known(hook: Any) -> bool:
-    """Whether Lightning, torch or we have written a hook."""
+    """Whether a hook was defined by Lightning, torch or us."""
     while isinstance(hook, partial):
         hook = hook.func
     written_in = getattr(hook, "__module__", None) or type(hook).__module__
@@ -64,10 +64,10 @@ def _is_known(hook: Any) -> bool:
 
 
 def check_accumulation(trainer: Trainer, effective_batch_size: int | None) -> None:
-    """Accumulation is either Lightning's, with a warning, or exact.
+    """Accept either Lightning's accumulation, with a warning, or the exact one.
 
     Raises:
-        ValueError: both are asked for, or the loader's batches are still to change.
+        ValueError: both are requested, or a finder will change the loader's batches.
     """
     callbacks = vars(trainer)["callbacks"]
     if effective_batch_size is not None and any(isinstance(c, BatchSizeFinder) for c in callbacks):

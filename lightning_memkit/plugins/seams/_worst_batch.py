@@ -1,4 +1,4 @@
-"""A batch as large as training may meet, by a look at some of the data set's samples."""
+"""A batch as large as any that training may meet, found among some of the data set's samples."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ _SCANS: ContextVar[dict[int, tuple[DataLoader, list[Any]]] | None] = ContextVar(
 
 @contextmanager
 def scanned_once() -> Iterator[None]:
-    """Within it a loader's samples are read once, however many batches are asked for; up to 256 are held meanwhile."""
+    """Within the context, a loader's samples are read only once and kept; up to 256 are held meanwhile."""
     token = _SCANS.set({})
     try:
         yield
@@ -30,10 +30,11 @@ def scanned_once() -> Iterator[None]:
 
 
 def worst_batch(trainer: Trainer, batch: Any, rows: int) -> Any:
-    """A batch of `rows` samples as large as training may meet.
+    """A batch of `rows` samples as large as any that training may meet.
 
-    A datamodule or LightningModule with a `worst_batch(rows)` answers itself (`PackedDataModule` does). For a
-    map-style data set the largest of up to 256 evenly spaced items are collated. Else the batch at hand stands in.
+    A datamodule or LightningModule with a `worst_batch(rows)` method provides it (`PackedDataModule` does).
+    For a map-style data set, the largest of up to 256 evenly spaced items are collated. Otherwise the current
+    batch is used.
     """
     owners: tuple[Any, ...] = (getattr(trainer, "datamodule", None), trainer.lightning_module)
     for owner in owners:
@@ -42,7 +43,7 @@ def worst_batch(trainer: Trainer, batch: Any, rows: int) -> Any:
     if isinstance(batch, Tensor) or not hasattr(batch, "split"):
         try:
             largest = _largest_collated(trainer, rows)
-        except Exception as error:  # whatever a user's data set does with an item asked for out of turn
+        except Exception as error:  # a user's data set may fail in any way on arbitrary items
             rank_zero_debug(f"MemoryBudget takes the batch at hand for the worst: {error!r}")
             largest = None
         if largest is not None and _elements(largest) >= _elements(batch) * rows / max(1, batch_size(batch)):
@@ -61,10 +62,10 @@ def _largest_collated(trainer: Trainer, rows: int) -> Any:
     items = _largest_first(loader, dataset)
     if not items:
         return None
-    # Copies, since a collate function may take its items apart.
+    # Copies, since a collate function may modify its items.
     chosen = [copy(items[index % len(items)]) for index in range(rows)]
     batch = _before_transfer(trainer, loader.collate_fn(chosen))
-    total = batch_size(batch)  # a collate function may make several rows of an item
+    total = batch_size(batch)  # a collate function may make several rows from an item
     return batch if total <= rows else split_batch(batch, [rows, total - rows])[0]
 
 
@@ -84,7 +85,7 @@ def _largest_first(loader: DataLoader, dataset: Any) -> list[Any]:
 
 
 def _before_transfer(trainer: Trainer, batch: Any) -> Any:
-    """What Lightning does to a batch between the loader and the transfer."""
+    """What Lightning does to a batch between the loader and the transfer to the device."""
     batch = trainer.precision_plugin.convert_input(batch)
     return trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
 

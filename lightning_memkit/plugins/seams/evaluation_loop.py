@@ -1,7 +1,8 @@
-"""The one place that touches private names of Lightning's evaluation loops.
+"""The one place that uses private names of Lightning's evaluation loops.
 
-`tests/plugins/test_seam_evaluation.py` guards them. Validation, test and prediction loops hand a batch to the
-strategy twice: to be moved to the device, and to be stepped. `install` replaces both calls by ones that ask a driver.
+`tests/plugins/test_seam_evaluation.py` checks these names. Validation, test and prediction loops pass a batch
+to the strategy twice: to move it to the device, and to run its step. `install` replaces both calls by ones
+that call a driver.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,15 +21,15 @@ HOOKS = ("validation_step", "test_step", "predict_step")
 
 
 class EvaluationStep:
-    """One batch of a validation, test or prediction loop, as pieces that may run several times.
+    """One batch of a validation, test or prediction loop, as operations that may run several times.
 
     Args:
         trainer: the trainer whose loop it is.
         hook: one of `HOOKS`.
         batch: the batch as it comes from the loader, on the host.
-        dataloader_idx: which of the loop's loaders it comes from.
+        dataloader_idx: the index of its loader.
         stock: the strategy's own step.
-        transfer: moves a part to the device, with the user's transfer hooks.
+        transfer: moves a micro-batch to the device, with the user's transfer hooks.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class EvaluationStep:
         self.trainer = trainer
         self.hook = hook
         self.batch = batch
-        self.given = batch  # what the loop goes on with: the same batch, or it on the device
+        self.given = batch  # what the loop gets: the batch on the host, or on the device
         self.dataloader_idx = dataloader_idx
         self.transfer = transfer
         self._stock = stock
@@ -54,7 +55,7 @@ class EvaluationStep:
         self._rest: tuple[Any, ...] = loop._build_step_args_from_hook_kwargs(kwargs, hook)[1:]
 
     def called_with(self, rest: tuple[Any, ...]) -> None:
-        """Take the batch's index, and what else the loop passes besides the batch."""
+        """Store the batch's index and the other arguments that the loop passes after the batch."""
         self._rest = rest
 
     def whole(self) -> Any:
@@ -62,7 +63,7 @@ class EvaluationStep:
         return self.transfer(self.batch) if self.given is self.batch else self.given
 
     def forward(self, part: Any) -> Any:
-        """The user's step on a part that is on the device."""
+        """The user's step on a micro-batch that is on the device."""
         module = self.trainer.lightning_module
         before, module._current_fx_name = module._current_fx_name, self.hook
         try:
@@ -72,19 +73,19 @@ class EvaluationStep:
 
 
 class EvaluationDriver(Protocol):
-    """What decides how a batch is run."""
+    """Decides how a batch is run."""
 
     def stays_on_host(self, step: EvaluationStep) -> bool:
-        """Called when a batch comes from the loader; may run trials that leave no trace."""
+        """Whether the batch, just read from the loader, stays on the host; may run trials."""
         ...
 
     def run(self, step: EvaluationStep) -> Any:
-        """The batch's output; what it logs is counted."""
+        """Run the batch and return its output; its logged values count."""
         ...
 
 
 def install(trainer: Trainer, driver: EvaluationDriver) -> Undo:
-    """Let a driver run every batch of validation, test and prediction; returns the undo."""
+    """Have a driver run every batch of validation, test and prediction; returns the undo."""
     strategy = trainer.strategy
     transfer, stands_aside = strategy.batch_to_device, finder_runs(trainer)
     stock = {hook: getattr(strategy, hook) for hook in HOOKS}
@@ -93,7 +94,7 @@ def install(trainer: Trainer, driver: EvaluationDriver) -> Undo:
 
     def batch_to_device(batch: Any, *args: Any, **kwargs: Any) -> Any:
         hook, module = _evaluating(trainer), trainer.lightning_module
-        # A callback that moves a batch of its own does not come by way of the loop.
+        # Callbacks may move batches of their own; only handle calls by the loop itself.
         if hook is None or stands_aside() or module._current_fx_name != "batch_to_device":
             return transfer(batch, *args, **kwargs)
         index = kwargs.get("dataloader_idx", 0)
@@ -105,7 +106,7 @@ def install(trainer: Trainer, driver: EvaluationDriver) -> Undo:
 
     def run(hook: str, *args: Any, **kwargs: Any) -> Any:
         step = arrived.pop() if arrived else None
-        # `validation_step(dataloader_iter)` fetches by itself: there is nothing to split.
+        # `validation_step(dataloader_iter)` fetches its batches itself: there is nothing to split.
         if step is None or step.hook != hook or not args or args[0] is not step.given:
             return stock[hook](*args, **kwargs)
         step.called_with(args[1:])
@@ -124,7 +125,7 @@ def install(trainer: Trainer, driver: EvaluationDriver) -> Undo:
 
 
 def _evaluating(trainer: Trainer) -> str | None:
-    """The step of the loop that runs; None while training."""
+    """The step hook of the current evaluation loop; None while training."""
     if trainer.validating or trainer.sanity_checking:
         return "validation_step"
     if trainer.testing:
@@ -134,7 +135,7 @@ def _evaluating(trainer: Trainer) -> str | None:
 
 @contextmanager
 def logging_held(trainer: Trainer) -> Iterator[list[dict[str, Any]]]:
-    """Collects the calls of `self.log` instead of counting them; each is the keywords of one call."""
+    """Collect the calls of `self.log` instead of counting them; each entry has the keywords of one call."""
     results: Any = trainer._results
     if results is None:  # prediction logs nothing
         yield []
@@ -145,7 +146,7 @@ def logging_held(trainer: Trainer) -> Iterator[list[dict[str, Any]]]:
 
 @contextmanager
 def nothing_logged(trainer: Trainer) -> Iterator[list[dict[str, Any]]]:
-    """For trials: `self.log` is collected and resets nothing, and loggers hear nothing."""
+    """For trials: collect `self.log` calls, prevent resets of results, and silence loggers."""
     results: Any = trainer._results
     connector = trainer._logger_connector
     current = connector._current_fx
@@ -161,7 +162,7 @@ def nothing_logged(trainer: Trainer) -> Iterator[list[dict[str, Any]]]:
 
 
 def keep_results(trainer: Trainer) -> Undo:
-    """Returns a function that puts the values logged so far back to what they are now."""
+    """Return a function that restores the values logged so far."""
     results: Any = trainer._results
     return keep_logged(results) if results is not None else lambda: None
 
@@ -173,7 +174,7 @@ def log_now(trainer: Trainer, entry: dict[str, Any]) -> None:
 
 
 def predictions_to_keep(trainer: Trainer, dataloader_idx: int) -> float:
-    """How many batches' outputs Lightning will keep of a loader; 0 where it keeps none, or has begun to."""
+    """How many batches' outputs Lightning will keep of a loader; 0 if none, or if it has begun already."""
     writers = [
         callback for callback in vars(trainer)["callbacks"] if isinstance(callback, BasePredictionWriter)
     ]

@@ -1,4 +1,4 @@
-"""Lightning's training loop as the engine's `Run`."""
+"""The engine's `Run`, implemented for Lightning's training loop."""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -35,7 +35,7 @@ _HOOKS_IN_A_STEP = (
 
 
 class LightningRun(Run):
-    """What the engine asks of a training loop, answered by a Trainer; attributes are documented at `Run`.
+    """Answers the engine's questions about a training loop from a Trainer; members are documented at `Run`.
 
     Args:
         trainer: the trainer.
@@ -234,9 +234,9 @@ class LightningRun(Run):
 
 
 def averages_after_backward(trainer: Trainer, model: DistributedDataParallel) -> bool:
-    """Whether a callback (`MemoryBudget`) is going to average DDP's gradients itself, whatever their dtype."""
+    """Whether a callback (`MemoryBudget`) averages DDP's gradients itself, whatever their dtype."""
     wanted = any(says(callback, "averages_after_backward") for callback in callbacks_of(trainer))
-    # DDP itself serves a rank alone.
+    # A single rank leaves it to DDP.
     return trainer.world_size > 1 and wanted and not why_no_late_reduction(model)
 
 
@@ -245,5 +245,5 @@ def _is_ours(plugin: object) -> bool:
 
 
 def _options(plugin: object) -> str:
-    """What one of our plugins was built with."""
+    """The options of one of our plugins."""
     return without_addresses(repr(plugin)) if _is_ours(plugin) else ""

@@ -1,4 +1,4 @@
-"""Where Lightning makes, draws from and saves loaders; `tests/plugins/test_seam_loader.py` guards its names."""
+"""Where Lightning makes, reads and saves loaders; `tests/plugins/test_seam_loader.py` checks its names."""
 
 from collections.abc import Callable
 from time import perf_counter
@@ -12,12 +12,12 @@ from lightning_memkit.utilities.patching import Undo
 
 
 def take_training_loaders(trainer: Trainer, take: Callable[[Any], Any], checked: type) -> Undo:
-    """Let `take` give another loader for each training loader that Lightning has prepared; returns the undo.
+    """Have `take` replace each training loader that Lightning has prepared; returns the undo.
 
     Args:
-        trainer: whose strategy exists.
-        take: gives a loader for a loader.
-        checked: a kind of loader whose number of workers Lightning does not question.
+        trainer: a trainer whose strategy exists.
+        take: returns the replacement of a loader.
+        checked: a class of loaders for which Lightning's warning about few workers is suppressed.
     """
     strategy: Any = trainer.strategy
     process, check = strategy.process_dataloader, data_connector._worker_check
@@ -40,7 +40,7 @@ def take_training_loaders(trainer: Trainer, take: Callable[[Any], Any], checked:
 
 
 def watch_fetches(trainer: Trainer, begins: Callable[[], None], ends: Callable[[], None]) -> Undo:
-    """Call `begins` before and `ends` after each training batch is drawn; returns the undo."""
+    """Call `begins` before and `ends` after each training batch is fetched; returns the undo."""
     loop: Any = trainer.fit_loop.epoch_loop
     before, after = loop._on_before_fetch, loop._on_after_fetch
 
@@ -62,29 +62,29 @@ def watch_fetches(trainer: Trainer, begins: Callable[[], None], ends: Callable[[
 
 
 def training_loaders(trainer: Trainer) -> list[Any]:
-    """The loaders of this fit; none before they are made."""
+    """The loaders of this fit; empty before they are made."""
     combined = trainer.fit_loop._combined_loader
     return [] if combined is None else list(combined.flattened)
 
 
 def batches_left(trainer: Trainer) -> float:
-    """Training batches that this epoch still has; infinite where nobody knows."""
+    """Training batches that remain in this epoch; infinite if unknown."""
     loop = trainer.fit_loop
     return loop.max_batches - loop.epoch_loop.batch_progress.current.ready
 
 
 def is_within_an_epoch(trainer: Trainer) -> bool:
-    """Whether this fit goes on in the midst of an epoch that another has begun."""
+    """Whether this fit resumes in the middle of an epoch."""
     return trainer.fit_loop.restarted_mid_epoch
 
 
 def forget_loader_states(checkpoint: dict[str, Any]) -> None:
-    """Take loader states out of Lightning's part of a checkpoint, which then loads with other loaders, too."""
+    """Remove loader states from Lightning's part of a checkpoint, so it also loads with other loaders."""
     checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).pop("combined_loader", None)
 
 
 def transfer_hooks(trainer: Trainer) -> list[str]:
-    """Hooks of the user's that expect a batch on the host."""
+    """The user's hooks that expect a batch on the host."""
     owners: tuple[Any, ...] = (trainer.lightning_module, getattr(trainer, "datamodule", None))
     found = []
     for owner in owners:
@@ -96,12 +96,12 @@ def transfer_hooks(trainer: Trainer) -> list[str]:
 
 
 def training_source(trainer: Trainer) -> Any:
-    """What the training batches come from: a DataLoader, or the module or datamodule that makes one."""
+    """The source of training batches: a DataLoader, or the module or datamodule that makes one."""
     return trainer.fit_loop._data_source.instance
 
 
 def time_data_waits(trainer: Trainer) -> tuple[Callable[[], float], Undo]:
-    """Returns the seconds spent so far waiting for the training loader, and the undo."""
+    """Return a function that gives the seconds spent waiting for the training loader so far, and the undo."""
     waited, started = 0.0, 0.0
     profiler: Any = vars(trainer)["profiler"]
     start, stop = profiler.start, profiler.stop

@@ -1,4 +1,4 @@
-"""What a loop logs: held, counted, put back; `tests/plugins/test_seam.py` guards Lightning's private names."""
+"""Collect, count and restore a loop's logged values; `tests/plugins/test_seam.py` checks private names."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,14 +12,14 @@ from lightning_memkit.utilities.patching import Undo
 
 @contextmanager
 def logging_held(trainer: Trainer) -> Iterator[list[dict[str, Any]]]:
-    """Collects the calls of `self.log` instead of counting them; each is the keywords of one call."""
+    """Collect the calls of `self.log` instead of counting them; each entry has the keywords of one call."""
     with calls_held(trainer.fit_loop.epoch_loop._results) as held:
         yield held
 
 
 @contextmanager
 def calls_held(results: Any) -> Iterator[list[dict[str, Any]]]:
-    """Collects what is logged to a loop's results instead of counting it."""
+    """Collect what is logged to a loop's results instead of counting it."""
     held: list[dict[str, Any]] = []
 
     def log(fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -42,7 +42,7 @@ def log_now(trainer: Trainer, entry: dict[str, Any]) -> None:
 
 @contextmanager
 def loggers_silent(trainer: Trainer) -> Iterator[None]:
-    """What a module sends to `self.logger` by itself goes nowhere."""
+    """Discard what a module sends to `self.logger` directly."""
     loggers = trainer.loggers
     trainer.loggers = [DummyLogger() for _ in loggers]
     try:
@@ -52,12 +52,12 @@ def loggers_silent(trainer: Trainer) -> Iterator[None]:
 
 
 def keep_results(trainer: Trainer) -> Undo:
-    """Returns a function that puts the values logged so far back to what they are now."""
+    """Return a function that restores the values logged so far."""
     return keep_logged(trainer.fit_loop.epoch_loop._results)
 
 
 def keep_logged(results: Any) -> Undo:
-    """The same for the results of any loop."""
+    """Like `keep_results`, for the results of any loop."""
     # Lightning replaces a metric's values, never changes them in place: references are enough.
     kept = {key: (metric, dict(vars(metric))) for key, metric in results.items()}
 

@@ -1,6 +1,6 @@
-"""Where Lightning's strategy and precision plugin move batches, meet, clip, scale and load states.
+"""Where Lightning's strategy and precision plugin move batches, synchronise, clip, scale and load states.
 
-`tests/plugins/test_seam.py` guards the private names.
+`tests/plugins/test_seam.py` checks the private names.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -19,14 +19,14 @@ from lightning_memkit.utilities.patching import Undo
 
 
 def keep_samplers(trainer: Trainer) -> None:
-    """Leave the loaders' samplers as they are: on one device there is nothing to be distributed, or shuffled."""
+    """Keep the loaders' samplers: on one device Lightning need not replace them by distributed ones."""
     trainer._accelerator_connector.use_distributed_sampler = False
 
 
 def keep_batches_on_host(trainer: Trainer) -> tuple[Callable[[Any], Any], Undo]:
-    """Leave training batches where the loader put them; returns the transfer of a part, and the undo.
+    """Leave training batches where the loader put them; returns the transfer of a micro-batch, and the undo.
 
-    Lightning moves a whole batch before the step. The transfer hooks run once a part instead.
+    Lightning moves a whole batch before the step. The transfer hooks run once a micro-batch instead.
     """
     strategy = trainer.strategy
     transfer, stands_aside = strategy.batch_to_device, finder_runs(trainer)
@@ -45,13 +45,13 @@ def keep_batches_on_host(trainer: Trainer) -> tuple[Callable[[Any], Any], Undo]:
 
 
 def communicates_in_every_part(trainer: Trainer) -> bool:
-    """Whether ranks meet in each forward and backward (sharded parameters), not only in a step's last."""
+    """Whether ranks communicate in each forward and backward (sharded weights), not only in a step's last."""
     return trainer.world_size > 1 and not isinstance(trainer.strategy, DDPStrategy)
 
 
 @contextmanager
 def no_gradient_sync(trainer: Trainer, block: bool) -> Iterator[None]:
-    """DDP: gradients stay local to the rank while blocked; other strategies are left alone."""
+    """Under DDP, keep gradients local to the rank while `block` is true; other strategies are left alone."""
     strategy = trainer.strategy
     if block and isinstance(strategy, DDPStrategy):
         with strategy.block_backward_sync():
@@ -61,7 +61,7 @@ def no_gradient_sync(trainer: Trainer, block: bool) -> Iterator[None]:
 
 
 def clip_by(trainer: Trainer, clip: Callable[[Iterable[nn.Parameter], float], bool]) -> Undo:
-    """Let `clip` clip gradients by their norm where it can (it tells), and Lightning elsewhere; returns the undo."""
+    """Have `clip` clip gradients by norm; if it returns False, Lightning clips. Returns the undo."""
     precision = trainer.precision_plugin
     stock = precision.clip_grad_by_norm
 
@@ -78,7 +78,7 @@ def clip_by(trainer: Trainer, clip: Callable[[Iterable[nn.Parameter], float], bo
 
 
 def keep_scaler(trainer: Trainer) -> Undo:
-    """Returns a function that lets a gradient scaler forget which gradients it has unscaled since."""
+    """Return a function that restores which gradients a gradient scaler has already unscaled."""
     scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is None:
         return lambda: None
@@ -92,7 +92,7 @@ def keep_scaler(trainer: Trainer) -> Undo:
 
 
 def keep_states_in_place(trainer: Trainer, stays: Callable[[Optimizer], bool]) -> Undo:
-    """Keep Lightning from moving the states of some optimizers to the device when it has loaded them."""
+    """Stop Lightning from moving some optimizers' states to the device after loading; returns the undo."""
     strategy = trainer.strategy
     load = strategy.load_optimizer_state_dict
 

@@ -1,7 +1,7 @@
-"""A step of Lightning's training loop, and its closure; `tests/plugins/test_seam.py` guards the private names.
+"""A step of Lightning's training loop and its closure; `tests/plugins/test_seam.py` checks private names.
 
-Lightning runs zero_grad after `training_step` inside its closure, so a batch can be run in parts only where
-the closure is made. `install` replaces the loop's automatic optimization by one whose closure asks a driver.
+Lightning runs zero_grad after `training_step` inside its closure, so a batch can be split only where the
+closure is made. `install` replaces the loop's automatic optimization by one whose closure calls a driver.
 """
 
 from collections import OrderedDict
@@ -22,7 +22,7 @@ from lightning_memkit.utilities.patching import Undo
 
 
 class LightningStep(Step):
-    """One batch of Lightning's loop, as pieces that may run several times."""
+    """One batch of Lightning's loop, as operations that may run several times."""
 
     def __init__(
         self, loop: "PartsOptimization", kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int
@@ -39,7 +39,7 @@ class LightningStep(Step):
 
     @property
     def trainer(self) -> Trainer:
-        """The trainer whose step it is."""
+        """The trainer whose step this is."""
         return self._loop.trainer
 
     @property
@@ -48,7 +48,7 @@ class LightningStep(Step):
         return self._zero_grad is not None
 
     def forward(self, micro_batch: Any) -> tuple[Tensor | None, dict[str, Any]]:
-        """`training_step` on a micro-batch: its loss, and what else it returned."""
+        """Run `training_step` on a micro-batch; returns its loss, and what else it returned."""
         kwargs = OrderedDict(self._kwargs, batch=micro_batch)
         trainer = self._loop.trainer
         output = call._call_strategy_hook(trainer, "training_step", *kwargs.values())
@@ -56,22 +56,23 @@ class LightningStep(Step):
         result = ClosureResult.from_training_step_output(output)
         if result.closure_loss is None:
             return None, result.extra
-        # Lightning's own is divided by 1: another division for who reads the loss's graph.
+        # Not closure_loss: Lightning divides it, which would add a division to the graph that the probe
+        # reads.
         return output if isinstance(output, Tensor) else output["loss"], result.extra
 
     def zero_grad(self) -> None:
-        """Lightning's zero_grad with its hooks, where this batch is the first to accumulate."""
+        """Run Lightning's zero_grad with its hooks, if this batch starts an accumulation window."""
         if self._zero_grad is not None:
             self._zero_grad()
 
     def backward(self, loss: Tensor) -> None:
-        """Lightning's backward with its hooks, but for those that see gradients: they wait for `after_backward`."""
+        """Run Lightning's backward with its hooks, except those left to `after_backward`."""
         if self._backward is not None:
             with _after_backward_held():
                 self._backward(loss)
 
     def after_backward(self) -> None:
-        """The hooks that see a batch's gradients, once these are complete."""
+        """Run the hooks that read a batch's gradients, once these are complete."""
         if self._backward is None:
             return
         trainer = self.trainer
@@ -80,11 +81,11 @@ class LightningStep(Step):
         call._call_lightning_module_hook(trainer, "on_after_backward")
 
     def quiet_backward(self, loss: Tensor) -> None:
-        """The module's own backward, with no callback hook and no scaling: for trials."""
+        """Run the module's own backward for trials, without callback hooks and scaling."""
         self._loop.trainer.lightning_module.backward(loss)
 
     def keep_counters(self) -> Undo:
-        """Returns a function that puts the loop's progress counters back to where they are now."""
+        """Return a function that restores the loop's progress counters."""
         progress = self._loop.optim_progress
         before = progress.state_dict()
         return lambda: progress.load_state_dict(before)
@@ -92,7 +93,7 @@ class LightningStep(Step):
 
 @contextmanager
 def _callbacks_of(trainer: Trainer, *, by_part: bool) -> Iterator[None]:
-    """Only the callbacks that want to see each micro-batch's backward (`sees_micro_batches`), or only the others."""
+    """Restrict the trainer to callbacks with `sees_micro_batches`, or to those without it."""
     attributes = vars(trainer)
     callbacks: list[Any] = attributes["callbacks"]
     attributes["callbacks"] = [c for c in callbacks if getattr(c, "sees_micro_batches", False) is by_part]
@@ -104,7 +105,7 @@ def _callbacks_of(trainer: Trainer, *, by_part: bool) -> Iterator[None]:
 
 @contextmanager
 def _after_backward_held() -> Iterator[None]:
-    """Lightning calls `on_after_backward` within its backward; a micro-batch's gradients are not complete there."""
+    """Suppress `on_after_backward`, which Lightning calls in its backward, before gradients are complete."""
     of_callbacks, of_module = call._call_callback_hooks, call._call_lightning_module_hook
 
     def call_callbacks(trainer: Trainer, hook_name: str, *args: Any, **kwargs: Any) -> None:
@@ -127,27 +128,27 @@ def _after_backward_held() -> Iterator[None]:
 
 
 class Driver(Protocol):
-    """What decides how a batch is run."""
+    """Decides how a batch is run."""
 
     def prepare(self, step: Step) -> None:
-        """Called before every batch's closure exists; may run trials that leave no trace."""
+        """Called before every batch's closure exists; may run trials."""
         ...
 
     def around(self, step: Step) -> AbstractContextManager[object]:
-        """Encloses the closure and the optimizer's step."""
+        """A context that encloses the closure and the optimizer's step."""
         ...
 
     def drive(self, step: Step, optimize: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Call `optimize`: the closure, hooks, clipping and the optimizer's step; again, if need be."""
+        """Call `optimize` (the closure, hooks, clipping and the optimizer's step); retry it if needed."""
         ...
 
     def run(self, step: Step) -> tuple[Tensor | None, dict[str, Any]]:
-        """Forward, zero_grad and backward of a whole batch: its loss and what else was returned."""
+        """Forward, zero_grad and backward of a whole batch; returns its loss and what else was returned."""
         ...
 
 
 class _PartsClosure(Closure):
-    """Lightning's closure with the driver's `run` in the place of one step, zero_grad and backward."""
+    """Lightning's closure with the driver's `run` instead of one step, zero_grad and backward."""
 
     def __init__(self, run: Callable[[], tuple[Tensor | None, dict[str, Any]]], normalize: int) -> None:
         super().__init__(step_fn=lambda: ClosureResult(None))
@@ -166,7 +167,7 @@ class _PartsClosure(Closure):
 
 
 class PartsOptimization(_AutomaticOptimization):
-    """Automatic optimization whose closure asks a driver; its state_dict keys are Lightning's."""
+    """Automatic optimization whose closure calls a driver; its state_dict keys are Lightning's."""
 
     def __init__(self, trainer: Trainer, run: Run, driver: Driver) -> None:
         super().__init__(trainer)
@@ -177,11 +178,11 @@ class PartsOptimization(_AutomaticOptimization):
 
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
         """Let the driver prepare, then step as Lightning does."""
-        # `training_step(dataloader_iter)` fetches by itself: nothing to split.
+        # `training_step(dataloader_iter)` fetches its batches itself: there is nothing to split.
         if "batch" not in kwargs or self._stands_aside():
             return super().run(optimizer, batch_idx, kwargs)
         self._driver.prepare(LightningStep(self, kwargs, optimizer, batch_idx))
-        # Made anew: preparing may have changed how many batches make a step.
+        # A new object: preparing may have changed how many batches make a step.
         self._step = step = LightningStep(self, kwargs, optimizer, batch_idx)
         optimize = partial(super().run, optimizer, batch_idx, kwargs)
         try:
@@ -197,17 +198,17 @@ class PartsOptimization(_AutomaticOptimization):
 
 
 def finder_runs(trainer: Trainer) -> Callable[[], bool]:
-    """Tells, whenever it is asked, whether Lightning's batch size finder is trying sizes.
+    """Return a function that tells whether Lightning's batch size finder is currently trying sizes.
 
-    It asks which batches fit whole, and puts all callbacks aside meanwhile. (The learning rate finder puts its own in
-    their place: its steps are the training's.)
+    The finder asks which batches fit whole, and removes all callbacks meanwhile. (The learning rate finder
+    replaces them by its own: its steps are training steps.)
     """
     had_callbacks = bool(vars(trainer)["callbacks"])
     return lambda: had_callbacks and not vars(trainer)["callbacks"]
 
 
 def install(trainer: Trainer, run: Run, driver: Driver) -> Undo:
-    """Let a driver run every batch of automatic optimization, as steps of `run`; returns the undo."""
+    """Have a driver run every batch of automatic optimization, as steps of `run`; returns the undo."""
     loop = trainer.fit_loop.epoch_loop
     stock = loop.automatic_optimization
     replacement = PartsOptimization(trainer, run, driver)
@@ -222,6 +223,6 @@ def install(trainer: Trainer, run: Run, driver: Driver) -> Undo:
 
 
 def epoch_of(trainer: Trainer) -> int:
-    """How many epochs of a fit are over, those of the run that is resumed included."""
+    """How many epochs of a fit are over, including those of the run that is resumed."""
     current: Any = trainer.fit_loop.epoch_progress.current
     return current.processed

@@ -1,4 +1,4 @@
-"""bitsandbytes' optimizers in a fit: adapted to the module, with what they cost said once."""
+"""Adapt bitsandbytes' optimizers to the module in a fit, and log their cost once."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -14,9 +14,9 @@ _FEW_NAMES = 4
 
 
 def adapt_bitsandbytes_in(module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
-    """Keep what is at risk in 32-bit states (`optim.eight_bit`); other libraries' optimizers pass as they are.
+    """Keep sensitive parameters in 32-bit states (`optim.eight_bit`); other optimizers are left unchanged.
 
-    The first step of each prints the measured bytes a parameter, and which share has no 8-bit states.
+    After its first step, each logs its measured bytes a parameter and what has no 8-bit states.
     """
     for optimizer in optimizers:
         if is_bitsandbytes(optimizer):
@@ -27,7 +27,7 @@ def adapt_bitsandbytes_in(module: nn.Module, optimizers: Iterable[Optimizer]) ->
 
 
 class _Announcement:
-    """Prints once; a hook can't remove itself while torch goes through the hooks."""
+    """Logs once; a hook can't remove itself while torch iterates over the hooks."""
 
     def __init__(self) -> None:
         self._done = False

@@ -1,4 +1,4 @@
-"""What `FSDP2Strategy` saves and loads: a folder to which every rank adds its share, or one file of all of it."""
+"""How `FSDP2Strategy` saves and loads: a folder with every rank's shard, or one file with everything."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,13 +28,14 @@ from lightning_memkit.distributed.timeouts import waiting_for_ranks
 from lightning_memkit.optim.split import LOW_HALF
 from lightning_memkit.plugins.strategies.checkpoint_io import StreamingCheckpointIO
 
-_OPTIMIZER = "optimizer_"  # as Lightning names an optimizer's share, with its number
+_OPTIMIZER = "optimizer_"  # Lightning's name for an optimizer's states, followed by its number
 
 
 def save(checkpoint: dict[str, Any], path: Path, checkpoint_io: Any) -> None:
-    """Write a checkpoint as a folder, on all ranks; what Lightning's ModelParallelStrategy resumes, too.
+    """Write a checkpoint as a folder, on all ranks; Lightning's ModelParallelStrategy can resume it, too.
 
-    With an asynchronous StreamingCheckpointIO each rank copies its shards to host memory, and a thread writes them.
+    With an asynchronous StreamingCheckpointIO each rank copies its shards to host memory, and a thread writes
+    them.
     """
     path = folder_of_ranks(path)
     shares = {"state_dict": checkpoint.pop("state_dict")}
@@ -43,22 +44,22 @@ def save(checkpoint: dict[str, Any], path: Path, checkpoint_io: Any) -> None:
     if not is_asynchronous(checkpoint_io):
         sharded.save_sharded(shares, checkpoint, path)
         return
-    wait_on_all_ranks(checkpoint_io)  # one copy at a time, and the error of the one before
+    wait_on_all_ranks(checkpoint_io)  # at most one copy at a time; raises the previous write's error
     sharded.refuse_unsaveable(shares, checkpoint)
     copies, rest, group = host_copies(shares), host_copies(checkpoint), own_group()
-    path.parent.mkdir(parents=True, exist_ok=True)  # ModelCheckpoint puts a link beside it at once
+    path.parent.mkdir(parents=True, exist_ok=True)  # ModelCheckpoint links to it at once
     checkpoint_io.write_later(lambda: sharded.save_sharded(copies, rest, path, group), path)
 
 
 def is_asynchronous(checkpoint_io: Any) -> bool:
-    """Whether a thread writes."""
+    """Whether a thread writes checkpoints."""
     return isinstance(checkpoint_io, StreamingCheckpointIO) and checkpoint_io.asynchronous
 
 
 def wait_on_all_ranks(checkpoint_io: StreamingCheckpointIO) -> None:
-    """Return when the threads of all ranks have written; if one could not, all ranks raise.
+    """Return when the threads of all ranks have written; if one failed, all ranks raise.
 
-    Otherwise a rank whose thread has failed would stop, and the others' threads would wait for it in the next save.
+    Otherwise a rank whose thread has failed would stop, and the others would wait for it in the next save.
     """
     failure: Exception | None = None
     try:
@@ -82,25 +83,25 @@ def wait_on_all_ranks(checkpoint_io: StreamingCheckpointIO) -> None:
 def load_folder(
     path: Path, module: nn.Module, optimizers: Sequence[Optimizer], weights_only: bool | None, strict: bool
 ) -> dict[str, Any]:
-    """Load a folder into what the ranks hold now, however many have written it; gives what was not shared out."""
+    """Load a folder into the ranks' shards, whatever number of ranks wrote it; returns the unsharded rest."""
     weights = {"state_dict": get_model_state_dict(module)}
     sharded.load_sharded(weights, path)
     module.load_state_dict(weights["state_dict"], strict=strict)
-    for number, optimizer in enumerate(optimizers):  # one at a time: their states are copies on the CPU
+    for number, optimizer in enumerate(optimizers):  # one at a time: states are copied to the CPU
         name = f"{_OPTIMIZER}{number}"
         _forget_rests(optimizer)
         state = {name: get_optimizer_state_dict(module, optimizer)}
         sharded.load_sharded(state, path)
         options = StateDictOptions(cpu_offload=True)
         set_optimizer_state_dict(module, optimizer, optim_state_dict=state[name], options=options)
-    if weights_only is False:  # whoever says so trusts the file
+    if weights_only is False:  # an explicit False means that the caller trusts the file
         sharded.check_rest(path)
         return torch.load(path / sharded.REST, map_location="cpu", weights_only=False)
     return sharded.load_rest(path)
 
 
 def _forget_rests(optimizer: Optimizer) -> None:
-    """Drop what a cast left of weights that are about to be replaced: torch would take it for all states there are."""
+    """Drop low halves of weights to be replaced: torch would take them for complete optimizer states."""
     for parameter, state in list(optimizer.state.items()):
         if set(state) == {LOW_HALF}:
             del optimizer.state[parameter]
@@ -109,7 +110,7 @@ def _forget_rests(optimizer: Optimizer) -> None:
 def load_file(
     checkpoint: dict[str, Any], module: nn.Module, optimizers: Sequence[Optimizer], strict: bool
 ) -> dict[str, Any]:
-    """Give each rank its share of a loaded whole checkpoint; gives what was not shared out."""
+    """Give each rank its shard of a loaded whole checkpoint; returns the unsharded rest."""
     _load_raw_module_state(checkpoint.pop("state_dict"), module, strict=strict)
     states = checkpoint.get("optimizer_states", [])
     if len(states) < len(optimizers):

@@ -1,4 +1,4 @@
-"""Checkpoints that stream to disk, replace the last one only when they are whole, and load without running code."""
+"""Checkpoints that stream to disk, replace the previous one atomically, and load without running code."""
 
 import os
 import shutil
@@ -21,17 +21,17 @@ _PIECE_BYTES = streamed.PIECE_BYTES
 class StreamingCheckpointIO(CheckpointIO):
     """Checkpoints as one safetensors file, written tensor by tensor: no copy in host memory, never half a file.
 
-    A file appears under its name when all of it is on disk, so that a kill at any moment leaves the last good one.
-    Loading maps the file into memory. A checkpoint holds tensors and primitives only, and nothing in one is ever
-    run: those that stock Lightning wrote are read with `weights_only=True`, whatever the caller says, and URLs, too.
-    Works with every strategy that uses a CheckpointIO. The price: `load_from_checkpoint` wants a file that
-    `memkit consolidate` has written, and objects among the hyperparameters are refused when the checkpoint is saved.
-    Not yet verified on a GPU.
+    A file gets its name only when all of it is on disk, so a kill at any moment leaves the previous one
+    intact. Loading maps the file into memory. A checkpoint holds only tensors and primitives, and nothing in
+    one is ever executed: checkpoints of stock Lightning, also from URLs, are read with `weights_only=True`,
+    whatever the caller says. Works with every strategy that uses a CheckpointIO. The price:
+    `load_from_checkpoint` needs a file that `memkit consolidate` has written, and objects among the
+    hyperparameters are refused when a checkpoint is saved. Not yet verified on a GPU.
 
     Args:
-        asynchronous: copy the state to host memory (one whole copy of it; where ranks write a folder, each its own
-            shards) and write in a thread. Order is kept; the error of a write surfaces at the next save and at the
-            end of the fit, which waits for the last one.
+        asynchronous: copy the state to host memory (a whole copy; if ranks write a folder, each copies its
+            own shards) and write in a thread. Order is kept; an error of a write is raised at the next save
+            and at the end of the fit, which waits for the last one.
 
     Raises:
         CheckpointError: a state can't be saved, or a file can't be loaded.
@@ -46,13 +46,13 @@ class StreamingCheckpointIO(CheckpointIO):
 
     @property
     def asynchronous(self) -> bool:
-        """Whether a thread writes."""
+        """Whether a thread writes checkpoints."""
         return self._asynchronous
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """Write a checkpoint; one of this name is replaced when the new one is whole.
+        """Write a checkpoint; an older one of this name is replaced once the new one is complete.
 
         Args:
             checkpoint: the state.
@@ -64,22 +64,22 @@ class StreamingCheckpointIO(CheckpointIO):
         if not self._asynchronous:
             _write(document, place)
             return
-        self._writer.wait()  # one snapshot at a time, and the error of the one before
+        self._writer.wait()  # at most one snapshot at a time; raises the previous write's error
         document = files.snapshot(document)
         if not isinstance(place, Path):
             self._writer.submit(lambda: _write(document, place))
             return
-        place.parent.mkdir(parents=True, exist_ok=True)  # ModelCheckpoint puts a link beside it at once
+        place.parent.mkdir(parents=True, exist_ok=True)  # ModelCheckpoint links to it at once
         announced.announce(place, self._writer.submit(lambda: _write(document, place)))
 
     def write_later(self, job: Callable[[], object], path: Path | None = None) -> None:
-        """Have the thread run a job after those before it; for what a strategy writes by itself, at this path."""
+        """Run a job in the thread, after earlier ones; for what a strategy itself writes to `path`."""
         ended = self._writer.submit(job)
         if path is not None:
             announced.announce(path, ended)
 
     def wait(self) -> None:
-        """Return when all is written, and raise the error of what could not be."""
+        """Return when everything is written, and raise the error of a write that failed."""
         self._writer.wait()
 
     def load_checkpoint(
@@ -91,9 +91,9 @@ class StreamingCheckpointIO(CheckpointIO):
         """Read a checkpoint of this class or of stock Lightning.
 
         Args:
-            path: a path, or a URL that fsspec can read; what it names is downloaded into a temporary file.
-            map_location: where tensors shall be.
-            weights_only: True in any case.
+            path: a path, or a URL that fsspec can read; a URL is downloaded into a temporary file.
+            map_location: where to put tensors.
+            weights_only: ignored; always True.
         """
         self._writer.wait()
         place = place_of(path)
@@ -110,7 +110,7 @@ class StreamingCheckpointIO(CheckpointIO):
         return state
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint, a file or a folder; after the writes before it, and not if one of them failed."""
+        """Remove a checkpoint file or folder; asynchronously after earlier writes, unless one failed."""
         place = place_of(path)
         if self._asynchronous:
             self._writer.submit(lambda: remove_place(place))
@@ -118,7 +118,7 @@ class StreamingCheckpointIO(CheckpointIO):
             remove_place(place)
 
     def teardown(self) -> None:
-        """Wait for what is being written, and raise its error."""
+        """Wait for pending writes, and raise their error."""
         self._writer.close()
 
 
@@ -127,7 +127,7 @@ def _write(document: Document, place: Path | tuple[Any, str]) -> None:
         files.write_document(document, place)
         return
     file_system, name = place
-    # An object store shows an object when it is complete; elsewhere the transaction renames.
+    # An object store shows only complete objects; on other file systems the transaction renames.
     with file_system.transaction, file_system.open(name, "wb") as file:
         streamed.write(document, file)
 
@@ -139,6 +139,6 @@ def _load_copy(place: tuple[Any, str], url: str, map_location: Any) -> Any:
         with file_system.open(name, "rb") as source, copy.open("wb") as target:
             shutil.copyfileobj(source, target, _PIECE_BYTES)
         try:
-            return files.load(copy, map_location)  # the map outlives the file's name
-        except CheckpointError as error:  # what the user knows is the URL
+            return files.load(copy, map_location)  # the memory map outlives the deleted file
+        except CheckpointError as error:  # name the URL instead of the temporary copy
             raise CheckpointError(str(error).replace(str(copy), url)) from error

@@ -1,4 +1,4 @@
-"""FSDP2 for any LightningModule: its blocks are found, cast, sharded, and only then given their optimizers."""
+"""FSDP2 for any LightningModule: find its blocks, cast, shard, and only then make the optimizers."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -40,31 +40,35 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class FSDP2Strategy(ModelParallelStrategy):
-    """Each of n ranks keeps 1/n of weights, gradients and optimizer states, and gathers a block when it is needed.
+    """Each of n ranks keeps 1/n of weights, gradients and optimizer states, and gathers blocks when needed.
 
-    Any LightningModule, with no code for it: its repeated blocks are found and sharded with `fully_shard`, and the
-    rest of it as one. Optimizers are made afterwards, from what is sharded. A module that shards itself in
-    `configure_model` is left as it is. All ranks share one copy by default, on one node and on several. The price:
-    every block is gathered twice a step (stage 2: once) and its gradients are reduced, which hides behind the
-    arithmetic where the links are fast. On one device it is what offloads parameters and gradients.
-    `Trainer(strategy="memkit_fsdp2")` names it once this class is imported. Not yet verified on a GPU.
+    It works with any LightningModule, without changes: repeated blocks are found and sharded with
+    `fully_shard`, and the rest as one unit. Optimizers are made afterwards, from the sharded parameters. A
+    module that shards itself in `configure_model` is left unchanged. By default all ranks of all nodes share
+    one copy of the model. The price: every block is gathered twice a step (stage 2: once) and its gradients
+    are reduced, which overlaps with computation if the links are fast. On one device it serves to offload
+    parameters and gradients. `Trainer(strategy="memkit_fsdp2")` works once this class is imported. Not yet
+    verified on a GPU.
 
     Args:
-        stage: ZeRO's. 3 frees a block's gathered weights after its forward; 2 keeps them until its backward.
-        blocks: names of the blocks in place of those found: globs over module names (`encoder.layers.*`) and class
-            names.
-        replicas: how many copies of the model there are (hybrid sharding); `"nodes"`: one a node, so that weights
-            are gathered within it, and only gradients cross the network.
-        cpu_offload: keep shards of weights, gradients and states in the host's memory, where the optimizer steps.
-        mixed_precision: the dtypes that weights are gathered and used in (`param_dtype`) and gradients reduced in
-            (`reduce_dtype`); by default those that the precision gives the weights.
-        save_distributed_checkpoint: each rank writes its shard into a folder; else rank 0 writes one file.
+        stage: the ZeRO stage. 3 frees a block's gathered weights after its forward; 2 keeps them until its
+            backward.
+        blocks: the blocks to use instead of those found: globs over module names (`encoder.layers.*`) and
+            class names.
+        replicas: how many copies of the model there are (hybrid sharding); `"nodes"`: one on each node, so
+            that weights are gathered within a node, and only gradients cross the network.
+        cpu_offload: keep shards of weights, gradients and states in host memory, and run the optimizer on the
+            CPU.
+        mixed_precision: the dtypes in which weights are gathered and used (`param_dtype`) and gradients
+            reduced (`reduce_dtype`); by default the dtype of the weights.
+        save_distributed_checkpoint: each rank writes its shard into a folder; otherwise rank 0 writes one
+            file.
         process_group_backend: as in Lightning; by default NCCL on CUDA and gloo on the CPU.
         timeout: of collectives.
 
     Raises:
-        ValueError: an argument is outside its range, the ranks can't be divided by `replicas`, or (at setup) an
-            optimizer holds parameters that are not the sharded module's, or is one of bitsandbytes.
+        ValueError: an argument is outside its range, the number of ranks is not divisible by `replicas`, or
+            (at setup) an optimizer holds parameters from before sharding, or belongs to bitsandbytes.
 
     Source: torch.distributed.fsdp.fully_shard; Rajbhandari et al., ZeRO, 2020, arXiv:1910.02054.
     """
@@ -93,7 +97,7 @@ class FSDP2Strategy(ModelParallelStrategy):
             raise ValueError(f'replicas={replicas!r} is no number of copies; write 1, 2, ... or "nodes".')
         self.replicas: int | Literal["nodes"] = replicas
         self.mixed_precision = mixed_precision
-        # Set by `InitialWeights`, and run once.
+        # Set by `InitialWeights`, and called once.
         self.initial_weights: Callable[[nn.Module, torch.device], None] | None = None
 
     def __repr__(self) -> str:
@@ -106,14 +110,14 @@ class FSDP2Strategy(ModelParallelStrategy):
         )
 
     def connect(self, model: LightningModule) -> None:
-        """Attach the model, and the callback that keeps the random state in checkpoints."""
+        """Attach the model, and add the callback that saves the random state in checkpoints."""
         super().connect(model)
         trainer = getattr(model, "_trainer", None)
         if isinstance(trainer, Trainer):
             add_random_state(trainer)
 
     def setup_environment(self) -> None:
-        """Make the mesh: all ranks take part in data parallelism."""
+        """Make the device mesh: all ranks take part in data parallelism."""
         ranks = self.num_nodes * self.num_processes
         copies = self.num_nodes if self.replicas == "nodes" else self.replicas
         if ranks % copies:
@@ -135,9 +139,9 @@ class FSDP2Strategy(ModelParallelStrategy):
         module = self.lightning_module
         assert isinstance(module, LightningModule)
         if self._save_distributed_checkpoint and _sharded_checkpoints.is_asynchronous(self.checkpoint_io):
-            own_group()  # of which a thread will need one
+            own_group()  # made now on all ranks; a thread will need it
         if not any(parameter.is_meta for parameter in module.parameters()):
-            self._load_initial_weights(module)  # before the cast, of which a precision may keep the rest
+            self._load_initial_weights(module)  # before the cast, which may keep their low halves
         self.model = self.precision_plugin.convert_module(self.model)
         if not any(isinstance(part, FSDPModule) for part in module.modules()):
             whole = dict(module.named_parameters())
@@ -160,14 +164,14 @@ class FSDP2Strategy(ModelParallelStrategy):
         if fits:
             self.setup_optimizers(trainer)
             _refuse_stale(self.optimizers, module)
-            adapt_bitsandbytes_in(module, self.optimizers)  # which refuses them: their steps know no shards
+            adapt_bitsandbytes_in(module, self.optimizers)  # refuses them: they can't step shards
         self.setup_precision_plugin()
         if fits and not self.sharding.cpu_offload:
             _optimizers_to_device(self.optimizers, self.root_device)
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Modules made inside are on the device at the precision's dtype; empty, their parameters have no memory."""
+        """Modules made inside are on the device at the precision's dtype; if empty, without memory."""
         dtype = parameter_dtype(self.precision_plugin)
         if dtype is None:
             with super().tensor_init_context(empty_init):
@@ -187,18 +191,18 @@ class FSDP2Strategy(ModelParallelStrategy):
         return torch.device("cpu") if self.sharding.cpu_offload else self.root_device
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Tell the sampler its epoch now; Lightning does when a resumed run has begun to read, in epoch 0's order."""
+        """Tell the sampler its epoch now: Lightning does so only after a resumed run has begun to read."""
         tell_epoch(self.lightning_module, dataloader)
         return dataloader
 
     @property
     def shards_by(self) -> Sharding:
-        """How weights are shared out, for who asks what a strategy does."""
+        """How weights are sharded, for code that inspects strategies."""
         return self.sharding
 
     @property
     def sharding_mesh(self) -> DeviceMesh:
-        """The ranks that share a copy; with several copies the first dimension counts those."""
+        """The ranks that share a copy; with several copies, the first dimension counts the copies."""
         copies = self.num_nodes if self.replicas == "nodes" else self.replicas
         if copies == 1:
             return self.device_mesh["data_parallel"]
@@ -208,7 +212,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         return mesh
 
     def model_to_device(self) -> None:
-        """Move what is not sharded; shards are where they belong."""
+        """Move unsharded tensors to the device; shards are in place already."""
         assert self.model is not None
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             if not isinstance(tensor, DTensor) and tensor.device != self.root_device:
@@ -217,14 +221,14 @@ class FSDP2Strategy(ModelParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
-        """Write a folder to which every rank adds its share, or one file; the last one stays until it is whole."""
+        """Write a folder with every rank's shard, or one file; the old one stays until it is complete."""
         path = self.broadcast(filepath)
         if not self._save_distributed_checkpoint:
             if self.is_global_zero:
                 place = place_of(path, **(storage_options or {}))
                 stock = not isinstance(self.checkpoint_io, StreamingCheckpointIO)
                 if stock and isinstance(place, Path) and is_sharded(place):
-                    remove(place)  # Lightning's own would write into the folder
+                    remove(place)  # Lightning's CheckpointIO would write into the folder
                 self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
         elif storage_options is not None:
             raise TypeError(
@@ -237,7 +241,7 @@ class FSDP2Strategy(ModelParallelStrategy):
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a folder or a file, whatever number of ranks has saved it; nothing in it is run."""
+        """Load a folder or a file, whatever number of ranks saved it; nothing in it is executed."""
         path = self.broadcast(checkpoint_path)
         assert self.model is not None
         assert self.lightning_module is not None
@@ -258,7 +262,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         return _sharded_checkpoints.load_file(checkpoint, self.model, self.optimizers, strict)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Remove a checkpoint; a folder loses its name first, and stays until what is being written is whole."""
+        """Remove a checkpoint; a folder is renamed first, and stays until pending writes are complete."""
         if not self.is_global_zero:
             return
         if self._save_distributed_checkpoint and not isinstance(self.checkpoint_io, StreamingCheckpointIO):
@@ -267,18 +271,18 @@ class FSDP2Strategy(ModelParallelStrategy):
             self.checkpoint_io.remove_checkpoint(filepath)
 
     def teardown(self) -> None:
-        """End as Lightning does, and wait for a checkpoint that is being written."""
+        """Tear down as Lightning does, and wait for pending checkpoint writes."""
         super().teardown()
         self.checkpoint_io.teardown()
 
     def _get_process_group_backend(self) -> str:
         backend = super()._get_process_group_backend()
-        # Norms of what lies on the host are reduced there.
+        # With offload, gradient norms are reduced on the CPU, which needs gloo.
         return "cpu:gloo,cuda:nccl" if self.sharding.cpu_offload and backend == "nccl" else backend
 
 
 def _refuse_stale(optimizers: Sequence[Any], module: nn.Module) -> None:
-    """An optimizer made before sharding holds parameters that no step uses: it would train nothing, silently."""
+    """Refuse optimizers made before sharding: their parameters are unused, so nothing would be trained."""
     own = set(module.parameters())
     stale = sum(parameter not in own for parameter in _parameters(optimizers))
     if stale:

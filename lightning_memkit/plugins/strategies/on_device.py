@@ -1,4 +1,4 @@
-"""Strategies that build a model where it will live."""
+"""A strategy that builds a model on its training device."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,11 +33,11 @@ _DTYPES = {
 
 
 class OnDeviceStrategy(SingleDeviceStrategy):
-    """One device; `configure_model` and `Trainer.init_module` build there, at the precision's dtype, at once.
+    """One device; `configure_model` and `Trainer.init_module` build directly there, at the precision's dtype.
 
-    At most one float32 tensor is staged, and the host holds no copy of the model. Random state is part of every
-    checkpoint. `Trainer(strategy="memkit")` names it once this class is imported (`from lightning_memkit import
-    OnDeviceStrategy`); `memkit` on the command line knows the name by itself. With `MemkitCLI` a model built in
+    At most one float32 tensor is staged at a time, and the host holds no copy of the model. The random state
+    is saved in every checkpoint. `Trainer(strategy="memkit")` works once this class is imported from
+    `lightning_memkit`; the `memkit` command always knows the name. With `MemkitCLI` a model built in
     `__init__` is built on the device, too. Not yet verified on a GPU.
 
     Args:
@@ -47,7 +47,7 @@ class OnDeviceStrategy(SingleDeviceStrategy):
         precision_plugin: as in every Lightning strategy.
 
     Raises:
-        ValueError: the device can't be read, or the Trainer is given more than one device.
+        ValueError: the device can't be parsed, or the Trainer is given more than one device.
     """
 
     strategy_name = "memkit"
@@ -60,7 +60,7 @@ class OnDeviceStrategy(SingleDeviceStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         self._devices: list[torch.device] = [] if device == "auto" else [_device(device)]
-        root = self._devices[0] if self._devices else torch.device("cpu")  # until the Trainer has chosen
+        root = self._devices[0] if self._devices else torch.device("cpu")  # until the Trainer chooses
         super().__init__(root, accelerator, checkpoint_io, precision_plugin)
         self._requested = device
 
@@ -69,7 +69,7 @@ class OnDeviceStrategy(SingleDeviceStrategy):
 
     @property
     def parallel_devices(self) -> list[torch.device]:
-        """The one device, in the form in which the Trainer sets and reads it; empty until it is known."""
+        """The one device, as the Trainer sets and reads it; empty until it is known."""
         return self._devices
 
     @parallel_devices.setter
@@ -83,7 +83,7 @@ class OnDeviceStrategy(SingleDeviceStrategy):
         self._root_device = devices[0]
 
     def connect(self, model: LightningModule) -> None:
-        """Attach the model, and the callback that keeps the random state in checkpoints."""
+        """Attach the model, and add the callback that saves the random state in checkpoints."""
         super().connect(model)
         trainer = getattr(model, "_trainer", None)
         if isinstance(trainer, Trainer):
@@ -107,9 +107,9 @@ class OnDeviceStrategy(SingleDeviceStrategy):
 
 
 def parameter_dtype(precision: Precision | str | None) -> torch.dtype | None:
-    """The dtype that parameters have under a precision plugin or a Trainer's `precision`.
+    """The dtype of parameters under a precision plugin or a Trainer's `precision`.
 
-    None where memkit does not know it: such a plugin prepares modules by its own means.
+    None for plugins that memkit does not know: they prepare modules themselves.
     """
     if precision is None:
         return torch.float32
@@ -118,14 +118,14 @@ def parameter_dtype(precision: Precision | str | None) -> torch.dtype | None:
 
 
 def add_random_state(trainer: Trainer) -> None:
-    """Give a Trainer the `RandomState` callback, unless it has one; before the callbacks that save."""
+    """Add the `RandomState` callback to a Trainer that has none, before the callbacks that save."""
     callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
     if not any(isinstance(callback, RandomState) for callback in callbacks):
         callbacks.insert(0, RandomState())
 
 
 def tell_epoch(module: LightningModule | None, dataloader: object) -> None:
-    """Let a training loader's sampler know how many epochs are over, before it is asked for an order."""
+    """Tell a training loader's sampler how many epochs are over, before it gives an order."""
     trainer = getattr(module, "_trainer", None)
     if isinstance(trainer, Trainer) and trainer.state.fn == TrainerFn.FITTING:
         _set_sampler_epoch(dataloader, training_loop.epoch_of(trainer))

@@ -1,4 +1,4 @@
-"""ZeRO-1: DDP whose optimizers are shared out among the ranks."""
+"""ZeRO-1: DDP whose optimizer states are sharded over the ranks."""
 
 import inspect
 import warnings
@@ -14,22 +14,23 @@ from lightning_memkit.optim.eight_bit import is_bitsandbytes
 from lightning_memkit.plugins.strategies._eight_bit import adapt_bitsandbytes_in
 from lightning_memkit.plugins.strategies.on_device import add_random_state, tell_epoch
 
-_BITSANDBYTES = ("min_8bit_size", "percentile_clipping", "block_wise")  # what it keeps beside its defaults
+_BITSANDBYTES = ("min_8bit_size", "percentile_clipping", "block_wise")  # kept outside its `defaults`
 
 
 class ZeRO1Strategy(DDPStrategy):
-    """DDP where each of n ranks keeps 1/n of the optimizer's states and steps that share; one broadcast more a step.
+    """DDP where each of n ranks keeps and steps 1/n of the optimizer states; costs one more broadcast a step.
 
-    The module's own optimizers are rebuilt as `ZeroRedundancyOptimizer`, with their groups, options and schedulers: no
-    code for it. Weights and gradients stay whole on every rank: `FSDP2Strategy` shares those, too. Works with
-    `PureBF16Precision` and with the 8-bit optimizers of bitsandbytes. `Trainer(strategy="memkit_zero1")` names it once
-    this class is imported. Not yet verified on a GPU.
+    The module's own optimizers are rebuilt as `ZeroRedundancyOptimizer`, with their groups, options and
+    schedulers; the module needs no code for it. Weights and gradients stay whole on every rank;
+    `FSDP2Strategy` shards those, too. Works with `PureBF16Precision` and with the 8-bit optimizers of
+    bitsandbytes. `Trainer(strategy="memkit_zero1")` works once this class is imported. Not yet verified on a
+    GPU.
 
     Args:
         options: those of Lightning's `DDPStrategy`.
 
     Raises:
-        ValueError: at setup, where an optimizer can't be rebuilt from its options, or steps all weights together
+        ValueError: at setup, an optimizer can't be rebuilt from its options, or steps all weights together
             (LBFGS).
 
     Source: torch.distributed.optim.ZeroRedundancyOptimizer; Rajbhandari et al., ZeRO, 2020, arXiv:1910.02054.
@@ -46,19 +47,19 @@ class ZeRO1Strategy(DDPStrategy):
         return f"{type(self).__name__}({options})"
 
     def connect(self, model: LightningModule) -> None:
-        """Attach the model, and the callback that keeps the random state in checkpoints."""
+        """Attach the model, and add the callback that saves the random state in checkpoints."""
         super().connect(model)
         trainer = getattr(model, "_trainer", None)
         if isinstance(trainer, Trainer):
             add_random_state(trainer)
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Tell the sampler its epoch now; Lightning does when a resumed run has begun to read, in epoch 0's order."""
+        """Tell the sampler its epoch now: Lightning does so only after a resumed run has begun to read."""
         tell_epoch(self.lightning_module, dataloader)
         return dataloader
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Make the module's optimizers, then those that share them out; schedulers go with them."""
+        """Make the module's optimizers, then replace them by sharded ones, also in their schedulers."""
         super().setup_optimizers(trainer)
         shared = {id(one): _shared_out(one) for one in self.optimizers}
         self.optimizers = [shared[id(one)] for one in self.optimizers]
@@ -71,15 +72,15 @@ class ZeRO1Strategy(DDPStrategy):
         )
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load each rank's share of the states; weights are then those that belong to them on all ranks."""
+        """Load each rank's shard of the states, then broadcast the weights that belong to them."""
         super().load_optimizer_state_dict(checkpoint)
         tell_weights(self.optimizers)
 
 
 def _shared_out(optimizer: Optimizer) -> Optimizer:
-    """The same over one rank's share of the parameters; group dictionaries stay the same, for schedulers."""
+    """The optimizer over one rank's shard; the group dictionaries stay the same objects, for schedulers."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of what torch itself imports there
+        warnings.simplefilter("ignore", DeprecationWarning)  # raised by torch's own import there
         from torch.distributed.optim import ZeroRedundancyOptimizer
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         return optimizer
@@ -101,7 +102,7 @@ def _shared_out(optimizer: Optimizer) -> Optimizer:
 
 
 def _options_of(optimizer: Optimizer) -> dict[str, Any]:
-    """What its class takes of what it was made with; torch's own keep more in their defaults than that."""
+    """The options that its class accepts; torch's optimizers keep more than these in `defaults`."""
     taken = inspect.signature(type(optimizer)).parameters
     options = {name: value for name, value in optimizer.defaults.items() if name in taken}
     if is_bitsandbytes(optimizer):
@@ -119,7 +120,7 @@ def _demands_closure(kind: type[Optimizer]) -> bool:
 
 
 def _schedulers(scheduler: Any) -> Iterator[Any]:
-    """A scheduler and those that it runs (SequentialLR, ChainedScheduler)."""
+    """A scheduler and the schedulers that it contains (SequentialLR, ChainedScheduler)."""
     if hasattr(scheduler, "optimizer"):
         yield scheduler
     for inner in getattr(scheduler, "_schedulers", ()):
@@ -127,7 +128,7 @@ def _schedulers(scheduler: Any) -> Iterator[Any]:
 
 
 def _count_steps(optimizer: Any) -> None:
-    """Say that the optimizer has stepped as torch's schedulers ask for it: they know another one."""
+    """Mark steps as torch's schedulers expect: they were attached to another optimizer."""
     plain = optimizer.step
 
     def step(*args: Any, **kwargs: Any) -> Any:
