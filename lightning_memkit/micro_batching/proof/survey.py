@@ -134,6 +134,7 @@ class Surveys:
     ) -> Iterator[tuple[tuple[float, ...], frozenset[int], tuple[float, ...]]]:
         """For each micro-batch: the terms' counts, the lone terms, and the result of `looked_at`."""
         combination = partition.combination
+        least = [one_row(step.batch)]  # for ranks that have nothing to run while others do
         for index in range(self._trials.ranks.most_parts(len(parts))):
             part = (parts or least)[min(index, max(len(parts) - 1, 0))]
             if combination.state is not None:
