@@ -1,5 +1,6 @@
 import random
 from array import array
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,56 @@ def test_large_bytes_are_copied_where_steps_were_seen_to_change_them() -> None:
         known.restore()
         assert module.text[0] == first  # pyright: ignore
         module.text[0] = 1  # pyright: ignore
+
+
+class LongMemory(nn.Module):
+    """Containers of more items than are looked into: a full queue, a count of words, a set, a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = deque(range(12_000), maxlen=12_000)
+        self.counts = dict.fromkeys(range(12_000), 1)
+        self.seen = set(range(12_000))
+        self.rows = list(range(12_000))
+
+    def forward(self) -> None:
+        self.queue.append(-1)
+        self.counts[3] += 1
+        self.counts[-1] = 1
+        self.seen.add(-1)
+        del self.rows[0]
+
+    def held(self) -> tuple[Any, ...]:
+        return list(self.queue), dict(self.counts), set(self.seen), list(self.rows)
+
+
+def test_long_containers_that_steps_change_are_put_back() -> None:
+    """A queue that is full keeps its length: its items tell that a trial has changed it."""
+    module = LongMemory()
+    before = module.held()
+    trial = Rollback(module)
+    module()
+    changing = trial.changed()
+    trial.restore()
+    assert module.held() == before
+    assert changing == {("", name) for name in ("queue", "counts", "seen", "rows")}
+    point = Rollback(module, changing)
+    module()
+    assert point.restore() == frozenset()
+    assert module.held() == before
+
+
+def test_a_long_container_that_was_not_copied_is_named_as_lost_and_copied_from_then_on() -> None:
+    module = LongMemory()
+    point = Rollback(module, frozenset())
+    module.rows.append(5)  # a list loses again what it has gained
+    module.seen.add(-1)
+    module.counts[-1] = 1
+    assert point.restore() == {("", "seen"), ("", "counts")}
+    assert len(module.rows) == 12_000
+    point = Rollback(module, frozenset())
+    module.seen.add(-2)
+    assert point.optimizer_steps() == {("", "seen")}
 
 
 def test_bytes_of_a_batch_are_told_as_the_batch_s() -> None:

@@ -1,4 +1,4 @@
-"""Snapshots by copy: of bytes, closure cells, NumPy arrays and random generators."""
+"""Snapshots by copy of bytes, closure cells, NumPy arrays and random generators; of long containers by length."""
 
 from array import array
 from collections.abc import Iterator
@@ -90,6 +90,40 @@ class KeptArray(Kept):
     def restore(self) -> None:
         if not alike(self._copy, self._owner):
             self._owner[...] = self._copy
+
+
+class KeptLength(Kept):
+    """Snapshot of the length of a container too long to be copied in every step.
+
+    Items that a list gains are removed. Other changes can't be undone: `is_lost` tells.
+    """
+
+    def __init__(self, place: Place, owner: Any) -> None:
+        self.place, self._owner, self._length = place, owner, len(owner)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the container changed in a way that `restore` can't undo."""
+        now = len(self._owner)
+        return now < self._length or (now > self._length and not isinstance(self._owner, list))
+
+    @override
+    def changes(self) -> Iterator[StepChange]:
+        if len(self._owner) != self._length:
+            yield self.place.change()
+
+    @override
+    def now(self, change: StepChange) -> Any:
+        return list(self._owner)[self._length :]
+
+    @override
+    def before(self, now: Any) -> Any:
+        return None
+
+    @override
+    def restore(self) -> None:
+        if isinstance(self._owner, list):
+            del self._owner[self._length :]
 
 
 class KeptGenerator(Kept):

@@ -187,31 +187,6 @@ class KeptItems(Kept):
             set.update(owner, self.items)
 
 
-class KeptLength(Kept):
-    """Snapshot of the length of a container too long to be copied; items that a list gains are removed."""
-
-    def __init__(self, place: Place, owner: Any) -> None:
-        self.place, self._owner, self._length = place, owner, len(owner)
-
-    @override
-    def changes(self) -> Iterator[StepChange]:
-        if len(self._owner) != self._length:
-            yield self.place.change()
-
-    @override
-    def now(self, change: StepChange) -> Any:
-        return list(self._owner)[self._length :]
-
-    @override
-    def before(self, now: Any) -> Any:
-        return None
-
-    @override
-    def restore(self) -> None:
-        if isinstance(self._owner, list):
-            del self._owner[self._length :]
-
-
 class KeptSlots(Kept):
     """Snapshot of an object's slots."""
 

@@ -9,8 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_memkit.micro_batching.changes.composition import Left, left_behind
 from lightning_memkit.micro_batching.changes.copy_on_write import CopyOnWrite
-from lightning_memkit.micro_batching.changes.kept_contents import KeptArray, KeptBytes
-from lightning_memkit.micro_batching.changes.kept_state import KeptLength
+from lightning_memkit.micro_batching.changes.kept_contents import KeptArray, KeptBytes, KeptLength
 from lightning_memkit.micro_batching.changes.kept_tensor import KeptTensor, Place
 from lightning_memkit.micro_batching.changes.state_walk import OF_EVERY_MODULE, Keys, StateWalk
 from lightning_memkit.micro_batching.changes.step_changes import StepChange, label
@@ -25,10 +24,10 @@ class Rollback(StateWalk):
     states, closure variables, and plain objects of the user's own classes. The batch is covered in the same
     way.
 
-    Not covered: the items of containers with more than 10,000 (which items they hold is restored; with
-    `changing`, only what a list has gained is removed), objects beyond 20,000 in all or 24 levels deep; the
-    Trainer, loggers, data sets, optimizers and other libraries' objects, unless these hold tensors; variables
-    of Python modules.
+    Not covered: what the items of containers with more than 10,000 items hold (which items these are is
+    restored; with `changing`, only in the containers that it names, and elsewhere what a list has gained is
+    removed), objects beyond 20,000 in all or 24 levels deep; the Trainer, loggers, data sets, optimizers and
+    other libraries' objects, unless these hold tensors; variables of Python modules.
 
     Without `changing`, buffers and attributes that are tensors are cloned. Parameters, and tensors at deeper
     levels, are copied to the host when an operator first writes to them, if the step runs within
@@ -88,10 +87,9 @@ class Rollback(StateWalk):
         """The tensors and arrays that were written to or replaced since, even with equal values."""
         self._collect()
         tensors = {one.place.key for one in self._tensors if any(one.changes())}
-        arrays = (one for one in self._kept if isinstance(one, (KeptArray, KeptBytes, KeptLength)))
-        return (
-            frozenset(tensors) | {one.place.key for one in arrays if any(one.changes())} | self._lost_before
-        )
+        arrays = (one for one in self._kept if isinstance(one, (KeptArray, KeptBytes)))
+        others = {one.place.key for one in (*arrays, *self._long) if any(one.changes())}
+        return frozenset(tensors) | others | self._lost_before
 
     def changes(self) -> tuple[StepChange, ...]:
         """All values that differ from the snapshot's; one that was set to an equal value is not included."""
@@ -118,7 +116,11 @@ class Rollback(StateWalk):
         return frozenset(one.place.path for one in self._tensors if one.uninitialized)
 
     def optimizer_steps(self) -> Keys:
-        """Stop counting writes to parameters: the optimizer steps now. Returns the tensors changed before."""
+        """Stop counting writes to parameters: the optimizer steps now.
+
+        Returns:
+            The tensors, and the long containers, that were changed before.
+        """
         # By version counters: comparing values takes memory, and there may be none left.
         changed = frozenset(one.place.key for one in self._tensors if one.was_written)
         for one in self._tensors:
@@ -126,15 +128,21 @@ class Rollback(StateWalk):
                 if one.is_lost:
                     self._lost_before.add(one.place.key)
                 one.version = None
-        return changed
+        return changed | {one.place.key for one in self._uncopied() if any(one.changes())}
+
+    def _uncopied(self) -> list[KeptLength]:
+        """The snapshots of long containers whose items were not copied."""
+        return [one for one in self._long if isinstance(one, KeptLength)]
 
     def restore(self, *, but: frozenset[str] = frozenset()) -> Keys:
         """Restore everything, except in the modules at the paths in `but`.
 
         Returns:
-            The tensors that changed but were not copied; if there are none, the restored state is exact.
+            The tensors and long containers that changed but were not copied; if there are none, the restored
+            state is exact.
         """
-        lost = {one.place.key for one in self._tensors if one.is_lost} | self._lost_before
+        unkept = [*self._tensors, *self._uncopied()]
+        lost = {one.place.key for one in unkept if one.is_lost} | self._lost_before
         self._lost_before = set()
         for one in (*self._kept, *self._tensors):
             if one.place.path not in but:

@@ -20,6 +20,7 @@ from lightning_memkit.micro_batching.changes.kept_contents import (
     KeptBytes,
     KeptCell,
     KeptGenerator,
+    KeptLength,
 )
 from lightning_memkit.micro_batching.changes.kept_iterator import KeptIterator, is_iterator
 from lightning_memkit.micro_batching.changes.kept_state import (
@@ -29,7 +30,6 @@ from lightning_memkit.micro_batching.changes.kept_state import (
     KeptDict,
     KeptHooks,
     KeptItems,
-    KeptLength,
     KeptSlots,
 )
 from lightning_memkit.micro_batching.changes.kept_tensor import KeptTensor, Place
@@ -62,6 +62,7 @@ class StateWalk:
         self._modules: dict[str, nn.Module] = {}
         self._attributes: dict[str, dict[str, Any]] = {}
         self._kept: list[Kept] = []
+        self._long: list[Kept] = []  # of those, the snapshots of long containers
         self._tensors: list[KeptTensor] = []
         self._seen: set[int] = set()
         self._metrics: list[str] = []
@@ -212,12 +213,14 @@ class StateWalk:
         self._seen.add(id(value))
         self._objects += 1
         is_long = len(value) > own.MOST_ITEMS
-        if is_long and self._changing is not None:
+        if is_long and self._changing is not None and place.key not in self._changing:
             self._kept.append(KeptLength(place, value))
         elif isinstance(value, dict):
             self._kept.append(KeptDict(place, value, attributes=False))
         else:
             self._kept.append(KeptItems(place, value))
+        if is_long:
+            self._long.append(self._kept[-1])
         if not is_long and self._looks_into(value):
             for name, item in _named_items(value):
                 if type(item) not in _PLAIN:
