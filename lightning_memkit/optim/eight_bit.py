@@ -37,7 +37,7 @@ def is_bitsandbytes(optimizer: Optimizer) -> bool:
 
 
 class BitsandbytesAdapter:
-    """The handle of an adapted optimizer: which parameters keep 32-bit states, and the undo. Made by `adapt_bitsandbytes`."""
+    """The handle of an adapted optimizer, made by `adapt_bitsandbytes`: what keeps 32 bits, and the undo."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         # The optimizer owns its adapter; a strong reference back would make a cycle.

@@ -207,7 +207,7 @@ def _check(rule: Rule, mode: Mode, operand: Operand) -> None:
 
 
 def _launches(operands: Operands) -> Iterator[tuple[int, bool, Operands]]:
-    """Yield for each launch the device's index, whether gradients are float32, and the operands; empty ones are left out."""
+    """Yield each launch's device index, whether gradients are float32, and operands; empty ones are left out."""
     if operands.is_uniform:
         yield _device_index(operands.weights[0]), bool(operands.wide[0]), operands
         return
