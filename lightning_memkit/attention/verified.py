@@ -16,7 +16,9 @@ Switch = Callable[[Any], Callable[[], None]]
 # Two rows of 16 tokens without padding; one document has a single token.
 _BOUNDS = (0, 5, 6, 16, 23, 32)
 _ROWS, _LENGTH = 2, 16
-_TOLERANCE = 1e-4  # of the largest value, in float32: rounding is a hundredth of this, a leak a hundred times as much
+_TOLERANCE = (
+    1e-4  # of the largest value, in float32: rounding is a hundredth of this, a leak a hundred times as much
+)
 _REMEDY = 'Give each document its own row: packing="none".'
 
 
