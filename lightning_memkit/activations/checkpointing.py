@@ -43,33 +43,35 @@ def checkpoint_modules(
 ) -> Checkpointed:
     """Save less of a module's forward and recompute it in backward; costs up to one more forward of its blocks.
 
-    Loss and gradients stay bitwise the same: recomputation uses the first forward's random numbers, autocast and
-    default dtype, and buffers that a forward writes (BatchNorm statistics) are written once. Under `compile:x` loss
-    and gradients are those of the compiled blocks. Of generators other than torch's own, `full` and `every:k` restore
-    those that a block holds or is given. Forwards are replaced in place: parameter names, state dict and classes
-    don't change, and keyword arguments pass through. In `eval()` and under `no_grad()` nothing changes. Blocks that
-    route tokens to experts do so once. With `full`, `every:k` and `compile:x` an empty KV cache is not filled in
-    training; with the first two a block that gets a filled one runs without checkpointing.
+    Loss and gradients stay bitwise the same: recomputation uses the first forward's random numbers, autocast
+    and default dtype, and buffers that a forward writes (BatchNorm statistics) are written once. Under
+    `compile:x` loss and gradients are those of the compiled blocks. Of generators other than torch's own,
+    `full` and `every:k` restore those that a block holds or is given. Forwards are replaced in place:
+    parameter names, state dict and classes don't change, and keyword arguments pass through. In `eval()` and
+    under `no_grad()` nothing changes. Blocks that route tokens to experts do so once. With `full`, `every:k`
+    and `compile:x` an empty KV cache is not filled in training; with the first two a block that gets a filled
+    one runs without checkpointing.
 
     Args:
         module: the model; its blocks are found by `find_blocks`.
-        policy: `"full"` (every block); `"every:k"` (blocks 0, k, 2k, ...); `"selective"` (each block saves attention
-            and every second matmul, and recomputes the rest) or `"selective:attention,matmul/2,silu"` (the operators
-            to save; `/k` is every k-th of them); `"budget:x"` (the least recomputation that keeps the saved
-            activations within a fraction of those without checkpointing, or within `"2GiB"`, measured in the first
-            forward); `"auto:22GiB"` (the same, with a budget for the peak of a whole step); `"compile:x"` (each block
-            compiled with torch's own bound on saved bytes; the first forward measures the peak with and without it,
-            at one to four more compilations of a block, and warns and uses another bound or none if it does not
-            lower the peak).
+        policy: `"full"` (every block); `"every:k"` (blocks 0, k, 2k, ...); `"selective"` (each block saves
+            attention and every second matmul, and recomputes the rest) or
+            `"selective:attention,matmul/2,silu"` (the operators to save; `/k` is every k-th of them);
+            `"budget:x"` (the least recomputation that keeps the saved activations within a fraction of those
+            without checkpointing, or within `"2GiB"`, measured in the first forward); `"auto:22GiB"` (the
+            same, with a budget for the peak of a whole step); `"compile:x"` (each block compiled with torch's
+            own bound on saved bytes; the first forward measures the peak with and without it, at one to four
+            more compilations of a block, and warns and uses another bound or none if it does not lower the
+            peak).
         blocks: classes, or globs over module and class names, instead of the blocks that `find_blocks` finds.
 
     Returns:
         The undo: calling it restores the forwards.
 
     Raises:
-        ValueError: the policy is unknown; a transformers model declares that it does not support checkpointing and
-            `blocks` is None; `blocks` is one string or class instead of a list; or a block is checkpointed already,
-            by this function or by the model's own gradient checkpointing.
+        ValueError: the policy is unknown; a transformers model declares that it does not support
+            checkpointing and `blocks` is None; `blocks` is one string or class instead of a list; or a block
+            is checkpointed already, by this function or by the model's own gradient checkpointing.
 
     Source: Chen et al. 2016, arXiv:1604.06174; torch.utils.checkpoint, `use_reentrant=False`.
     """

@@ -49,7 +49,8 @@ def choose_budget(asked: float, peak_of: Callable[[float], float | None]) -> Pea
 
     Args:
         asked: the budget that the user wrote.
-        peak_of: measures a budget; called for as few budgets as needed. It returns None if there is no backward.
+        peak_of: measures a budget; called for as few budgets as needed. It returns None if there is no
+            backward.
     """
     peaks: dict[float, float] = {}
 

@@ -39,19 +39,19 @@ def offload_activations(
 ) -> "ActivationsOffload":
     """Keep the activations of all but about two blocks in host memory; each is copied to the host and back once.
 
-    The tensors that a block saves for backward are copied to pinned host memory on a separate stream while the next
-    block runs, and copied back during the backward of the next block. Loss and gradients stay bitwise the same.
-    Parameters and buffers never move, nor do their views, transposes and casts; a storage moves once, whatever the
-    number of its saved views. Tensors saved outside of blocks (embeddings, head, loss) stay on the device. Blocks
-    that are checkpointed, before or after this call, keep their inputs in host memory. Not yet verified on a GPU;
-    the simulated device of the tests runs the same code.
+    The tensors that a block saves for backward are copied to pinned host memory on a separate stream while
+    the next block runs, and copied back during the backward of the next block. Loss and gradients stay
+    bitwise the same. Parameters and buffers never move, nor do their views, transposes and casts; a storage
+    moves once, whatever the number of its saved views. Tensors saved outside of blocks (embeddings, head,
+    loss) stay on the device. Blocks that are checkpointed, before or after this call, keep their inputs in
+    host memory. Not yet verified on a GPU; the simulated device of the tests runs the same code.
 
     Args:
         module: the model; its blocks are found by `find_blocks`.
         min_bytes: tensors with a smaller storage stay on the device; a size ("1MiB") or a count of bytes.
-        host_bytes: the most host memory to use, as a size or a count of bytes; by default half of what is free
-            now, and when that is used up, half of what is free then in addition. Tensors that exceed it stay on the
-            device, with one warning.
+        host_bytes: the most host memory to use, as a size or a count of bytes; by default half of what is
+            free now, and when that is used up, half of what is free then in addition. Tensors that exceed it
+            stay on the device, with one warning.
         blocks: classes, or globs over module and class names, instead of the blocks that `find_blocks` finds.
         pin_memory: use page-locked host memory, without which copies can't overlap with computation.
         choose: `"offload"` moves every block's activations. `"auto"` times copies and the blocks' forwards in the
@@ -62,7 +62,8 @@ def offload_activations(
         A handle that undoes it when called, or when exited as a context manager; it also has counts.
 
     Raises:
-        ValueError: a size can't be parsed, `choose` is unknown, or `blocks` is one string or class, not a list.
+        ValueError: a size can't be parsed, `choose` is unknown, or `blocks` is one string or class, not a
+            list.
     """
     check_options(min_bytes, host_bytes, choose)
     found = find_blocks(module, blocks)

@@ -14,8 +14,9 @@ from lightning_memkit.utilities.errors import NoEffectWarning
 def use_packed_attention(module: nn.Module, backend: Backend = "auto") -> Callable[[], None]:
     """Make transformers models inside a module keep packed documents apart, without saving a mask.
 
-    Afterwards their forward takes a `PackedBatch` as it is, ``model(**batch)``. Without ``cu_seqlens``, documents
-    begin where ``position_ids`` restart. A forward without either attends as before. Packed documents use no cache.
+    Afterwards their forward takes a `PackedBatch` as it is, ``model(**batch)``. Without ``cu_seqlens``,
+    documents begin where ``position_ids`` restart. A forward without either attends as before. Packed
+    documents use no cache.
 
     Args:
         module: A LightningModule or any other module; the models in it are found.

@@ -47,8 +47,8 @@ def packed_attention(
         query: [batch, heads, tokens, head_dim].
         key: [batch, key_heads, tokens, head_dim]; ``key_heads`` divides ``heads`` (grouped queries).
         value: Like ``key``.
-        cu_seqlens: int32 [segments + 1]: where documents begin in the flattened batch * tokens tokens, and the
-            total. The end of every row also ends a document. None: every row is one document.
+        cu_seqlens: int32 [segments + 1]: where documents begin in the flattened batch * tokens tokens, and
+            the total. The end of every row also ends a document. None: every row is one document.
         max_seqlen: Length of the longest document. None: a kernel that needs it synchronizes, once a batch.
         causal: A token sees no token after it.
         scale: Factor of the scores; None: 1 / sqrt(head_dim).
@@ -58,18 +58,19 @@ def packed_attention(
             document's scores.
         alibi_slopes: [heads]; a score falls by slope * distance (https://arxiv.org/abs/2108.12409). The loop then
             saves every document's scores.
-        backend: ``"loop"`` runs SDPA document by document, on every device. ``"flash_attn"`` (the package) and
-            ``"varlen"`` (torch's own kernel) need half precision on CUDA, ``"flex"`` (compiled FlexAttention)
-            needs CUDA; the three are not yet verified on a GPU. ``"dense_mask"`` allocates batch * tokens * tokens
-            bytes. ``"auto"`` takes the first of flash_attn, varlen, flex, loop that can run; one that is named is
-            used or refused, never replaced. For whole rows ``"auto"`` and ``"loop"`` call SDPA itself.
+        backend: ``"loop"`` runs SDPA document by document, on every device. ``"flash_attn"`` (the package)
+            and ``"varlen"`` (torch's own kernel) need half precision on CUDA, ``"flex"`` (compiled
+            FlexAttention) needs CUDA; the three are not yet verified on a GPU. ``"dense_mask"`` allocates
+            batch * tokens * tokens bytes. ``"auto"`` takes the first of flash_attn, varlen, flex, loop that
+            can run; one that is named is used or refused, never replaced. For whole rows ``"auto"`` and
+            ``"loop"`` call SDPA itself.
 
     Returns:
         [batch, heads, tokens, head_dim].
 
     Raises:
-        ValueError: the backend is unknown or can't run on these tensors, an option is out of range, or shapes or
-            ``cu_seqlens`` don't fit.
+        ValueError: the backend is unknown or can't run on these tensors, an option is out of range, or shapes
+            or ``cu_seqlens`` don't fit.
         MissingPackageError: the named backend's package is absent.
     """
     if backend not in get_args(Backend):

@@ -39,11 +39,11 @@ def linear_cross_entropy(
 ) -> Tensor:
     """The loss of `cross_entropy(linear(hidden, weight, bias).float(), labels)` without the logits in memory.
 
-    Gradients are computed in the forward pass, chunk by chunk, and saved for backward. The price: bfloat16 computes
-    the logits twice (4 matrix products instead of 3). Float32 does so only if backward runs a second time
-    (`retain_graph=True`). `reduction="none"` and float16 do so, too, because they compute gradients in backward.
-    Ignored tokens take part in no product. Under `no_grad` only the losses are computed. A second derivative is
-    refused.
+    Gradients are computed in the forward pass, chunk by chunk, and saved for backward. The price: bfloat16
+    computes the logits twice (4 matrix products instead of 3). Float32 does so only if backward runs a second
+    time (`retain_graph=True`). `reduction="none"` and float16 do so, too, because they compute gradients in
+    backward. Ignored tokens take part in no product. Under `no_grad` only the losses are computed. A second
+    derivative is refused.
 
     Args:
         hidden: [..., features].
@@ -53,19 +53,20 @@ def linear_cross_entropy(
         reduction: `"mean"` over the labels that count, `"sum"`, or `"none"`: one loss a token, like `labels`.
         count: for `"mean"`: divide by this instead of by the number of labels that count here, such as by the
             number in all micro-batches of a batch; then the micro-batches' losses add up to the batch's.
-        shift: compare token t with label t + 1 along the last dimension, as causal language models do; the last
-            token of a row has no label.
+        shift: compare token t with label t + 1 along the last dimension, as causal language models do; the
+            last token of a row has no label.
         ignore_index: the label of tokens that don't count.
         label_smoothing: fraction of the target that is spread over the vocabulary.
         z_loss: adds this times the squared logarithm of the softmax's denominator to each token's loss
             (Chowdhery et al. 2022, arXiv:2204.02311; there 1e-4).
         softcap: bounds logits as `softcap * tanh(logits / softcap)` (Gemma Team 2024, arXiv:2408.00118).
         scale: multiplies the logits, before the cap.
-        backend: `"memkit"` runs everywhere. `"torch"` (2.13's own), `"liger"` and `"cut_cross_entropy"` are first
-            tested on a small problem on this device; one that is named is used, or refused with an error. `"auto"`
-            takes, on CUDA, the first of cut_cross_entropy and liger that is installed and right, else memkit.
-        chunk_bytes: size of the logit buffers, such as `"64MiB"`; None: a third of the weight's size in float32,
-            at least 32 MiB. For `"memkit"` only.
+        backend: `"memkit"` runs everywhere. `"torch"` (2.13's own), `"liger"` and `"cut_cross_entropy"` are
+            first tested on a small problem on this device; one that is named is used, or refused with an
+            error. `"auto"` takes, on CUDA, the first of cut_cross_entropy and liger that is installed and
+            right, else memkit.
+        chunk_bytes: size of the logit buffers, such as `"64MiB"`; None: a third of the weight's size in
+            float32, at least 32 MiB. For `"memkit"` only.
 
     Returns:
         The loss in float32 (float64 for float64); NaN for the mean over no labels, as in torch.

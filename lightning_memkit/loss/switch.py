@@ -48,15 +48,16 @@ def use_chunked_loss(
 ) -> Callable[[], None]:
     """Compute a model's own loss without its logits in memory; costs what `linear_cross_entropy` does.
 
-    In models of the transformers package the output head returns lazy logits in each forward that gets `labels`;
-    forwards without labels, including generation, don't change. The model's own loss function runs on the lazy
-    logits: its shift, ignored labels, soft cap, scale, `num_items_in_batch` and auxiliary losses stay. The loss is
-    computed in float32 throughout. `outputs.logits` is computed if it is read.
+    In models of the transformers package the output head returns lazy logits in each forward that gets
+    `labels`; forwards without labels, including generation, don't change. The model's own loss function runs
+    on the lazy logits: its shift, ignored labels, soft cap, scale, `num_items_in_batch` and auxiliary losses
+    stay. The loss is computed in float32 throughout. `outputs.logits` is computed if it is read.
 
     Args:
         module: a model, or any module that holds one.
         heads: globs over module names (`head`, `decoder.*.out`) of `nn.Linear` layers whose output goes to
-            `F.cross_entropy`, used instead of the heads of transformers models. They are lazy in every forward.
+            `F.cross_entropy`, used instead of the heads of transformers models. They are lazy in every
+            forward.
         backend: that of `linear_cross_entropy`.
 
     Returns:

@@ -186,8 +186,9 @@ def compensate(
         The handle; `Compensation.undo` restores the optimizer.
 
     Raises:
-        ValueError: an unknown mode or states; an optimizer that is already compensated, is `differentiable=True`,
-            or compares evaluations of its closure (LBFGS, line searches) while weights or states are rounded.
+        ValueError: an unknown mode or states; an optimizer that is already compensated, has
+            `differentiable=True`, or compares evaluations of its closure (LBFGS, line searches) while weights
+            or states are rounded.
         TypeError: an optimizer whose step evaluates its closure in a way of its own, over sharded parameters.
     """
     check_options(mode, states)

@@ -34,9 +34,9 @@ def consolidate_file(
 ) -> Path:
     """`consolidate_checkpoint` from file or sharded folder to one file that plain Lightning loads.
 
-    The target appears whole or not at all. The source is read with ``weights_only=True``; a file is mapped into
-    memory, not copied, and a folder is gathered in memory. Needs memory for the result (4 bytes a weight and 8 for
-    AdamW's states), plus the size of the source if it is a folder.
+    The target appears whole or not at all. The source is read with ``weights_only=True``; a file is mapped
+    into memory, not copied, and a folder is gathered in memory. Needs memory for the result (4 bytes a weight
+    and 8 for AdamW's states), plus the size of the source if it is a folder.
 
     Args:
         source: what `Trainer.save_checkpoint` wrote: Lightning's file, a streamed one or a sharded folder.

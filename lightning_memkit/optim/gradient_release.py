@@ -41,7 +41,7 @@ class Release:
     Made by `release_gradients`.
 
     Attributes:
-        mode: ``"step"`` releases the gradients of the next backward; ``"keep"`` lets them accumulate as usual.
+        mode: ``"step"`` releases the gradients of the next backward; ``"keep"`` lets them accumulate.
         clip_value: gradients are clipped to ``[-clip_value, clip_value]`` before use; None for no clipping.
         records_norm: whether `last_norm` is recorded, at the cost of reading each gradient once more.
         last_norm: the norm of the last step's gradients, before clipping.
@@ -267,14 +267,14 @@ def _hook_of(release: "ref[Release]") -> Callable[[Parameter], None]:
 def release_gradients(optimizer: Optimizer, *, bundle_bytes: int = BUNDLE_BYTES) -> Release:
     """Step each parameter within backward and free its gradient; at most a few gradients are alive at a time.
 
-    ``loss.backward()`` then changes the weights, and ``optimizer.step()`` only ends the step: one backward per
-    step. Learning rates must be set before the backward, as a scheduler called after the step does.
+    ``loss.backward()`` then changes the weights, and ``optimizer.step()`` only ends the step: one backward
+    per step. Learning rates must be set before the backward, as a scheduler called after the step does.
     Weights and states are bitwise those of the same optimizer without release.
 
     Args:
         optimizer: any optimizer that steps each parameter by itself; call `compensate` first if you need it.
-        bundle_bytes: gradients are kept until they fill a bucket of this many bytes, since stepping many small
-            parameters one by one is slow. 0 steps each parameter at once.
+        bundle_bytes: gradients are kept until they fill a bucket of this many bytes, since stepping many
+            small parameters one by one is slow. 0 steps each parameter at once.
 
     Returns:
         The handle; `Release.undo` restores the optimizer.

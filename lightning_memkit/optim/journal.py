@@ -259,20 +259,22 @@ def journal_steps(
 ) -> Journal:
     """Make an optimizer's steps survive running out of memory; copies of one bucket are alive at a time.
 
-    Weights, states and gradients are bitwise those of a step that did not run out. Optimizers that combine values
-    over the model, and classes that may do so, are stepped as a whole, with copies of all they change in host
-    memory. Compensated optimizers and those with offloaded states can be journaled; call this last.
+    Weights, states and gradients are bitwise those of a step that did not run out. Optimizers that combine
+    values over the model, and classes that may do so, are stepped as a whole, with copies of all they change
+    in host memory. Compensated optimizers and those with offloaded states can be journaled; call this last.
 
     Args:
-        optimizer: any optimizer. If it uses its closure in a way of its own (SAM, LBFGS), everything it changes is
-            copied to host memory in every step, because forward and backward run within it. If memory runs out
-            there, the copies are restored and the error is raised, so that the caller may retry the step.
-        ready: called in every step after its closure, before anything is changed, so that an error it raises leaves
-            nothing changed. Ranks may agree here whether to step. If the step evaluates the closure itself, this is
-            called at the end, and if it runs out of memory everything is restored.
-        bundle_bytes: weights, gradients and states that are copied at a time. By default 8 MiB on a CPU; elsewhere
-            64 MiB, or 1/32 of weights and moments if that is more. A larger parameter is stepped in slices if the
-            optimizer is known to treat each element by itself, and is a bucket of its own if not.
+        optimizer: any optimizer. If it uses its closure in a way of its own (SAM, LBFGS), everything it
+            changes is copied to host memory in every step, because forward and backward run within it. If
+            memory runs out there, the copies are restored and the error is raised, so that the caller may
+            retry the step.
+        ready: called in every step after its closure, before anything is changed, so that an error it raises
+            leaves nothing changed. Ranks may agree here whether to step. If the step evaluates the closure
+            itself, this is called at the end, and if it runs out of memory everything is restored.
+        bundle_bytes: weights, gradients and states that are copied at a time. By default 8 MiB on a CPU;
+            elsewhere 64 MiB, or 1/32 of weights and moments if that is more. A larger parameter is stepped in
+            slices if the optimizer is known to treat each element by itself, and is a bucket of its own if
+            not.
 
     Returns:
         The handle; `Journal.undo` restores the optimizer's step.

@@ -40,8 +40,8 @@ def split(master: Tensor) -> tuple[Tensor, Tensor]:
 def join_(high: Tensor, low: Tensor, out: Tensor) -> None:
     """Write the float32 weights of both halves into ``out``.
 
-    A weight that was set to zero from outside may still have its old low half. Joined with zero, a negative low
-    half would be the pattern of a NaN; `split_` never writes this pair, so reading it as 0 stays exact.
+    A weight that was set to zero from outside may still have its old low half. Joined with zero, a negative
+    low half would be the pattern of a NaN; `split_` never writes this pair, so reading it as 0 stays exact.
     """
     for high_block, low_block, out_block in blocks(high, low, out):
         high_bits = high_block.view(torch.int16)

@@ -86,8 +86,8 @@ class StochasticRounding:
         Args:
             source: float32, any shape; infinity and NaN are preserved.
             out: bfloat16, the same shape.
-            stream: selects the noise of this step: the parameter's index, the name of the state that is rounded,
-                and the offset of ``source`` in the whole parameter.
+            stream: selects the noise of this step: the parameter's index, the name of the state that is
+                rounded, and the offset of ``source`` in the whole parameter.
         """
         flat = flat_views(source, out)
         if flat is None:

@@ -21,7 +21,8 @@ class PackedBatch(dict[str, Any]):
         position_ids: int64 [rows, length], from 0 in every document, from 1 in the padding of a row: a
             segment is a document if and only if it begins at position 0.
         cu_seqlens: int32 [segments + 1], where the segments of the flattened rows * length tokens begin, and
-            the total. A segment is a document or the padding at the end of a row, so each row's end is a bound.
+            the total. A segment is a document or the padding at the end of a row, so each row's end is a
+            bound.
         max_seqlen: int, the length of the longest segment.
 
     ``input_ids`` comes first, because Lightning reads the number of rows from the first tensor.

@@ -36,12 +36,12 @@ def pack(
     Args:
         lengths: Tokens of each document, [documents].
         context: Tokens that a row can hold.
-        packing: ``"bfd"`` fills rows by best-fit decreasing over all documents. ``"stream"`` fills them window
-            by window, each window with the next documents that fill 512 rows, as ``StreamPacker`` does with the
-            same lengths. ``"none"`` gives each document its own row.
-        long_documents: How a document longer than a row is treated. ``"error"`` refuses it, ``"split"`` splits it
-            into chunks of the most tokens that fit in a row and a remainder, ``"truncate"`` drops its end. The
-            result counts what was split or dropped.
+        packing: ``"bfd"`` fills rows by best-fit decreasing over all documents. ``"stream"`` fills them
+            window by window, each window with the next documents that fill 512 rows, as ``StreamPacker`` does
+            with the same lengths. ``"none"`` gives each document its own row.
+        long_documents: How a document longer than a row is treated. ``"error"`` refuses it, ``"split"``
+            splits it into chunks of the most tokens that fit in a row and a remainder, ``"truncate"`` drops
+            its end. The result counts what was split or dropped.
         work_limit: Limits the rows' attention work, too, so that rows take equal time. A document longer than it
             allows counts as long. None: only tokens are limited.
         seed: Shuffles the rows. None keeps the order of creation: under ``"bfd"`` the first rows hold one or two

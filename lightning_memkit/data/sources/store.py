@@ -19,7 +19,8 @@ class TokenStore:
     Attributes:
         tokens: uint16 or int32 [tokens].
         offsets: int64 [documents + 1]; document ``d`` is ``tokens[offsets[d]:offsets[d + 1]]``.
-        learned: bool [tokens], which tokens are labels (a prompt's are not), at one more byte a token; None: all.
+        learned: bool [tokens], which tokens are labels (a prompt's are not), at one more byte a token; None:
+            all.
     """
 
     tokens: NDArray[np.integer]

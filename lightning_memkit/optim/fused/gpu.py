@@ -86,8 +86,8 @@ def why_unavailable() -> str | None:
     """The reason why no kernel can run here, or None. The first call launches one on a single element.
 
     Raises:
-        torch.OutOfMemoryError: the device has no memory left for the test. Nothing is cached then, so that the next
-            call tests again.
+        torch.OutOfMemoryError: the device has no memory left for the test. Nothing is cached then, so that
+            the next call tests again.
     """
     if not torch.cuda.is_available() or torch.version.hip:
         return "the kernels are for CUDA, and torch sees no such device"

@@ -22,7 +22,8 @@ class Operand:
         gradient: bfloat16 or float32, read.
         first: bfloat16 momentum, written; None where the rule keeps none.
         second: bfloat16 second moment, written; None where the rule keeps none.
-        start: the offset of these elements in the whole parameter, of which they may be a shard; selects the noise.
+        start: the offset of these elements in the whole parameter, of which they may be a shard; selects the
+            noise.
     """
 
     index: int
@@ -49,7 +50,8 @@ class Operands:
         counts: the number of elements of each, uint64.
         addresses: of weight, low, gradient, first and second of each, uint64 [operands, 5]; 0 for None.
         wide: whether each gradient is float32.
-        is_uniform: all are on one device, not empty, and have the same tensors and dtypes: one launch is enough.
+        is_uniform: all are on one device, not empty, and have the same tensors and dtypes: one launch is
+            enough.
     """
 
     indices: np.ndarray
