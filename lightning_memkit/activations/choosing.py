@@ -9,7 +9,7 @@ from lightning_memkit.activations.profiling import OperatorCost
 from lightning_memkit.activations.tape import RECORDING_SECONDS, RUNNING_AGAIN_SECONDS
 
 _BINS = 4000
-# For recording one operator; small, so that in a tie a block is left without checkpointing
+# For recording one operator; small, so that in a tie a block is left without checkpointing.
 _TAPE_SECONDS = 5e-6
 _EXACT_UP_TO = 160  # operators of a block; above it, candidates are ranked once instead of after every choice
 

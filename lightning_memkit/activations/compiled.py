@@ -100,7 +100,7 @@ class BoundedBackend:
                 candidates[budget] = _compile(copy.deepcopy(graph), inputs, budget)
             return peak_of_row(candidates[budget], inputs, self._blocks)
 
-        # Runs draw random numbers, and compilations may
+        # Runs draw random numbers, and compilations may.
         with OperatorRandomState.of(tuple(inputs)).restored():
             verdict = choose_budget(self.budget, peak_of)
         if verdict is None:

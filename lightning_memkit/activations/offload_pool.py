@@ -50,7 +50,7 @@ class HostPool:
         self.used_bytes = 0
         self._most_used: deque[int] = deque([0], maxlen=_PASSES)  # one entry a pass, the current one last
         self._closed = False
-        # By id, the one that is idle for longest first
+        # By id, the one that is idle for longest first.
         self._idle: OrderedDict[int, HostBuffer] = OrderedDict()
         self._lock = RLock()  # garbage collection may return a buffer while another one is taken
 

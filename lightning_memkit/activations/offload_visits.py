@@ -26,7 +26,7 @@ from lightning_memkit.utilities.errors import NoEffectWarning
 
 _HOST_MEMORY = ("cpu", "mps", "meta")  # Apple's GPU computes in the host's memory
 _MOVABLE: tuple[type, ...] = (Tensor, nn.Parameter)  # wrappers have their storages elsewhere
-# A view of less than an eighth of its storage stays, because the whole storage would be copied
+# A view of less than an eighth of its storage stays, because the whole storage would be copied.
 _LARGEST_SHARE = 8
 _RECENT = 3  # visits whose tensors stay on the device during a backward that retains its graph
 

@@ -142,7 +142,7 @@ class BudgetPlan:
             return run_recorded(plain, args, kwargs, lambda operator: False)
         if choice.keep is None:
             return plain(*args, **kwargs)
-        # A cache must be filled once only, which a tape ensures
+        # A cache must be filled once only, which a tape ensures.
         if choice.whole and cache_in(args, kwargs) is None:
             return run_checkpointed(block, plain, args, kwargs, self._switch)
         return run_recorded(plain, args, kwargs, _Follow(choice, self._profiles[index][0]))

@@ -47,7 +47,7 @@ class Tape(TorchDispatchMode):
         self.notes: list[weakref.ref[Note]] = []
         self._keep = keep
         self._values: dict[int, Value] = {}
-        # Weak references that keep the addresses of freed storages from being reused
+        # Weak references that keep the addresses of freed storages from being reused.
         self._addresses: list[StorageWeakRef] = []
         self._waited_for: set[Value] = set()
         self._just_saved: list[Note] = []  # notes made since the previous operator

@@ -14,7 +14,7 @@ from lightning_memkit.utilities.errors import MissingPackageError
 _ORDER = ("flash_attn", "varlen", "flex", "loop")
 _NO_DOCUMENTS = Documents(cu_seqlens=torch.zeros(1, dtype=torch.int32))
 _LARGEST_HEAD = 256
-# A `flash_attn` without this function is FlashAttention-4 alone
+# A `flash_attn` without this function is FlashAttention-4 alone.
 _CALLED = {"flash_attn": "flash_attn_varlen_func"}
 
 

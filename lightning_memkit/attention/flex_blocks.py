@@ -86,7 +86,7 @@ class _MaskBlocks:
         self._ends = np.minimum(self._begins + size, bounds[-1])  # the first token behind a block
         self._first = np.searchsorted(bounds[1:], self._begins, side="right")  # index of the document
         self._last = np.searchsorted(bounds[1:], self._ends - 1, side="right")
-        # Range of tokens that may be met
+        # Range of tokens that may be met.
         self._lowest, self._highest = bounds[self._first], bounds[self._last + 1]
 
     def met(self, *, before: bool, after: bool) -> tuple[BlockTable, BlockTable]:

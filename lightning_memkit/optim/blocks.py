@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 BLOCK_ELEMENTS = 1 << 16
-# Attribute of a slice that stands for a parameter: its offset in the whole
+# Attribute of a slice that stands for a parameter: its offset in the whole.
 FIRST_ELEMENT = "_memkit_first_element"
 
 

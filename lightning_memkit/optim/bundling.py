@@ -28,7 +28,7 @@ def bundle_bytes_for(optimizer: Optimizer) -> int:
     parameters = [slot.parameter for slot in slots(optimizer)]
     if all(parameter.device.type == "cpu" for parameter in parameters):
         return BUNDLE_BYTES_CPU
-    # Weight, gradient and two moments, roughly
+    # Weight, gradient and two moments, roughly.
     copied_bytes = 3 * sum(local_part(parameter).nbytes for parameter in parameters)
     return max(BUNDLE_BYTES, copied_bytes // BUNDLES)
 

@@ -22,7 +22,7 @@ from lightning_memkit.optim.stochastic_rounding import StochasticRounding
 from lightning_memkit.utilities.patching import Undo
 
 STATE_KEY = "memkit"  # the entry of the state dict that holds the seed and position of the rounding noise
-# Torch places it on the CPU or the device, by the fused and capturable flags
+# Torch places it on the CPU or the device, by the fused and capturable flags.
 _LEFT_TO_TORCH = frozenset({"step"})
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
-# Decorators of these modules pass the closure on unchanged
+# Decorators of these modules pass the closure on unchanged.
 _TRUSTED_WRAPPERS = ("torch.", "lightning_memkit.")
 # Calls that only read their arguments; a step may make them before it evaluates the closure.
 _ASKING = frozenset(

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.optim.closure_source import is_conventional
 
-# Attribute of a step that we install: whether the step it replaces has a way of its own
+# Attribute of a step that we install: whether the step it replaces has a way of its own.
 _OUR_WAY = "_memkit_own_way"
 
 

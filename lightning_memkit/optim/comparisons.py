@@ -28,12 +28,12 @@ from lightning_memkit.optim.tiny_copies import tiny_copy
 from lightning_memkit.utilities.generators import Generators
 
 _STEPS = 4
-# A step that takes more iterates until convergence; no step with a fixed count takes as many
+# A step that takes more iterates until convergence; no step with a fixed count takes as many.
 _EVALUATIONS_A_STEP = 100
-# Of the gradient, at the farthest evaluation; an ordinary step answers by moving about 2 % farther
+# Of the gradient, at the farthest evaluation; an ordinary step answers by moving about 2 % farther.
 _CHANGE = 0.02
 _TELLS = 0.25  # of the move: a larger difference means that the step decided something
-# Change per evaluation: larger than what a slope of 1 promises to Armijo's condition
+# Change per evaluation: larger than what a slope of 1 promises to Armijo's condition.
 _LOSS, _LOSS_CHANGE = 1000.0, 5.0
 
 
@@ -206,7 +206,7 @@ def _differ(one: _TestProblem, other: _TestProblem) -> bool:
     if one.endless or other.endless:
         return True
     larger = max(float(move.norm()) for move in moves)
-    # `not <=` and not `>`, so that NaN counts as a difference
+    # `not <=` and not `>`, so that NaN counts as a difference.
     return not float((moves[0] - moves[1]).norm()) <= _TELLS * larger
 
 

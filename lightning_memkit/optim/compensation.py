@@ -65,7 +65,7 @@ class Compensation:
         engine.under_identity = not (is_known_by_parameter(optimizer) or _is_sharded(optimizer))
         self._undo_checkpoints = install_checkpoint_hooks(optimizer, engine.rounding)
         self._undo_switches = switch_in_float32(optimizer)
-        # A scheduler has already wrapped the step
+        # A scheduler has already wrapped the step.
         wrapped = hasattr(self._previous_step, "_wrapped_by_lr_sched")
         self._own_step = replaced_step(optimizer, self._act, wrapped=wrapped)
         optimizer.step = self._own_step  # pyright: ignore[reportAttributeAccessIssue]
@@ -97,7 +97,7 @@ class Compensation:
                 state.pop(name, None)
             group, count = self.optimizer.param_groups[slot.group], state.get("step")
             if isinstance(count, Tensor) and (group.get("fused") or group.get("capturable")):
-                # Where torch's fused and capturable steps expect it
+                # Where torch's fused and capturable steps expect it.
                 state["step"] = count.to(slot.parameter.device)
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.dtype == torch.float32 and value.dim() > 0:
@@ -149,7 +149,7 @@ class Compensation:
     def _act(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
         if self._active:
             return self.engine.step(optimizer, self.stock_step, closure)
-        # Undone, but a scheduler made since has wrapped our step
+        # Undone, but a scheduler made since has wrapped our step.
         return with_closure(self.stock_step, closure)()
 
 

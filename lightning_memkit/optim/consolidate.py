@@ -23,7 +23,7 @@ from lightning_memkit.optim.split import LOW_HALF, join_, split_
 from lightning_memkit.utilities.errors import NoEffectWarning
 
 NAMES_KEY = "memkit_parameter_names"  # the checkpoint key of what `parameter_names` returned
-# Of Lightning's WeightAveraging: if present, "state_dict" is the average
+# Of Lightning's WeightAveraging: if present, "state_dict" is the average.
 _CURRENT_WEIGHTS = "current_model_state"
 
 Names = Sequence[Sequence[Sequence[str]]]

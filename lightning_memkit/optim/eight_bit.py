@@ -84,7 +84,7 @@ class BitsandbytesAdapter:
         return optimizer
 
     def _keep(self, parameters: Mapping[Parameter, str], at_risk: bool) -> None:
-        # One call with False decides for all later calls
+        # One call with False decides for all later calls.
         self._keeps_at_risk = self._keeps_at_risk and at_risk
         self._kept = {**self._kept, **parameters} if self._keeps_at_risk else {}
         self._refresh(self._target())

@@ -11,7 +11,7 @@ _IMMUTABLE = (int, float, str, type(None))
 
 def group_scalars(optimizer: Optimizer) -> list[dict[str, Any]]:
     """A copy of each group's entries, without its parameters."""
-    # Entries may have parameters as keys or values
+    # Entries may have parameters as keys or values.
     stay = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     return [
         {key: copied(value, stay) for key, value in group.items() if key != "params"}

@@ -143,7 +143,7 @@ class _Float32Form:
         rooms = {id(stored): room for stored, room in self._states}
         for name, value in state.items():
             if _is_stored(value, parameter):
-                # The optimizer itself chose bfloat16 for a state of float32 weights
+                # The optimizer itself chose bfloat16 for a state of float32 weights.
                 engine.bfloat16_states.add(name)
                 continue
             if engine.states != "compact" or not isinstance(value, Tensor) or value._base is not None:

@@ -183,7 +183,7 @@ class BundledStep:
         """Whether a step is known to leave the gradient unchanged; some overwrite or unscale it."""
         gradient = slot.parameter.grad
         if self._engine.shadows(slot.parameter):
-            # The shadow has its own copy of the gradient
+            # The shadow has its own copy of the gradient.
             return gradient is not None and gradient.dtype != torch.float32
         fused = self._optimizer.param_groups[slot.group].get("fused")
         return type(self._optimizer) in (torch.optim.Adam, torch.optim.AdamW) and not fused

@@ -148,7 +148,7 @@ def _built() -> Path:
         return library
     _drop_stale_lock(lock)
     with _with_scripts_on_path(), warnings.catch_warnings():
-        # Torch warns of compilers that it has not tested with its own headers
+        # Torch warns of compilers that it has not tested with its own headers.
         warnings.simplefilter("ignore")
         built = cpp_extension.load(
             name,

@@ -23,7 +23,7 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.d
 CONTAINERS = (dict, list, set, deque)
 BYTES = (bytearray, array)
 _OF_EVERY_OPTIMIZER = frozenset({"state", "param_groups", "defaults", "_opt_called"})
-# Methods that someone replaced; they belong to the replacement
+# Methods that someone replaced; they belong to the replacement.
 _REPLACED = ("step", "load_state_dict", "get_state_buffer")
 _NOT_LOOKED_INTO = (nn.Module, type, ModuleType, BuiltinFunctionType, np.dtype, np.generic, torch.Stream)
 _FOREIGN = (

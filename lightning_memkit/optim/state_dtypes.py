@@ -29,7 +29,7 @@ SECOND_MOMENTS = frozenset(
         "state2",  # bitsandbytes
     }
 )
-# Entry of a parameter's state: if True, its states are float32, whatever their names
+# Entry of a parameter's state: if True, its states are float32, whatever their names.
 KEEP_FLOAT32 = "keep_float32"
 RUNNING_MAXIMA = frozenset({"max_exp_avg_sq"})  # noise would only ever push a maximum up
 NEAREST_UP_TO_DECAY = 0.9

@@ -63,7 +63,7 @@ class GlobalNumbers:
             "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
             "torch": self._torch,
         }
-        # Otherwise someone replaced NumPy's generator, which is left alone
+        # Otherwise someone replaced NumPy's generator, which is left alone.
         if isinstance(self._numpy, tuple):
             name, key, *rest = self._numpy
             state["numpy"] = [name, torch.from_numpy(np.asarray(key, dtype=np.int64)), *rest]

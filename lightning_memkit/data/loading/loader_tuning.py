@@ -18,7 +18,7 @@ from lightning_memkit.data.loading.load_times import Measured
 _BUSY = 0.7  # a worker builds at most this fraction of its time
 _BUSY_STILL = 0.6  # a worker is removed if the others are then no busier than this
 _NO_BETTER = 0.98
-# Trials whose ratio of load and step times differs by more than this factor are not comparable
+# Trials whose ratio of load and step times differs by more than this factor are not comparable.
 _SAME_LOAD = 2.0
 MOST_WORKERS = 64
 _LEAST_LOAD = 1 / 8  # of a processor: at most eight waiting workers for each processor

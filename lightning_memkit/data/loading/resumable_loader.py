@@ -161,7 +161,7 @@ class ResumableLoader(DataLoader[Any]):
             )
         self._to_resume, self._order, self._has_begun = state, None, False
         self._done = state["batches_done"]
-        # Restored now, because Lightning may recreate this epoch's loader from the same generators
+        # Restored now, because Lightning may recreate this epoch's loader from the same generators.
         if not self._done:
             restore_generators(state, _sampler_of(self), self.generator)
 

@@ -101,7 +101,7 @@ class WorkerBatches:
                 multiprocessing_context=options.context if options.num_workers else None,
                 worker_init_fn=partial(_begin, on_start=options.on_start, collects=gc.isenabled()),
                 persistent_workers=options.is_persistent and options.num_workers > 0,
-                # Otherwise it draws from the global generator
+                # Otherwise it draws from the global generator.
                 generator=torch.Generator().manual_seed(options.seed),
             )
         self._iterator: Any = None
@@ -262,7 +262,7 @@ def started_for(dataset: Any, on_start: Callable[[int], Any] | None) -> Callable
 
 
 def _start(worker: int, *, dataset: Any, on_start: Callable[[int], Any] | None) -> None:
-    # The worker's own copy; torch made the object immutable
+    # The worker's own copy; torch made the object immutable.
     object.__setattr__(get_worker_info(), "dataset", dataset)
     if on_start is not None:
         on_start(worker)

@@ -73,7 +73,7 @@ class _Taking:
         self._low = low_state_of(mode)
         self._memory = _memories.setdefault(optimizer, {}).setdefault(mode, _Memory())
         self._numbers = [recipe.numbers(optimizer, group) for group in optimizer.param_groups]
-        # The states that a parameter must have; a rule tells by its class and by whether it has momentum.
+        # The states that a parameter must have; a rule's class and whether it has momentum decide.
         self._wanted = [
             None if numbers is None else _wanted_states(recipe.rule(numbers, group, 1), mode)
             for numbers, group in zip(self._numbers, optimizer.param_groups, strict=True)
@@ -166,10 +166,10 @@ class _Taking:
         if any(type(count) is not Tensor or not count.is_cpu for count in counts):
             counts = [_on_the_host(state) for state in states]
         if all(type(count) is Tensor for count in counts):
-            # A Python number would become one tensor for each count
+            # A Python number would become one tensor for each count.
             torch._foreach_add_(counts, _ONE, alpha=1.0)
             return [int(count) for count in torch.stack(counts).tolist()]
-        # Fake tensors of a prediction can't be stacked and read
+        # The fake tensors of a prediction have no memory to stack.
         steps = [int(count.item()) + 1 for count in counts]
         torch._foreach_add_(counts, _ONE, alpha=1.0)
         return steps
