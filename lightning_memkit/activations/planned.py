@@ -210,9 +210,9 @@ class BudgetPlan:
         if least > budget and not self._warned:
             self._warned = True
             warnings.warn(
-                f"The budget of {format_bytes(budget)} for saved activations can't be met: with every block made "
-                f"again, {format_bytes(least)} of {format_bytes(fixed + saved)} stay (the blocks' inputs, and "
-                f"{format_bytes(self._outside_bytes)} outside of the blocks). Everything is made again; a smaller "
+                f"The budget of {format_bytes(budget)} for saved activations can't be met: with every block "
+                f"recomputed, {format_bytes(least)} of {format_bytes(fixed + saved)} stay (the blocks' inputs, and "
+                f"{format_bytes(self._outside_bytes)} outside of the blocks). Everything is recomputed; a smaller "
                 "micro-batch, or a loss without logits, saves more.",
                 UserWarning,
                 stacklevel=2,

@@ -29,7 +29,7 @@ RECORDING_SECONDS, RUNNING_AGAIN_SECONDS = 26e-6, 18e-6
 
 _LOST = (
     "An input of a checkpointed block was changed in place between forward and backward, so that the block can't be "
-    "computed again; change it after backward(), or leave the block out of activation checkpointing."
+    "recomputed; change it after backward(), or leave the block out of activation checkpointing."
 )
 
 

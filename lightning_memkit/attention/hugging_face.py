@@ -219,7 +219,7 @@ def _attention(
     if not isinstance(attention_mask, PackedMask):
         if _running.get() is not None:
             raise ValueError(
-                f"{type(module).__name__} is handed a mask that its model makes by itself; documents would see each "
+                f"{type(module).__name__} gets a mask that its model makes by itself; documents would see each "
                 f"other. {KEEP_OWN_MASK}"
             )
         # The model's own attention, for evaluation with padding and for generation.

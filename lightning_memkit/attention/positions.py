@@ -91,9 +91,9 @@ class PlacesInRows:
             return
         warnings.warn(
             f"{name} chooses its rotary frequencies by the longest document of the batch (rope_type longrope or "
-            f"dynamic), and one may exceed {self._frequencies} tokens: shorter ones beside it are computed otherwise "
-            f"than alone, as they are in a padded batch. Keep documents to {self._frequencies} tokens (max_length), "
-            "or batches of long ones apart.",
+            f"dynamic), and one may exceed {self._frequencies} tokens: shorter ones in the batch are computed "
+            f"differently from alone, as in a padded batch. Keep documents to {self._frequencies} tokens "
+            "(max_length), or batches of long ones apart.",
             stacklevel=2,
         )
         self._frequencies = None  # warn only once

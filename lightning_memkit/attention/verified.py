@@ -84,9 +84,7 @@ def _compared(name: str, twin: Any, switch: Switch) -> Exception | None:
     except ValueError as error:
         return error
     except Exception as error:
-        return ValueError(
-            f"{name} can't be told packed documents: {type(error).__name__}: {error}. {_REMEDY}"
-        )
+        return ValueError(f"{name} fails on packed documents: {type(error).__name__}: {error}. {_REMEDY}")
     packed = _outputs(output, _ROWS, _LENGTH)
     worst, at = 0.0, 0
     for number, (begin, end) in enumerate(pairwise(_BOUNDS)):

@@ -159,8 +159,8 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) 
     for name, tensor in (("hidden", hidden), ("weight", weight), ("labels", labels), ("bias", bias)):
         if tensor is not None and is_traceable_wrapper_subclass(tensor):
             raise ValueError(
-                f"{name} is a {type(tensor).__name__}, which chunks can't be cut from; pass plain tensors. With FSDP2 "
-                "leave the head in the root's group (no fully_shard of its own), or shard it with "
+                f"{name} is a {type(tensor).__name__}, which can't be split into chunks; pass plain tensors. With "
+                "FSDP2 leave the head in the root's group (no fully_shard of its own), or shard it with "
                 "reshard_after_forward=False and call it in the forward; with tensor parallelism gather it first: "
                 f"{name}.full_tensor()."
             )
@@ -200,7 +200,7 @@ def _check_options(reduction: str, count: Any, backend: str) -> None:
     wrong = count.numel() != 1 if isinstance(count, Tensor) else count is not None and not count > 0
     if wrong:
         raise ValueError(
-            f"count={count} divides no loss: it is one number above 0, of the labels in all parts of the batch."
+            f"count={count} divides no loss: it is one number above 0, of the labels in all micro-batches."
         )
     if backend not in get_args(Backend):
         raise ValueError(f"backend={backend!r} is unknown; choose one of {get_args(Backend)}.")

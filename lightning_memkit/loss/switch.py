@@ -157,7 +157,7 @@ def _refuse(name: str, head: nn.Module) -> None:
         raise ValueError(f"{name} is a {type(head).__name__}, no plain nn.Linear: {_REMEDY}.")
     if is_traceable_wrapper_subclass(weight) and type(weight).__name__ != "DTensor":
         raise ValueError(
-            f"The weight of {name} is a {type(weight).__name__}: chunks can't be cut from it; leave the head out of "
+            f"The weight of {name} is a {type(weight).__name__}: it can't be split into chunks; leave the head out of "
             "quantisation."
         )
 

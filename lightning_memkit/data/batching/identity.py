@@ -30,8 +30,8 @@ def with_usual(state: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, 
     if "tokens_crc" in state:
         return {**usual, **state}
     warnings.warn(
-        "The loader's state is of an earlier version, which noted counts alone: whether documents, padding and the "
-        "number of ranks are those of then is not known. Resume with what training began with.",
+        "The loader's state is of an earlier version, which noted counts alone: it is not known whether documents, "
+        "padding and the number of ranks are the same. Resume with those that training began with.",
         stacklevel=3,
     )
     return dict(state)
@@ -44,7 +44,7 @@ def refuse_other_kind(state: Mapping[str, Any], *, is_stream: bool) -> None:
     if entry not in state:
         raise ValueError(
             f"The loader's state is of {then}, and the source is {now}, so its position means nothing here. Resume "
-            "with the source of then, or load the weights alone."
+            "with the earlier source, or load the weights alone."
         )
 
 

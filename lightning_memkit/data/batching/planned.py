@@ -71,7 +71,7 @@ class Planned:
             raise ValueError(
                 f"The epoch's last {plan.steps - done} step(s) have too few rows for {plan.ranks} ranks, and the "
                 f"steps before can't give any up, since they are done; end the epoch on {self.ranks} rank(s), and "
-                "resume on more behind it."
+                "resume on more after it."
             )
 
     def note(self, options: PlanOptions, epoch: int, done: int) -> str | None:

@@ -144,7 +144,7 @@ class SharedPlan:
             return 0
         raise ValueError(
             f"A step of {plan.ranks} rank(s), on which training began, has {min(short)} rows, too few for {ranks} "
-            "ranks, and not enough documents stand in them to cut rows; resume on at most "
+            "ranks, and too few documents are in them to cut rows; resume on at most "
             f"{min(short)} rank(s) with the same rows or tokens a step, or load the weights alone."
         )
 

@@ -157,9 +157,9 @@ class StreamBatches:
             yield list(held)
         elif held and 0 < steps == self._begin.batches and not self._drop_last:
             raise ValueError(
-                f"One step of the epoch is left, of {len(held)} rows, too few for {self._ranks} ranks, and not enough "
-                f"documents stand in them to cut rows; end the epoch on at most {len(held)} rank(s), and resume on "
-                "more behind it."
+                f"One step of the epoch is left, of {len(held)} rows, too few for {self._ranks} ranks, and too few "
+                f"documents are in them to cut rows; end the epoch on at most {len(held)} rank(s), and resume on "
+                "more after it."
             )
         elif steps == 0 and len(held) < full:
             raise ValueError(

@@ -219,7 +219,7 @@ class ResumableLoader(DataLoader[Any]):
         if is_this_ranks and None not in (then, order.crc) and then != order.crc:
             raise ValueError(
                 f"The sampler gives other samples for the epoch's first {state['batches_done']} batch(es) than those "
-                "that were trained on, so going on behind them would repeat some and leave out others. Resume with "
+                "that were trained on, so continuing after them would repeat some and skip others. Resume with "
                 "the sampler's options, weights, seed and generator of then; one that keeps a counter, or draws from "
                 "a generator that is not torch's, can be resumed at an epoch's end only."
             )

@@ -67,8 +67,8 @@ def check_stream(source: Any) -> None:
     """Raise if a stream can be read only once: every epoch, every share and a resume read it again."""
     if hasattr(source, "__next__"):
         raise ValueError(
-            f"source is {type(source).__name__}, which can be read only once, and every epoch, every share of the "
-            "documents and a resume read it anew; give the function that makes it: source=documents instead of "
+            f"source is {type(source).__name__}, which can be read only once, but every epoch, every share of the "
+            "documents and a resume read it again; give the function that makes it: source=documents instead of "
             "source=documents()."
         )
 
