@@ -1,4 +1,4 @@
-"""Find the repeated blocks of any module: the units that activation checkpointing works on."""
+"""Finds the repeated blocks of any module: the units of activation checkpointing."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -14,13 +14,13 @@ _STACKS = (nn.ModuleList, nn.Sequential)
 def find_blocks(
     module: nn.Module, patterns: Sequence[BlockPattern] | None = None
 ) -> list[tuple[str, nn.Module]]:
-    """The blocks of a module as (name, block) in the order of registration; never nested, never embeddings.
+    """The blocks of a module as (name, block), in the order of registration; never nested, never embeddings.
 
     Without patterns they are, in this order of preference:
 
     1. the layers that a transformers model marks for checkpointing (`GradientCheckpointingLayer`);
-    2. modules of one class that repeat within a `ModuleList` or `Sequential`, the outermost ones, unless such
-       a module is itself little more than a stack (a stage of a CNN): then the blocks inside it.
+    2. modules of one class that repeat within a `ModuleList` or `Sequential`. The outermost ones are taken,
+       unless such a module is itself little more than a stack (a stage of a CNN): then the blocks inside it.
 
     Args:
         module: searched below its root; the root itself is never a block.
@@ -28,7 +28,7 @@ def find_blocks(
             (`"Llama*Layer"`) and full class paths, base classes included. The outermost match wins.
 
     Raises:
-        ValueError: the patterns are one string or class, not a list.
+        ValueError: the patterns are one string or class instead of a list.
     """
     if patterns is not None:
         refuse_single_pattern(patterns)
@@ -38,10 +38,10 @@ def find_blocks(
 
 
 def refuse_single_pattern(patterns: Any) -> None:
-    """Raise where a pattern stands without a list (a string would be taken letter by letter), or is none.
+    """Raise if a pattern is not in a list (a string would be read letter by letter), or is not a pattern.
 
     Raises:
-        ValueError: `patterns` is a string or a class, or holds something else.
+        ValueError: `patterns` is a string or a class, or contains something else.
     """
     if isinstance(patterns, (str, type)):
         shown = repr(patterns) if isinstance(patterns, str) else patterns.__name__
@@ -64,7 +64,7 @@ def describe_blocks(blocks: Sequence[tuple[str, nn.Module]]) -> str:
 
 
 def has_router(block: nn.Module) -> bool:
-    """Whether a block chooses among experts, by the names of its classes."""
+    """Whether a block routes tokens to experts, judged by the names of its classes."""
     return any(
         part in type(module).__name__
         for module in block.modules()
@@ -96,7 +96,7 @@ def _matches(name: str, module: nn.Module, patterns: Sequence[BlockPattern]) -> 
 
 
 def _marked_by_transformers(module: nn.Module) -> bool:
-    # By name, so that transformers is not imported for models that don't use it.
+    # By name, to avoid importing transformers for models that don't use it.
     return any(
         cls.__name__ == "GradientCheckpointingLayer" and cls.__module__.startswith("transformers.")
         for cls in type(module).__mro__
@@ -128,13 +128,13 @@ def _repeated_classes(stack: nn.Module) -> set[type[nn.Module]]:
 
 
 def _can_be_block(module: nn.Module) -> bool:
-    # A lone layer saves little but its input, which checkpointing would keep as well.
+    # A single layer saves little but its input, which checkpointing would keep as well.
     is_leaf = next(module.children(), None) is None
     return not is_leaf and next(module.parameters(), None) is not None
 
 
 def _is_stage(module: nn.Module) -> bool:
-    """Whether more than half of the module's parameters lie in one stack of blocks right under it."""
+    """Whether more than half of a module's parameters are in one stack of blocks directly below it."""
     total = _parameters(module)
     stacks = [child for child in (module, *module.children()) if isinstance(child, _STACKS)]
     return any(_repeated_classes(stack) and 2 * _parameters(stack) > total for stack in stacks)

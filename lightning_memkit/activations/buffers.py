@@ -1,4 +1,4 @@
-"""Let a recomputed forward see its buffers as the first forward saw them, and change none of them again."""
+"""Gives a recomputed forward the buffers that the first forward saw, and discards what it writes to them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,8 +13,8 @@ Snapshot = dict[str, Tensor]
 class StatefulBuffers:
     """Knows which buffers of a block its forward writes: running statistics, counters, power iterations.
 
-    Those of batch and instance norms are known from the start. All others are found at the first forward,
-    which costs one copy of the block's buffers for that one call; later calls copy the written ones only.
+    Those of batch and instance norms are known from the start. All others are found in the first forward, at
+    the cost of one copy of the block's buffers for this call; later calls copy only the written ones.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -37,7 +37,7 @@ class StatefulBuffers:
         }
 
     def learn(self, block: nn.Module, before: Snapshot) -> None:
-        """After the first forward: keep the buffers that it wrote, drop the copies of the others."""
+        """After the first forward: keep the copies of buffers that it wrote, drop the others."""
         if self._probed:
             return
         now = dict(block.named_buffers(remove_duplicate=False))
@@ -49,7 +49,7 @@ class StatefulBuffers:
 
 @contextmanager
 def buffers_replaced(block: nn.Module, snapshot: Snapshot) -> Iterator[None]:
-    """Run with copies of the snapshot in place of the block's buffers, then put the real ones back."""
+    """Run with copies of the snapshot in place of the block's buffers, then restore the real ones."""
     real: list[tuple[nn.Module, str, Tensor | None]] = []
     for name, value in snapshot.items():
         path, _, key = name.rpartition(".")

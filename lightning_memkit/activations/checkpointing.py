@@ -1,4 +1,4 @@
-"""Activation checkpointing in place: blocks keep their inputs only and run again in the backward pass."""
+"""Activation checkpointing in place: blocks keep only their inputs and are recomputed in the backward pass."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -21,11 +21,12 @@ _MARK = "_memkit_checkpointed"
 
 @dataclass(frozen=True)
 class Checkpointed:
-    """What `checkpoint_modules` has done; called, it is undone.
+    """The result of `checkpoint_modules`; calling it undoes the checkpointing.
 
     Attributes:
-        plan: what chooses by bytes, under a policy that does.
-        blocks: those whose forwards were replaced.
+        undo: restores the forwards.
+        plan: the plan that chooses by bytes, under a policy that does so.
+        blocks: the blocks whose forwards were replaced.
     """
 
     undo: Callable[[], None]
@@ -33,42 +34,44 @@ class Checkpointed:
     blocks: tuple[nn.Module, ...] = ()
 
     def __call__(self) -> None:
-        """Put the forwards back."""
+        """Restore the forwards."""
         self.undo()
 
 
 def checkpoint_modules(
     module: nn.Module, policy: str = "full", *, blocks: Sequence[BlockPattern] | None = None
 ) -> Checkpointed:
-    """Keep less of a module's forward and make it again in backward; costs up to one more forward of its blocks.
+    """Save less of a module's forward and recompute it in backward; costs up to one more forward of its blocks.
 
-    Loss and gradients stay bitwise the same: random numbers, autocast and default dtype are those of the first
-    forward, and buffers that a forward writes (BatchNorm statistics) are written once. Under `compile:x` they are
-    those of the compiled blocks. Of generators other than torch's own, `full` and `every:k` repeat those that a block
-    holds or is given. Forwards are replaced in place: parameter names, state dict and classes don't
-    change, and keyword arguments pass through. In `eval()` and under `no_grad()` nothing changes. Blocks that choose
-    among experts choose once. With `full`, `every:k` and `compile:x` an empty KV cache is not filled while training;
-    with the first two a block that gets a filled one runs without checkpointing.
+    Loss and gradients stay bitwise the same: recomputation uses the first forward's random numbers, autocast
+    and default dtype, and buffers that a forward writes (BatchNorm statistics) are written once. Under
+    `compile:x` loss and gradients are those of the compiled blocks. Of generators other than torch's own,
+    `full` and `every:k` restore those that a block holds or is given. Forwards are replaced in place:
+    parameter names, state dict and classes don't change, and keyword arguments pass through. In `eval()` and
+    under `no_grad()` nothing changes. Blocks that route tokens to experts do so once. With `full`, `every:k`
+    and `compile:x` an empty KV cache is not filled in training; with the first two a block that gets a filled
+    one runs without checkpointing.
 
     Args:
         module: the model; its blocks are found by `find_blocks`.
-        policy: `"full"` (every block); `"every:k"` (blocks 0, k, 2k, ...); `"selective"` (of every block attention and
-            every second matmul are saved, the rest is made again) or `"selective:attention,matmul/2,silu"` (the
-            operators to save; `/k` is every k-th of them); `"budget:x"` (the least recomputation that keeps the saved
-            activations within a fraction of what they are without, or within `"2GiB"`, measured in the first
-            forward); `"auto:22GiB"` (the same where the bytes are those of a whole step); `"compile:x"`
-            (each block compiled with torch's own bound on saved bytes; the first forward measures the peak with it
-            and without, for one to four more compilations of a block, and uses another bound or none, with a warning,
-            where it lowers nothing).
-        blocks: classes, or globs over module and class names, in place of the blocks found by themselves.
+        policy: `"full"` (every block); `"every:k"` (blocks 0, k, 2k, ...); `"selective"` (each block saves
+            attention and every second matmul, and recomputes the rest) or
+            `"selective:attention,matmul/2,silu"` (the operators to save; `/k` is every k-th of them);
+            `"budget:x"` (the least recomputation that keeps the saved activations within a fraction of those
+            without checkpointing, or within `"2GiB"`, measured in the first forward); `"auto:22GiB"` (the
+            same, with a budget for the peak of a whole step); `"compile:x"` (each block compiled with torch's
+            own bound on saved bytes; the first forward measures the peak with and without it, at one to four
+            more compilations of a block, and warns and uses another bound or none if it does not lower the
+            peak).
+        blocks: classes, or globs over module and class names, instead of the blocks that `find_blocks` finds.
 
     Returns:
-        The undo: called, it puts the forwards back.
+        The undo: calling it restores the forwards.
 
     Raises:
-        ValueError: the policy is unknown; a transformers model says that it does not support checkpointing and
-            `blocks` names none; `blocks` is one string or class and no list; or a block is
-            checkpointed already, by this function or by the model's own gradient checkpointing.
+        ValueError: the policy is unknown; a transformers model declares that it does not support
+            checkpointing and `blocks` is None; `blocks` is one string or class instead of a list; or a block
+            is checkpointed already, by this function or by the model's own gradient checkpointing.
 
     Source: Chen et al. 2016, arXiv:1604.06174; torch.utils.checkpoint, `use_reentrant=False`.
     """
@@ -86,12 +89,12 @@ def checkpoint_modules(
     runners, root = runners_of(plan or parsed, [block for _, block in chosen])
     undos = [_patch(block, "forward", run, switch) for (_, block), run in zip(chosen, runners, strict=True)]
     if root is not None:
-        # Lightning calls a LightningModule's training_step and not its forward.
+        # Lightning calls a LightningModule's `training_step`, not its forward.
         name = "training_step" if hasattr(module, "training_step") else "forward"
         undos.append(_patch(module, name, root, switch))
 
     def undo() -> None:
-        switch.on = False  # where a foreign patch lies on top of ours, ours only passes through from now on
+        switch.on = False  # if another patch lies over ours, ours only passes calls through from now on
         for put_back in undos:
             put_back()
 

@@ -1,4 +1,4 @@
-"""Choose what to keep: the least time of recomputation for a number of bytes, by operator and over all blocks."""
+"""Chooses which operator outputs to keep: the least recomputation time for a number of bytes, over all blocks."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,8 @@ from lightning_memkit.activations.profiling import OperatorCost
 from lightning_memkit.activations.tape import RECORDING_SECONDS, RUNNING_AGAIN_SECONDS
 
 _BINS = 4000
-_TAPE_SECONDS = 5e-6  # of recording one operator; it only keeps ties on the side of leaving a block alone
+# For recording one operator; small, so that in a tie a block is left without checkpointing.
+_TAPE_SECONDS = 5e-6
 _EXACT_UP_TO = 160  # operators of a block; above it, candidates are ranked once instead of after every choice
 
 
@@ -18,10 +19,11 @@ class OperatorChoice:
     """One way to run a block.
 
     Args:
-        keep: indices of the operators whose outputs stay in memory; None leaves the block without checkpointing.
-        size_bytes: what stays in memory, the block's inputs left out.
-        seconds: what it adds to the plain forward's time.
-        whole: the block keeps nothing and its Python runs again, in place of operators from a tape.
+        keep: indices of the operators whose outputs stay in memory; None runs the block without
+            checkpointing.
+        size_bytes: the bytes that stay in memory, without the block's inputs.
+        seconds: the time it adds to the plain forward.
+        whole: the block keeps nothing, and its Python code is run again instead of operators from a tape.
     """
 
     keep: frozenset[int] | None
@@ -31,17 +33,17 @@ class OperatorChoice:
 
 
 def choices(operators: Sequence[OperatorCost], *, whole: bool = False) -> list[OperatorChoice]:
-    """Ways to run a block of which none is both larger and slower than another; the smallest first.
+    """The ways to run a block of which none is both larger and slower than another; the smallest first.
 
-    Where the host is the device, a way takes the time of the operators that run again. An accelerator and its host
-    work side by side: there it is max(the device's seconds of the forward and of what runs again, the host's of
-    launching both and of a tape) less the plain forward's own max(device, host). A tape costs the host 26 µs an
-    operator, and 18 µs each that runs again. Of the backward only what runs again in it is counted: where its own
-    kernels leave the host time, a tape is cheaper than counted.
+    If the host is the device, a way costs the time of the recomputed operators. An accelerator and its host
+    work in parallel: there the cost is the larger of the device's time (forward and recomputation) and the
+    host's (launching both, and the tape), minus the same maximum for the plain forward. A tape costs the host
+    26 µs an operator, and 18 µs for each that is recomputed. Of the backward only recomputation is counted:
+    if the backward's own kernels leave the host idle, a tape costs less than counted.
 
     Args:
-        operators: of the block.
-        whole: it may also run whole again, which takes no tape; counted on an accelerator only.
+        operators: those of the block.
+        whole: also consider recomputing the whole block, which needs no tape; on an accelerator only.
     """
     everything = OperatorChoice(keep=None, size_bytes=sum(op.saved_bytes for op in operators), seconds=0.0)
     found = [everything]
@@ -51,7 +53,8 @@ def choices(operators: Sequence[OperatorCost], *, whole: bool = False) -> list[O
     if whole and not pinned and _has_queue(operators):
         again = _more_seconds(operators, range(len(operators)), taped=False)
         found.append(OperatorChoice(keep=frozenset(), size_bytes=0, seconds=again, whole=True))
-    # Stable: of equal ways the first is taken, so that a tape, which runs no Python again, comes before whole blocks.
+    # The sort is stable: among equal ways a tape, which runs no Python again, comes before recomputing the
+    # whole block.
     found.sort(key=lambda choice: (choice.size_bytes, choice.seconds))
     front: list[OperatorChoice] = []
     for choice in found:
@@ -61,7 +64,7 @@ def choices(operators: Sequence[OperatorCost], *, whole: bool = False) -> list[O
 
 
 def choose(fronts: Sequence[Sequence[OperatorChoice]], budget_bytes: int) -> list[OperatorChoice]:
-    """One choice a block, of the least time that fits; the smallest of each where nothing fits."""
+    """One choice per block, with the least time that fits the budget; the smallest of each if nothing fits."""
     least = [front[0] for front in fronts]
     spare = budget_bytes - sum(choice.size_bytes for choice in least)
     if spare <= 0:
@@ -88,7 +91,7 @@ def choose(fronts: Sequence[Sequence[OperatorChoice]], budget_bytes: int) -> lis
 
 
 def _growing(operators: Sequence[OperatorCost], keep: frozenset[int]) -> list[OperatorChoice]:
-    """From keeping nothing: each time the operator that saves the most time a byte."""
+    """Start from keeping nothing; each time keep the operator that saves the most time per byte."""
     steps = [_choice(operators, keep)]
     candidates = {i for i, op in enumerate(operators) if i not in keep}
     exact = len(operators) <= _EXACT_UP_TO
@@ -122,7 +125,7 @@ def _growing(operators: Sequence[OperatorCost], keep: frozenset[int]) -> list[Op
 
 
 def _shrinking(operators: Sequence[OperatorCost], keep: frozenset[int]) -> list[OperatorChoice]:
-    """From keeping what autograd keeps: each time the operator that costs the least time a byte."""
+    """Start from what autograd keeps; each time drop the operator that costs the least time per byte."""
     steps = [_choice(operators, keep)]
     if len(operators) > _EXACT_UP_TO:
         return steps
@@ -152,12 +155,12 @@ def _choice(operators: Sequence[OperatorCost], keep: frozenset[int]) -> Operator
 
 
 def _has_queue(operators: Sequence[OperatorCost]) -> bool:
-    """Whether they run on an accelerator, beside its host."""
+    """Whether the operators run on an accelerator, in parallel to its host."""
     return any(op.host_seconds for op in operators)
 
 
 def _more_seconds(operators: Sequence[OperatorCost], again: Iterable[int], *, taped: bool) -> float:
-    """The forward and `again` in the backward, less the plain forward; see `choices`."""
+    """The time of the forward and of recomputing `again`, minus that of the plain forward; see `choices`."""
     run_again = [operators[index] for index in again]
     more = sum(op.seconds for op in run_again)
     if not _has_queue(operators):
@@ -169,7 +172,7 @@ def _more_seconds(operators: Sequence[OperatorCost], again: Iterable[int], *, ta
 
 
 def _needed(operators: Sequence[OperatorCost], keep: frozenset[int]) -> set[int]:
-    """The operators that run again: what autograd saves and is not kept, and what leads there."""
+    """The operators to recompute: those that autograd saves and that are not kept, and all they depend on."""
     needed: set[int] = set()
     waiting = [index for index, op in enumerate(operators) if any(op.saves) and index not in keep]
     while waiting:

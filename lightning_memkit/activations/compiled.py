@@ -1,4 +1,4 @@
-"""Blocks compiled one by one, with the memory budget of torch's own partitioner, held to what it does to the peak."""
+"""Compiles blocks one by one with the memory budget of torch's partitioner, and checks that it lowers the peak."""
 
 import copy
 import math
@@ -26,19 +26,20 @@ from lightning_memkit.utilities.errors import NoEffectWarning
 
 
 class CompiledForward:
-    """Compiles forwards; what the partitioner saves of each is at most `budget` of what it would by itself.
+    """Compiles forwards; the partitioner saves at most a fraction `budget` of what it would save by itself.
 
-    The budget bounds saved bytes and not the peak. So the first training forward of each class of blocks measures
-    both, with the budget and without; a budget that does not lower the peak gives way to the best of a few larger
-    ones, or to none, with a warning. Price: one more compilation, up to four where the budget does not help, and two
-    runs of one block for each; results are those of the budget that is used.
+    The budget bounds saved bytes and not the peak. So the first training forward of each class of blocks
+    measures the peak with and without the budget. A budget that does not lower the peak is replaced by the
+    best of a few larger ones, or by none, with a warning. Price: one more compilation, up to four if the
+    budget does not help, and two runs of one block for each; results are those of the budget that is used.
 
-    A budget is read while a block is compiled, so it is bound to the compiler's backend: another budget compiles
-    anew, and other compiled modules keep theirs.
+    The budget is read while a block is compiled, so it is bound to the compiler's backend: another budget
+    compiles again, and other compiled modules keep theirs.
 
     Args:
-        budget: 1 saves what torch.compile saves by itself, 0 the blocks' inputs only.
-        blocks: all blocks that will be called; their number decides between saved bytes and those of one backward.
+        budget: 1 saves what torch.compile saves by itself, 0 only the blocks' inputs.
+        blocks: all blocks that will be called; their number weighs saved bytes against the temporaries of one
+            backward.
     """
 
     def __init__(self, budget: float, blocks: Sequence[nn.Module] = ()) -> None:
@@ -47,7 +48,7 @@ class CompiledForward:
         self._compiled: dict[Any, Callable[..., Any]] = {}
 
     def __call__(self, plain: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run a bound forward, compiled at its first call."""
+        """Run a bound forward; it is compiled at its first call."""
         key, owner = _function(plain), getattr(plain, "__self__", None)
         if key not in self._compiled:
             name = type(owner).__name__ if owner is not None else getattr(key, "__name__", "a block")
@@ -57,19 +58,19 @@ class CompiledForward:
 
 
 class BoundedBackend:
-    """Inductor with a budget for one class of blocks; each of their graphs is measured before its first run.
+    """Inductor with a budget for one class of blocks; each graph is measured before its first run.
 
     Args:
-        budget: the budget that is asked for.
-        name: of the class, for what is said.
-        blocks: how many of them the model has.
+        budget: the budget that was asked for.
+        name: the class's name, for messages.
+        blocks: how many such blocks the model has.
     """
 
     def __init__(self, budget: float, name: str, blocks: int) -> None:
         self.budget = budget
         self._name = name
         self._blocks = blocks
-        self._used: dict[Any, float] = {}  # by the code that was traced: other shapes compile it again
+        self._used: dict[Any, float] = {}  # by the traced code: other shapes compile it again
         self._said = False
 
     def __call__(self, graph: Any, inputs: Sequence[Any]) -> Compiled:
@@ -82,13 +83,13 @@ class BoundedBackend:
         return _MeasuredFirst(self, key, graph, inputs)
 
     def judge(self, key: Any, graph: Any, compiled: Compiled, inputs: Sequence[Any]) -> Compiled | None:
-        """The compiled graph to use from now on; None where these inputs say nothing.
+        """The compiled graph to use from now on; None if these inputs can't be measured.
 
         Args:
-            key: of the code that the graph was traced from.
-            graph: as it was before it was compiled.
-            compiled: the graph with the budget that is asked for.
-            inputs: of a real call.
+            key: identifies the code that the graph was traced from.
+            graph: the graph before it was compiled.
+            compiled: the graph compiled with the budget that was asked for.
+            inputs: those of a real call.
         """
         if not can_measure(inputs):
             return None
@@ -99,7 +100,8 @@ class BoundedBackend:
                 candidates[budget] = _compile(copy.deepcopy(graph), inputs, budget)
             return peak_of_row(candidates[budget], inputs, self._blocks)
 
-        with OperatorRandomState.of(tuple(inputs)).restored():  # runs draw, and so may compilations
+        # Runs draw random numbers, and compilations may.
+        with OperatorRandomState.of(tuple(inputs)).restored():
             verdict = choose_budget(self.budget, peak_of)
         if verdict is None:
             return compiled
@@ -110,7 +112,7 @@ class BoundedBackend:
     def _say(self, verdict: PeakVerdict) -> None:
         if self._said or verdict.used == verdict.asked and verdict.helps:
             return
-        self._said = True  # once, and not for every graph that a forward falls into
+        self._said = True  # once, not for every graph of a forward
         peaks = ", ".join(
             f"{_size(peak)} {'without a bound' if budget == NO_BOUND else f'at {budget:g}'}"
             for budget, peak in sorted(verdict.peaks.items())
@@ -134,7 +136,7 @@ class BoundedBackend:
 
 
 class _MeasuredFirst:
-    """A compiled graph that is measured at its first call with inputs that can be measured."""
+    """A compiled graph that is measured at its first call whose inputs can be measured."""
 
     def __init__(self, backend: BoundedBackend, key: Any, graph: Any, inputs: Sequence[Any]) -> None:
         before = copy.deepcopy(graph)  # compiling may rewrite it
@@ -163,7 +165,7 @@ def _compile(graph: Any, inputs: Sequence[Any], budget: float) -> Compiled:
 
 
 def _is_measurable(graph: Any, inputs: Sequence[Any]) -> bool:
-    """Whether a graph may run once more on its own: sizes are fixed, and no other rank takes part."""
+    """Whether a graph can be run once more by itself: its sizes are fixed and no other rank takes part."""
     if any(isinstance(value, torch.SymInt) for value in inputs):
         return False
     targets = (f"{getattr(node.target, '__module__', '')} {node.target}" for node in graph.graph.nodes)

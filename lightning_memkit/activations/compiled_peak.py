@@ -1,4 +1,4 @@
-"""Whether a budget of torch's partitioner lowers the peak, measured; the budget bounds saved bytes only."""
+"""Measures whether a budget of torch's partitioner lowers the peak; the budget bounds only saved bytes."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -20,19 +20,19 @@ _LEAST_GAIN = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class BlockBytes:
-    """What a forward of one block leaves alive (its output too), and the peak of its forward and backward."""
+    """The bytes that one block's forward leaves alive (with its output), and the peak of its forward and backward."""
 
     saved_bytes: int
     peak_bytes: int
 
     def peak_of(self, blocks: int) -> int:
-        """The peak of a row of such blocks: all save, one at a time runs its backward."""
+        """The peak of a sequence of such blocks: all save, and one at a time runs its backward."""
         return blocks * self.saved_bytes + self.peak_bytes - self.saved_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeakVerdict:
-    """The budget to use, and the predicted peaks of the blocks by budget, in bytes (infinite: out of memory)."""
+    """The budget to use, and the blocks' predicted peaks in bytes by budget (infinite: out of memory)."""
 
     asked: float
     used: float
@@ -45,11 +45,12 @@ class PeakVerdict:
 
 
 def choose_budget(asked: float, peak_of: Callable[[float], float | None]) -> PeakVerdict | None:
-    """The asked budget if it lowers the peak by 2 %; else the best of a few larger ones, or none.
+    """The asked budget if it lowers the peak by 2 %; otherwise the best of a few larger ones, or none.
 
     Args:
         asked: the budget that the user wrote.
-        peak_of: measures a budget; asked for as few as decide, the asked one first. None: there is nothing to bound.
+        peak_of: measures a budget; called for as few budgets as needed. It returns None if there is no
+            backward.
     """
     peaks: dict[float, float] = {}
 
@@ -73,7 +74,7 @@ def choose_budget(asked: float, peak_of: Callable[[float], float | None]) -> Pea
 
 
 def peak_of_row(compiled: Compiled, inputs: Sequence[Any], blocks: int) -> float | None:
-    """The predicted peak of a row of blocks, infinite where one does not fit; None without a backward."""
+    """The predicted peak of a sequence of blocks, infinite if one block does not fit; None without a backward."""
     try:
         found = measure_block(compiled, inputs)
     except torch.OutOfMemoryError:
@@ -89,7 +90,7 @@ def _lowers(peak_bytes: float, without_bytes: float) -> bool:
 
 
 def can_measure(inputs: Sequence[Any]) -> bool:
-    """Whether a run on copies says something now: a gradient is wanted, and nobody else watches the operators."""
+    """Whether a run on copies is meaningful: a gradient is wanted, and no mode observes the operators."""
     tensors = [value for value in inputs if isinstance(value, Tensor)]
     return (
         torch.is_grad_enabled()
@@ -101,10 +102,11 @@ def can_measure(inputs: Sequence[Any]) -> bool:
 
 
 def measure_block(compiled: Compiled, inputs: Sequence[Any]) -> BlockBytes | None:
-    """Run a compiled graph forward and backward on copies of its inputs; None where it has no backward.
+    """Run a compiled graph forward and backward on copies of its inputs; None if it has no backward.
 
-    It runs twice, as the first run may compile. Inputs, weights, gradients and buffers stay as they are, and hooks
-    on them don't run; random numbers are drawn. Memory: the copies, weights and buffers of one block among them.
+    It runs twice, because the first run may compile. Inputs, weights, gradients and buffers are unchanged,
+    and hooks on them don't run; random numbers are drawn. Memory: the copies, which include the weights and
+    buffers of one block.
     """
     device = next(value.device for value in inputs if isinstance(value, Tensor) and value.requires_grad)
     if not _forward_and_backward(compiled, _copies(inputs), lambda: None):
@@ -127,7 +129,7 @@ def _forward_and_backward(compiled: Compiled, inputs: Sequence[Any], between: Ca
 
 
 def _copies(inputs: Sequence[Any]) -> list[Any]:
-    """Inputs of the same sizes, strides and aliases; none is connected to the graph that they come from."""
+    """Inputs with the same sizes, strides and aliases, detached from the graph that they come from."""
     storages: dict[int, torch.UntypedStorage] = {}
     copied: dict[int, Tensor] = {}
     return [_copy(value, storages, copied) if isinstance(value, Tensor) else value for value in inputs]
@@ -145,7 +147,7 @@ def _copy(tensor: Tensor, storages: dict[int, torch.UntypedStorage], copied: dic
 
 
 def _made(tensor: Tensor) -> Tensor:
-    """The same memory as something that an operator has made: a leaf may not be written in place, inputs may."""
+    """The tensor as the result of an operator: unlike a leaf, it may be written in place, as inputs may."""
     return _Made.apply(tensor, torch.empty((), device=tensor.device, requires_grad=True))  # pyright: ignore
 
 
@@ -161,6 +163,6 @@ class _Made(torch.autograd.Function):
 
 
 def _is_special(tensor: Tensor) -> bool:
-    """Whether a tensor stands for others (DTensor, quantized, fake), or is not one piece of memory."""
+    """Whether a tensor wraps others (DTensor, quantized, fake), or is not strided memory."""
     own_dispatch = getattr(type(tensor), "__torch_dispatch__", None)
     return tensor.layout is not torch.strided or own_dispatch is not torch._C._disabled_torch_dispatch_impl

@@ -23,9 +23,9 @@ from lightning_memkit.utilities.errors import NoEffectWarning
 
 Choose = Literal["offload", "auto"]
 
-_CALL = "_compiled_call_impl"  # what `Module.__call__` runs in the place of `_call_impl` where it is set
+_CALL = "_compiled_call_impl"  # `Module.__call__` runs this instead of `_call_impl` if it is set
 _COMPILED_CHILD = "._orig_mod"
-_SHARE_OF_HOST = 0.5  # of what is free: the loader's workers and the page cache need some, too
+_SHARE_OF_HOST = 0.5  # of the free memory: the loader's workers and the page cache need some, too
 
 
 def offload_activations(
@@ -37,32 +37,33 @@ def offload_activations(
     pin_memory: bool = True,
     choose: Choose = "offload",
 ) -> "ActivationsOffload":
-    """Keep the activations of all but about two blocks in host memory; each crosses to the host and back once.
+    """Keep the activations of all but about two blocks in host memory; each is copied to the host and back once.
 
-    What a block saves for its backward goes to pinned host memory on a stream of its own while the next block runs,
-    and comes back while the backward of the block after it runs. Loss and gradients stay bitwise the same. Parameters
-    and buffers never move, nor do their views, transposes and casts; a storage moves once, whatever the number of
-    its saved views. What is saved outside of blocks (embeddings, head, loss) stays on the device. Blocks that are
-    checkpointed, before or after this call, keep their inputs in host memory. Not yet verified on a GPU; the
-    simulated device of the tests runs the same code.
+    The tensors that a block saves for backward are copied to pinned host memory on a separate stream while
+    the next block runs, and copied back during the backward of the next block. Loss and gradients stay
+    bitwise the same. Parameters and buffers never move, nor do their views, transposes and casts; a storage
+    moves once, whatever the number of its saved views. Tensors saved outside of blocks (embeddings, head,
+    loss) stay on the device. Blocks that are checkpointed, before or after this call, keep their inputs in
+    host memory. Not yet verified on a GPU; the simulated device of the tests runs the same code.
 
     Args:
         module: the model; its blocks are found by `find_blocks`.
-        min_bytes: a tensor whose storage is smaller stays, as a size ("1MiB") or a count of bytes.
-        host_bytes: the most host memory to take, as a size or a count of bytes; by default half of what is free
-            now, and where that is met half of what is free then besides. What goes beyond stays on the device, and
-            a warning says so once.
-        blocks: classes, or globs over module and class names, in place of the blocks found by themselves.
-        pin_memory: page-locked host memory, which copies need to run beside the arithmetic.
+        min_bytes: tensors with a smaller storage stay on the device; a size ("1MiB") or a count of bytes.
+        host_bytes: the most host memory to use, as a size or a count of bytes; by default half of what is
+            free now, and when that is used up, half of what is free then in addition. Tensors that exceed it
+            stay on the device, with one warning.
+        blocks: classes, or globs over module and class names, instead of the blocks that `find_blocks` finds.
+        pin_memory: use page-locked host memory, without which copies can't overlap with computation.
         choose: `"offload"` moves every block's activations. `"auto"` times copies and the blocks' forwards in the
-            first three passes; from then on blocks whose copies don't hide behind the next block's work are
+            first three passes; from then on, blocks whose copies take longer than the next block's work are
             checkpointed instead.
 
     Returns:
-        A handle that undoes it when called, or when left as a context manager; it also counts.
+        A handle that undoes it when called, or when exited as a context manager; it also has counts.
 
     Raises:
-        ValueError: a size can't be read, `choose` is unknown, or `blocks` is one string or class and no list.
+        ValueError: a size can't be parsed, `choose` is unknown, or `blocks` is one string or class, not a
+            list.
     """
     check_options(min_bytes, host_bytes, choose)
     found = find_blocks(module, blocks)
@@ -80,7 +81,7 @@ def _room_on_the_host() -> int:
 
 
 def check_options(min_bytes: int | str, host_bytes: int | str, choose: str) -> None:
-    """Refuse options that can't be read.
+    """Refuse options that can't be parsed.
 
     Raises:
         ValueError: with the value, the rule and the remedy.
@@ -93,7 +94,7 @@ def check_options(min_bytes: int | str, host_bytes: int | str, choose: str) -> N
 
 
 def describe_choices(choices: Sequence[BlockChoice]) -> str:
-    """One line: how many blocks are offloaded, how many checkpointed, and the slowest copy beside its block."""
+    """One line: how many blocks are offloaded and checkpointed, and the slowest copy beside its block."""
     again = [choice.cost for choice in choices if choice.recompute]
     text = f"{len(choices) - len(again)} of {len(choices)} blocks are offloaded"
     if again:
@@ -131,17 +132,17 @@ class ActivationsOffload:
 
     @property
     def counts(self) -> OffloadCounts:
-        """What was done so far."""
+        """The counts so far."""
         return self._traffic.counts
 
     @property
     def stood_aside(self) -> bool:
-        """Whether a block ran within other saved-tensor hooks, and was left to them."""
+        """Whether a block ran inside other saved-tensor hooks, so that its tensors were not offloaded."""
         return self._traffic.stood_aside
 
     def __call__(self) -> None:
-        """Undo: blocks run as before, idle host memory is freed, what a backward still needs when it is done."""
-        self._on = False  # where another patch lies on top of ours, ours only passes through from now on
+        """Undo: blocks run as before; idle host memory is freed now, the rest when the pending backwards are done."""
+        self._on = False  # if another patch lies over ours, ours only passes calls through from now on
         for block, ours, before in self._patched:
             if vars(block).get(_CALL) is not ours:
                 continue
@@ -161,7 +162,7 @@ class ActivationsOffload:
         self()
 
     def _patch(self, block: nn.Module) -> tuple[Callable[..., Any], Any]:
-        """Set what the block's `__call__` runs: outside of its hooks, its forward and checkpointing of that."""
+        """Replace what the block's `__call__` runs, so that hooks, forward and checkpointing all happen inside."""
         before = vars(block).get(_CALL)
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -200,7 +201,7 @@ class ActivationsOffload:
 
 
 def _called(module: nn.Module, name: str, block: nn.Module) -> nn.Module:
-    """What is called where a block is: `torch.compile(block)` puts a module around it."""
+    """The module that is called in place of a block: `torch.compile(block)` wraps it in another one."""
     if name.endswith(_COMPILED_CHILD):
         return module.get_submodule(name[: -len(_COMPILED_CHILD)])
     return block

@@ -1,4 +1,4 @@
-"""Recompute or offload, block by block, by what the device is measured to do."""
+"""Chooses between recomputation and offload, block by block, from measured times."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from lightning_memkit.memory.pinned import return_pinned
 
-_TRIED_BYTES = (16 << 20, 4 << 20, 1 << 20)  # the largest that the device has room for is copied
+_TRIED_BYTES = (16 << 20, 4 << 20, 1 << 20)  # the largest that fits on the device is copied
 _COPIES = 3
-_WARM_UP_PASSES, _MEASURED_PASSES = 1, 2  # kernels are loaded and tuned in the first
+_WARM_UP_PASSES, _MEASURED_PASSES = 1, 2  # kernels are loaded and tuned in the first pass
 _BACKWARD = 2.0  # a block's backward takes about twice its forward: two products for each of the forward's
 
 
@@ -26,12 +26,12 @@ class CopyRates:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockCost:
-    """What a block's run was measured to take.
+    """The measured cost of a block's run.
 
     Args:
         name: the block.
-        forward_seconds: of its forward, copies not counted.
-        moved_bytes: of its activations that go to the host.
+        forward_seconds: the time of its forward, without copies.
+        moved_bytes: the bytes of its activations that go to the host.
     """
 
     name: str
@@ -41,21 +41,21 @@ class BlockCost:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockChoice:
-    """A block's cost, and whether its forward is run again rather than its activations moved."""
+    """A block's cost, and whether it is recomputed instead of offloaded."""
 
     cost: BlockCost
     recompute: bool
 
 
 def choose_blocks(costs: Sequence[BlockCost], rates: CopyRates) -> list[BlockChoice]:
-    """Offload the blocks whose copies hide behind the next block's work; recompute the others.
+    """Offload the blocks whose copies overlap fully with the next block's work; recompute the others.
 
-    On its way to the host a block's data has the next block's forward to hide behind, on its way back that one's
-    backward. The last block's never leave. A block that runs several times is judged by its worst run.
+    A copy to the host overlaps with the next block's forward, a copy back with the next block's backward. The
+    last block's activations never leave. A block that runs several times is judged by its worst run.
 
     Args:
-        costs: one a run, in the order of the forward.
-        rates: of the device.
+        costs: one for each run, in the order of the forward.
+        rates: those of the device.
     """
     late = {
         cost.name
@@ -70,10 +70,10 @@ def choose_blocks(costs: Sequence[BlockCost], rates: CopyRates) -> list[BlockCho
 
 
 def measure_copy_rates(device: torch.device, pin_memory: bool = True) -> CopyRates:
-    """Time copies of up to 16 MiB on a stream of their own, as the offload's are; takes milliseconds.
+    """Time copies of up to 16 MiB on a separate stream, as the offload makes them; takes milliseconds.
 
     Raises:
-        torch.OutOfMemoryError: the device has not even 1 MiB left.
+        torch.OutOfMemoryError: the device does not even have 1 MiB left.
     """
     here = _room(device)
     there = torch.empty(here.nbytes, dtype=torch.uint8, pin_memory=pin_memory)
@@ -110,7 +110,7 @@ def _room(device: torch.device) -> Tensor:
 
 
 class Stopwatch:
-    """Times the blocks' forwards in the first passes; the device is waited for around each, in these passes only.
+    """Times the blocks' forwards in the first passes, synchronizing with the device around each block.
 
     Args:
         names: the blocks' names.
@@ -121,16 +121,16 @@ class Stopwatch:
         self._costs: list[list[BlockCost]] = []
 
     def wants(self, passes: int) -> bool:
-        """Whether the pass of that number, counted from 1, is to be timed."""
+        """Whether the pass with this number, counted from 1, is to be timed."""
         return _WARM_UP_PASSES < passes <= _WARM_UP_PASSES + _MEASURED_PASSES
 
     def is_done(self, passes: int) -> bool:
-        """Whether all timed passes lie before the pass of that number."""
+        """Whether all timed passes come before the pass with this number."""
         return passes > _WARM_UP_PASSES + _MEASURED_PASSES
 
     @contextmanager
     def timed(self, block: nn.Module, device: torch.device, passes: int) -> Iterator[list[int]]:
-        """Time what runs within; the caller appends the bytes that it moved to what is yielded."""
+        """Time the body; the caller appends the bytes that it moved to the yielded list."""
         while len(self._costs) < passes - _WARM_UP_PASSES:
             self._costs.append([])
         stream = torch.accelerator.current_stream(device)
@@ -145,6 +145,6 @@ class Stopwatch:
 
     @property
     def costs(self) -> list[BlockCost]:
-        """Of the quickest timed pass, all blocks together: others' load on the machine only ever adds."""
+        """The costs of the fastest timed pass, all blocks together: other load on the machine only adds time."""
         passes = [costs for costs in self._costs if costs]
         return min(passes, key=lambda costs: sum(cost.forward_seconds for cost in costs), default=[])

@@ -1,11 +1,12 @@
-"""Tell parameters from activations among the tensors that autograd saves."""
+"""Tells parameters from activations among the tensors that autograd saves."""
 
 from collections.abc import Iterator, Set
 
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-# Autograd's names of views and casts: a chain of these that ends at a parameter is that parameter.
+# Autograd's names of views and casts: a chain of these that starts at a parameter still counts as the
+# parameter.
 _PASSING = (
     "Alias", "AsStrided", "Clone", "Expand", "Permute", "ReshapeAlias", "Select", "Slice", "Split", "Squeeze",
     "TBackward", "ToCopy", "Transpose", "Unbind", "UnsafeView", "Unsqueeze", "View",
@@ -14,14 +15,14 @@ _LONGEST_CHAIN = 8
 
 
 class Weights:
-    """Knows the saved tensors of a block that are parameters or buffers, or views, transposes and casts of them.
+    """Recognizes saved tensors of a block that are parameters or buffers, or views, transposes and casts of them.
 
-    A frozen parameter's cast leaves no trace in autograd's graph: it is known by dtype and shape.
+    A frozen parameter's cast leaves no trace in autograd's graph, so it is recognized by dtype and shape.
 
     Args:
-        block: whose forward runs now. Its parameters are looked at now, since FSDP2 puts gathered ones in their
-            places for the time of a forward.
-        elsewhere: what `stored_weights` said of the whole model.
+        block: the block whose forward runs now. Its parameters are read now, because FSDP2 replaces them by
+            gathered ones during a forward.
+        elsewhere: the result of `stored_weights` for the whole model.
     """
 
     def __init__(self, block: nn.Module, elsewhere: Set[int]) -> None:
@@ -31,7 +32,7 @@ class Weights:
 
     def _look(self) -> None:
         parameters = list(self._block.parameters())
-        # A part of the block that is sharded by itself gets its parameters later in the block's forward.
+        # A submodule that is sharded by itself gets its gathered parameters later in the block's forward.
         self._changing = any(map(is_traceable_wrapper_subclass, parameters))
         self._here = stored_weights(self._block)
         self._frozen = {
@@ -42,7 +43,7 @@ class Weights:
         }
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether a saved tensor is one of them."""
+        """Whether a saved tensor is a parameter or buffer, or made of one."""
         if self._changing:
             self._look()
         storage = tensor.untyped_storage()._cdata
@@ -59,7 +60,7 @@ def _made_of_a_parameter(tensor: Tensor) -> bool:
     for _ in range(_LONGEST_CHAIN):
         if node is None:
             return False
-        leaf = getattr(node, "variable", None)  # of AccumulateGrad
+        leaf = getattr(node, "variable", None)  # only AccumulateGrad nodes have one
         if leaf is not None:
             return isinstance(leaf, nn.Parameter)
         if not node.name().startswith(_PASSING):

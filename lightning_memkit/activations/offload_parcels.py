@@ -1,4 +1,4 @@
-"""The bytes of one storage on their way between device and host, on streams of their own."""
+"""The bytes of one storage, copied between device and host on separate streams."""
 
 import weakref
 
@@ -9,7 +9,7 @@ from lightning_memkit.activations.offload_pool import HostBuffer, HostPool
 
 
 class Lane:
-    """A device's two streams for copies: to the host and back."""
+    """A device's two copy streams: to the host and back."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -20,14 +20,14 @@ class Lane:
 class Parcel:
     """One storage, copied to the host once, whatever the number of saved views; lives as long as these.
 
-    Made with the storage on the device. `park` lets go of the device's side, `bring` starts its way back. Not yet
-    verified on a GPU; the simulated device of the tests runs the same code.
+    It starts with the storage on the device. `park` frees the device's side, `bring` starts the copy back.
+    Not yet verified on a GPU; the simulated device of the tests runs the same code.
 
     Args:
         tensor: any tensor with the storage.
-        buffer: of the storage's size at least; goes back to the pool when the parcel dies.
-        pool: where the buffer is from.
-        lane: of the tensor's device.
+        buffer: at least as large as the storage; goes back to the pool when the parcel is deleted.
+        pool: the buffer's pool.
+        lane: the copy streams of the tensor's device.
     """
 
     def __init__(self, tensor: Tensor, buffer: HostBuffer, pool: HostPool, lane: Lane) -> None:
@@ -39,7 +39,8 @@ class Parcel:
         self._pool = pool
         self._buffer = buffer
         self._lane = lane
-        # The device's side: an alias of what was saved, which shares its version counter, or a copy brought back.
+        # The device's side: an alias of the saved tensor, which shares its version counter, or a copy brought
+        # back.
         self._resident: Tensor | None = tensor.detach()
         self._is_original = True
         self._stream = _current_stream(lane.device)
@@ -48,12 +49,12 @@ class Parcel:
             lane.outward.wait_event(buffer.free_after)
         with lane.outward:
             self._host.copy_(_flat(storage, lane.device), non_blocking=True)
-        # The last copy that read or wrote either side.
+        # after the last copy that read or wrote either side
         self._copied = lane.outward.record_event()
 
     @property
     def device(self) -> torch.device:
-        """Where it comes from and goes back to."""
+        """The device that the storage comes from and returns to."""
         return self._lane.device
 
     @property
@@ -61,11 +62,11 @@ class Parcel:
         return self._buffer.bytes[: self.nbytes]
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Whether it has the bytes of a tensor that is saved now."""
+        """Whether it holds the bytes of a tensor that is being saved."""
         return self._storage() is not None and self._version == tensor._version
 
     def park(self) -> None:
-        """Let go of the device's side. Its memory is reused after the copy: the device waits, not the host."""
+        """Free the device's side. Its memory is reused only after the copy: the device waits, not the host."""
         if self._resident is None:
             return
         self._note_changes()
@@ -73,7 +74,7 @@ class Parcel:
         self._resident = None
 
     def bring(self) -> None:
-        """Start the copy back to the device, unless the bytes are there.
+        """Start the copy back to the device, unless the bytes are there already.
 
         Raises:
             torch.OutOfMemoryError: the device has no room; nothing has changed.
@@ -81,7 +82,8 @@ class Parcel:
         if self._resident is not None:
             return
         lane = self._lane
-        # Memory of the current stream, which may still work on what was there before: the copy waits for it.
+        # The memory belongs to the current stream, which may still use its previous contents: the copy waits
+        # for it.
         room = torch.empty(self.nbytes, dtype=torch.uint8, device=lane.device)
         self._stream = _current_stream(lane.device)
         lane.inward.wait_stream(self._stream)

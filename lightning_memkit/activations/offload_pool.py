@@ -1,4 +1,4 @@
-"""Pinned host buffers that are used again and again, under a cap on their bytes."""
+"""Reusable pinned host buffers, with a limit on their total bytes."""
 
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -9,13 +9,13 @@ from torch import Tensor
 
 from lightning_memkit.memory.pinned import pinned_size, return_pinned
 
-_CLASSES = 8  # sizes between two powers of two: an unpinned buffer is at most an eighth larger than asked for
+_CLASSES = 8  # sizes between two powers of two: an unpinned buffer is at most an eighth larger than requested
 _LEAST_BYTES = 4096
-_PASSES = 16  # a buffer that so many passes in a row had no use for is freed
+_PASSES = 16  # a buffer that was not needed for this many passes in a row is freed
 
 
 class HostBuffer:
-    """Bytes of host memory, and the event after which they may be written again."""
+    """Bytes of host memory, and the event after which they may be overwritten."""
 
     __slots__ = ("bytes", "free_after")
 
@@ -25,17 +25,18 @@ class HostBuffer:
 
 
 class HostPool:
-    """Hands out flat byte buffers and takes them back; page-locking memory takes long, so buffers are kept.
+    """Lends flat byte buffers and keeps them for reuse, because page-locking memory takes long.
 
-    It never holds more than the most that was in use at once in the last passes: buffers of sizes that no longer
-    come make room, and a larger batch's (a trial's) are freed after a while. Pinned buffers are powers of two, as
-    torch allocates them whatever is asked for; those that are freed go back to the system.
+    It never holds more than the most that was in use at once in the last passes: buffers of sizes that are no
+    longer requested make room, and those of a larger batch (a trial's) are freed after a while. Pinned
+    buffers are powers of two, as torch allocates them anyway; freed ones are returned to the system.
 
     Args:
-        limit_bytes: the most bytes that it may take of the host.
-        pin_memory: page-locked memory, which copies need to run beside the arithmetic.
-        room_now: what more may be taken now, where the host decides: asked once a pass, and only where the limit
-            is met, for the memory of a container or a virtual machine may grow. None: the limit stays.
+        limit_bytes: the most bytes of host memory to use.
+        pin_memory: use page-locked memory, without which copies can't overlap with computation.
+        room_now: returns how many more bytes may be used now; called at most once a pass, and only when the
+            limit is reached, because the memory of a container or a virtual machine may grow. None: the limit
+            is fixed.
     """
 
     def __init__(
@@ -47,13 +48,14 @@ class HostPool:
         self.pin_memory = pin_memory
         self.held_bytes = 0
         self.used_bytes = 0
-        self._most_used: deque[int] = deque([0], maxlen=_PASSES)  # of each pass, the current one last
+        self._most_used: deque[int] = deque([0], maxlen=_PASSES)  # one entry a pass, the current one last
         self._closed = False
-        self._idle: OrderedDict[int, HostBuffer] = OrderedDict()  # by id, the one idle for longest first
-        self._lock = RLock()  # a buffer may come back while another is taken, when garbage is collected
+        # By id, the one that is idle for longest first.
+        self._idle: OrderedDict[int, HostBuffer] = OrderedDict()
+        self._lock = RLock()  # garbage collection may return a buffer while another one is taken
 
     def take(self, size_bytes: int) -> HostBuffer | None:
-        """A buffer of at least so many bytes; None where the cap, or the host, has no room."""
+        """A buffer of at least this many bytes; None if the limit, or the host, has no room."""
         size = _rounded(size_bytes, self.pin_memory)
         with self._lock:
             found = next((b for b in reversed(self._idle.values()) if b.bytes.nbytes == size), None)
@@ -67,7 +69,7 @@ class HostPool:
             return found
 
     def give(self, buffer: HostBuffer) -> None:
-        """Take a buffer back; it is written again only after its event."""
+        """Return a buffer; it is overwritten only after its event."""
         with self._lock:
             self.used_bytes -= buffer.bytes.nbytes
             self._idle[id(buffer)] = buffer
@@ -75,14 +77,14 @@ class HostPool:
                 self._drop_idle(0)
 
     def begin_pass(self) -> None:
-        """A forward begins whose predecessors' backwards are done."""
+        """Begin a forward; the backwards of earlier ones are done."""
         with self._lock:
             self._most_used.append(self.used_bytes)
             self._may_ask = True
             self._drop_idle(max(self._most_used))
 
     def close(self) -> None:
-        """Free what is idle; buffers that are in use are freed when they come back."""
+        """Free idle buffers; buffers in use are freed when they are returned."""
         with self._lock:
             self._closed = True
             self._drop_idle(0)
@@ -112,7 +114,7 @@ class HostPool:
         if buffer.free_after is not None:
             buffer.free_after.synchronize()
         self.held_bytes -= buffer.bytes.nbytes
-        buffer.bytes = buffer.bytes.new_empty(0)  # whoever gives it back still has it
+        buffer.bytes = buffer.bytes.new_empty(0)  # whoever returns it still refers to the buffer
 
 
 def _host_room(size: int, pin_memory: bool) -> Tensor:

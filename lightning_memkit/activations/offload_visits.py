@@ -1,8 +1,8 @@
-"""Runs of blocks: what each one saves goes to the host, and comes back one block ahead of its backward.
+"""Copies what each block saves to the host, and back one block ahead of its backward.
 
-A run of a block in the forward is a visit. When it ends, the tensors of the visit before it are let go of; so what
-the backward needs first never left. In the backward a visit's first tensor to be used starts the copies of the
-visit before it.
+One run of a block in the forward is a visit. When it ends, the device memory of the previous visit's tensors
+is freed; so the tensors that the backward needs first never leave. In the backward, the first use of a
+visit's tensors starts the copies of the visit before it.
 """
 
 import warnings
@@ -25,9 +25,10 @@ from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.utilities.errors import NoEffectWarning
 
 _HOST_MEMORY = ("cpu", "mps", "meta")  # Apple's GPU computes in the host's memory
-_MOVABLE: tuple[type, ...] = (Tensor, nn.Parameter)  # wrappers have storages elsewhere
-_LARGEST_SHARE = 8  # a view of less than an eighth of its storage stays: the storage would travel whole
-_RECENT = 3  # visits whose tensors stay on the device while a backward that keeps its graph goes on
+_MOVABLE: tuple[type, ...] = (Tensor, nn.Parameter)  # wrappers have their storages elsewhere
+# A view of less than an eighth of its storage stays, because the whole storage would be copied.
+_LARGEST_SHARE = 8
+_RECENT = 3  # visits whose tensors stay on the device during a backward that retains its graph
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +36,10 @@ class OffloadCounts:
     """What an offload has done so far.
 
     Args:
-        visits: runs of blocks under gradients.
+        visits: runs of blocks with gradients enabled.
         moved_bytes: bytes copied to the host.
-        kept_bytes: bytes of tensors that were large enough and stayed on the device: the host had no room.
+        kept_bytes: bytes of tensors that were large enough but stayed on the device because the host had no
+            room.
         host_bytes: bytes of host memory held now, in use or for the next step.
     """
 
@@ -49,7 +51,7 @@ class OffloadCounts:
 
 @dataclass(slots=True)
 class _KeptActivation:
-    """A saved tensor that stays; autograd checks no versions of its own where hooks are set."""
+    """A saved tensor that stays on the device, with its version: autograd checks none where hooks are set."""
 
     tensor: Tensor
     version: int
@@ -68,7 +70,7 @@ class _Ticket:
 
 
 class _Visit:
-    """What one run of a block has saved; lives as long as autograd keeps any of it."""
+    """The tensors that one run of a block has saved; lives as long as autograd keeps any of them."""
 
     def __init__(self, previous: "weakref.ref[_Visit] | None") -> None:
         self.previous = previous
@@ -84,7 +86,7 @@ class _Visit:
         self._parcels.append(weakref.ref(parcel))
 
     def bring(self) -> None:
-        """Start the copies to the device in the order of their use. What finds no room comes when it is needed."""
+        """Start the copies to the device in the order of use. Parcels without room are copied when needed."""
         for parcel in reversed(self.parcels):
             try:
                 parcel.bring()
@@ -93,12 +95,12 @@ class _Visit:
 
 
 class Traffic:
-    """Saved-tensor hooks for the blocks of one model.
+    """The saved-tensor hooks for the blocks of one model.
 
     Args:
         root: the model, whose parameters and buffers never move.
-        pool: host memory.
-        min_bytes: storages below it stay.
+        pool: the host memory.
+        min_bytes: smaller storages stay on the device.
     """
 
     def __init__(self, root: nn.Module, pool: HostPool, min_bytes: int) -> None:
@@ -113,15 +115,15 @@ class Traffic:
         self._lanes: dict[torch.device, Lane] = {}
         self._known: weakref.WeakValueDictionary[int, Parcel] = weakref.WeakValueDictionary()  # by storage
         self._elsewhere: set[int] = set()
-        self._latest: weakref.ref[_Visit] | None = None  # in the forward
-        self._recent: deque[weakref.ref[_Visit]] = deque()  # in the backward
+        self._latest: weakref.ref[_Visit] | None = None  # the last one in the forward
+        self._recent: deque[weakref.ref[_Visit]] = deque()  # the last ones in the backward
         self._said: set[str] = set()
-        # Autograd has a thread a device.
+        # Autograd runs one thread for each device.
         self._lock = RLock()
 
     @property
     def counts(self) -> OffloadCounts:
-        """What was done so far."""
+        """The counts so far."""
         return OffloadCounts(
             visits=self.visits,
             moved_bytes=self.moved_bytes,
@@ -131,12 +133,12 @@ class Traffic:
 
     @property
     def device(self) -> torch.device | None:
-        """A device from which something has moved; None before."""
+        """A device from which something was moved; None if nothing was."""
         return next(iter(self._lanes), None)
 
     @contextmanager
     def visit(self, block: nn.Module) -> Iterator[None]:
-        """A block's forward, within which large saved tensors go to the host."""
+        """Run a block's forward; large tensors saved within are copied to the host."""
         if _hooks_are_set():
             self.stood_aside = True
             self.visits += 1
@@ -175,7 +177,7 @@ class Traffic:
     def _pack(self, tensor: Tensor, visit: _Visit, block: nn.Module) -> _KeptActivation | _Ticket:
         parcel = self._parcel(tensor, visit, block) if self._may_move(tensor) else None
         if parcel is None:
-            # detach: a reference to an input's history would be a cycle
+            # detached, because a reference to an input's history would be a cycle
             return _KeptActivation(tensor.detach() if tensor.requires_grad else tensor, tensor._version)
         visit.add(parcel)
         return _Ticket(
@@ -238,7 +240,7 @@ class Traffic:
             return empty.set_(storage, saved.offset, saved.size, saved.stride)  # pyright: ignore[reportArgumentType]
 
     def _arrive(self, visit: _Visit) -> None:
-        """The backward has come to a visit: bring the one before it."""
+        """The backward has reached a visit: bring the one before it."""
         if self._recent and self._recent[-1]() is visit:
             return
         self._recent.append(weakref.ref(visit))
@@ -248,7 +250,7 @@ class Traffic:
             ahead.bring()
         if len(self._recent) > _RECENT:
             left = self._recent.popleft()()
-            if left is not None:  # the graph is kept for another backward
+            if left is not None:  # the graph is retained for another backward
                 near = {parcel for ref in self._recent if (v := ref()) is not None for parcel in v.parcels}
                 near.update(ahead.parcels if ahead is not None else ())
                 for parcel in left.parcels:
@@ -263,7 +265,7 @@ class Traffic:
 
 
 def in_host_memory(device: torch.device) -> bool:
-    """Whether a device computes in the host's memory, so that nothing is saved by moving there."""
+    """Whether a device computes in the host's memory, so that moving tensors there saves nothing."""
     return device.type in _HOST_MEMORY
 
 

@@ -1,4 +1,4 @@
-"""What a tape has to know about an operator before it may run it a second time."""
+"""What a tape must know about an operator before it may recompute it."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -8,9 +8,9 @@ import torch
 
 _UNFILLED = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"}
 _NEVER_TWICE = ("c10d", "_c10d_functional", "_dtensor", "fsdp", "symm_mem")
-# Their outputs are small and choose what runs next: experts, rows, positions.
+# Their outputs are small and decide what runs next: experts, rows, positions.
 _DECISIONS = {"topk", "sort", "argsort", "argmax", "argmin", "multinomial", "nonzero", "bucketize", "histc"}
-# Their schemas don't say that they write the running statistics.
+# Their schemas don't declare that they write the running statistics.
 _BATCH_NORMS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
 _MATMULS = {
     "mm", "bmm", "addmm", "baddbmm", "matmul", "linear", "convolution", "_grouped_mm", "_scaled_mm",
@@ -24,12 +24,12 @@ class Kind:
 
     Args:
         name: the operator's name without namespace and overload, such as `mm`.
-        view: its output lies in its input's storage: nothing is made, nothing is recorded.
+        view: its output shares its input's storage: nothing is allocated, nothing is recorded.
         written: the positions of the arguments that it writes to.
         written_names: the keyword arguments that it writes to.
-        random: it draws from torch's generators, whose state is kept for the second run.
-        unfilled: its output holds nothing yet; who fills it may be invisible to the dispatcher.
-        once: it must not run twice (collectives), or its output decides what runs next: always kept.
+        random: it draws from torch's generators, whose state is saved for recomputation.
+        unfilled: its output is uninitialized; what fills it may be invisible to the dispatcher.
+        once: it must not run twice (collectives), or its output decides what runs next; always kept.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Kind:
 
 @cache
 def kind_of(func: Any) -> Kind:
-    """The kind of an operator, read off its schema once."""
+    """The kind of an operator, read from its schema once."""
     schema, packet = func._schema, func._schema.name.split("::")
     namespace, name = packet[0], packet[-1]
     written = [
@@ -64,10 +64,10 @@ def kind_of(func: Any) -> Kind:
 
 
 def is_attention(name: str) -> bool:
-    """Whether an operator is a fused attention: torch's own, or one of a library (flash-attn, xformers)."""
+    """Whether an operator is a fused attention, of torch or of a library (flash-attn, xformers)."""
     return "attention" in name or "attn" in name or "_flash" in name
 
 
 def is_matmul(name: str) -> bool:
-    """Whether an operator's time is that of matrix products or convolutions, attention left out."""
+    """Whether an operator's time is that of matrix products or convolutions; attention does not count."""
     return name in _MATMULS

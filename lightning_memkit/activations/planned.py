@@ -1,4 +1,4 @@
-"""Blocks run from tapes: with operators named beforehand, or chosen from what the first step measured."""
+"""Runs blocks from tapes, which save named operators or those chosen from the first step's measurements."""
 
 import math
 import warnings
@@ -26,11 +26,11 @@ from lightning_memkit.utilities.errors import NoEffectWarning
 
 Plain = Callable[..., Any]
 
-_SCALES = 16  # choices for each doubling of the inputs: at most 4.4 % of a budget in bytes stays unused
+_SCALES = 16  # steps for each doubling of the inputs: at most 4.4 % of a budget in bytes stays unused
 
 
 def run_recorded(plain: Plain, args: tuple, kwargs: dict[str, Any], keep: Callable[[Operator], bool]) -> Any:
-    """One forward of a block, of which `keep` says what stays in memory."""
+    """Run a block's forward; `keep` decides which operators' outputs stay in memory."""
     tape = Tape(keep)
     out = tape.record(lambda: plain(*args, **kwargs), _tensors((args, kwargs)))
     tape.finish(_tensors(out))
@@ -40,7 +40,7 @@ def run_recorded(plain: Plain, args: tuple, kwargs: dict[str, Any], keep: Callab
 def run_selective(
     plain: Plain, args: tuple, kwargs: dict[str, Any], policy: SavedOperators, ran: set[str]
 ) -> Any:
-    """One forward of a block that saves the operators of a policy; notes in `ran` the names of all."""
+    """Run a block's forward and save the operators of a policy; adds the names of all operators to `ran`."""
     chosen = policy.chooser()
 
     def keep(operator: Operator) -> bool:
@@ -51,17 +51,18 @@ def run_selective(
 
 
 class BudgetPlan:
-    """Measures every block in the first forward, then keeps what the budget allows at the least recomputation.
+    """Measures every block in the first forward, then saves what the budget allows with the least recomputation.
 
-    The first forward keeps the blocks' inputs only, one block at a time with everything while it is measured; it
-    takes several times as long. A block's choice is by the place of an operator in the forward: where a later
-    forward runs other operators, the rest of that block is made again from what was kept. On an accelerator whose
-    host is the bound, a block whose Python gave the same a second time runs whole again, as with `full`.
+    The first forward keeps only the blocks' inputs, plus all tensors of the one block that is being measured;
+    it takes several times as long. A block's choice goes by the positions of operators in its forward: if a
+    later forward runs other operators, the rest of the block is recomputed from what was kept. On an
+    accelerator that its host slows down, a block whose Python gave the same result twice is recomputed whole,
+    as with `full`.
 
     Args:
         policy: the budget.
         module: the whole model.
-        blocks: how many blocks there are.
+        blocks: the number of blocks.
         switch: shared by the blocks.
     """
 
@@ -73,22 +74,22 @@ class BudgetPlan:
         self._chosen: dict[float, dict[int, OperatorChoice]] = {}
         self._fronts: dict[int, list[OperatorChoice]] = {}
         self._profiler = Profiler()
-        self._once: set[int] = set()  # blocks whose Python must not run a second time
+        self._once: set[int] = set()  # blocks whose Python code must not run a second time
         self._blocks = blocks
         self._switch = switch
         self._outside_bytes = 0
-        self._forward = 0  # the number of root forwards begun; blocks called without one count as of one
+        self._forward = 0  # root forwards begun so far; calls of blocks outside any count as one
         self._measured_in: int | None = None
         self._counted: dict[int, StorageWeakRef] = {}
         self._warned = False
 
     @property
     def makes_again(self) -> bool:
-        """Whether a choice that was made leaves anything to be made again."""
+        """Whether any choice so far recomputes anything."""
         return any(choice.keep is not None for chosen in self._chosen.values() for choice in chosen.values())
 
     def resize(self, by_bytes: int) -> None:
-        """Let the budget be so much larger, or smaller; what was measured stays, the choice is made anew."""
+        """Enlarge or shrink the budget; measurements stay, the choice is repeated."""
         size = self._policy.size_bytes
         if size is None:
             raise ValueError("A budget that is a fraction has no bytes to be changed; give it in bytes.")
@@ -99,12 +100,12 @@ class BudgetPlan:
     # --- the whole model -------------------------------------------------------------------------------------
 
     def run_root(self, plain: Plain, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """The forward of the whole model: the first one also counts what is saved outside of the blocks."""
+        """Run the forward of the whole model; the first one also counts the bytes saved outside of the blocks."""
         self._forward += 1
         if self._measured_in is not None or not torch.is_grad_enabled():
             return plain(*args, **kwargs)
         if self._policy.whole_step:
-            # Not earlier: a model may be sharded after it was patched.
+            # Only now, because a model may be sharded after it was patched.
             self._resident_bytes = resident_bytes(self._module)
         given = (*_tensors((args, kwargs)), *_plain_tensors(self._module))
         inputs = {tensor.untyped_storage()._cdata for tensor in given}
@@ -131,7 +132,7 @@ class BudgetPlan:
     def run_block(
         self, index: int, block: nn.Module, plain: Plain, args: tuple, kwargs: dict[str, Any]
     ) -> Any:
-        """The forward of one block."""
+        """Run the forward of one block."""
         if self._measured_in is None or (self._measured_in == self._forward and self._forward):
             return self._measured(index, block, plain, args, kwargs)
         if not self._forward and len(self._profiles) < self._blocks and index not in self._profiles:
@@ -141,7 +142,8 @@ class BudgetPlan:
             return run_recorded(plain, args, kwargs, lambda operator: False)
         if choice.keep is None:
             return plain(*args, **kwargs)
-        if choice.whole and cache_in(args, kwargs) is None:  # a cache is filled once: from a tape it is
+        # A cache must be filled once only, which a tape ensures.
+        if choice.whole and cache_in(args, kwargs) is None:
             return run_checkpointed(block, plain, args, kwargs, self._switch)
         return run_recorded(plain, args, kwargs, _Follow(choice, self._profiles[index][0]))
 
@@ -200,17 +202,17 @@ class BudgetPlan:
         if self._policy.whole_step:
             largest = max((call.saved_bytes for calls in profiles for call in calls), default=0)
             budget -= int(scale * (self._outside_bytes + largest))
-        budget = int(budget / scale)  # as if for the sizes that were measured
-        # A block that is called several times in a forward takes one choice, once for every call.
+        budget = int(budget / scale)  # the equivalent for the measured sizes
+        # A block that is called several times in a forward has one choice, counted once for every call.
         indices = [index for index, calls in self._profiles.items() for _ in calls]
         chosen = choose([self._fronts[index] for index in indices], budget - fixed)
         least = fixed + sum(self._fronts[index][0].size_bytes for index in indices)
         if least > budget and not self._warned:
             self._warned = True
             warnings.warn(
-                f"The budget of {format_bytes(budget)} for saved activations can't be met: with every block made "
-                f"again, {format_bytes(least)} of {format_bytes(fixed + saved)} stay (the blocks' inputs, and "
-                f"{format_bytes(self._outside_bytes)} outside of the blocks). Everything is made again; a smaller "
+                f"The budget of {format_bytes(budget)} for saved activations can't be met: with every block "
+                f"recomputed, {format_bytes(least)} of {format_bytes(fixed + saved)} stay (the blocks' inputs, and "
+                f"{format_bytes(self._outside_bytes)} outside of the blocks). Everything is recomputed; a smaller "
                 "micro-batch, or a loss without logits, saves more.",
                 UserWarning,
                 stacklevel=2,
@@ -233,7 +235,7 @@ def _plain_tensors(module: nn.Module) -> list[Tensor]:
 
 
 def resident_bytes(module: nn.Module) -> int:
-    """What this rank holds of weights, gradients of their size, and AdamW's two states a trained weight."""
+    """This rank's bytes of weights, gradients of the same size, and AdamW's two states for each trained weight."""
 
     def held(tensor: Tensor) -> int:
         return sum(storage.nbytes() for storage in storages_of(tensor))
@@ -243,7 +245,7 @@ def resident_bytes(module: nn.Module) -> int:
 
 
 class _Follow:
-    """Keeps what a choice names, as long as the forward runs the operators that it was made for."""
+    """Keeps the operators of a choice as long as the forward runs the operators that it was made for."""
 
     def __init__(self, choice: OperatorChoice, profile: BlockProfile) -> None:
         self._keep = choice.keep or frozenset()
@@ -258,7 +260,7 @@ class _Follow:
 
 
 def _scale(profiles: list[BlockProfile] | None, args: tuple, kwargs: dict[str, Any]) -> float:
-    """How much larger the inputs are than when they were measured, rounded up to one of few steps."""
+    """The size of the inputs relative to the measured ones, rounded up to one of a few steps."""
     if not profiles:
         return 1.0
     before = sum(_count(shape) for shape in profiles[0].shapes)

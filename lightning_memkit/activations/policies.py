@@ -1,4 +1,4 @@
-"""What is kept of a forward: one frozen class a policy, one parser for their short names."""
+"""What is saved of a forward: a frozen class for each policy, and one parser for their short names."""
 
 import re
 from collections import Counter
@@ -16,7 +16,7 @@ POLICIES = (
     '"full" (every block), "every:k" (every k-th block, such as "every:2"), "selective" (attention and every second '
     'matmul are saved) or "selective:..." (the operators to save, such as "selective:attention,matmul/2,silu"), '
     '"budget:x" (a fraction or bytes of the saved activations, such as "budget:0.5" or "budget:2GiB"), '
-    '"auto:SIZE" (as little again as a step within SIZE allows, such as "auto:22GiB"), '
+    '"auto:SIZE" (the least recomputation for a step within SIZE, such as "auto:22GiB"), '
     '"compile:x" (each block compiled, with torch\'s own budget of x in [0, 1])'
 )
 _GROUPS: dict[str, Callable[[str], bool]] = {"attention": is_attention, "matmul": is_matmul}
@@ -24,7 +24,7 @@ _GROUPS: dict[str, Callable[[str], bool]] = {"attention": is_attention, "matmul"
 
 @dataclass(frozen=True, kw_only=True)
 class EveryKthBlock:
-    """Checkpoint blocks 0, k, 2k, ...; k = 1 is all of them. The larger k, the more is kept and the less repeated."""
+    """Checkpoint blocks 0, k, 2k, ...; k = 1 is all of them. A larger k saves more and recomputes less."""
 
     k: int = 1
 
@@ -41,11 +41,11 @@ class EveryKthBlock:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedOperators:
-    """Save the outputs of these operators and make all others again.
+    """Save the outputs of these operators and recompute all others.
 
     Args:
-        save: (pattern, k): every k-th operator of a block that the pattern matches. A pattern is `attention`, `matmul`
-            or a glob over operators' names (`silu`, `_softmax*`).
+        save: (pattern, k): every k-th operator of a block that matches the pattern. A pattern is `attention`,
+            `matmul` or a glob over operators' names (`silu`, `_softmax*`).
     """
 
     save: tuple[tuple[str, int], ...] = (("attention", 1), ("matmul", 2))
@@ -59,7 +59,7 @@ class SavedOperators:
                 )
 
     def chooser(self) -> Callable[[str], bool]:
-        """For one forward of one block: asked operator by operator, whether its output is saved."""
+        """A function for one forward of one block: called for each operator, it tells whether to save its output."""
         seen: Counter[str] = Counter()
 
         def chosen(name: str) -> bool:
@@ -75,13 +75,13 @@ class SavedOperators:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedBytesLimit:
-    """Save at most this much, at the least recomputation that measuring finds.
+    """Save at most this many bytes, with the least recomputation that measuring finds.
 
     Args:
-        fraction: of what the model saves without checkpointing, in (0, 1]; or
+        fraction: a fraction of what the model saves without checkpointing, in (0, 1]; or
         size_bytes: the bytes themselves.
-        whole_step: `size_bytes` is for a whole step: weights, gradients, AdamW's states and the backward's
-            temporaries (once more what is saved outside of the blocks, and the largest block) lie within it.
+        whole_step: `size_bytes` bounds a whole step: weights, gradients, AdamW's states and the backward's
+            temporaries (estimated as what is saved outside of the blocks, plus the largest block) count, too.
     """
 
     fraction: float | None = None
@@ -99,7 +99,7 @@ class SavedBytesLimit:
             )
 
     def bytes_of(self, total_bytes: int) -> int:
-        """The budget where `total_bytes` would be saved without it."""
+        """The budget, if `total_bytes` would be saved without it."""
         return self.size_bytes if self.size_bytes is not None else int((self.fraction or 0) * total_bytes)
 
 
@@ -121,7 +121,7 @@ Policy = EveryKthBlock | SavedOperators | SavedBytesLimit | CompiledBlocks
 
 
 def parse_policy(policy: str) -> Policy:
-    """The policy behind a short name.
+    """The policy of a short name.
 
     Raises:
         ValueError: the name is none of `POLICIES`, or its number is out of range.

@@ -1,4 +1,4 @@
-"""What the operators of a recorded block cost and hold: measured by running them again, and checked."""
+"""Measures the time and bytes of a recorded block's operators by running them again, and checks their results."""
 
 import time
 from collections.abc import Callable
@@ -17,13 +17,13 @@ _REPEATS = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperatorCost:
-    """One operator of a block.
+    """The cost of one operator of a block.
 
     Args:
-        func: which operator.
-        seconds: the time of running it again, on the device that computes.
-        host_seconds: until the host has launched it, without a tape's work; 0 where the host is the device.
-        sizes: bytes of its outputs, one by one.
+        func: the operator.
+        seconds: the time of recomputing it, on the device that computes.
+        host_seconds: the host's time to launch it, without a tape's work; 0 if the host is the device.
+        sizes: the bytes of each of its outputs.
         saves: which of its outputs autograd saves.
         inputs: what it reads, as (index of an operator, index of its output).
         pinned: it must not run again; its outputs are always kept.
@@ -39,13 +39,13 @@ class OperatorCost:
 
     @property
     def saved_bytes(self) -> int:
-        """What autograd saves of its outputs."""
+        """The bytes of its outputs that autograd saves."""
         return sum(size for size, saved in zip(self.sizes, self.saves, strict=True) if saved)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockProfile:
-    """A block's forward: its operators, and the bytes of its inputs that stay in memory whatever is chosen."""
+    """A block's forward: its operators, and the bytes of its inputs, which stay in memory in any case."""
 
     operators: tuple[OperatorCost, ...]
     input_bytes: int
@@ -53,18 +53,18 @@ class BlockProfile:
 
     @property
     def saved_bytes(self) -> int:
-        """What autograd saves of the block without checkpointing, its inputs left out."""
+        """The bytes that autograd saves of the block without checkpointing, excluding its inputs."""
         return sum(operator.saved_bytes for operator in self.operators)
 
 
 class Profiler:
     """Measures recorded blocks; equal operators on equal shapes are measured once.
 
-    On an accelerator device and host are timed without a wait for each other, in some thirty runs of each operator;
-    not yet verified on a GPU.
+    On an accelerator, device and host are timed without synchronizing them, in about thirty runs of each
+    operator; not yet verified on a GPU.
 
     Args:
-        clocks_of: of a device and its host; None where those are one.
+        clocks_of: returns the clocks of a device and its host; None if the host is the device.
     """
 
     def __init__(self, clocks_of: Callable[[torch.device], Clocks | None] = clocks_of) -> None:
@@ -73,17 +73,17 @@ class Profiler:
         self._known: dict[Any, Took] = {}
 
     def on_accelerator(self, tensors: list[Tensor]) -> bool:
-        """Whether any of them is where a host and a device work side by side."""
+        """Whether any tensor is on a device that works in parallel to its host."""
         return any(self._clocks_of(device) is not None for device in {tensor.device for tensor in tensors})
 
     def profile(self, tape: Tape, outputs: list[Tensor], input_bytes: int, shapes: tuple) -> BlockProfile:
-        """Run every operator again on its own inputs, time it, and pin those that give other bits.
+        """Run every operator again on its own inputs, time it, and pin those whose results differ in any bit.
 
         Args:
-            tape: of a forward of which everything was kept, before `finish`.
-            outputs: what the block returned: it stays in memory anyway.
-            input_bytes: of the block's inputs that no other block counts.
-            shapes: of the block's inputs.
+            tape: of a forward that kept everything, before `finish`.
+            outputs: the block's outputs, which stay in memory in any case.
+            input_bytes: bytes of the block's inputs that no other block counts.
+            shapes: the shapes of the block's inputs.
         """
         outside = {tensor.untyped_storage()._cdata for tensor in outputs}
         costs = []
@@ -104,10 +104,10 @@ class Profiler:
                         pinned=operator.pinned,
                     )
                 )
-        self._clocks.clear()  # they hold memory of the device
+        self._clocks.clear()  # they hold device memory
         if any(
             cost.host_seconds for cost in costs
-        ):  # beside an accelerator, what the host computes is its time
+        ):  # beside an accelerator, computation on the host counts as the host's time
             costs = [cost if cost.host_seconds else _on_host(cost) for cost in costs]
         return BlockProfile(operators=tuple(costs), input_bytes=input_bytes, shapes=shapes)
 
@@ -115,7 +115,7 @@ class Profiler:
         if operator.pinned:
             return Took(0.0, 0.0)
         contents = _contents(tape, operator)
-        made = operator.outputs_of(dict(contents))  # also warms up
+        made = operator.outputs_of(dict(contents))  # also a warm-up
         for value, storage in zip(operator.outputs, made, strict=True):
             now = None if value is None else value.find()
             if now is not None and not operator.kind.unfilled and not _same(now, storage):
@@ -133,14 +133,14 @@ class Profiler:
             self._clocks[device] = self._clocks_of(device)
         clocks = self._clocks[device]
         if clocks is not None:
-            # The operator alone: what a tape does beside it is counted apart, and is not done where none is.
+            # The operator alone: a tape's own work is counted separately, and only where there is a tape.
             return operator.given_to(lambda run: launched(run, clocks=clocks), dict(contents))
         runs = (_seconds(lambda: operator.outputs_of(dict(contents))) for _ in range(_REPEATS))
         return Took(min(runs), 0.0)
 
 
 def _contents(tape: Tape, operator: Operator) -> dict[Value, torch.UntypedStorage]:
-    """What an operator's inputs held when it ran; what was overwritten since is made again."""
+    """What an operator's inputs held when it ran; values that were overwritten since are recomputed."""
     contents: dict[Value, torch.UntypedStorage] = {}
     for earlier in tape.closure(operator.inputs):
         known = {value: contents.get(value) or value.find() for value in earlier.inputs}

@@ -1,4 +1,4 @@
-"""The state of torch's global generators before an operator that draws from one."""
+"""The state of torch's global generators before an operator that draws random numbers."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class OperatorRandomState:
-    """The states of the generators an operator may draw from: the host's, its device's, those that it is given."""
+    """The states of generators that an operator may use: the host's, its device's, those among its arguments."""
 
     def __init__(self, devices: set[torch.device], generators: Iterable[torch.Generator] = ()) -> None:
         self._generators = [(generator, generator.get_state()) for generator in generators]
@@ -22,7 +22,7 @@ class OperatorRandomState:
 
     @classmethod
     def of(cls, arguments: Any) -> "OperatorRandomState":
-        """The states now, for the devices and the generators among an operator's arguments."""
+        """The current states, for the devices and the generators among an operator's arguments."""
         found = list(_sources(arguments))
         generators = [one for one in found if isinstance(one, torch.Generator)]
         devices = {one for one in found if isinstance(one, torch.device)}
@@ -30,7 +30,7 @@ class OperatorRandomState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Run from this state, then go on from the one before."""
+        """Run the body from these states, then restore the current ones."""
         now = OperatorRandomState(set(self._devices), [generator for generator, _ in self._generators])
         self._set()
         try:

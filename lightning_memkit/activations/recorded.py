@@ -1,4 +1,4 @@
-"""What a tape holds of a forward: operators, the values they wrote, and where tensors lie in them."""
+"""What a tape records of a forward: operators, the values they wrote, and the layouts of tensors in them."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 
 
 class Value:
-    """What one operator wrote into one storage; a leaf (an input, a weight) where `operator` is None."""
+    """What one operator wrote into one storage; a leaf (an input, a weight) if `operator` is None."""
 
     __slots__ = ("guard", "notes", "operator", "size_bytes", "storage")
 
@@ -31,17 +31,17 @@ class Value:
 
     @property
     def pinned(self) -> bool:
-        """Whether it can't be made again: a leaf, or the output of an operator that must not run twice."""
+        """Whether it can't be recomputed: a leaf, or the output of an operator that must not run twice."""
         return self.operator is None or self.operator.pinned
 
     def watch(self, tensor: Tensor) -> None:
-        """From here on, notice when somebody writes to the storage of this tensor, which holds the value."""
+        """From now on, notice writes to the storage of this tensor, which holds the value."""
         if not tensor.is_inference():
-            alias = tensor.detach()  # it shares the counter of writes, and holds no graph
+            alias = tensor.detach()  # it shares the version counter, and holds no graph
             self.guard = (alias, alias._version)
 
     def find(self) -> torch.UntypedStorage | None:
-        """The storage where it is in memory: here, or in a note that autograd still has."""
+        """The storage if it is in memory: here, or in a note that autograd still holds."""
         if self.guard is not None and self.guard[0]._version != self.guard[1]:
             self.forget()
         if self.storage is not None:
@@ -49,13 +49,13 @@ class Value:
         return next((note.storage for note in alive(self.notes) if note.storage is not None), None)
 
     def forget(self) -> None:
-        """Let go everywhere: the storage is dropped, or holds something else by now."""
+        """Drop the storage everywhere: it was freed, or holds something else by now."""
         self.storage = self.guard = None
         for note in alive(self.notes):
             note.storage = None
 
     def let_autograd_hold(self) -> None:
-        """No operator waits for it any more: hold it only as long as a saved tensor still waits for it."""
+        """Called when no operator needs the value any more: keep it only as long as a saved tensor needs it."""
         if self.pinned or self.storage is None:
             return
         notes = list(alive(self.notes))
@@ -64,7 +64,7 @@ class Value:
 
 
 class ValuePlace:
-    """Where a tensor lies within a value, and how what lies there is read: as it is, conjugated, negated."""
+    """The layout of a tensor within a value, and how it is read: as it is, conjugated, or negated."""
 
     __slots__ = ("conjugated", "device", "dtype", "negated", "offset", "size", "stride", "value")
 
@@ -75,7 +75,7 @@ class ValuePlace:
         self.conjugated, self.negated = tensor.is_conj(), tensor.is_neg()
 
     def over(self, storage: torch.UntypedStorage) -> Tensor:
-        """The tensor, with a storage of the same layout under it."""
+        """The tensor, over a storage of the same layout."""
         empty: Any = torch.empty(0, dtype=self.dtype, device=self.device)
         tensor = empty.set_(storage, self.offset, self.size, self.stride)
         if self.conjugated:
@@ -84,18 +84,18 @@ class ValuePlace:
 
 
 class Note:
-    """What autograd holds in place of a saved tensor."""
+    """The object that autograd holds in place of a saved tensor."""
 
     __slots__ = ("__weakref__", "pending", "place", "storage", "tape")
 
     def __init__(self, tape: Any, place: ValuePlace) -> None:
-        self.tape = tape  # held by notes alone: a tape ends with its graph
+        self.tape = tape  # only notes hold the tape, so it ends with its graph
         self.place = place
         self.storage = place.value.storage
         self.pending = True
 
     def point_to(self, value: Value) -> None:
-        """Stand for another value of the same storage: what an operator has filled after autograd saved it."""
+        """Refer to another value of the same storage, which an operator filled after autograd saved it."""
         before = self.place.value
         reference = next(reference for reference in before.notes if reference() is self)
         before.notes.remove(reference)
@@ -115,24 +115,24 @@ class Operator:
         self.args: list[Any] = []
         self.kwargs: dict[str, Any] = {}
         self.inputs: list[Value] = []
-        self.outputs: list[Value | None] = []  # None where an output lies in an input's storage
+        self.outputs: list[Value | None] = []  # None if an output shares an input's storage
         self.pinned = kind.once
         self.random: OperatorRandomState | None = None
         self.grad = (
             torch.is_grad_enabled()
-        )  # some kernels ask for it: oneDNN's LSTM makes a workspace or none
+        )  # some kernels depend on it: oneDNN's LSTM allocates a workspace only then
 
     def made(self) -> list[Value]:
         """The values that it made."""
         return [value for value in self.outputs if value is not None]
 
     def clear(self) -> None:
-        """Let go of all that it knows; it can't run any more."""
+        """Drop all references; the operator can't run any more."""
         for known in (self.args, self.kwargs, self.inputs, self.outputs):
             known.clear()
 
     def rewritten(self) -> dict[Value, torch.device]:
-        """The inputs that it writes to, and where they are."""
+        """The inputs that it writes to, and their devices."""
         places = [self.args[index] for index in self.kind.written if index < len(self.args)]
         places += [value for name, value in self.kwargs.items() if name in self.kind.written_names]
         return {place.value: place.device for place in _places(places)}
@@ -140,7 +140,7 @@ class Operator:
     def given_to(
         self, use: Callable[[Callable[[], Any]], _T], storages: dict[Value, torch.UntypedStorage]
     ) -> _T:
-        """What `use` returns: it gets a call on these contents (those that it writes to are copied first)."""
+        """The result of `use`, which gets a call on these contents; inputs that the operator writes are copied."""
         for value, device in self.rewritten().items():
             storages[value] = copied(storages[value], device)
         args, kwargs = _filled(self.args, storages), _filled(self.kwargs, storages)
@@ -151,12 +151,12 @@ class Operator:
             return use(lambda: self.func(*args, **kwargs))
 
     def outputs_of(self, storages: dict[Value, torch.UntypedStorage]) -> list[torch.UntypedStorage]:
-        """Run it on these contents of its inputs (those that it writes to are copied first)."""
+        """Run it on these contents of its inputs; those that it writes to are copied first."""
         out = self.given_to(lambda run: run(), storages)
         return [tensor.untyped_storage() for tensor in tensors_in(out) if is_plain(tensor)]
 
     def run(self) -> None:
-        """Run it again on its inputs, which are in memory, and store what it makes."""
+        """Run it again on its inputs, which are in memory, and store its outputs."""
         storages = {value: storage for value in self.inputs if (storage := value.find()) is not None}
         recomputation.begin()
         try:
@@ -169,20 +169,20 @@ class Operator:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether its contents are one storage and a place therein; sparse, nested, quantized, wrapped ones are more."""
+    """Whether a tensor is one storage and a layout; sparse, nested, quantized and wrapped ones are more than that."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         return False
     return type(tensor) is Tensor or not is_traceable_wrapper_subclass(tensor)
 
 
 def copied(storage: torch.UntypedStorage, device: torch.device) -> torch.UntypedStorage:
-    """A copy of a storage, made by an operator: meters see those, and not what a storage does by itself."""
+    """A copy of a storage, made by an operator: meters see operators, but not what a storage does by itself."""
     whole = torch.empty(0, dtype=torch.uint8, device=device)
     return whole.set_(storage, 0, (storage.nbytes(),), (1,)).clone().untyped_storage()
 
 
 def alive(references: Iterable[weakref.ref[Note]]) -> Iterator[Note]:
-    """The notes that autograd still has."""
+    """The notes that autograd still holds."""
     for reference in references:
         note = reference()
         if note is not None:

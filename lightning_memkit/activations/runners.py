@@ -1,4 +1,4 @@
-"""How a block's forward runs under each policy."""
+"""Runs a block's forward under each policy."""
 
 from collections.abc import Callable
 from functools import partial
@@ -32,7 +32,7 @@ Runner = Callable[[nn.Module, Callable[..., Any], tuple, dict[str, Any], BlockSw
 
 
 def runners_of(policy: Policy | BudgetPlan, blocks: list[nn.Module]) -> tuple[list[Runner], Runner | None]:
-    """What runs the forward of each block, and that of the whole module where the policy needs to see it."""
+    """What runs the forward of each block, and that of the whole module if the policy needs to see it."""
     if isinstance(policy, CompiledBlocks):
         compiled = CompiledForward(policy.budget, blocks)
         return [_compiled(compiled)] * len(blocks), None
@@ -51,7 +51,7 @@ def _compiled(compiled: CompiledForward) -> Runner:
         block: nn.Module, plain: Callable, args: tuple, kwargs: dict[str, Any], switch: BlockSwitch
     ) -> Any:
         refuse()
-        # A cache is asked by the number of the layer: with one, every block would be compiled for itself.
+        # A cache is indexed by the layer's number: with one, every block would be compiled separately.
         return compiled(plain, *without_empty_cache(block, args, kwargs, switch))
 
     return run
@@ -89,7 +89,7 @@ def _refuse_compiler(message: str) -> Callable[[], None]:
 
     def refuse() -> None:
         if torch.compiler.is_compiling():
-            note()  # an error here would only end the graph, and all would run uncompiled
+            note()  # raising here would only break the graph, and everything would run uncompiled
         if traced:
             traced.clear()
             raise RuntimeError(message)
@@ -98,7 +98,7 @@ def _refuse_compiler(message: str) -> Callable[[], None]:
 
 
 def _selective(policy: SavedOperators, blocks: int) -> Runner:
-    contexts = partial(_for_compiler, policy)  # made here: the compiler takes it as a constant
+    contexts = partial(_for_compiler, policy)  # made here, because the compiler takes it as a constant
     ran: set[str] = set()
     seen: WeakSet[nn.Module] = WeakSet()
 
@@ -109,7 +109,7 @@ def _selective(policy: SavedOperators, blocks: int) -> Runner:
             return checkpoint(plain, *args, use_reentrant=False, context_fn=contexts, **kwargs)
         if _has_wrappers(block, args, kwargs):
             return _run_opaque(block, plain, args, kwargs, switch)
-        if len(seen) == blocks and policy != SavedOperators():  # what is named should be there
+        if len(seen) == blocks and policy != SavedOperators():  # only a policy that the user wrote must match
             _report_unmatched(policy, ran, switch)
         seen.add(block)
         return run_selective(plain, args, kwargs, policy, ran)
@@ -129,7 +129,7 @@ def _report_unmatched(policy: SavedOperators, ran: set[str], switch: BlockSwitch
 
 def _whole(block: nn.Module) -> Runner:
     if has_router(block):
-        # Experts are chosen once: a router that runs again could choose others, and the recomputation would fail.
+        # Experts are chosen once: a router that runs again could choose others, and recomputation would fail.
         def run(
             block: nn.Module, plain: Callable, args: tuple, kwargs: dict[str, Any], switch: BlockSwitch
         ) -> Any:
@@ -153,7 +153,7 @@ def _for_compiler(policy: SavedOperators) -> Any:
 
 
 def _has_wrappers(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether tensors are there that stand for several (DTensor): a tape can't see what those hold."""
+    """Whether there are wrapper tensors (DTensor): a tape can't see the tensors inside."""
     return any(
         is_traceable_wrapper_subclass(tensor)
         for tensor in (*block.parameters(), *tree_leaves((args, kwargs)))

@@ -1,4 +1,4 @@
-"""Whether a block's Python may run a second time: what it keeps beside buffers would be written twice."""
+"""Tests whether a block's Python may run a second time: state outside of buffers would be written twice."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -16,16 +16,17 @@ from lightning_memkit.activations.whole_blocks import attributes
 
 
 class SecondRun:
-    """What a block's forward starts from, to see whether a second one gives the same; copies of the block's buffers.
+    """Captures what a block's forward starts from, to test whether a second one gives the same; copies its buffers.
 
-    A forward that writes to its inputs, to weights, to tensors and numbers in the block's attributes, or draws from
-    Python's or NumPy's global random numbers is not tried a second time: that would change them once more. Not seen
-    is what else Python keeps: a counter in a closure or within an object of another kind counts the trial, too.
+    A forward that writes to its inputs, to weights, or to tensors and numbers in the block's attributes, or
+    draws from Python's or NumPy's global random generators is not run a second time, because that would
+    change them once more. Other Python state is not seen: a counter in a closure or inside an object of
+    another kind counts the trial, too.
 
     Args:
-        block: of which a forward comes next.
-        args: that forward's.
-        kwargs: that forward's.
+        block: the block whose forward comes next.
+        args: that forward's positional arguments.
+        kwargs: that forward's keyword arguments.
     """
 
     def __init__(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -42,7 +43,7 @@ class SecondRun:
         self._found = self._state()
 
     def gives(self, out: Any, plain: Callable[..., Any]) -> bool:
-        """Run the forward once more, with nothing kept: whether it may, and gives `out` bit by bit."""
+        """Run the forward once more, keeping nothing; True if it may run again and gives `out` bit for bit."""
         if not _same(self._found, self._state()):
             return False
         tape = Tape(lambda operator: False)
@@ -51,20 +52,20 @@ class SecondRun:
                 again = tape.record(lambda: plain(*self._args, **self._kwargs))
             except torch.OutOfMemoryError:
                 raise
-            except Exception:  # whatever a block's Python says to a second run
+            except Exception:  # whatever a block's Python raises in a second run
                 return False
         before, now = tree_leaves(out), tree_leaves(again)
         return len(before) == len(now) and all(map(_equal, before, now))
 
     def _state(self) -> list[tuple[Any, int]]:
-        """What a forward reads and may have written, and how often each tensor was written to."""
+        """What a forward reads and may have written, with the version of each tensor."""
         values = tree_leaves((self._args, self._kwargs, *_held(self._block)))
         numbers = random.getstate(), *_numpy_state()
         return [(value, _version(value)) for value in (*values, *numbers)]
 
 
 def _held(block: nn.Module) -> Iterator[Any]:
-    """The attributes of a block's modules; buffers are put back by themselves."""
+    """The attributes of a block's modules, without buffers, which are restored separately."""
     for part in block.modules():
         yield from ([name, value] for name, value in vars(part).items() if name != "_buffers")
 

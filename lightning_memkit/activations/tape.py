@@ -1,9 +1,9 @@
-"""A forward kept as a list of its operators, of which any may run again in the backward pass.
+"""A forward recorded as a list of its operators, any of which can be recomputed in the backward pass.
 
-What autograd would save is replaced by a note of where it lay. Outputs that the caller keeps stay in memory;
-the others are made again from those when the backward pass asks for them: only the operators that are needed,
-each once, in the order of the forward. Python does not run again, so branches, caches, counters and routing
-decisions are those of the forward.
+A note of its layout replaces each tensor that autograd would save. Outputs that the caller keeps stay in
+memory; the others are recomputed from them when the backward needs them: only the operators that are needed,
+each once, in the order of the forward. Python code does not run again, so branches, caches, counters and
+routing decisions are those of the forward.
 """
 
 import weakref
@@ -23,12 +23,13 @@ from lightning_memkit.activations.randomness import OperatorRandomState
 from lightning_memkit.activations.recorded import Note, Operator, Value, ValuePlace, alive, copied, is_plain
 from lightning_memkit.memory.meter import tensors_in
 
-# What Python does beside an operator, with a core of an AMD EPYC: where a GPU computes, its host may be the slower.
+# Python's overhead per operator, measured on one core of an AMD EPYC: with a GPU, the host may be the
+# bottleneck.
 RECORDING_SECONDS, RUNNING_AGAIN_SECONDS = 26e-6, 18e-6
 
 _LOST = (
     "An input of a checkpointed block was changed in place between forward and backward, so that the block can't be "
-    "computed again; change it after backward(), or leave the block out of activation checkpointing."
+    "recomputed; change it after backward(), or leave the block out of activation checkpointing."
 )
 
 
@@ -36,7 +37,8 @@ class Tape(TorchDispatchMode):
     """Records the operators of one forward; costs some microseconds an operator.
 
     Args:
-        keep: asked once an operator, right after it ran; outputs that it refuses are dropped at once.
+        keep: called once for each operator, right after it ran; if it returns False, the outputs are dropped
+            at once.
     """
 
     def __init__(self, keep: Callable[[Operator], bool]) -> None:
@@ -45,31 +47,32 @@ class Tape(TorchDispatchMode):
         self.notes: list[weakref.ref[Note]] = []
         self._keep = keep
         self._values: dict[int, Value] = {}
-        self._addresses: list[StorageWeakRef] = []  # they keep addresses of freed storages from being reused
+        # Weak references that keep the addresses of freed storages from being reused.
+        self._addresses: list[StorageWeakRef] = []
         self._waited_for: set[Value] = set()
-        self._just_saved: list[Note] = []  # since the operator before
+        self._just_saved: list[Note] = []  # notes made since the previous operator
         self._default_dtype = torch.get_default_dtype()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # torch's wrapper against dynamo would cost as much as all the rest
+        return False  # torch's wrapper against dynamo would cost as much as everything else
 
     def record(self, run: Callable[[], Any], inputs: Iterable[Tensor] = ()) -> Any:
-        """Run a forward on the tape; that `inputs` are changed before the backward pass will be noticed."""
+        """Run a forward on the tape; if `inputs` are changed before the backward pass, this will be noticed."""
         for tensor in inputs:
             self._value(tensor).watch(tensor)
         with saved_tensors_hooks(self._pack, self._unpack), self:
             return run()
 
     def finish(self, outputs: Iterable[Tensor] = ()) -> None:
-        """After the forward: drop what neither autograd nor a later run of an operator needs."""
+        """After the forward: drop everything that neither autograd nor a later recomputation needs."""
         for tensor in outputs:
             value = self._values.get(tensor.untyped_storage()._cdata)
             if value is not None and value.operator is not None and value.storage is not None:
-                value.watch(tensor)  # others may write to it; then it has to be made again
+                value.watch(tensor)  # if others write to it, it must be recomputed
         self._values.clear()
         self._addresses.clear()
-        self._just_saved.clear()  # notes hold their tape: it would hold itself
+        self._just_saved.clear()  # notes refer to their tape, so it would keep itself alive
         later = self.closure(self._pending())
         self._waited_for = {value for operator in later for value in operator.inputs}
         for operator in self.operators:
@@ -78,14 +81,15 @@ class Tape(TorchDispatchMode):
                     value.storage = None
 
     def release(self, keep: Callable[[Operator], bool]) -> None:
-        """Drop outputs that were kept, as if `keep` had refused them."""
+        """Drop outputs that were kept, as if `keep` had returned False for them."""
         for operator in self.operators:
             if not (operator.pinned or keep(operator)):
                 for value in operator.made():
                     value.forget()
 
     def __del__(self) -> None:
-        # Operators and values name each other: until garbage is collected, inputs of blocks would live on with them.
+        # Operators and values refer to each other: without this, the inputs of blocks would live until
+        # garbage collection.
         for operator in self.operators:
             operator.clear()
 
@@ -108,7 +112,7 @@ class Tape(TorchDispatchMode):
             self._before_write(self._values[key], tensor.device)
         out = func(*args, **(kwargs or {}))
         if not all(map(is_plain, tensors_in((args, *(kwargs or {}).values(), out)))):
-            operator.pinned = True  # a sparse tensor is known by reference only, and may be another by then
+            operator.pinned = True  # a sparse tensor is known by reference only, and may have changed by then
         self._after(operator, out, written)
         self._just_saved.clear()
         return out
@@ -130,7 +134,8 @@ class Tape(TorchDispatchMode):
         return value
 
     def _before_write(self, value: Value, device: torch.device) -> None:
-        # What can be made again is; a buffer or an input has to be found as it was by its readers.
+        # A value that can be recomputed is dropped. A buffer or an input is copied: its readers need the old
+        # contents.
         storage = value.find() if value.pinned else None
         copy = None if storage is None else copied(storage, device)
         value.forget()
@@ -149,8 +154,8 @@ class Tape(TorchDispatchMode):
                 left.pop(key, None)
                 operator.outputs.append(value)
             else:
-                operator.outputs.append(None)  # a view that its schema does not call one, or a written leaf
-        for key, tensor in left.items():  # what a written leaf holds now is a leaf, too
+                operator.outputs.append(None)  # a view that its schema does not declare, or a written leaf
+        for key, tensor in left.items():  # a written leaf stays a leaf, with new contents
             before, now = self._values[key], Value(None, tensor.untyped_storage())
             self._values[key] = now
             for note in self._just_saved:
@@ -201,7 +206,7 @@ class Tape(TorchDispatchMode):
     # --- running again ---------------------------------------------------------------------------------------
 
     def closure(self, values: Iterable[Value]) -> list[Operator]:
-        """The operators that have to run, in order, before these values are all in memory."""
+        """The operators to run, in order, until these values are all in memory."""
         needed: set[Operator] = set()
         waiting = list(values)
         while waiting:
@@ -215,7 +220,7 @@ class Tape(TorchDispatchMode):
         return sorted(needed, key=lambda operator: operator.index)
 
     def make(self, values: Iterable[Value]) -> None:
-        """Run the operators that these values need; each output goes as soon as nothing waits for it."""
+        """Run the operators that these values need; each output is freed as soon as nothing needs it."""
         wanted = set(values)
         batch = self.closure(wanted)
         later = set(self.closure(self._pending())).difference(batch)
@@ -231,19 +236,19 @@ class Tape(TorchDispatchMode):
                         value.let_autograd_hold()
 
     def below_autograd(self) -> AbstractContextManager[None]:
-        """The state in which a recorded operator runs again."""
+        """The context in which a recorded operator is recomputed."""
         return _below_autograd(self.operators, self._default_dtype)
 
     def _pending(self) -> list[Value]:
         notes = list(alive(self.notes))
         if notes and not any(note.pending for note in notes):
-            for note in notes:  # a graph that was retained goes into its next backward
+            for note in notes:  # a retained graph starts its next backward
                 note.pending = True
         return [note.place.value for note in notes if note.pending]
 
 
 def _pin_unfilled(value: Value) -> None:
-    # Read before any recorded operator wrote to it: a kernel that is not seen here has filled it.
+    # It was read before any recorded operator wrote to it, so a kernel that is not seen here has filled it.
     if value.operator is not None and value.operator.kind.unfilled:
         value.operator.pinned = True
 
@@ -256,7 +261,7 @@ def _written(kind: Kind, args: tuple, kwargs: dict[str, Any] | None) -> dict[int
 
 @contextmanager
 def _below_autograd(operators: list[Operator], default_dtype: torch.dtype) -> Iterator[None]:
-    """As operators run below autograd and autocast, with the default dtype of the forward."""
+    """Run as operators do below autograd and autocast, with the forward's default dtype."""
     devices = {
         place.device.type
         for operator in operators

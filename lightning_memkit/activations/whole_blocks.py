@@ -1,4 +1,4 @@
-"""A block that keeps its inputs only and runs as a whole again in the backward pass."""
+"""Runs a block that keeps only its inputs and is recomputed as a whole in the backward pass."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,20 +18,20 @@ from lightning_memkit.utilities.errors import NoEffectWarning
 
 @dataclass(slots=True)
 class BlockSwitch:
-    """Shared by the blocks of one call: whether checkpointing is on, and what was already said."""
+    """State shared by the blocks of one call: whether checkpointing is on, and which warnings were given."""
 
     on: bool = True
     said: set[str] = field(default_factory=set)
     written: WeakKeyDictionary[nn.Module, StatefulBuffers] = field(default_factory=WeakKeyDictionary)
 
     def buffers(self, block: nn.Module) -> StatefulBuffers:
-        """What is known of the buffers that a block writes."""
+        """The record of the buffers that a block writes."""
         if block not in self.written:
             self.written[block] = StatefulBuffers(block)
         return self.written[block]
 
     def say_once(self, message: str, category: type[Warning] = UserWarning) -> None:
-        """Warn, unless the same was said already."""
+        """Warn, unless the same warning was given already."""
         if message not in self.said:
             self.said.add(message)
             warnings.warn(message, category, stacklevel=4)
@@ -40,7 +40,7 @@ class BlockSwitch:
 def run_checkpointed(
     block: nn.Module, plain: Callable[..., Any], args: tuple, kwargs: dict[str, Any], switch: BlockSwitch
 ) -> Any:
-    """A forward that keeps its inputs only and runs as a whole again."""
+    """Run a forward that keeps only its inputs and is recomputed as a whole."""
     cache = cache_in(args, kwargs)
     if cache is not None and cache.get_seq_length() > 0:
         switch.say_once(
@@ -56,7 +56,7 @@ def run_checkpointed(
 def without_empty_cache(
     block: nn.Module, args: tuple, kwargs: dict[str, Any], switch: BlockSwitch
 ) -> tuple[tuple, dict[str, Any]]:
-    """The arguments of a block, an empty KV cache left out: in training nothing reads it."""
+    """A block's arguments without an empty KV cache: in training nothing reads it."""
     cache = cache_in(args, kwargs)
     if cache is not None and cache.get_seq_length() == 0:
         switch.say_once(
@@ -71,14 +71,14 @@ def without_empty_cache(
 def _rerun(
     block: nn.Module, plain: Callable[..., Any], buffers: StatefulBuffers, args: tuple, kwargs: dict[str, Any]
 ) -> Any:
-    # All by position: torch looks for the devices whose random state it must keep among those only.
+    # All arguments by position: torch searches only these for the devices whose random state it must save.
     names, count = tuple(kwargs), len(args)
 
     def run(*values: Any) -> Any:
         return plain(*values[:count], **dict(zip(names, values[count:], strict=True)))
 
     values = (*args, *kwargs.values())
-    # The compiler traces buffers' writes itself and refuses foreign contexts.
+    # The compiler traces writes to buffers itself and refuses foreign contexts.
     if torch.compiler.is_compiling():
         return checkpoint(run, *values, use_reentrant=False)
     snapshot = buffers.snapshot(block)
@@ -88,7 +88,7 @@ def _rerun(
     def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
         return nullcontext(), recompute
 
-    # torch stops to recompute at the last tensor that is saved, and rrelu fills its noise after that is saved.
+    # torch stops recomputing at the last saved tensor, but rrelu fills its noise after that is saved.
     fills_late = any(isinstance(part, nn.RReLU) for part in block.modules())
     with set_checkpoint_early_stop(False) if fills_late else nullcontext():
         out = checkpoint(run, *values, use_reentrant=False, context_fn=contexts)
@@ -97,7 +97,7 @@ def _rerun(
 
 
 class _AsInForward(AbstractContextManager):
-    """What a recompute must find as the forward did, beyond what torch restores; entered once a backward."""
+    """Restores what recomputation must find as in the forward, beyond what torch restores; entered once a backward."""
 
     def __init__(self, block: nn.Module, snapshot: Snapshot, own_random: OperatorRandomState | None) -> None:
         self._block = block
@@ -108,7 +108,7 @@ class _AsInForward(AbstractContextManager):
 
     def __enter__(self) -> None:
         stack = ExitStack()
-        # Lightning's bf16-true sets the default dtype around the forward only.
+        # Lightning's bf16-true sets the default dtype only around the forward.
         stack.callback(torch.set_default_dtype, torch.get_default_dtype())
         torch.set_default_dtype(self._dtype)
         stack.enter_context(buffers_replaced(self._block, self._snapshot))
@@ -121,14 +121,14 @@ class _AsInForward(AbstractContextManager):
 
 
 def attributes(block: nn.Module, values: tuple) -> Iterator[Any]:
-    """What a block holds and is given."""
+    """The values that a block is given, and the attributes of its modules."""
     yield from values
     for part in block.modules():
         yield from vars(part).values()
 
 
 def cache_in(args: tuple, kwargs: dict[str, Any]) -> Any:
-    """The KV cache among the arguments, if any; known by what transformers' caches have in common."""
+    """The KV cache among the arguments, if any; recognized by the methods that transformers' caches share."""
     for value in (*args, *kwargs.values()):
         if hasattr(value, "get_seq_length") and hasattr(value, "update"):
             return value

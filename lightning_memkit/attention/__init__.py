@@ -1,4 +1,4 @@
-"""Attention that stays within each document of a packed batch: one front door, a backend a file, adapters."""
+"""Attention that stays within each document of a packed batch: the entry, a file for each backend, adapters."""
 
 from lightning_memkit.attention.adapters import use_packed_attention
 from lightning_memkit.attention.door import Backend, packed_attention

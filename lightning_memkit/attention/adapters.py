@@ -1,4 +1,4 @@
-"""One switch for models that others wrote: `use_packed_attention`."""
+"""`use_packed_attention`: one switch for models written by others."""
 
 import warnings
 from collections.abc import Callable
@@ -12,18 +12,18 @@ from lightning_memkit.utilities.errors import NoEffectWarning
 
 
 def use_packed_attention(module: nn.Module, backend: Backend = "auto") -> Callable[[], None]:
-    """Models of transformers inside a module keep packed documents apart, and save no mask.
+    """Make transformers models inside a module keep packed documents apart, without saving a mask.
 
-    Afterwards their forward takes a `PackedBatch` as it is, ``model(**batch)``. Where ``cu_seqlens`` is left out,
-    documents begin where ``position_ids`` begin anew. A forward that is told no documents attends as before. No cache
-    is kept of packed documents.
+    Afterwards their forward takes a `PackedBatch` as it is, ``model(**batch)``. Without ``cu_seqlens``,
+    documents begin where ``position_ids`` restart. A forward without either attends as before. Packed
+    documents use no cache.
 
     Args:
         module: A LightningModule or any other module; the models in it are found.
         backend: See `packed_attention`.
 
     Returns:
-        A function that gives the models their own attention back, exactly.
+        The undo: a function that restores the models' own attention exactly.
 
     Raises:
         ValueError: A model's attention can't be replaced; the message says why, and what to do.

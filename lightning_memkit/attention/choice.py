@@ -1,4 +1,4 @@
-"""Which backend runs: the first that can, or the reason why one that was named can't."""
+"""Chooses the backend: the first that can run, or the reason why a named one can't."""
 
 from functools import lru_cache
 from importlib import import_module
@@ -14,7 +14,8 @@ from lightning_memkit.utilities.errors import MissingPackageError
 _ORDER = ("flash_attn", "varlen", "flex", "loop")
 _NO_DOCUMENTS = Documents(cu_seqlens=torch.zeros(1, dtype=torch.int32))
 _LARGEST_HEAD = 256
-_CALLED = {"flash_attn": "flash_attn_varlen_func"}  # FlashAttention-4 alone is a flash_attn without it
+# A `flash_attn` without this function is FlashAttention-4 alone.
+_CALLED = {"flash_attn": "flash_attn_varlen_func"}
 
 
 def choose(query: Tensor, value: Tensor | None = None, documents: Documents = _NO_DOCUMENTS) -> str:
@@ -24,7 +25,7 @@ def choose(query: Tensor, value: Tensor | None = None, documents: Documents = _N
 
 
 def refusal(backend: str, query: Tensor, value: Tensor, documents: Documents) -> Exception | None:
-    """Why a backend can't run on these tensors."""
+    """The error that says why a backend can't run on these tensors, or None."""
     if backend in ("loop", "dense_mask"):
         return None
     if backend == "flex":
@@ -50,7 +51,7 @@ def refusal(backend: str, query: Tensor, value: Tensor, documents: Documents) ->
 
 
 def _lacking(backend: str, query: Tensor, value: Tensor, documents: Documents) -> str | None:
-    """What a backend was asked for and can't do."""
+    """The requested feature that a backend does not support, or None."""
     if backend in ("varlen", "flex") and documents.dropout_p:
         return f"dropout (dropout_p={documents.dropout_p})"
     if backend == "varlen" and documents.changes_scores:
@@ -69,18 +70,18 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def has_flash_attn() -> bool:
-    """Whether the flash-attn package is there with its kernels for variable lengths."""
+    """Whether the flash-attn package is installed, with its kernels for variable lengths."""
     return _importable("flash_attn")
 
 
 @lru_cache
 def _importable(module: str) -> bool:
-    """Whether a module is there, and has what is called of it where another package may bring the same name."""
+    """Whether a module can be found and, if other packages use the same name, has the function that is called."""
     if find_spec(module) is None:
         return False
     if module not in _CALLED:
         return True
     try:
         return hasattr(import_module(module), _CALLED[module])
-    except Exception:  # built for another torch: whatever the loader of its library says
+    except Exception:  # built for another torch: the loader of its library may raise anything
         return False

@@ -1,8 +1,9 @@
-"""Do packed documents see each other? Other documents' tokens are changed, and what must not move is watched.
+"""Tests whether packed documents see each other, by changing some documents' tokens and watching the others.
 
-Twice: the even documents' tokens change and the odd ones are watched, then the other way round. So a document is
-watched while both its neighbours, the padding and the other rows change. Watched are the outputs of all modules that
-hold tokens of the batch, what the innermost are given, and the loss with the labels of the watched documents alone.
+It runs twice: the tokens of the even documents change while the odd ones are watched, and vice versa. So a
+document is watched while both its neighbours, the padding and the other rows change. It watches the outputs
+of all modules that hold tokens of the batch, the inputs of the innermost ones, and the loss with the labels
+of the watched documents alone.
 """
 
 import warnings
@@ -24,8 +25,8 @@ Run = Callable[[Any], Any]
 Agree = Callable[[bool], bool]
 
 PROBED_ROWS = 2
-# Of the loss: beyond it lies no rounding. Kernels give a watched document the same bits, but experts that are
-# handed other numbers of tokens round otherwise.
+# Relative to the loss; a larger difference is not rounding. Kernels compute the same bits for a watched
+# document, but experts that get other numbers of tokens round differently.
 _LOSS_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 _COARSE_LOSS_TOLERANCE = 1e-2
 
@@ -36,12 +37,12 @@ class ContaminationError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Leak:
-    """Where a document was first seen to change with others' tokens.
+    """Where a document was first seen to change with other documents' tokens.
 
     Args:
-        where: The module whose output changed, or what else did.
-        document: The changed document's row, and where in it the document begins and ends.
-        share: The size of the change, over that in the documents whose tokens were changed.
+        where: The module whose output changed, or a description of what else changed.
+        document: The changed document's row, and its begin and end in the row.
+        share: The size of the change, relative to that in the documents whose tokens were changed.
     """
 
     where: str
@@ -52,27 +53,28 @@ class Leak:
 def probe_contamination(
     model: nn.Module, batch: PackedBatch, run: Run | None = None, *, agree: Agree = bool
 ) -> bool:
-    """Stops where packed documents see each other; takes four forwards of two rows, and leaves no trace.
+    """Raise if packed documents see each other; costs four forwards of two rows, and leaves no trace.
 
-    The model runs without dropout and gradients. Buffers, metrics, random numbers and its mode are put back.
+    The model runs without dropout and gradients. Buffers, metrics, random states and its mode are restored.
 
     Args:
         model: Any module.
         batch: A packed batch on the model's device.
-        run: What is run on a batch; it returns a loss, a mapping or an object with one, or None. None:
-            ``model.training_step(batch, 0)`` where the model has one, else ``model(**batch)``.
-        agree: Whether something holds on at least one rank; ranks make equal numbers of forwards.
+        run: Runs the model on a batch; it returns a loss, a mapping or an object with one, or None. Default:
+            ``model.training_step(batch, 0)`` if the model has one, else ``model(**batch)``.
+        agree: Whether something holds on at least one rank, so that ranks make equal numbers of forwards.
 
     Returns:
-        Whether there was something to see: two documents in a row, and a model in which tokens can be followed.
+        Whether there was anything to test: a row with two documents, and a model in which tokens can be
+        followed.
 
     Raises:
-        ContaminationError: Documents see each other; it names the first module in which, and the remedy.
+        ContaminationError: Documents see each other; it names the first module that shows it, and the remedy.
     """
     rows = probed_rows(batch)
     if not agree(rows is not None):
         return False
-    # A rank without a row of two documents keeps the others company.
+    # A rank without a row of two documents runs along with the others.
     rows = batch.split([1, batch.rows - 1][: batch.rows])[0] if rows is None else rows
     probe = _Probe(model, run or _own_step(model), rows, agree)
     with torch.no_grad():
@@ -80,8 +82,8 @@ def probe_contamination(
             leak = probe.find(evaluating=True)
             in_evaluation = leak
             if agree(leak is not None):
-                # Some models keep documents apart in one of the modes only: transformers drops its cache in training
-                # with activation checkpointing.
+                # Some models keep documents apart in one mode only: transformers disables its cache in
+                # training with activation checkpointing.
                 leak = probe.find(evaluating=False)
         finally:
             probe.restore()
@@ -105,7 +107,7 @@ def probe_contamination(
 
 
 def probed_rows(batch: PackedBatch, count: int = PROBED_ROWS) -> PackedBatch | None:
-    """The rows, one after the other, that hold the most documents; None where no row has two."""
+    """The consecutive rows that hold the most documents; None if no row has two."""
     ends = batch["cu_seqlens"][1:].cpu().long()
     counts = torch.bincount((ends - 1) // batch.length, minlength=batch.rows)
     if int(counts.max()) < 2:
@@ -138,7 +140,7 @@ class _Probe:
         self.evaluating = True
 
     def restore(self) -> None:
-        """Put everything back, also hooks: transformers adds some in a forward, and notes it in an attribute."""
+        """Restore everything, including hooks: transformers adds some in a forward and notes it in an attribute."""
         self._rollback.restore()
         for hooks, kept in self._hooks:
             if hooks != kept:
@@ -152,7 +154,7 @@ class _Probe:
         return next((leak for leak in found if leak is not None), None)
 
     def _changing(self, changed: Tensor) -> Leak | None:
-        """Change some tokens; the first document among the others that changes with them."""
+        """Change some documents' tokens; the first other document that changes with them."""
         kept = ~changed & self.is_document
         labels = self._labels(kept)
         before, loss_before = self._once(self.batch["input_ids"], labels)
@@ -161,7 +163,7 @@ class _Probe:
         self.has_seen |= bool(before.seen) or (loss_before is not None and labels is not None)
         change = first_change(before, after, kept.flatten(), changed.flatten())
         if self.agree(change is not None):
-            if change is None:  # another rank's
+            if change is None:  # another rank found one
                 return None
             place = self._document(change.place)
             return Leak(where=self._described(change), document=place, share=change.share)
@@ -173,7 +175,7 @@ class _Probe:
         return None
 
     def _loss_leaks(self, tokens: Tensor, labels: Tensor | None) -> bool:
-        """Whether the watched labels' own loss changes, not something that is added to it (experts' balance)."""
+        """Whether the loss of the watched labels changes, and not an added term such as experts' balance."""
         others = None if labels is None else torch.where(labels == IGNORED_LABEL, labels, _next_value(labels))
         (own, other), (own_then, other_then) = (
             [self._once(ids, each)[1] for each in (labels, others)]
@@ -185,7 +187,7 @@ class _Probe:
         return abs(float((own - other) - (own_then - other_then))) > _tolerance(own) * scale
 
     def _once(self, tokens: Tensor, labels: Tensor | None) -> tuple[TokenWatch, Tensor | None]:
-        """What modules and the loss make of the batch with these tokens and labels."""
+        """Run the batch once with these tokens and labels; the modules' outputs and the loss."""
         self.restore()
         if self.evaluating:
             self.model.eval()
@@ -194,7 +196,7 @@ class _Probe:
             batch["labels"] = labels
         with (
             TokenWatch(self.model, self.batch.rows, self.batch.length) as watch,
-            self._rollback.watching(),  # a step may move weights: a teacher's, say
+            self._rollback.watching(),  # a step may change weights, such as a teacher's
         ):
             output = self.run(batch)
         return watch, _loss_of(output)
@@ -261,7 +263,7 @@ def _remedy(model: nn.Module) -> str:
 
 
 def _next_value(values: Tensor) -> Tensor:
-    """Each value replaced by another that the tensor holds; ignored labels aside."""
+    """Replace each value by another one that the tensor holds; ignored labels are not used."""
     known = values[values != IGNORED_LABEL].unique()
     if len(known) < 2:
         return torch.where(values == 0, values + 1, values - 1)
@@ -269,7 +271,7 @@ def _next_value(values: Tensor) -> Tensor:
 
 
 def _loss_of(output: Any) -> Tensor | None:
-    """The loss in what a step returned; None without a finite one."""
+    """The loss in a step's result; None if there is none or it is not finite."""
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
     if not isinstance(found, Tensor) or found.numel() != 1 or not bool(found.isfinite()):
         return None

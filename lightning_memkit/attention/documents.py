@@ -1,4 +1,4 @@
-"""What every backend is told beside query, key and value; the shapes that they share."""
+"""The inputs of every backend beside query, key and value, and the shapes that backends share."""
 
 import weakref
 from collections.abc import Callable
@@ -12,14 +12,14 @@ from torch.nn import functional as F
 
 
 class OfLastBatch:
-    """What was made from the last batch's `cu_seqlens`, kept while that lives: the layers of a step share it."""
+    """Caches a value made from the last batch's `cu_seqlens` while that lives, so that all layers share it."""
 
     def __init__(self) -> None:
         self._last: tuple[Any, int, Any, Any] | None = None
 
     def of(self, cu_seqlens: Tensor, key: Any, make: Callable[[], Any]) -> Any:
-        """What `make` returns, made anew for other bounds, for bounds that were written to, and for another key."""
-        # A graph that is kept must not hold one batch's answer; inference tensors don't tell of writes.
+        """The cached value; calls `make` again for other bounds, bounds that were written to, or another key."""
+        # A compiled graph must not capture one batch's value, and inference tensors have no version counter.
         if torch.compiler.is_compiling() or cu_seqlens.is_inference():
             return make()
         last, version = self._last, cu_seqlens._version
@@ -35,7 +35,7 @@ _longest = OfLastBatch()
 
 @dataclass(frozen=True, kw_only=True)
 class Documents:
-    """Where documents begin and end, and how scores are made of query and key; see `packed_attention`."""
+    """Where documents begin and end, and how scores are computed; see `packed_attention`."""
 
     cu_seqlens: Tensor
     max_seqlen: int | None = None
@@ -58,7 +58,7 @@ class Documents:
 
     @property
     def changes_scores(self) -> bool:
-        """Whether scores are more than a scaled product, which torch's SDPA can't compute."""
+        """Whether scores are more than a scaled product, so that torch's SDPA can't compute them."""
         return self.softcap is not None or self.alibi_slopes is not None
 
     def bounds(self) -> tuple[Tensor, Tensor, int, int]:
@@ -67,21 +67,21 @@ class Documents:
         return self.cu_seqlens, self.cu_seqlens, longest, longest
 
     def longest(self) -> int:
-        """Tokens of the longest document; where `max_seqlen` doesn't say it, it waits for the device once a batch."""
+        """Length of the longest document; without `max_seqlen` it synchronizes with the device once a batch."""
         if self.max_seqlen is not None:
             return self.max_seqlen
         return _longest.of(self.cu_seqlens, None, lambda: int(self.cu_seqlens.diff().max()))
 
     def window_size(self) -> tuple[int, int]:
-        """How many tokens before and after it a token sees, as the kernels take it; -1 is all."""
+        """How many tokens before and after it a token sees, as the kernels take it; -1 means all."""
         before = -1 if self.window is None else self.window - 1
         return before, 0 if self.causal else before
 
     def checked_bounds(self, batch: int, tokens: int) -> list[int]:
-        """``cu_seqlens`` on the host; waits for the device.
+        """``cu_seqlens`` on the host; synchronizes with the device.
 
         Raises:
-            ValueError: they don't cover the batch, or a document goes across the end of a row.
+            ValueError: they don't cover the batch, or a document crosses the end of a row.
         """
         given = self.cu_seqlens
         if given.dim() != 1 or given.is_floating_point():
@@ -106,7 +106,7 @@ class Documents:
         return bounds
 
     def visible(self, query_places: Tensor, key_places: Tensor) -> Tensor:
-        """Which keys of the same document a query sees, by the places of both; broadcasts."""
+        """Which keys of its document a query sees, by the positions of both; broadcasts."""
         ahead = key_places - query_places
         seen = ahead <= 0 if self.causal else torch.ones_like(ahead, dtype=torch.bool)
         if self.window is not None:
@@ -115,25 +115,26 @@ class Documents:
 
 
 def numbers_of(cu_seqlens: Tensor, batch: int, tokens: int) -> Tensor:
-    """The number of each token's document, int64 [batch, tokens]."""
+    """The index of each token's document, int64 [batch, tokens]."""
     places = torch.arange(batch * tokens, device=cu_seqlens.device)
     return torch.bucketize(places, cu_seqlens[1:].to(places), right=True).view(batch, tokens)
 
 
 def plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, documents: Documents) -> Tensor:
-    """Attention by its formula: what SDPA can't do to scores; it saves several times heads * tokens * tokens values.
+    """Attention by its formula, for scores that SDPA can't compute; saves several heads * tokens * tokens matrices.
 
     Args:
         query: [batch, heads, tokens, head_dim]; key and value may have fewer heads.
-        key: see there.
-        value: see there.
+        key: like ``query``.
+        value: like ``query``.
         mask: bool, broadcasts to [batch, heads, tokens, tokens]; True where a query sees a key.
-        documents: how scores are made.
+        documents: how scores are computed.
     """
     groups = query.size(1) // key.size(1)
     key, value = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (key, value))
     scale = query.size(-1) ** -0.5 if documents.scale is None else documents.scale
-    # Half-precision scores would lose what the softmax tells apart; kernels keep them in float32 too.
+    # Half-precision scores would lose differences that the softmax needs; kernels compute them in float32,
+    # too.
     scores = (query @ key.transpose(-1, -2)).to(torch.promote_types(query.dtype, torch.float32)) * scale
     if documents.softcap is not None:
         scores = documents.softcap * torch.tanh(scores / documents.softcap)
@@ -148,7 +149,7 @@ def plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, documents: Do
 def sdpa(
     query: Tensor, key: Tensor, value: Tensor, documents: Documents, mask: Tensor | None = None
 ) -> Tensor:
-    """SDPA with the documents' scale and dropout; a mask takes the place of causality."""
+    """SDPA with the documents' scale and dropout; a mask replaces causality."""
     return F.scaled_dot_product_attention(
         query,
         key,
@@ -162,7 +163,7 @@ def sdpa(
 
 
 def flat(x: Tensor) -> Tensor:
-    """[batch, heads, tokens, head_dim] → [batch * tokens, heads, head_dim]; of a projection it is a view."""
+    """[batch, heads, tokens, head_dim] → [batch * tokens, heads, head_dim]; a view if the tensor is a projection's."""
     return x.transpose(1, 2).flatten(0, 1)
 
 

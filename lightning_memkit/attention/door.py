@@ -1,6 +1,7 @@
-"""The front door of packed attention: checks what it is given, and hands it to a backend.
+"""The entry to packed attention: checks its inputs and passes them to a backend.
 
-All backends take [batch, heads, tokens, head_dim], like ``torch.nn.functional.scaled_dot_product_attention`` (SDPA).
+All backends take [batch, heads, tokens, head_dim], like ``torch.nn.functional.scaled_dot_product_attention``
+(SDPA).
 """
 
 from typing import Literal, get_args
@@ -40,35 +41,36 @@ def packed_attention(
     alibi_slopes: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Scaled dot-product attention in which no document sees another; it saves no mask and no scores.
+    """Scaled dot-product attention in which no document sees another; saves no mask and no scores.
 
     Args:
         query: [batch, heads, tokens, head_dim].
         key: [batch, key_heads, tokens, head_dim]; ``key_heads`` divides ``heads`` (grouped queries).
         value: Like ``key``.
         cu_seqlens: int32 [segments + 1]: where documents begin in the flattened batch * tokens tokens, and
-            their end. The end of every row ends a document too. None: every row is one document.
-        max_seqlen: The longest document. None: a kernel that asks for it waits for the GPU, once a batch.
-        causal: A token sees none after it.
-        scale: Of the scores; None: 1 / sqrt(head_dim).
+            the total. The end of every row also ends a document. None: every row is one document.
+        max_seqlen: Length of the longest document. None: a kernel that needs it synchronizes, once a batch.
+        causal: A token sees no token after it.
+        scale: Factor of the scores; None: 1 / sqrt(head_dim).
         window: A token sees itself and the ``window - 1`` tokens before it (without ``causal`` also after it).
-        dropout_p: Share of the weights that is dropped; give 0 outside training.
+        dropout_p: Fraction of the weights that is dropped; pass 0 outside training.
         softcap: Scores become softcap * tanh(score / softcap), as in Gemma 2. The loop then saves every
             document's scores.
         alibi_slopes: [heads]; a score falls by slope * distance (https://arxiv.org/abs/2108.12409). The loop then
             saves every document's scores.
-        backend: ``"loop"`` is SDPA document by document and runs everywhere. ``"flash_attn"`` (the package)
+        backend: ``"loop"`` runs SDPA document by document, on every device. ``"flash_attn"`` (the package)
             and ``"varlen"`` (torch's own kernel) need half precision on CUDA, ``"flex"`` (compiled
-            FlexAttention) CUDA; the three are not yet verified on a GPU. ``"dense_mask"`` spends batch * tokens *
-            tokens bytes. ``"auto"`` takes the first of flash_attn, varlen, flex, loop that can run; one that is
-            named is used or refused, never replaced. Of whole rows ``"auto"`` and ``"loop"`` are SDPA itself.
+            FlexAttention) needs CUDA; the three are not yet verified on a GPU. ``"dense_mask"`` allocates
+            batch * tokens * tokens bytes. ``"auto"`` takes the first of flash_attn, varlen, flex, loop that
+            can run; one that is named is used or refused, never replaced. For whole rows ``"auto"`` and
+            ``"loop"`` call SDPA itself.
 
     Returns:
         [batch, heads, tokens, head_dim].
 
     Raises:
-        ValueError: the backend is unknown or can't run on these tensors; an option is out of range; shapes or
-            ``cu_seqlens`` don't fit.
+        ValueError: the backend is unknown or can't run on these tensors, an option is out of range, or shapes
+            or ``cu_seqlens`` don't fit.
         MissingPackageError: the named backend's package is absent.
     """
     if backend not in get_args(Backend):
@@ -121,5 +123,5 @@ def _check(query: Tensor, key: Tensor, value: Tensor, alibi_slopes: Tensor | Non
 
 
 def _rows(query: Tensor) -> Tensor:
-    """The bounds of whole rows."""
+    """The bounds of documents that are whole rows."""
     return torch.arange(query.size(0) + 1, dtype=torch.int32, device=query.device) * query.size(2)

@@ -17,15 +17,15 @@ _masks = OfLastBatch()
 
 
 def flex(query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
-    """FlexAttention over the flattened batch; its mask takes at most a MiB at 65,536 tokens.
+    """FlexAttention over the flattened batch; its mask takes at most 1 MiB at 65,536 tokens.
 
-    While operators are observed (`selective` activation checkpointing, a metered step) it is the loop over documents:
-    torch compiles nothing there, and FlexAttention that isn't compiled makes all scores.
+    While operators are observed (`selective` activation checkpointing, a metered step) it runs the loop over
+    documents: torch compiles nothing then, and uncompiled FlexAttention computes all scores.
     """
     is_traced = torch.compiler.is_compiling() or isinstance(query, FakeTensor)
     if not is_traced and torch._C._len_torch_dispatch_stack():
         return loop(query, key, value, documents)
-    # One row of all documents: blocks of other rows are skipped like those of other documents.
+    # One row holds all documents: blocks of other rows are skipped like those of other documents.
     one_row = (x.transpose(0, 1).flatten(1, 2)[None] for x in (query, key, value))
     out = _attention(_signature(query, key, value, documents))(
         *one_row,
@@ -38,7 +38,7 @@ def flex(query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Ten
 
 
 def _signature(query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> tuple[Any, ...]:
-    """What is compiled anew for: all but the number of tokens."""
+    """Everything that requires a new compilation: all but the number of tokens."""
     tensors = [(x.size(1), x.size(3), x.dtype, x.device, x.requires_grad) for x in (query, key, value)]
     options = documents.softcap, documents.alibi_slopes, documents.window
     given = [option is not None for option in options]
@@ -47,11 +47,11 @@ def _signature(query: Tensor, key: Tensor, value: Tensor, documents: Documents) 
 
 @lru_cache(maxsize=256)
 def _attention(signature: tuple[Any, ...]) -> Any:
-    """Compiled once for each signature: uncompiled it would make all scores.
+    """FlexAttention, compiled once for each signature: uncompiled it would compute all scores.
 
-    torch compiles a function's code for at most eight signatures (`torch._dynamo.config.recompile_limit`), and runs
-    it uncompiled for the ninth. So each signature has code of its own, as `torch.compile(isolate_recompiles=True)`
-    would give it, which torch 2.11 does not know.
+    torch compiles a function's code for at most eight signatures (`torch._dynamo.config.recompile_limit`),
+    and runs it uncompiled for the ninth. So each signature gets its own copy of the code, as
+    `torch.compile(isolate_recompiles=True)` does, which torch 2.11 does not have.
     """
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -71,7 +71,7 @@ def _score_change(documents: Documents, device: torch.device) -> Any:
     slopes = documents.alibi_slopes
     if not documents.changes_scores:
         return None
-    # As a tensor: a float would become a symbol of the compiled kernel, which can't take it.
+    # A tensor: a float would become a symbol of the compiled kernel, which does not accept one.
     softcap = None if documents.softcap is None else torch.tensor(documents.softcap, device=device)
 
     def change(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ def _score_change(documents: Documents, device: torch.device) -> Any:
 
 
 def _block_mask(documents: Documents, query: Tensor) -> Any:
-    """The mask of blocks; made once for all layers, which share one `cu_seqlens`."""
+    """The block mask; made once for all layers, which share one `cu_seqlens`."""
     key = (query.device, query.size(0), query.size(2), documents.window_size())
     return _masks.of(documents.cu_seqlens, key, lambda: _made(documents, query))
 
@@ -92,11 +92,11 @@ def _made(documents: Documents, query: Tensor) -> Any:
     from torch.nn.attention.flex_attention import BlockMask
 
     batch, tokens, device = query.size(0), query.size(2), query.device
-    bounds = np.array(documents.checked_bounds(batch, tokens))  # waits for the device
+    bounds = np.array(documents.checked_bounds(batch, tokens))  # synchronizes with the device
     tables = block_tables(documents, bounds)
     numbers = numbers_of(documents.cu_seqlens.to(device), batch, tokens).flatten()
     numbers = numbers.to(torch.int32)  # half as many bytes
-    # Tensors, as above; and two comparisons, for the C++ of a compiled mask knows no abs of whole numbers.
+    # A tensor, as above; and two comparisons, since a compiled mask's C++ has no abs of integers.
     window = None if documents.window is None else torch.tensor(documents.window, device=device)
 
     def seen(row: Tensor, head: Tensor, query_place: Tensor, key_place: Tensor) -> Tensor:
@@ -129,9 +129,10 @@ def _made(documents: Documents, query: Tensor) -> Any:
 
 
 def _as_wide_as_long(places: np.ndarray) -> np.ndarray:
-    """Rows that run on into the next ones, which takes no bytes.
+    """Widen a table by letting its rows overlap the following ones, which needs almost no memory.
 
-    torch's kernel for CPUs refuses tables narrower than long, though it reads no further than a row's count.
+    torch's CPU kernel refuses tables that are narrower than long, though it reads only as far as a row's
+    count.
     """
     blocks, most = places.shape
     room = np.zeros(blocks * most + max(0, blocks - most), places.dtype)

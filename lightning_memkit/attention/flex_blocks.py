@@ -1,4 +1,4 @@
-"""Which blocks of tokens see each other in a packed batch, from the documents' bounds alone."""
+"""Computes which blocks of tokens see each other in a packed batch, from the documents' bounds alone."""
 
 from dataclasses import dataclass
 
@@ -6,17 +6,17 @@ import numpy as np
 
 from lightning_memkit.attention.documents import Documents
 
-_SMALLEST, _LARGEST = 128, 1024  # tokens of a block
-_MOST_BYTES = 5 << 17  # of all tables; larger blocks take fewer bytes, and compute more
+_SMALLEST, _LARGEST = 128, 1024  # tokens in a block
+_MOST_BYTES = 5 << 17  # for all tables; larger blocks take fewer bytes, but compute more
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockTable:
-    """For each block of tokens the places of others.
+    """For each block of tokens, the positions of other blocks.
 
     Attributes:
         counts: int32 [blocks], how many others.
-        places: int32 [blocks, most]; what lies behind a row's count means nothing.
+        places: int32 [blocks, most]; entries beyond a row's count are undefined.
     """
 
     counts: np.ndarray
@@ -24,20 +24,20 @@ class BlockTable:
 
     @property
     def nbytes(self) -> int:
-        """Of both arrays."""
+        """Bytes of both arrays."""
         return self.counts.nbytes + self.places.nbytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockTables:
-    """A mask of blocks without its function.
+    """The tables of a block mask, without its mask function.
 
     Attributes:
-        size: tokens of a block.
-        seen: the blocks of keys of which each block of queries sees a part.
-        seen_whole: those that it sees as a whole.
-        seeing: the blocks of queries that see a part of each block of keys.
-        seeing_whole: those that see it as a whole.
+        size: tokens in a block.
+        seen: for each block of queries, the blocks of keys that it sees in part.
+        seen_whole: for each block of queries, the blocks of keys that it sees as a whole.
+        seeing: for each block of keys, the blocks of queries that see it in part.
+        seeing_whole: for each block of keys, the blocks of queries that see it as a whole.
     """
 
     size: int
@@ -48,14 +48,14 @@ class BlockTables:
 
     @property
     def nbytes(self) -> int:
-        """Of all tables."""
+        """Bytes of all tables."""
         return sum(table.nbytes for table in (self.seen, self.seen_whole, self.seeing, self.seeing_whole))
 
 
 def block_tables(documents: Documents, bounds: np.ndarray) -> BlockTables:
-    """The tables of a mask of documents; on the host, in time and bytes of the blocks that meet.
+    """The block tables of a batch; computed on the host, in time and memory proportional to the blocks that meet.
 
-    Documents lie one after the other, so what a block meets is a range of blocks. No pair of tokens is looked at:
+    Documents are contiguous, so the blocks that a block meets form a range. No pair of tokens is examined:
     torch's `create_block_mask` takes 3 to 11 bytes a pair, 13 to 47 GB at 65,536 tokens.
 
     Args:
@@ -84,12 +84,13 @@ class _MaskBlocks:
         self._size, self._window, self._causal = size, documents.window, documents.causal
         self._begins = np.arange(0, bounds[-1], size)
         self._ends = np.minimum(self._begins + size, bounds[-1])  # the first token behind a block
-        self._first = np.searchsorted(bounds[1:], self._begins, side="right")  # documents
+        self._first = np.searchsorted(bounds[1:], self._begins, side="right")  # index of the document
         self._last = np.searchsorted(bounds[1:], self._ends - 1, side="right")
-        self._lowest, self._highest = bounds[self._first], bounds[self._last + 1]  # tokens that may be met
+        # Range of tokens that may be met.
+        self._lowest, self._highest = bounds[self._first], bounds[self._last + 1]
 
     def met(self, *, before: bool, after: bool) -> tuple[BlockTable, BlockTable]:
-        """In part and as a whole: of a block itself, of those before it, and of those after it."""
+        """The blocks met in part and as a whole: a block itself and, as chosen, those before and after it."""
         lowest = self._lowest if before else self._begins
         highest = self._highest if after else self._ends
         if self._window is not None:
@@ -103,7 +104,7 @@ class _MaskBlocks:
         return self._table(rows[~whole], places[~whole]), self._table(rows[whole], places[whole])
 
     def _is_whole(self, rows: np.ndarray, places: np.ndarray) -> np.ndarray:
-        """Whether all tokens of a block see all tokens of another; what lies behind the end is not seen."""
+        """Whether all tokens of a block see all tokens of another; a last block that is not full is never whole."""
         inside = (self._first == self._last) & (self._ends - self._begins == self._size)
         whole = inside[rows] & inside[places] & (self._first[rows] == self._first[places])
         if self._causal:
@@ -113,7 +114,7 @@ class _MaskBlocks:
         return whole
 
     def _table(self, rows: np.ndarray, places: np.ndarray) -> BlockTable:
-        """Pairs in the order of their rows."""
+        """The table of pairs, which come in the order of their rows."""
         counts = np.bincount(rows, minlength=len(self._begins))
         table = np.zeros((len(counts), max(1, int(counts.max(initial=0)))), np.int32)
         table[rows, np.arange(len(rows)) - np.repeat(counts.cumsum() - counts, counts)] = places

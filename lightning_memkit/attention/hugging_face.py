@@ -1,7 +1,7 @@
-"""Packed attention in models of the transformers package: an attention function and a mask of its own.
+"""Packed attention in models of the transformers package: registers an attention function and a mask function.
 
-The model's own masks are made of documents here: in their place one small object travels through the layers to the
-attention function. It passes through activation checkpointing like any argument.
+The mask function returns a small object with the documents in place of the model's masks; the layers pass it
+on to the attention function. It passes through activation checkpointing like any argument.
 """
 
 import inspect
@@ -31,17 +31,17 @@ _running: ContextVar[Forward | None] = ContextVar("memkit_packed_forward", defau
 
 
 def is_transformers_model(module: nn.Module) -> bool:
-    """Whether it is a model of the transformers package; imports nothing."""
+    """Whether a module is a model of the transformers package; imports nothing."""
     modeling = sys.modules.get("transformers.modeling_utils")
     return modeling is not None and isinstance(module, modeling.PreTrainedModel)
 
 
 def switch(model: Any, backend: Backend) -> Undo:
-    """Let a model attend with `packed_attention` wherever its forward is told documents; returns the undo.
+    """Make a model attend with `packed_attention` wherever its forward is given documents; returns the undo.
 
     Raises:
-        ValueError: its attention can't be replaced, it takes no positions, or a small copy of it computes packed
-            documents otherwise than alone.
+        ValueError: its attention can't be replaced, it takes no positions, or a small copy of it computes
+            packed documents differently from single ones.
     """
     _check(model)
     _register()
@@ -59,7 +59,7 @@ def _switched(model: Any, backend: Backend) -> Undo:
         handles.append(each.register_forward_pre_hook(hooks.enter, with_kwargs=True))
         handles.append(each.register_forward_hook(hooks.leave, always_call=True))
     for config, implementation in before:
-        # The public setter also writes into every part's config, which the undo would not find again.
+        # The public setter also writes into every sub-config, which the undo would not find again.
         config._attn_implementation_internal = _name_over(implementation)
 
     def undo() -> None:
@@ -98,13 +98,14 @@ def _check(model: Any) -> None:
 
 
 def _carries_tokens_on(model: Any) -> str | None:
-    """What else than attention mixes tokens: states, linear attention, convolutions over tokens."""
+    """What mixes tokens besides attention (states, linear attention, convolutions); None if nothing does."""
     named: Any = getattr(model.config, "layer_types", None) or ()
     kinds = {str(kind) for kind in named if "linear" in str(kind) or "recurrent" in str(kind)}
     if kinds:
         return f"layers of the type {', '.join(sorted(kinds))}"
     for path, module in model.named_modules():
-        # Depthwise, before a state; an audio encoder's has a model of its own around it, which takes no tokens.
+        # A depthwise convolution before a state. An audio encoder's is excluded: the model around it takes no
+        # tokens.
         if isinstance(module, nn.Conv1d) and 1 < module.groups == module.in_channels:
             owners = [model.get_submodule(path[:end]) for end in range(len(path)) if path[end] == "."]
             around = next((each for each in reversed(owners) if is_transformers_model(each)), model)
@@ -138,8 +139,8 @@ class _Hooks:
         self._tokens: list[Token[Forward | None] | None] = []
 
     def enter(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Before the forward: documents from `cu_seqlens`, transformers' own `cu_seq_lens_q`, or positions."""
-        self._tokens.append(None)  # for `leave`, which is called after an error here, too
+        """Before the forward: get documents from `cu_seqlens`, transformers' own `cu_seq_lens_q`, or positions."""
+        self._tokens.append(None)  # for `leave`, which is called even after an error here
         given: dict[str, Any] = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
         bounds: Any = given.get("cu_seqlens", given.get("cu_seq_lens_q"))
         if bounds is None and (_running.get() is not None or not restarts(given)):
@@ -163,12 +164,12 @@ class _Hooks:
             changed["use_cache"] = False
         self._tokens[-1] = _running.set(forward)
         kept = [value for name, value in zip(self._parameters, args, strict=False) if name not in changed]
-        if len(kept) < len(args):  # something after it stands in the wrong place now
+        if len(kept) < len(args):  # removing one shifted the arguments after it: pass all by name
             return (), {**dict(zip(self._parameters, args, strict=False)), **changed}
         return args, changed
 
     def leave(self, model: nn.Module, args: Any, output: Any) -> None:
-        """After the forward, also a failed one."""
+        """After the forward, even a failed one."""
         if self._tokens and (token := self._tokens.pop()) is not None:
             _running.reset(token)
 
@@ -186,7 +187,7 @@ class _Hooks:
 
 
 def _mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The mask function: for packed documents what a token sees in its own, else the model's mask."""
+    """The mask function: a `PackedMask` for packed documents, otherwise the model's own mask."""
     forward = _running.get()
     if forward is None:
         return original(*args, **kwargs)
@@ -214,14 +215,14 @@ def _attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:
-    """The attention function: [batch, tokens, heads, head_dim], and no weights."""
+    """The attention function; returns [batch, tokens, heads, head_dim], and no weights."""
     if not isinstance(attention_mask, PackedMask):
         if _running.get() is not None:
             raise ValueError(
-                f"{type(module).__name__} is handed a mask that its model makes by itself; documents would see each "
+                f"{type(module).__name__} gets a mask that its model makes by itself; documents would see each "
                 f"other. {KEEP_OWN_MASK}"
             )
-        # The model's own, as before the switch: for evaluation with padding, and for generation.
+        # The model's own attention, for evaluation with padding and for generation.
         function = original or sys.modules[type(module).__module__].eager_attention_forward
         if softcap is not None:
             kwargs["softcap"] = softcap

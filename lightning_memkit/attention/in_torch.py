@@ -1,4 +1,4 @@
-"""The backends that run everywhere: SDPA document by document, and SDPA with a mask of tokens squared."""
+"""The backends that run everywhere: SDPA document by document, and SDPA with a tokens * tokens mask."""
 
 import warnings
 from itertools import groupby, pairwise
@@ -9,15 +9,16 @@ from torch import Tensor
 from lightning_memkit.attention.documents import Documents, flat, numbers_of, plain, sdpa, unflat
 from lightning_memkit.memory.units import format_bytes
 
-_LEAST_BLOCK = 256  # queries at once under a window: fewer would be bound by the launch of each call
+_LEAST_BLOCK = 256  # queries at once under a window: with fewer, launches would dominate
 
 
 def loop(query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
-    """Attention once for every run of documents of equal length, on views."""
+    """Attention once for each run of documents of equal length, on views."""
     bounds = documents.checked_bounds(query.size(0), query.size(2))
     lengths = (end - begin for begin, end in pairwise(bounds))
     runs = [(length, sum(1 for _ in same)) for length, same in groupby(lengths) if length]
-    # One split, not a slice a document: a slice's backward fills a gradient of the whole size each time.
+    # One split instead of a slice for each document: each slice's backward fills a gradient of the whole
+    # size.
     sizes = [length * count for length, count in runs]
     parts = zip(*(flat(x).split(sizes) for x in (query, key, value)), strict=True)
     outputs = []
@@ -35,7 +36,7 @@ def _whole_documents(query: Tensor, key: Tensor, value: Tensor, documents: Docum
         return plain(query, key, value, documents.visible(places[:, None], places), documents)
     if documents.window is None or length <= documents.window:
         return sdpa(query, key, value, documents)
-    # A block of queries sees the keys within its window: length * window scores, not length squared.
+    # A chunk of queries sees the keys within its window: length * window scores instead of length squared.
     size, reach = max(documents.window, _LEAST_BLOCK), documents.window - 1
     outputs = []
     for first, block in zip(range(0, length, size), query.split(size, 2), strict=True):
@@ -47,7 +48,7 @@ def _whole_documents(query: Tensor, key: Tensor, value: Tensor, documents: Docum
 
 
 def dense_mask(query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
-    """Attention with a mask of batch * tokens * tokens bytes; for comparison, and warned of."""
+    """Attention with a mask of batch * tokens * tokens bytes; only for comparison, and warns."""
     batch, _, tokens, _ = query.shape
     documents.checked_bounds(batch, tokens)
     warnings.warn(

@@ -1,4 +1,4 @@
-"""The backends of a GPU: flash-attn's and torch's kernels for variable lengths; not yet verified on a GPU."""
+"""The GPU backends: flash-attn's and torch's kernels for variable lengths; not yet verified on a GPU."""
 
 import inspect
 from collections.abc import Callable
@@ -25,7 +25,7 @@ def flash_attn(query: Tensor, key: Tensor, value: Tensor, documents: Documents) 
         options["softcap"] = documents.softcap
     if documents.alibi_slopes is not None:
         options["alibi_slopes"] = documents.alibi_slopes.float()
-    if torch.are_deterministic_algorithms_enabled():  # else its backward adds up by atomics; since 2.4.1
+    if torch.are_deterministic_algorithms_enabled():  # otherwise its backward adds with atomics; since 2.4.1
         options["deterministic"] = True
     out = flash_attn_varlen_func(flat(query), flat(key), flat(value), *documents.bounds(), **options)
     return unflat(out, query)
@@ -35,7 +35,7 @@ def varlen(query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> T
     """The kernel of ``torch.nn.attention.varlen``; not yet verified on a GPU."""
     from torch.nn.attention.varlen import varlen_attn
 
-    # Its arguments differ by version: 2.10 says is_causal, 2.12 a window. By default both see everything.
+    # Its arguments differ by version: 2.10 has is_causal, 2.12 has a window. By default both see everything.
     known = _options_of(varlen_attn)
     options: dict[str, Any] = {}
     if "is_causal" in known:
@@ -65,5 +65,5 @@ def varlen_knows_windows() -> bool:
 
 @lru_cache
 def _options_of(function: Callable[..., Any]) -> frozenset[str]:
-    """Read once: it takes as long as several kernels."""
+    """A function's parameter names; cached, because reading them takes as long as several kernels."""
     return frozenset(inspect.signature(function).parameters)

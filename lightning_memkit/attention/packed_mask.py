@@ -1,4 +1,4 @@
-"""What travels through a model's layers in the place of a mask, and refuses to be used as one."""
+"""The object that model layers receive in place of a mask; it raises if it is used as a tensor."""
 
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -15,7 +15,7 @@ KEEP_OWN_MASK = (
 
 @dataclass(frozen=True, kw_only=True)
 class Forward:
-    """The documents of the forward that runs now."""
+    """The documents of the current forward."""
 
     cu_seqlens: Tensor
     max_seqlen: int | None
@@ -23,16 +23,16 @@ class Forward:
 
 
 class MaskUsedError(ValueError, AttributeError):
-    """A model's own code uses the mask as a tensor; an AttributeError as well, so that `hasattr` can ask."""
+    """A model's own code uses the mask as a tensor; also an AttributeError, so that `hasattr` works."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedMask:
-    """What the layers are handed in the place of a mask: documents, and what a token sees in its own.
+    """What layers receive in place of a mask: the documents, and what a token sees in its own one.
 
     Raises:
-        MaskUsedError: a model's own code slices it, adds to it or asks for its shape: it wants a mask of values, and
-            none is made.
+        MaskUsedError: a model's own code slices it, adds to it or reads its shape, so it needs a mask tensor,
+            and there is none.
     """
 
     forward: Forward
@@ -46,7 +46,7 @@ class PackedMask:
         )
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # what copies, pickles or inspects it asks for more than there is
+        if name.startswith("_"):  # copying, pickling and inspecting probe for private attributes
             raise AttributeError(name)
         self._refuse(f"mask.{name}")
 
@@ -64,7 +64,7 @@ class PackedMask:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """A function of torch is called with it."""
+        """Refuse a torch function that is called with the mask."""
         known = [*args, *(kwargs or {}).values()]
         mask = next(one for one in known if isinstance(one, cls))
         mask._refuse(f"torch's {getattr(func, '__name__', func)}")

@@ -1,4 +1,4 @@
-"""What a token sees in its own document, read off a function that masks pairs of tokens."""
+"""Infers what a token sees in its own document from a function that masks pairs of tokens."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,24 +17,25 @@ def pattern_of(
     mask_function: Callable[..., Any],
     local_size: int | None = None,
 ) -> tuple[bool, int | None] | None:
-    """Whether attention within documents is causal, and its window; None where it is neither of the known kinds.
+    """Whether attention within documents is causal, and its window; None if the pattern is none of the known kinds.
 
     Args:
         bounds: `cu_seqlens` of the batch.
         batch_size: Rows.
         q_length: Tokens in a row.
-        mask_function: (row, head, query, key) → whether it is seen; as transformers hands it to a mask interface.
-        local_size: The window, or the chunk, that the model names.
+        mask_function: (row, head, query, key) → whether the key is seen; as transformers passes it to a mask
+            function.
+        local_size: The window, or the chunk, that the model sets.
     """
     queries, keys = _pairs(bounds, batch_size * q_length, local_size or 1)
-    # A row's mask is asked for tokens by their place in it.
+    # The mask function takes positions within a row.
     row = queries // q_length
     there = mask_function(row, torch.zeros_like(row), queries % q_length, keys % q_length)
     there = torch.as_tensor(there, device=row.device).expand_as(row).bool()
     ahead = keys - queries
     patterns: list[tuple[bool, int | None]] = [(True, None), (False, None)]
     if local_size is not None:
-        # transformers counts the token itself in a causal window, and not in one of both directions.
+        # transformers counts the token itself in a causal window, but not in a bidirectional one.
         patterns = [(True, local_size), (False, local_size + 1)]
     for causal, window in patterns:
         seen = ahead <= 0 if causal else torch.ones_like(there)
@@ -46,7 +47,7 @@ def pattern_of(
 
 
 def _pairs(bounds: Tensor, total: int, window: int) -> tuple[Tensor, Tensor]:
-    """Queries spread over a batch; keys in the same document: next to it, around the window's ends, and anywhere."""
+    """Queries spread over a batch; keys in their document: adjacent, around the window's ends, and anywhere."""
     numbered = torch.arange(min(total, _CHECKED_QUERIES), device=bounds.device)
     queries = numbered if total <= _CHECKED_QUERIES else numbered * 104_729 % total
     begins, ends = bounds[:-1].to(queries), bounds[1:].to(queries)

@@ -1,4 +1,4 @@
-"""Positions of packed documents in models of transformers: where they begin, and what depends on more than them."""
+"""Positions of packed documents in transformers models: where they begin, and what else depends on them."""
 
 import sys
 import warnings
@@ -13,9 +13,10 @@ _FROM_TOKENS = "create_position_ids_from_input_ids"
 
 
 def first_position(model: Any) -> int:
-    """Where a model's positions begin: after the padding's in RoBERTa and its kin, else at 0.
+    """A model's first position: in RoBERTa and its relatives the one after the padding's, otherwise 0.
 
-    These count their positions from the tokens that are no padding, in a method or in a function of their file.
+    These models compute positions from the tokens that are not padding, in a method or a function of their
+    file.
     """
     for module in model.modules():
         file = sys.modules.get(type(module).__module__)
@@ -26,14 +27,14 @@ def first_position(model: Any) -> int:
 
 
 def _has_positions(module: nn.Module) -> bool:
-    """Whether it looks absolute positions up in a table of its own."""
+    """Whether a module looks absolute positions up in its own table."""
     return any(
         isinstance(child, nn.Embedding) and "position" in name for name, child in module.named_children()
     )
 
 
 def restarts(given: dict[str, Any]) -> bool:
-    """Whether positions begin anew within a row."""
+    """Whether positions restart within a row."""
     positions = given.get("position_ids")
     return (
         isinstance(positions, Tensor)
@@ -45,7 +46,7 @@ def restarts(given: dict[str, Any]) -> bool:
 
 
 def bounds_of(positions: Tensor, rows: int, length: int) -> Tensor:
-    """`cu_seqlens` of positions that begin anew with every document."""
+    """`cu_seqlens` from positions that restart with every document."""
     positions = positions.expand(rows, length)
     begins = nn.functional.pad(positions.diff() != 1, (1, 0), value=True).flatten()
     end = torch.full((1,), rows * length, device=positions.device)
@@ -53,31 +54,31 @@ def bounds_of(positions: Tensor, rows: int, length: int) -> Tensor:
 
 
 def positions_of(bounds: Any, rows: int, length: int) -> Tensor:
-    """Positions that begin at 0 with every document."""
+    """Positions that start at 0 with every document."""
     numbers = numbers_of(bounds, rows, length)
     places = torch.arange(rows * length, device=bounds.device).view(rows, length)
     return places - bounds.to(places)[numbers]
 
 
 class PlacesInRows:
-    """What in a model depends on a token's place in the row, or on the longest document beside it.
+    """Detects models in which something depends on a token's position in the row, or on the batch's longest document.
 
     Args:
-        model: of transformers.
+        model: a model of the transformers package.
     """
 
     def __init__(self, model: Any) -> None:
-        # Llama 4 scales queries by their place in the row, the same for all places before `floor_scale`.
+        # Llama 4 scales queries by their position in the row; the scale is constant below `floor_scale`.
         tuned = [one for one in model.modules() if getattr(one, "attn_temperature_tuning", False)]
         scales = [int(one.floor_scale) for one in tuned if not getattr(one, "use_rope", True)]
         self._temperature = min(scales, default=None)
         self._frequencies = min(_rope_limits(model), default=None)
 
     def check(self, name: str, length: int, longest: int | None) -> None:
-        """Refuse rows in which places count, and warn, once, of those in which the longest document does.
+        """Refuse rows in which positions matter, and warn once if the longest document does.
 
         Raises:
-            ValueError: queries would be scaled by their place in the row.
+            ValueError: queries would be scaled by their position in the row.
         """
         if self._temperature is not None and length >= self._temperature:
             raise ValueError(
@@ -90,16 +91,16 @@ class PlacesInRows:
             return
         warnings.warn(
             f"{name} chooses its rotary frequencies by the longest document of the batch (rope_type longrope or "
-            f"dynamic), and one may exceed {self._frequencies} tokens: shorter ones beside it are computed otherwise "
-            f"than alone, as they are in a padded batch. Keep documents to {self._frequencies} tokens (max_length), "
-            "or batches of long ones apart.",
+            f"dynamic), and one may exceed {self._frequencies} tokens: shorter ones in the batch are computed "
+            f"differently from alone, as in a padded batch. Keep documents to {self._frequencies} tokens "
+            "(max_length), or batches of long ones apart.",
             stacklevel=2,
         )
-        self._frequencies = None  # said once
+        self._frequencies = None  # warn only once
 
 
 def _rope_limits(model: Any) -> list[int]:
-    """The lengths beyond which rotary frequencies change for the whole batch."""
+    """The lengths above which rotary frequencies change for the whole batch."""
     limits = []
     for module in model.modules():
         kinds: Any = getattr(module, "rope_type", None)

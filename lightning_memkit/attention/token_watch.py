@@ -1,4 +1,4 @@
-"""Follow the tokens of a batch through a model: at which positions of which module's output, or input, it changes."""
+"""Follows the tokens of a batch through a model: which positions change in which module's output or input."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,19 +11,19 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_memkit.utilities.tensors import tensors_of
 
-Key = tuple[str, int, int]  # the module's path, which of its calls, which of the tensors it returned
+Key = tuple[str, int, int]  # the module's path, the number of the call, the index of the returned tensor
 
 _FEATURES = (
-    256  # of each token's output that are looked at: a logit vector would not fit beside its float copy
+    256  # features of each token's output that are read: a float copy of all logits would be too large
 )
-# Over the change in the documents that were changed. Rounding differs where experts are handed other numbers of
-# tokens; else kernels repeat to the bit.
+# Relative to the change in the changed documents. Rounding differs if experts get other numbers of tokens;
+# otherwise kernels are bitwise reproducible.
 _TOLERANCE, _COARSE_TOLERANCE = 1e-4, 2e-2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A token's place in the flattened batch, the module in whose output or input it changed, and by how much."""
+    """A position in the flattened batch, the module whose output or input changed there, and by how much."""
 
     path: str
     place: int
@@ -32,14 +32,15 @@ class Change:
 
 
 class TokenWatch:
-    """While it is entered, one number for every token of every module's output, in the order of execution.
+    """While entered, records one number for every token of every module's output, in the order of execution.
 
-    Modules whose outputs don't hold rows of tokens ([rows, length, ...] or [1, rows * length, ...]) are passed over:
-    what stands one behind the other may be sorted, by expert. Inputs of the innermost modules are followed, too:
-    behind a projection of zeros nothing of them would be seen. It holds 8 bytes a token and module at the most.
+    Modules whose outputs don't hold rows of tokens ([rows, length, ...] or [1, rows * length, ...]) are
+    skipped: a flat sequence of tokens may be sorted by expert. The inputs of the innermost modules are
+    recorded, too: behind a projection with zero weights no change would be visible. Takes at most 8 bytes a
+    token and module.
 
     Args:
-        model: What is watched.
+        model: The model to watch.
         rows: Rows of the batch.
         length: Tokens in a row.
     """
@@ -90,22 +91,23 @@ class TokenWatch:
 
 
 def _digest(tensor: Tensor) -> Tensor:
-    """One number a token, [rows * length]."""
+    """One number for each token, [rows * length]."""
     flat = tensor.flatten(0, 1)
     flat = flat.flatten(1) if flat.dim() > 1 else flat[:, None]
     flat = flat[:, :: max(1, flat.size(1) // _FEATURES)]
-    # Weighted, for a normalised output has always the same sum; and not at random, to draw no numbers.
+    # Weighted, because a normalized output always has the same sum; not random, so as to draw no random
+    # numbers.
     weights = torch.cos(torch.arange(1, flat.size(1) + 1, device=flat.device, dtype=torch.float32) * 2.4)
     return flat.detach().float() @ weights
 
 
 def first_change(before: TokenWatch, after: TokenWatch, kept: Tensor, changed: Tensor) -> Change | None:
-    """The first output in which a kept token changed, beyond rounding, else the first input; None without one.
+    """The first output, or else input, in which a kept token changed beyond rounding; None if there is none.
 
     Args:
-        before: What was seen of a batch.
-        after: What was seen of the same batch with other tokens.
-        kept: bool [rows * length], the tokens that stayed and must not notice.
+        before: The record of a batch.
+        after: The record of the same batch with other tokens.
+        kept: bool [rows * length], the tokens that stayed and must not change.
         changed: bool [rows * length], the tokens that were changed.
     """
     tolerance = _COARSE_TOLERANCE if before.coarse else _TOLERANCE

@@ -1,4 +1,4 @@
-"""A small copy of a model of transformers: what it does to documents, the model does, too."""
+"""Makes a small copy (a twin) of a transformers model, which treats packed documents as the model does."""
 
 import copy
 from collections.abc import Iterator
@@ -16,16 +16,17 @@ _TEXT_CONFIGS = ("text_config", "language_config", "llm_config")
 
 
 def twin_of(model: Any) -> Any | None:
-    """A model of the same class with few weights, all of them drawn anew, in float32 on the CPU.
+    """A model of the same class with few weights, all of them drawn at random, in float32 on the CPU.
 
-    Weights that begin as zeros (gates, scales of residuals) are drawn, too: they would hide what depends on them.
+    Weights that are initialized to zero (gates, scales of residuals) are drawn, too: zeros would hide what
+    depends on them.
 
     Args:
-        model: of transformers; its weights may be on any device, sharded or quantized, and need no memory.
+        model: a model of the transformers package; its weights may be on any device, sharded or quantized.
 
     Returns:
-        A copy of the model itself if it is small; else one made of its class and a smaller config; None where its
-        class can't be made from any.
+        A copy of the model itself if it is small, otherwise a model of its class from a smaller config; None
+        if its class can't be built from one.
     """
     generator = torch.Generator().manual_seed(0)
     for made in _made(model):
@@ -43,7 +44,7 @@ def _made(model: Any) -> Iterator[Any]:
     if _is_small_and_plain(model):
         try:
             yield copy.deepcopy(model).float()
-        except Exception:  # whatever else is in it can't be copied: make one of its class
+        except Exception:  # something in it can't be copied: build one from its class
             pass
     for smaller in (_narrow, _shallow):
         config = smaller(model.config)
@@ -66,7 +67,7 @@ def _is_small_and_plain(model: nn.Module) -> bool:
 
 
 def _shallow(config: Any) -> Any:
-    """The config with fewer layers (of each kind some) and a small vocabulary."""
+    """The config with fewer layers (some of each kind) and a small vocabulary."""
     config = _copied(config)
     for part in _parts(config):
         _cut_layers(part)
@@ -76,7 +77,7 @@ def _shallow(config: Any) -> Any:
 
 
 def _narrow(config: Any) -> Any:
-    """The same, with fewer heads of the same size and a narrow MLP."""
+    """The shallow config, with fewer heads of the same size and a narrow MLP."""
     config = _shallow(config)
     for part in _parts(config):
         heads, width = getattr(part, "num_attention_heads", None), getattr(part, "hidden_size", None)
@@ -95,7 +96,7 @@ def _narrow(config: Any) -> Any:
 
 def _copied(config: Any) -> Any:
     config = copy.deepcopy(config)
-    for name in ("quantization_config",):  # its weights are drawn anew
+    for name in ("quantization_config",):  # the twin's weights are drawn at random
         if hasattr(config, name):
             delattr(config, name)
     return config
@@ -109,7 +110,7 @@ def _parts(config: Any) -> list[Any]:
 def _put(config: Any, name: str, value: Any) -> None:
     try:
         setattr(config, name, value)
-    except (AttributeError, NotImplementedError):  # a property of other fields
+    except (AttributeError, NotImplementedError):  # a property computed from other fields
         return
 
 
@@ -127,7 +128,7 @@ def _cut_layers(config: Any) -> None:
         kinds = {str(one) for one in value}
         first = [next(index for index, one in enumerate(value) if str(one) == kind) for kind in kinds]
         kept = max(kept, min(max(first) + 1, _MOST_LAYERS))
-    if not lists:  # kinds may alternate by a rule that isn't in a list
+    if not lists:  # kinds may alternate by a rule that is not in a list
         kept = min(layers, 4)
     _put(config, "num_hidden_layers", kept)
     for name, value in lists.items():
@@ -145,7 +146,7 @@ def _cut_vocabulary(config: Any) -> None:
 
 
 def tokens_for(model: Any, count: int) -> Tensor:
-    """Tokens none of which is special in a model."""
+    """Random tokens, none of which is special in a model."""
     size = model.get_input_embeddings().weight.shape[0]
     special = {
         value

@@ -1,4 +1,4 @@
-"""Is a switched model's output on packed documents that of each document alone? Asked of a small twin of it."""
+"""Verifies on a small twin that a switched model's output on packed documents equals that of each document alone."""
 
 import threading
 import warnings
@@ -13,27 +13,29 @@ from lightning_memkit.attention.twin import tokens_for, twin_of
 
 Switch = Callable[[Any], Callable[[], None]]
 
-# Two rows of 16 without padding; one document of one token.
+# Two rows of 16 tokens without padding; one document has a single token.
 _BOUNDS = (0, 5, 6, 16, 23, 32)
 _ROWS, _LENGTH = 2, 16
 _TOLERANCE = (
-    1e-4  # of the largest value, in float32: rounding is a hundredth of it, a leak a hundred times as much
+    1e-4  # of the largest value, in float32: rounding is a hundredth of this, a leak a hundred times as much
 )
 _REMEDY = 'Give each document its own row: packing="none".'
 
 
 def refuse_what_differs(model: Any, switch: Switch) -> None:
-    """Stop where packed documents would come out otherwise than alone; costs seven forwards of a small copy.
+    """Raise if packed documents give other results than single ones; costs seven forwards of a small copy.
 
-    It runs in a thread: devices, dtypes and modes (fake tensors, autocast) under which the model is built are the
-    caller's own. Nothing is left of it. A warning says where no copy could be made, so that nothing is known.
+    It runs in a thread, because devices, dtypes and modes (fake tensors, autocast) under which the model is
+    built apply to the caller's thread only. It leaves no trace. A warning is given if no copy could be made,
+    so that nothing is known.
 
     Args:
-        model: of transformers, on any device or none; not yet switched.
-        switch: what lets the copy attend within documents.
+        model: a transformers model that is not switched yet, on any device or none.
+        switch: makes the copy attend within documents.
 
     Raises:
-        ValueError: a token's output depends on other documents, on its place in the row, or a row gets one result.
+        ValueError: a token's output depends on other documents or on its position in the row, or a row has
+            one output.
     """
     found: list[Exception | None] = []
     thread = threading.Thread(target=lambda: found.append(_answer(model, switch)), name="memkit-twin")
@@ -56,7 +58,7 @@ def _answer(model: Any, switch: Switch) -> Exception | None:
     torch.set_default_dtype(torch.float32)
     try:
         with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a copy
+            warnings.simplefilter("ignore")  # those of the copy
             return _compared(type(model).__name__, twin_of(model), switch)
     except Exception as error:
         return RuntimeError(f"{type(error).__name__}: {error}")
@@ -82,9 +84,7 @@ def _compared(name: str, twin: Any, switch: Switch) -> Exception | None:
     except ValueError as error:
         return error
     except Exception as error:
-        return ValueError(
-            f"{name} can't be told packed documents: {type(error).__name__}: {error}. {_REMEDY}"
-        )
+        return ValueError(f"{name} fails on packed documents: {type(error).__name__}: {error}. {_REMEDY}")
     packed = _outputs(output, _ROWS, _LENGTH)
     worst, at = 0.0, 0
     for number, (begin, end) in enumerate(pairwise(_BOUNDS)):
@@ -105,7 +105,7 @@ def _compared(name: str, twin: Any, switch: Switch) -> Exception | None:
 
 
 def _outputs(output: Any, rows: int, length: int) -> dict[str, Tensor]:
-    """What has a vector for every token."""
+    """The outputs that have a vector for every token."""
     named: Any = output.items() if isinstance(output, Mapping) else enumerate(output)
     return {
         str(key): value

@@ -1,1 +1,1 @@
-"""Documents to batches: corpora, tokens, packing; plain torch and numpy."""
+"""From documents to batches: corpora, tokens, packing; plain torch and numpy."""

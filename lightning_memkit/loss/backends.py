@@ -1,7 +1,8 @@
-"""Fused linear cross-entropy of other packages, each used only once it was right on a small problem.
+"""Fused linear cross-entropy kernels of other packages; each is used only after it was right on a small problem.
 
-The proof: loss and gradients of one problem, in the dtype, on the device and with the options that are asked for,
-against float64. A kernel may be as wrong as the plain computation in that dtype, and `TOLERANCE` more.
+The proof compares loss and gradients of one problem, in the requested dtype, on the requested device and with
+the requested options, against float64. A kernel may be as far off as the plain computation in that dtype,
+plus `TOLERANCE`.
 """
 
 import warnings
@@ -21,7 +22,8 @@ from lightning_memkit.utilities.errors import MissingPackageError
 Backend = Literal["auto", "memkit", "torch", "liger", "cut_cross_entropy"]
 Kernel = Callable[[Tensor, Tensor, Tensor | None, Tensor, str], Tensor]
 
-# How much further from float64 than the plain computation a kernel may be, relative to the norm of what it computes.
+# How much farther from float64 than the plain computation a kernel may be, relative to the norm of the
+# result.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-3, torch.float16: 2e-4}
 _SUPPORTED = {
     "torch": ("label_smoothing",),
@@ -34,10 +36,10 @@ _PROOF_TOKENS, _PROOF_FEATURES, _PROOF_VOCABULARY = 192, 64, 1000
 def choose(
     backend: Backend, reduction: str, like: Tensor, dtype: torch.dtype, terms: HeadTerms
 ) -> Kernel | None:
-    """The kernel to use on tensors like this one, in this dtype; None: memkit's own.
+    """The kernel to use on tensors like this one, in this dtype; None for memkit's own.
 
     Raises:
-        ValueError: a backend was named that can't do what is asked, or is wrong here.
+        ValueError: the named backend does not support the options, or is wrong here.
         MissingPackageError: its package is absent.
     """
     if backend == "memkit":
@@ -55,7 +57,7 @@ def choose(
 
 @lru_cache
 def _automatic(reduction: str, device: torch.device, dtype: torch.dtype, terms: HeadTerms) -> str | None:
-    """The first kernel that is installed, able and right; one that is wrong is reported, once."""
+    """The first kernel that is installed, supports the options and is right; warns once of one that is wrong."""
     for name in ("cut_cross_entropy", "liger"):
         if _refusal(name, terms) is not None:
             continue
@@ -67,7 +69,7 @@ def _automatic(reduction: str, device: torch.device, dtype: torch.dtype, terms: 
 
 
 def _refusal(name: str, terms: HeadTerms) -> Exception | None:
-    """Why a backend can't be asked at all."""
+    """The error for a backend that can't be used at all, or None."""
     plain = HeadTerms()
     used = [option for option in vars(terms) if getattr(terms, option) != getattr(plain, option)]
     unknown = [option for option in used if option not in _SUPPORTED[name]]
@@ -143,7 +145,7 @@ def _cut_cross_entropy(terms: HeadTerms) -> Kernel:
 def _disproof(
     name: str, reduction: str, device: torch.device, dtype: torch.dtype, terms: HeadTerms
 ) -> str | None:
-    """What is wrong with a kernel's loss or gradients, as a sentence; None: they are right."""
+    """The error in a kernel's loss or gradients, as a sentence; None if they are right."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(_PROOF_TOKENS, _PROOF_FEATURES, generator=generator)
     weight = torch.randn(_PROOF_VOCABULARY, _PROOF_FEATURES, generator=generator) / 8
@@ -154,8 +156,8 @@ def _disproof(
         plain = _evaluated(_plain(terms), given, labels, reduction)
         try:
             found = _evaluated(_kernel(name, terms), given, labels, reduction)
-        except Exception as error:  # whatever a third party's kernel raises: a kernel that fails isn't right
-            if is_out_of_memory(error):  # of this moment: the kernel is proven at the next call
+        except Exception as error:  # whatever a third party's kernel raises: a kernel that fails is not right
+            if is_out_of_memory(error):  # says nothing about the kernel: it is proven at the next call
                 raise
             return f"it failed on a small problem in {dtype} on {device} ({type(error).__name__}: {error})."
     for what, value, usual, true in zip(("loss", "hidden's", "weight's"), found, plain, truth, strict=True):
@@ -170,7 +172,7 @@ def _disproof(
 
 
 def _plain(terms: HeadTerms) -> Kernel:
-    """The computation by its definition."""
+    """The computation by definition, with all logits."""
 
     def kernel(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, reduction: str) -> Tensor:
         logits = F.linear(hidden, weight, bias)
@@ -186,7 +188,7 @@ def _plain(terms: HeadTerms) -> Kernel:
 
 
 def _evaluated(kernel: Kernel, given: Any, labels: Tensor, reduction: str) -> tuple[Tensor, ...]:
-    """Loss and gradients, for a factor other than 1."""
+    """The loss, and the gradients for upstream factors other than 1."""
     hidden, weight = (tensor.detach().clone().requires_grad_() for tensor in given)
     loss = kernel(hidden, weight, None, labels, reduction)
     steps = torch.linspace(0.5, 1.5, loss.numel(), device=loss.device, dtype=loss.dtype).view(loss.shape)

@@ -1,9 +1,10 @@
-"""Loss and gradients of a linear head, chunk by chunk: two small buffers stand for all of the logits.
+"""Loss and gradients of a linear head, chunk by chunk: two small buffers replace the logits.
 
-The logits of some rows at a time give losses, the gradient of the hidden states and, in float32, that of the weight,
-summed in place. In half precision such sums would be rounded once a chunk. There the weight's gradient is computed
-by columns instead: each of its rows at once, from the logits of some of the vocabulary for all tokens, rounded once as
-in the plain computation. That computes the logits a second time, and needs no float32 copy of the gradient.
+The logits of some rows at a time give the losses, the gradient of the hidden states and, in float32, the
+gradient of the weight, accumulated in place. In half precision such sums would be rounded once a chunk. There
+the weight's gradient is computed by columns instead: some of its rows at a time, from the logits of these
+vocabulary entries for all tokens, rounded once as in the plain computation. This computes the logits a second
+time and needs no float32 copy of the gradient.
 """
 
 import math
@@ -20,13 +21,13 @@ _LEAST_COLUMNS = 256  # narrower products leave a processor's matrix units idle
 
 @dataclass(frozen=True, kw_only=True)
 class HeadTerms:
-    """What the loss is made of beside cross-entropy.
+    """The loss terms beside cross-entropy.
 
     Args:
-        label_smoothing: share of the target that is spread over the whole vocabulary, 0 to 1.
+        label_smoothing: fraction of the target that is spread over the whole vocabulary, 0 to 1.
         z_loss: factor of the squared logarithm of the softmax's denominator, added to each token's loss.
-        softcap: logits become `softcap * tanh(logits / softcap)`; None leaves them.
-        scale: logits are multiplied by it first.
+        softcap: logits become `softcap * tanh(logits / softcap)`; None leaves them unchanged.
+        scale: factor of the logits, applied first.
     """
 
     label_smoothing: float = 0.0
@@ -51,15 +52,15 @@ class HeadTerms:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadProblem:
-    """A linear head and its targets, in the dtype that the products are computed in.
+    """A linear head and its targets, in the dtype of the matrix products.
 
     Args:
         hidden: [tokens, features].
         weight: [vocabulary, features].
         bias: [vocabulary], or None.
         labels: int64 [tokens], every one of them in the vocabulary.
-        terms: the loss.
-        chunk_bytes: for the buffers that hold logits; None: a third of the weight in float32, at least 32 MiB.
+        terms: the terms of the loss.
+        chunk_bytes: size of the logit buffers; None: a third of the weight in float32, at least 32 MiB.
     """
 
     hidden: Tensor
@@ -71,17 +72,17 @@ class HeadProblem:
 
     @property
     def tokens(self) -> int:
-        """Rows of the hidden states."""
+        """The number of tokens: rows of the hidden states."""
         return self.hidden.size(0)
 
     @property
     def vocabulary(self) -> int:
-        """Rows of the weight."""
+        """The size of the vocabulary: rows of the weight."""
         return self.weight.size(0)
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """What softmax and loss are computed in: float32, or float64 for float64."""
+        """The dtype of softmax and loss: float32, or float64 for float64."""
         return torch.float32 if self.weight.dtype in _HALF else self.weight.dtype
 
     @property
@@ -96,7 +97,7 @@ class HeadProblem:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadGradients:
-    """Gradients in the problem's dtype; None where none was asked for."""
+    """Gradients in the problem's dtype; None for those that were not asked for."""
 
     hidden: Tensor | None = None
     weight: Tensor | None = None
@@ -104,7 +105,7 @@ class HeadGradients:
 
     @property
     def any(self) -> bool:
-        """Whether there is one to compute."""
+        """Whether any gradient is to be computed."""
         return self.hidden is not None or self.weight is not None or self.bias is not None
 
 
@@ -120,12 +121,12 @@ class Wanted:
 def losses_and_gradients(
     problem: HeadProblem, wanted: Wanted, token_weight: Tensor | float = 1.0
 ) -> tuple[Tensor, HeadGradients]:
-    """Each token's loss, and the gradients of the weighted sum of losses; 3 matrix products, in half precision 4.
+    """Each token's loss, and the gradients of the weighted sum of losses; 3 matrix products, 4 in half precision.
 
     Args:
         problem: the head, its inputs and targets.
-        wanted: the gradients to compute; none: losses only, one product.
-        token_weight: each token's weight in that sum, [tokens], or one number or 0-d tensor for all.
+        wanted: the gradients to compute; if none, only losses are computed, in one product.
+        token_weight: each token's weight in the sum, [tokens], or one number or 0-d tensor for all.
 
     Returns:
         Losses [tokens] in `problem.sum_dtype`, and the gradients.
@@ -147,7 +148,7 @@ def losses_and_gradients(
 def _by_rows(
     problem: HeadProblem, size: int, weights: Tensor, outputs: tuple[Tensor, Tensor], gradients: HeadGradients
 ) -> None:
-    """Losses, logarithms of the softmax's sums, and gradients, from the logits of so many tokens at a time."""
+    """Write losses, logarithms of the softmax's sums, and gradients, from the logits of ``size`` tokens at a time."""
     losses, log_totals = outputs
     terms = problem.terms
     buffers = _Buffers(problem, size * problem.vocabulary)
@@ -174,7 +175,7 @@ def _by_rows(
 def _weight_gradient_by_columns(
     problem: HeadProblem, log_totals: Tensor, weights: Tensor, gradient: Tensor
 ) -> None:
-    """Some rows of the weight's gradient at a time, from the logits of as many columns for all tokens."""
+    """Write the weight's gradient some rows at a time, from these vocabulary entries' logits for all tokens."""
     columns = _even(problem.vocabulary, max(_LEAST_COLUMNS, problem.logits_at_once // problem.tokens))
     buffers = _Buffers(problem, problem.tokens * columns)
     labels = problem.labels[:, None]
@@ -182,7 +183,8 @@ def _weight_gradient_by_columns(
     for block in _slices(problem.vocabulary, columns):
         x, slope = buffers.logits(problem.hidden, block)
         x.sub_(log_totals).exp_()
-        # No list of the labels within the block: its length would have to come from the device first.
+        # A mask instead of a list of the labels within the block, whose length would have to be read from the
+        # device.
         within = (labels >= block.start) & (labels < block.stop)
         _to_gradient(x, problem, factors, weights, (labels - block.start) * within, weights * within)
         if slope is not None:
@@ -191,7 +193,7 @@ def _weight_gradient_by_columns(
 
 
 def _to_exponentials(x: Tensor, labels: Tensor, terms: HeadTerms) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits to exponentials in place; returns losses, logarithms of the softmax's sums, and the sums of x."""
+    """Turn logits into exponentials in place; returns losses, logarithms of the softmax's sums, and the sums of x."""
     highest = x.amax(1, keepdim=True)
     x.sub_(highest)
     expected = x.gather(1, labels)
@@ -200,7 +202,8 @@ def _to_exponentials(x: Tensor, labels: Tensor, terms: HeadTerms) -> tuple[Tenso
         expected = (1 - terms.label_smoothing) * expected + terms.label_smoothing * mean
     x.exp_()
     totals = x.sum(1, keepdim=True)
-    # The logarithm of a sum that holds a 1, less a logit relative to the highest: nothing large cancels.
+    # The logarithm of a sum that contains a 1, minus a logit relative to the highest: no cancellation of
+    # large terms.
     losses = totals.log() - expected
     log_totals = totals.log() + highest
     if terms.z_loss:
@@ -209,14 +212,14 @@ def _to_exponentials(x: Tensor, labels: Tensor, terms: HeadTerms) -> tuple[Tenso
 
 
 def _factors(weights: Tensor, log_totals: Tensor, terms: HeadTerms) -> Tensor:
-    """What a token's probabilities are multiplied by in the gradient of its logits."""
+    """The factor of a token's probabilities in the gradient of its logits."""
     return weights * (1 + 2 * terms.z_loss * log_totals) if terms.z_loss else weights
 
 
 def _to_gradient(
     x: Tensor, problem: HeadProblem, factors: Tensor, weights: Tensor, targets: Tensor, target_weights: Tensor
 ) -> None:
-    """Exponentials to the gradient of the (capped) logits, in place; all else is [rows, 1]."""
+    """Turn exponentials into the gradient of the (capped) logits, in place; all other tensors are [rows, 1]."""
     smoothing = problem.terms.label_smoothing
     x.mul_(factors)
     if smoothing:
@@ -225,7 +228,7 @@ def _to_gradient(
 
 
 class _Buffers:
-    """Memory for a chunk of logits, used by every chunk of a pass."""
+    """Memory for a chunk of logits, reused by every chunk of a pass."""
 
     def __init__(self, problem: HeadProblem, logits: int) -> None:
         self._problem = problem
@@ -235,7 +238,7 @@ class _Buffers:
         self._slope = None if problem.terms.softcap is None else torch.empty_like(self._full)
 
     def logits(self, hidden: Tensor, columns: slice) -> tuple[Tensor, Tensor | None]:
-        """Logits of some rows and columns, scaled and capped, and the cap's derivative; both in the buffers."""
+        """Logits of some rows and columns, scaled and capped, and the cap's derivative; both lie in the buffers."""
         problem = self._problem
         weight = problem.weight[columns]
         shape = (hidden.size(0), weight.size(0))
@@ -256,7 +259,7 @@ class _Buffers:
         return full.mul_(problem.terms.softcap), slope
 
     def lowered(self, x: Tensor) -> Tensor:
-        """The values in the dtype that products are computed in."""
+        """The values in the dtype of the matrix products."""
         return x if self._low is None else _view(self._low, x.shape).copy_(x)
 
 
@@ -271,7 +274,7 @@ def _allocated(problem: HeadProblem, wanted: Wanted) -> HeadGradients:
 
 
 def _column(values: Tensor | float, like: Tensor) -> Tensor:
-    """Values of each token, or of all of them, as [tokens, 1]."""
+    """The values, one per token or one for all, as [tokens, 1]."""
     values = torch.as_tensor(values, dtype=like.dtype, device=like.device)
     return values[:, None] if values.ndim else values.expand_as(like)
 
@@ -281,7 +284,7 @@ def _view(buffer: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _even(total: int, most: int) -> int:
-    """The size of the fewest parts of at most `most`, as even as possible; at least 1."""
+    """The size of the fewest chunks of at most ``most`` that cover ``total``, as even as possible; at least 1."""
     parts = math.ceil(total / max(1, most))
     return max(1, math.ceil(total / max(1, parts)))
 

@@ -1,7 +1,7 @@
-"""Cross-entropy of a linear head straight from hidden states: the logits never exist as a whole.
+"""Cross-entropy of a linear head directly from hidden states: the logits never exist as a whole.
 
-One front door; `chunks` holds the arithmetic, `head_function` what autograd is told of it, `backends` the kernels of
-other packages.
+This is the entry; `chunks` does the arithmetic, `head_function` defines the autograd function, `backends`
+wraps the kernels of other packages.
 """
 
 from typing import Any, Literal, get_args
@@ -39,43 +39,44 @@ def linear_cross_entropy(
 ) -> Tensor:
     """The loss of `cross_entropy(linear(hidden, weight, bias).float(), labels)` without the logits in memory.
 
-    Gradients are computed in the same pass, chunk by chunk, and wait for backward. The price: in bfloat16 the
-    logits are computed twice (4 matrix products for 3), as they are in float32 where backward runs again
-    (`retain_graph=True`), for `reduction="none"` and in float16, whose gradients wait for backward. Ignored
-    tokens take part in no product. Without gradients (`no_grad`) it computes the losses only. A second
+    Gradients are computed in the forward pass, chunk by chunk, and saved for backward. The price: bfloat16
+    computes the logits twice (4 matrix products instead of 3). Float32 does so only if backward runs a second
+    time (`retain_graph=True`). `reduction="none"` and float16 do so, too, because they compute gradients in
+    backward. Ignored tokens take part in no product. Under `no_grad` only the losses are computed. A second
     derivative is refused.
 
     Args:
         hidden: [..., features].
-        weight: [vocabulary, features], like `nn.Linear`'s. Frozen, its gradient is not computed.
+        weight: [vocabulary, features], like `nn.Linear`'s. If it is frozen, its gradient is not computed.
         labels: int64 [...]: the class of each token, or `ignore_index`.
         bias: [vocabulary].
         reduction: `"mean"` over the labels that count, `"sum"`, or `"none"`: one loss a token, like `labels`.
-        count: for `"mean"`: divide by this instead of by the number of labels that count here, such as the
-            number in all parts of a batch; then the parts' losses add up to the whole's.
-        shift: token t is judged by label t + 1 along the last dimension, as causal language models do; the last
-            token of a row has none.
+        count: for `"mean"`: divide by this instead of by the number of labels that count here, such as by the
+            number in all micro-batches of a batch; then the micro-batches' losses add up to the batch's.
+        shift: compare token t with label t + 1 along the last dimension, as causal language models do; the
+            last token of a row has no label.
         ignore_index: the label of tokens that don't count.
-        label_smoothing: share of the target that is spread over the vocabulary.
+        label_smoothing: fraction of the target that is spread over the vocabulary.
         z_loss: adds this times the squared logarithm of the softmax's denominator to each token's loss
             (Chowdhery et al. 2022, arXiv:2204.02311; there 1e-4).
         softcap: bounds logits as `softcap * tanh(logits / softcap)` (Gemma Team 2024, arXiv:2408.00118).
         scale: multiplies the logits, before the cap.
-        backend: `"memkit"` runs everywhere. `"torch"` (2.13's own), `"liger"` and `"cut_cross_entropy"` are used
-            once they have been right on a small problem on this device; one that is named is used or refused.
-            `"auto"`: on CUDA the first of cut_cross_entropy and liger that is installed and right, else memkit.
-        chunk_bytes: what the buffers of logits may hold, such as `"64MiB"`; None: a third of what the weight takes
-            in float32, at least 32 MiB. For `"memkit"` only.
+        backend: `"memkit"` runs everywhere. `"torch"` (2.13's own), `"liger"` and `"cut_cross_entropy"` are
+            first tested on a small problem on this device; one that is named is used, or refused with an
+            error. `"auto"` takes, on CUDA, the first of cut_cross_entropy and liger that is installed and
+            right, else memkit.
+        chunk_bytes: size of the logit buffers, such as `"64MiB"`; None: a third of the weight's size in
+            float32, at least 32 MiB. For `"memkit"` only.
 
     Returns:
-        The loss in float32 (float64 for float64); nan for the mean of no labels, as torch's.
+        The loss in float32 (float64 for float64); NaN for the mean over no labels, as in torch.
 
     Raises:
         ValueError: shapes, dtypes or options don't fit; a tensor is sharded; the backend is wrong here.
         IndexError: a label lies outside the vocabulary.
         MissingPackageError: the backend's package is absent.
 
-    Source: chunks with gradients in the forward pass: Hsu et al. 2024, arXiv:2410.10989.
+    Source: chunks with gradients in the forward pass, Hsu et al. 2024, arXiv:2410.10989.
     """
     terms = HeadTerms(label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, scale=scale)
     _check(hidden, weight, labels, bias)
@@ -123,9 +124,9 @@ def _shifted(labels: Tensor, ignore_index: int) -> Tensor:
 
 
 def _counted_rows(labels: Tensor, ignore_index: int, vocabulary: int) -> Tensor | None:
-    """Where the labels count; None: everywhere. Waits for the device once."""
+    """The rows whose labels count; None if all do. Synchronizes with the device once."""
     if isinstance(labels, FakeTensor) or labels.is_meta:
-        return None  # they have no values: all tokens count, which takes the most memory
+        return None  # no values to read: assume that all tokens count, which takes the most memory
     rows = (labels != ignore_index).nonzero().squeeze(1)
     kept = labels[rows]
     if kept.numel():
@@ -139,7 +140,7 @@ def _counted_rows(labels: Tensor, ignore_index: int, vocabulary: int) -> Tensor 
 
 
 def _product_dtype(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype:
-    """Autocast's dtype where it is on, as for `F.linear`; else the one that all tensors have."""
+    """Autocast's dtype if it is enabled, as for `F.linear`; otherwise the dtype that all tensors share."""
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind) and torch.float64 not in (hidden.dtype, weight.dtype):
         return torch.get_autocast_dtype(kind)
@@ -158,8 +159,8 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) 
     for name, tensor in (("hidden", hidden), ("weight", weight), ("labels", labels), ("bias", bias)):
         if tensor is not None and is_traceable_wrapper_subclass(tensor):
             raise ValueError(
-                f"{name} is a {type(tensor).__name__}, which chunks can't be cut from; pass plain tensors. With FSDP2 "
-                "leave the head in the root's group (no fully_shard of its own), or shard it with "
+                f"{name} is a {type(tensor).__name__}, which can't be split into chunks; pass plain tensors. With "
+                "FSDP2 leave the head in the root's group (no fully_shard of its own), or shard it with "
                 "reshard_after_forward=False and call it in the forward; with tensor parallelism gather it first: "
                 f"{name}.full_tensor()."
             )
@@ -199,7 +200,7 @@ def _check_options(reduction: str, count: Any, backend: str) -> None:
     wrong = count.numel() != 1 if isinstance(count, Tensor) else count is not None and not count > 0
     if wrong:
         raise ValueError(
-            f"count={count} divides no loss: it is one number above 0, of the labels in all parts of the batch."
+            f"count={count} divides no loss: it is one number above 0, of the labels in all micro-batches."
         )
     if backend not in get_args(Backend):
         raise ValueError(f"backend={backend!r} is unknown; choose one of {get_args(Backend)}.")

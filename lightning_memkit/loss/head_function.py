@@ -1,4 +1,4 @@
-"""The autograd function of a linear head's loss: gradients are computed in forward, and wait for backward's factor."""
+"""The autograd function of a linear head's loss: forward computes the gradients, backward scales them."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +18,7 @@ from lightning_memkit.loss.chunks import (
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkPlan:
-    """What forward and backward are told beside tensors."""
+    """The inputs of forward and backward that are not tensors."""
 
     terms: HeadTerms
     dtype: torch.dtype
@@ -28,12 +28,12 @@ class ChunkPlan:
 
     @property
     def waits(self) -> bool:
-        """Whether gradients need backward's factor first: one a token, or one that keeps float16 from underflow."""
+        """Whether gradients need backward's factor first: one a token, or one that prevents float16 underflow."""
         return self.by_token or self.dtype is torch.float16
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """Gradients are computed in forward for a factor of 1 and multiplied in backward, once."""
+    """Computes gradients in forward for a factor of 1, and multiplies them in backward, once."""
 
     @staticmethod
     def forward(
@@ -46,7 +46,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         divisor: Tensor | float,
         plan: ChunkPlan,
     ) -> Tensor:
-        """The loss of the tokens that count; gradients too, unless they wait for backward's factor."""
+        """The loss of the tokens that count; also computes gradients, unless they need backward's factor."""
         ctx.plan, ctx.divisor = plan, divisor
         ctx.save_for_backward(hidden, weight, bias, labels, rows)
         ctx.gradients = None
@@ -60,7 +60,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients times the loss's own; they are computed here if they waited, or were given away before."""
+        """The gradients times the loss's own; computed here if forward did not or an earlier backward used them."""
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "linear_cross_entropy has no second derivative, and create_graph=True asks for one; compute this "
@@ -68,7 +68,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             )
         (factor,) = outputs
         gradients, ctx.gradients = ctx.gradients, None
-        if gradients is None:  # not computed yet, or given away by an earlier backward
+        if gradients is None:  # not computed in forward, or used up by an earlier backward
             share = factor / ctx.divisor if ctx.saved_tensors[3].numel() else 0.0
             _, gradients = _run(ctx, _wanted(ctx), share, ctx.saved_tensors)
             factor = None
@@ -81,7 +81,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 def _run(
     ctx: Any, wanted: Wanted, share: Tensor | float, tensors: tuple[Any, ...]
 ) -> tuple[Tensor, HeadGradients]:
-    """Losses and gradients of the tokens that count; the hidden states' gradient has a row for all tokens."""
+    """Losses and gradients of the tokens that count; the hidden states' gradient has a row for every token."""
     hidden, weight, bias, labels, rows = tensors
     plan: ChunkPlan = ctx.plan
     ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
@@ -102,7 +102,7 @@ def _run(
 
 
 def _reciprocal(divisor: Tensor | float, dtype: torch.dtype) -> Tensor | float:
-    """One over a count; torch would give that of an integer tensor in float32, also where all else is float64."""
+    """One over a count; for an integer tensor torch would compute it in float32, even where all else is float64."""
     if isinstance(divisor, Tensor):
         divisor = divisor.to(torch.float64 if dtype is torch.float64 else torch.float32)
     return 1 / divisor
@@ -124,5 +124,6 @@ def _scaled(gradient: Tensor | None, dtype: torch.dtype, factor: Tensor | None) 
     if known and not torch.compiler.is_compiling():
         value = float(factor)
         return gradient if value == 1 else gradient.mul_(value)
-    # One element with dimensions, so that half precision is multiplied in float32 without asking the device.
+    # A one-element tensor with dimensions, not a scalar: half precision is multiplied in float32, without
+    # synchronizing.
     return torch.mul(gradient, factor.view([1] * gradient.ndim), out=gradient)

@@ -1,4 +1,4 @@
-"""Logits that are computed only if somebody looks at them: `F.cross_entropy` takes the hidden states behind them."""
+"""Logits that are computed only when something reads them; `F.cross_entropy` uses the hidden states instead."""
 
 import math
 from collections.abc import Callable
@@ -25,23 +25,23 @@ _FACTS = frozenset(
         "register_hook", "is_inference", "untyped_storage",
     }
 )  # fmt: skip
-_VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})  # properties that hold numbers
+_VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})  # properties that return values
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogitsRecipe:
-    """How lazy logits come about.
+    """How to compute lazy logits.
 
     Args:
         head: the linear layer.
-        hidden: its input, in the rows that are left.
-        compute: gives the whole logits, as the layer itself would and with all that was done to them since.
-        inner: what they are multiplied by before a tanh, or at all.
-        outer: what the tanh is multiplied by; None: no tanh.
-        classes_second: dimensions 1 and 2 are swapped, as `F.cross_entropy` wants it for sequences.
-        detached: no gradient goes back to the head.
-        backend: of `linear_cross_entropy`.
-        report: is told the operation for which logits were computed after all.
+        hidden: its input, in the rows that are left after slicing.
+        compute: computes the whole logits as the layer would, with all recorded operations applied.
+        inner: the factor of the logits before a tanh, or at all.
+        outer: the factor of the tanh; None: no tanh.
+        classes_second: dimensions 1 and 2 are swapped, as `F.cross_entropy` expects it for sequences.
+        detached: no gradient flows back to the head.
+        backend: that of `linear_cross_entropy`.
+        report: called with the operation that forced the logits to be computed.
     """
 
     head: nn.Module
@@ -55,9 +55,9 @@ class LogitsRecipe:
     report: Callable[[str, Tensor], None] = lambda name, logits: None
 
     def loss(self, labels: Tensor, **options: Any) -> Tensor:
-        """The cross-entropy, straight from the hidden states."""
+        """The cross-entropy, computed directly from the hidden states."""
         head: Any = self.head
-        # outer * tanh(inner * x) is a cap of `outer` over logits that are scaled by inner * outer.
+        # outer * tanh(inner * x) caps logits scaled by inner * outer at `outer`.
         scale = self.inner if self.outer is None else self.inner * self.outer
         options |= {"scale": scale, "softcap": self.outer, "backend": self.backend}
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.detached):
@@ -67,8 +67,9 @@ class LogitsRecipe:
 class LazyLogits(Tensor):
     """A tensor without storage that stands for the output of a linear head.
 
-    Slices of rows, reshapes, casts, a scale and a soft cap are noted; `F.cross_entropy` with class indices becomes
-    `linear_cross_entropy`; anything else computes the logits, once, as if they had been there all along.
+    Slices of rows, reshapes, casts, a scale and a soft cap are recorded; `F.cross_entropy` with class indices
+    becomes `linear_cross_entropy`; any other operation computes the logits, once, as if they had always
+    existed.
     """
 
     _recipe: LogitsRecipe
@@ -76,7 +77,7 @@ class LazyLogits(Tensor):
 
     @staticmethod
     def __new__(cls, recipe: LogitsRecipe, shape: torch.Size, dtype: torch.dtype) -> "LazyLogits":
-        """A tensor of this shape that holds nothing but the recipe."""
+        """A tensor of this shape that holds only the recipe."""
         weight: Any = recipe.head.weight
         differentiable = torch.is_grad_enabled() and (recipe.hidden.requires_grad or weight.requires_grad)
         differentiable = differentiable and not recipe.detached
@@ -86,7 +87,7 @@ class LazyLogits(Tensor):
             dtype=dtype,
             device=recipe.hidden.device,
             requires_grad=differentiable,
-            storage_size=0,  # or every count of bytes would take it for the logits
+            storage_size=0,  # otherwise every byte count would include the logits
         )
         made._recipe, made._value = recipe, None
         if differentiable:
@@ -121,7 +122,7 @@ class LazyLogits(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.detach.default:  # autograd makes one for a hook or a saved tensor
+        if func is torch.ops.aten.detach.default:  # autograd detaches for a hook or a saved tensor
             return args[0]
         name = str(func)
         return func(*_computed(args, name), **_computed(kwargs or {}, name))
@@ -134,14 +135,14 @@ def lazy_linear(
     backend: Backend,
     report: Callable[[str, Tensor], None],
 ) -> LazyLogits:
-    """What a linear head gives for hidden states, not computed yet.
+    """The output of a linear head for hidden states, not computed yet.
 
     Args:
         head: the layer, with `weight` [vocabulary, features] and `bias`.
         plain: its own forward.
         hidden: [..., features].
-        backend: of `linear_cross_entropy`.
-        report: is told the name of an operation that made the logits be computed after all, and the logits.
+        backend: that of `linear_cross_entropy`.
+        report: called with the name of an operation that forced the logits to be computed, and the logits.
     """
     kind = hidden.device.type
     cast, cast_dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
@@ -175,7 +176,7 @@ def _loss(
     reduction: Any = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """`F.cross_entropy` by the hidden states; None where they can't answer."""
+    """`F.cross_entropy` from the hidden states; None if they are not enough for the given options."""
     recipe = logits._recipe
     plain = weight is None and size_average is None and reduce is None
     rows = recipe.hidden.shape[:-1]
@@ -191,7 +192,7 @@ def _loss(
 def _noted(
     logits: LazyLogits, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> LazyLogits | None:
-    """The lazy result of an operation on lazy logits; None for one that can't be put off."""
+    """The lazy result of an operation on lazy logits; None if the operation can't be deferred."""
     recipe, dtype, shape = logits._recipe, logits.dtype, logits.shape
     others = args[1:]
     if name == "__getitem__":
@@ -202,7 +203,7 @@ def _noted(
     elif name in _SAME_ROWS or name in _CASTS or name in _TRANSPOSITIONS:
         if any(isinstance(value, Tensor) for value in (*others, *kwargs.values())):
             return None
-        with unmetered():  # a meter counts what "meta" would take
+        with unmetered():  # a meter would count the "meta" tensor
             like = func(torch.empty(shape, dtype=dtype, device="meta"), *others, **kwargs)
         if name in _TRANSPOSITIONS:
             if logits.ndim != 3 or like.shape != (shape[0], shape[2], shape[1]):
@@ -245,13 +246,13 @@ def _noted(
 
 
 def _stays(like: Tensor, others: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> bool:
-    """Whether a cast names no other device."""
+    """Whether a cast stays on the device."""
     named = [value for value in (*others, *kwargs.values()) if isinstance(value, (str, torch.device))]
     return all(torch.device(value) == device for value in named)
 
 
 def _leaves_classes(index: Any, dimensions: int) -> bool:
-    """Whether an index takes the last dimension whole."""
+    """Whether an index keeps the last dimension whole."""
     items = list(index) if isinstance(index, tuple) else [index]
     if any(isinstance(item, (list, LazyLogits)) for item in items):
         return False
@@ -269,11 +270,11 @@ def _dimensions(item: Any) -> int:
 
 
 def _computed(item: Any, name: str) -> Any:
-    """The same arguments with real logits."""
+    """The same arguments with the computed logits."""
     if isinstance(item, LazyLogits):
         only_read = item.requires_grad and not torch.is_grad_enabled() and not name.endswith("_")
         if item._value is None and only_read:
-            return item._recipe.compute()  # without a graph, and not kept
+            return item._recipe.compute()  # without a graph, so not kept for later operations
         if item._value is None:
             item._value = item._recipe.compute()
             item._recipe.report(name, item._value)

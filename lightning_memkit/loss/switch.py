@@ -1,4 +1,4 @@
-"""Replace a model's logits by lazy ones, so that its own loss is computed in chunks; the undo puts them back."""
+"""Replaces a model's logits by lazy ones, so that its own loss is computed in chunks; returns an undo."""
 
 import functools
 import inspect
@@ -24,14 +24,14 @@ _REMEDY = "call linear_cross_entropy(hidden, weight, labels) in training_step in
 
 @dataclass(slots=True)
 class _Switch:
-    """Shared by what one call has patched: on or off, how many forwards with labels run, and what was said."""
+    """State shared by the patches of one call: on or off, running forwards with labels, warnings given."""
 
     on: bool = True
     with_labels: int = 0
     said: set[str] = field(default_factory=set)
 
     def report(self, head: str, operation: str, logits: Tensor) -> None:
-        """Say once an operation that the logits of a training step were computed after all."""
+        """Warn once per operation that the logits of a training step were computed in full."""
         if logits.requires_grad and operation not in self.said:
             self.said.add(operation)
             warnings.warn(
@@ -48,22 +48,23 @@ def use_chunked_loss(
 ) -> Callable[[], None]:
     """Compute a model's own loss without its logits in memory; costs what `linear_cross_entropy` does.
 
-    In models of the transformers package the output head gives lazy logits in each forward that gets `labels`;
-    forwards without labels, generation among them, don't change. The model's own loss function runs on them: its
-    shift, ignored labels, soft cap, scale, `num_items_in_batch` and auxiliary losses stay. The loss is computed in
-    float32 throughout. `outputs.logits` is computed if somebody reads it.
+    In models of the transformers package the output head returns lazy logits in each forward that gets
+    `labels`; forwards without labels, including generation, don't change. The model's own loss function runs
+    on the lazy logits: its shift, ignored labels, soft cap, scale, `num_items_in_batch` and auxiliary losses
+    stay. The loss is computed in float32 throughout. `outputs.logits` is computed if it is read.
 
     Args:
         module: a model, or any module that holds one.
         heads: globs over module names (`head`, `decoder.*.out`) of `nn.Linear` layers whose output goes to
-            `F.cross_entropy`, in place of the heads of transformers models. They are lazy in every forward.
-        backend: of `linear_cross_entropy`.
+            `F.cross_entropy`, used instead of the heads of transformers models. They are lazy in every
+            forward.
+        backend: that of `linear_cross_entropy`.
 
     Returns:
-        The undo: a function that puts the forwards back.
+        The undo: a function that restores the forwards.
 
     Raises:
-        ValueError: no head was found, one is no plain `nn.Linear`, is patched already, or its model is compiled.
+        ValueError: no head was found, or one is not a plain `nn.Linear`, is patched already, or is compiled.
     """
     refuse_options(heads, backend)
     models = list(_models(module)) if heads is None else []
@@ -76,7 +77,7 @@ def use_chunked_loss(
     patched += [_patch_model(model, switch) for _, model in models]
 
     def undo() -> None:
-        switch.on = False  # where a foreign patch lies on top of ours, ours only passes through from now on
+        switch.on = False  # if another patch lies over ours, ours only passes calls through from now on
         for put_back in patched:
             put_back()
 
@@ -84,7 +85,7 @@ def use_chunked_loss(
 
 
 def refuse_options(heads: Any, backend: Any) -> None:
-    """Raise for what no model could make right."""
+    """Raise for options that are wrong for every model."""
     if isinstance(heads, str):
         raise ValueError(f"heads={heads!r} is one string; write heads=[{heads!r}].")
     if backend not in get_args(Backend):
@@ -92,7 +93,7 @@ def refuse_options(heads: Any, backend: Any) -> None:
 
 
 def _models(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Models of the transformers package with a head, whose forward takes labels."""
+    """Models of the transformers package that have a head and whose forward takes labels."""
     for name, inner in module.named_modules():
         is_model = any(base.__name__ == "PreTrainedModel" for base in type(inner).__mro__)
         if is_model and "labels" in inspect.signature(type(inner).forward).parameters:
@@ -116,7 +117,7 @@ def _heads_of(models: list[tuple[str, Any]]) -> dict[str, nn.Module]:
 
 
 def _trainable_copies(head: Any) -> list[nn.Module]:
-    """PEFT keeps a trained head beside the original."""
+    """The head, and its copies that PEFT trains beside the original."""
     if type(head).__name__ != "ModulesToSaveWrapper":
         return [head]
     return [head.original_module, *head.modules_to_save.values()]
@@ -156,7 +157,7 @@ def _refuse(name: str, head: nn.Module) -> None:
         raise ValueError(f"{name} is a {type(head).__name__}, no plain nn.Linear: {_REMEDY}.")
     if is_traceable_wrapper_subclass(weight) and type(weight).__name__ != "DTensor":
         raise ValueError(
-            f"The weight of {name} is a {type(weight).__name__}: chunks can't be cut from it; leave the head out of "
+            f"The weight of {name} is a {type(weight).__name__}: it can't be split into chunks; leave the head out of "
             "quantisation."
         )
 

@@ -1,8 +1,8 @@
-"""Which parameters low-bit optimizer states harm: embeddings, by class, name or tie.
+"""Finds the parameters that low-bit optimizer states harm: embeddings, by class, name or tie.
 
-Low-bit states share one scale among a block of values. In an embedding a block holds rows that are used all
-the time beside rows that are hardly ever used, whose second moment then rounds to nothing while the first
-does not: the next step of such a row is as large as the learning rate over epsilon.
+Low-bit states share one scale within a block of values. An embedding's block mixes rows that are used in
+every step with rows that are hardly ever used. The second moment of a rare row then rounds to zero while its
+first moment does not, so that row's next step is as large as the learning rate over epsilon.
 """
 
 import re
@@ -19,9 +19,9 @@ _EMBEDDING_NAME = re.compile(
 def at_risk(module: nn.Module) -> dict[Parameter, str]:
     """The parameters whose 8-bit states can go wrong, with their names.
 
-    These are the weights of `nn.Embedding`, `nn.EmbeddingBag` and of every class called an embedding, what is
-    tied to them, and parameters outside torch's own layers that are named as one: ``wte``, ``pos_emb``,
-    ``cls_token``, ``relative_position_bias_table``, ``codebook``.
+    These are the weights of `nn.Embedding`, `nn.EmbeddingBag` and every class with "embedding" in its name,
+    the parameters tied to them, and parameters outside torch's own layers whose names say so: ``wte``,
+    ``pos_emb``, ``cls_token``, ``relative_position_bias_table``, ``codebook``.
     """
     found: dict[Parameter, str] = {}
     for path, owner in module.named_modules():

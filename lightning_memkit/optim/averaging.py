@@ -1,8 +1,8 @@
-"""Averages of weights (EMA, SWA) in float32 from the float32 weights that are trained: 4 bytes a value.
+"""Averages of weights (EMA, SWA) in float32, taken of the float32 weights that are trained: 4 bytes a value.
 
-An average in bfloat16 stands still: with decay 0.999 a step moves it by a thousandth of a difference, less than
-half of bfloat16's grain. And averaging the bfloat16 weights would leave out their low halves. So the average is
-float32, and what goes into it is weight and low half together.
+An average in bfloat16 stands still: with decay 0.999 a step moves it by a thousandth of a difference, less
+than half of bfloat16's spacing. Averaging only the bfloat16 weights would leave out their low halves. So the
+average is float32, and each update adds the float32 weight: bfloat16 weight and low half joined.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,11 +21,11 @@ Average = Callable[[Tensor, Tensor], object]  # moves its first argument, in pla
 Optimizers = Optimizer | Iterable[Optimizer]
 Wide = Callable[
     [Tensor, Mapping[str, Any]], Tensor
-]  # the float32 weight, of a weight and its optimizer state
+]  # finds the float32 weight from a weight and its optimizer state
 
 
 def widen_average(average: nn.Module) -> None:
-    """Make the bfloat16 parameters and buffers of a copy float32, in place; it is to average, not to compute."""
+    """Cast the bfloat16 parameters and buffers of an average to float32, in place; it is never run forward."""
     for module in average.modules():
         for parameter in module._parameters.values():
             if parameter is not None and parameter.dtype == torch.bfloat16:
@@ -45,7 +45,7 @@ def update_average(
             tensor at a time.
         model: the module that is trained.
         optimizers: its optimizers, compensated or not.
-        wide: finds the float32 weight; where ranks share out the states, it asks the one that has them.
+        wide: finds the float32 weight; where the states are sharded, it fetches it from the rank that has it.
     """
     average = _copy if averaged.n_averaged == 0 else _average_of(averaged)
     average_parameters(averaged.module, model, optimizers, average, wide)
@@ -65,7 +65,7 @@ def average_parameters(
     average: Average,
     wide: Wide = float32_weight,
 ) -> None:
-    """Call ``average(old, new)`` for each averaged parameter and the float32 weight that is trained."""
+    """Call ``average(old, new)`` for each averaged parameter, with the float32 weight that is trained as ``new``."""
     states = _states_of(optimizers)
     for old, current in zip(averaged.parameters(), model.parameters(), strict=True):
         new = current.detach()
@@ -78,7 +78,7 @@ def average_parameters(
 def load_average(
     averaged: nn.Module, model: nn.Module, optimizers: Optimizers, *, buffers: bool = True
 ) -> None:
-    """Give a model the parameters, and where asked for the buffers, of an average; low halves included."""
+    """Write an average's parameters (and, by default, buffers) into a model, with their low halves."""
     states = _states_of(optimizers)
     for value, current in _pairs(averaged, model, buffers=buffers):
         if current.dtype == torch.bfloat16:
@@ -88,10 +88,10 @@ def load_average(
 
 
 class Loan:
-    """Lends a model the weights of its average and gives its own back, bit for bit; 2 bytes a value meanwhile.
+    """Lends a model the weights of its average and restores its own bit for bit; 2 bytes a value while lent.
 
-    Meanwhile the low halves are out of the optimizers' states, so that nothing joins them with weights they
-    don't belong to.
+    While the average is lent, the low halves are taken out of the optimizers' states, so that nothing joins
+    them with weights that they do not belong to.
     """
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class Loan:
 
     @torch.no_grad()
     def swap(self, averaged: nn.Module, model: nn.Module, optimizers: Optimizers) -> None:
-        """Lend the average; take it back where it is lent."""
+        """Lend the average, or take it back if it is lent."""
         if self._own is None:
             self._own = [current.detach().clone() for _, current in _pairs(averaged, model)]
             for state in _states_of(optimizers).values():

@@ -1,7 +1,8 @@
-"""Walk tensors in pieces that fit a CPU cache; on other devices each tensor is one piece.
+"""Walks tensors in chunks that fit a CPU cache; on other devices each tensor is one chunk.
 
-The elementwise passes of this package are bound by memory. On a CPU, ten passes over a piece that stays in
-the cache cost about as much as one pass over the whole tensor; temporaries are bounded by the piece, too.
+The elementwise passes of this package are bound by memory bandwidth. On a CPU, ten passes over a chunk that
+stays in the cache cost about as much as one pass over the whole tensor; the chunk also bounds the
+temporaries.
 """
 
 import math
@@ -13,28 +14,33 @@ import torch
 from torch import Tensor
 
 BLOCK_ELEMENTS = 1 << 16
-FIRST_ELEMENT = "_memkit_first_element"  # of a slice shown as a parameter: where it begins in the whole one
+# Attribute of a slice that stands for a parameter: its offset in the whole.
+FIRST_ELEMENT = "_memkit_first_element"
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor, of which this process holds a part."""
+    """Whether a tensor is a DTensor, of which this process holds one shard."""
     return hasattr(tensor, "to_local")
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor: the shard of a DTensor, the tensor itself otherwise."""
+    """The tensor that this process holds: the shard of a DTensor, the tensor itself otherwise."""
     to_local = getattr(tensor, "to_local", None)
     return tensor.detach() if to_local is None else to_local().detach()
 
 
 def shards(tensors: Sequence[Any]) -> list[Tensor]:
-    """`local_part` of each of many DTensors where autograd is off; what `to_local` would wrap is left as it is."""
+    """`local_part` of many DTensors at once, while autograd is off.
+
+    Reads `_local_tensor` to skip the autograd wrapping of `to_local`, except where a shard is a tensor
+    subclass.
+    """
     parts = [tensor._local_tensor for tensor in tensors]
     return parts if all(type(part) is Tensor for part in parts) else [tensor.to_local() for tensor in tensors]
 
 
 def first_element(tensor: Tensor) -> int:
-    """Where a shard or a slice begins in the whole tensor, in elements; 0 for one that isn't sharded by its rows."""
+    """The offset of a shard or slice in the whole tensor, in elements; 0 if it is not sharded by rows."""
     if hasattr(tensor, FIRST_ELEMENT):
         return getattr(tensor, FIRST_ELEMENT)
     sharded: Any = tensor
@@ -42,7 +48,7 @@ def first_element(tensor: Tensor) -> int:
     if not any(placement.is_shard() for placement in placements):
         return 0
     if not all(placement.is_replicate() or placement.is_shard(0) for placement in placements):
-        return 0  # such a shard is no run of elements
+        return 0  # this shard is not one contiguous run of elements
     return _first_row(tensor.shape, sharded.device_mesh, placements) * math.prod(tensor.shape[1:])
 
 
@@ -54,16 +60,16 @@ def _first_row(shape: torch.Size, mesh: Any, placements: tuple[Any, ...]) -> int
 
 
 def surely_finite(tensor: Tensor) -> bool:
-    """Whether a cheap look says that a tensor holds neither NaN nor infinity; False where looking is not cheap.
+    """Whether a cheap test shows that a tensor holds neither NaN nor infinity; False where no cheap test exists.
 
-    One NaN or infinity makes the sum one, and on a CPU a sum costs a tenth of `isnan` and its mask. On other
-    devices asking would wait for the device.
+    A single NaN or infinity makes the sum NaN or infinite. On a CPU the sum costs a tenth of `isnan` with its
+    mask; on other devices reading the result would synchronize.
     """
     return tensor.device.type == "cpu" and math.isfinite(tensor.sum().item())
 
 
 def flat_views(*tensors: Tensor) -> tuple[Tensor, ...] | None:
-    """One-dimensional views in storage order, or None where the tensors have gaps or unlike strides."""
+    """One-dimensional views in storage order; None if the tensors have gaps or different strides."""
     first = tensors[0]
     if all(tensor.is_contiguous() for tensor in tensors):
         return tuple(tensor.detach().view(-1) for tensor in tensors)
@@ -76,7 +82,7 @@ def flat_views(*tensors: Tensor) -> tuple[Tensor, ...] | None:
 
 
 def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Matching pieces of equally shaped tensors, in storage order; writing to a piece writes to its tensor."""
+    """Yield matching chunks of equally shaped tensors in storage order, as views into the tensors."""
     flat = flat_views(*tensors)
     if flat is None or tensors[0].device.type != "cpu" or tensors[0].numel() <= BLOCK_ELEMENTS:
         yield tuple(tensor.detach() for tensor in tensors) if flat is None else flat

@@ -1,4 +1,4 @@
-"""What an optimizer's weights, gradients and states take in memory, measured from the tensors alive now."""
+"""Measures the bytes of an optimizer's weights, gradients and states from the tensors that are alive now."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -15,17 +15,17 @@ from lightning_memkit.optim.pieces import slots
 
 @dataclass(frozen=True, kw_only=True)
 class BytesPerParameter:
-    """Bytes that the tensors alive now take, divided by the number of parameters.
+    """Bytes of the tensors that are alive now, divided by the number of parameters.
 
     Args:
         weights: the parameters themselves.
         gradients: their gradients; 0 after `zero_grad`.
-        states: what the optimizer keeps, without the compensation.
+        states: the optimizer's states, without the compensation.
         compensation: low halves or Kahan's compensation.
-        parameters: how many values the parameters have.
-        quantized: the same for the parameters that have 8-bit states; None where none has.
-        exceptions: the same for the others of an optimizer with 8-bit states: embeddings, which keep more
-            bits, and small tensors; None where there are none.
+        parameters: the number of values in the parameters.
+        quantized: these figures for the parameters with 8-bit states; None if there are none.
+        exceptions: these figures for the parameters without, where others have 8-bit states: embeddings and
+            small tensors; None if there are none.
     """
 
     weights: float
@@ -43,7 +43,7 @@ class BytesPerParameter:
 
     @property
     def exceptions_share(self) -> float:
-        """The share of the parameters, from 0 to 1, that have no 8-bit states although others have."""
+        """The fraction of the parameters, from 0 to 1, that have no 8-bit states although others have."""
         return 0.0 if self.exceptions is None else self.exceptions.parameters / max(self.parameters, 1)
 
     def __str__(self) -> str:
@@ -87,7 +87,7 @@ class _Tally:
 
 
 def bytes_per_parameter(optimizer: Optimizer) -> BytesPerParameter:
-    """Measure any optimizer; most states exist from the first step on. What several states share counts once."""
+    """Measure any optimizer; most states exist only after the first step. A tensor shared by states counts once."""
     whole, quantized, exceptions = _Tally(), _Tally(), _Tally()
     shared: set[int] = set()
     for slot in slots(optimizer):
@@ -112,7 +112,7 @@ def bytes_per_parameter(optimizer: Optimizer) -> BytesPerParameter:
 
 
 def _stored(value: Any) -> Iterator[Tensor]:
-    """The plain tensors that a state consists of: the shard of a DTensor, the parts of a quantized tensor."""
+    """The plain tensors that make up a state: the shard of a DTensor, the inner tensors of a quantized one."""
     if not isinstance(value, Tensor):
         return
     to_local = getattr(value, "to_local", None)
@@ -130,7 +130,7 @@ def _is_quantized(value: Any) -> bool:
 
 
 def _bytes(value: Any, shared: set[int] | None = None) -> int:
-    """Bytes of a value's tensors; with ``shared``, of those that were not counted before, such as code tables."""
+    """Bytes of a value's tensors; those already in ``shared`` (such as code tables) are not counted again."""
     total = 0
     for tensor in _stored(value):
         if shared is not None and tensor.data_ptr() != 0:

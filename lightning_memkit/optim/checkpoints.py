@@ -1,9 +1,9 @@
-"""Optimizer states that survive `state_dict` and `load_state_dict` bit for bit, whatever their dtype.
+"""Makes optimizer states survive `state_dict` and `load_state_dict` bit for bit, whatever their dtype.
 
 `Optimizer.load_state_dict` casts every state but ``step`` to its parameter's dtype: with bfloat16 parameters
-that cuts float32 moments and destroys int16 low halves (pytorch/pytorch#43706). The hooks here hide the tensors
-from the cast and put them back as they were saved. What is saved are plain tensors and primitives, so that
-``torch.load(..., weights_only=True)`` reads it.
+this rounds float32 moments and destroys int16 low halves (pytorch/pytorch#43706). The hooks here hide the
+tensors from the cast and put them back as they were saved. The state dict holds only plain tensors and
+primitives, so that ``torch.load(..., weights_only=True)`` reads it.
 """
 
 from collections.abc import Iterable
@@ -22,17 +22,18 @@ from lightning_memkit.optim.stochastic_rounding import StochasticRounding
 from lightning_memkit.utilities.patching import Undo
 
 STATE_KEY = "memkit"  # the entry of the state dict that holds the seed and position of the rounding noise
-_LEFT_TO_TORCH = frozenset({"step"})  # torch places it by the fused and capturable flags
+# Torch places it on the CPU or the device, by the fused and capturable flags.
+_LEFT_TO_TORCH = frozenset({"step"})
 
 
 class _Hidden:
-    """A value in a coat: `load_state_dict` leaves what is no tensor and no iterable as it is."""
+    """Wraps a value so that `load_state_dict` passes it through: it casts tensors and walks iterables only."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     def __float__(self) -> float:
-        """For optimizers that make tensors of their numbers while they load: NAdam and ASGD."""
+        """NAdam and ASGD convert their numbers to tensors while they load."""
         return float(self.value)
 
 
@@ -48,7 +49,7 @@ def install_checkpoint_hooks(optimizer: Optimizer, rounding: StochasticRounding)
         saved = state_dict.get(STATE_KEY)
         if saved is not None:
             rounding.load_state_dict(saved["rounding"])
-        # A checkpoint of float32 training has no low halves; those captured when its weights were cast stay.
+        # A checkpoint of float32 training has no low halves: those captured when its weights were cast stay.
         low_halves.clear()
         for key, state in optimizer.state.items():
             if isinstance(key, Tensor):
@@ -62,7 +63,7 @@ def install_checkpoint_hooks(optimizer: Optimizer, rounding: StochasticRounding)
                 state = {name: value for name, value in state.items() if name not in LOW_STATES}
                 if low:
                     low_halves[owners[key]] = _reveal(_hide(low), owners[key])
-                if not state:  # optimizers look for "step" in any state there is
+                if not state:  # optimizers expect "step" in any state that exists
                     continue
             states[key] = _hide(state)
         return {**state_dict, "state": states}
@@ -89,23 +90,23 @@ def install_checkpoint_hooks(optimizer: Optimizer, rounding: StochasticRounding)
 
 
 def as_low(name: str, saved: Tensor) -> Tensor:
-    """A low half as the steps use it, out of a state dict."""
+    """The low half of a state dict in the dtype that the steps use."""
     return saved.view(torch.int16) if name == LOW_HALF and saved.dtype == torch.bfloat16 else saved
 
 
 def _gatherable(state: Any) -> Any:
-    """A state whose sharded low half looks like bfloat16: neither gloo nor NCCL gathers 16-bit integers."""
+    """A state whose sharded low half is viewed as bfloat16: neither gloo nor NCCL gathers 16-bit integers."""
     low = state.get(LOW_HALF) if isinstance(state, dict) else None
     if low is None or not hasattr(low, "to_local"):
         return state
     return {
         **state,
         LOW_HALF: low.view(torch.bfloat16),
-    }  # where it is: `DTensor.from_local` would move an offloaded one
+    }  # viewed in place: `DTensor.from_local` would move an offloaded one to the device
 
 
 def _hide(state: Any) -> Any:
-    """A parameter's state with all of it hidden that torch would cast, or iterate over as it does over strings."""
+    """A parameter's state, with every tensor and iterable hidden that torch would cast or walk (even strings)."""
     if not isinstance(state, dict):
         return state
     hidden = {}
@@ -128,7 +129,7 @@ def _reveal(state: Any, parameter: Tensor | None) -> Any:
 
 
 def _copied(value: Any, device: torch.device | None) -> Any:
-    """A copy: the steps to come write into it, and the loaded state dict belongs to the caller."""
+    """A copy, because later steps write into it and the loaded state dict belongs to the caller."""
     if isinstance(value, Tensor):
         return value.detach().to(device or value.device, copy=True)
     if isinstance(value, dict):

@@ -1,4 +1,7 @@
-"""Whether a step's source proves that it evaluates its closure once, before all else, as torch's optimizers do."""
+"""Proves from a step's source that it evaluates its closure once, before anything else, as torch's optimizers do.
+
+The proof is conservative: whatever is not recognized counts as unproven.
+"""
 
 import ast
 import inspect
@@ -7,7 +10,9 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
-_TRUSTED_WRAPPERS = ("torch.", "lightning_memkit.")  # decorators of these hand the closure on as it is
+# Decorators of these modules pass the closure on unchanged.
+_TRUSTED_WRAPPERS = ("torch.", "lightning_memkit.")
+# Calls that only read their arguments; a step may make them before it evaluates the closure.
 _ASKING = frozenset(
     "len isinstance getattr hasattr any all bool type sum min max list tuple dict set sorted zip range enumerate "
     "float int str id repr print".split()
@@ -15,21 +20,23 @@ _ASKING = frozenset(
 _ASKING_METHODS = frozenset(
     "numel norm size dim item get keys values items tolist parameters modules".split()
 )
+# Calls that only record something (in a list or a log), which may also come first.
 _NOTING_METHODS = frozenset("append add extend debug info warn warning".split())
 _HEALTH_CHECKS = frozenset({"_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"})
 
 
 class _Unproven(Exception):
-    """The source does something with the closure that the convention does not."""
+    """The source uses the closure in a way that torch's convention does not."""
 
 
 @lru_cache(maxsize=256)
 def is_conventional(function: Any, owner: type | None) -> bool:
-    """Whether a step keeps torch's convention; False where its source can't be read, or does not prove it.
+    """Whether a step keeps torch's convention; False if its source is unavailable or does not prove it.
 
     Args:
         function: the step.
-        owner: the class that it is the step of, to follow ``super().step(closure)``; None for a loose function.
+        owner: the class whose step it is, needed to follow ``super().step(closure)``; None for a plain
+            function.
     """
     inner = _unwrapped(function)
     if inner is None:
@@ -50,7 +57,7 @@ def is_conventional(function: Any, owner: type | None) -> bool:
 
 
 def _unwrapped(function: Any) -> Any:
-    """The function beneath decorators that are known to hand the closure on; None where one is not."""
+    """The function beneath decorators known to pass the closure on; None if one of them is unknown."""
     while True:
         function = getattr(function, "__func__", function)
         if not inspect.isfunction(function):
@@ -64,13 +71,13 @@ def _unwrapped(function: Any) -> Any:
 
 
 class _ClosureReading:
-    """Reads a step's statements in order, and raises where they are not the convention's."""
+    """Reads a step's statements in order and raises `_Unproven` where they leave the convention."""
 
     def __init__(self, definition: ast.FunctionDef, owner: type | None, function: Any) -> None:
         self._owner = owner
         self._function = function
         self._calls = 0
-        self._acted = False  # whether something may have been changed before the closure is evaluated
+        self._acted = False  # whether something may have changed before the closure is evaluated
         arguments = definition.args
         if arguments.vararg or arguments.kwarg:
             raise _Unproven
@@ -99,10 +106,10 @@ class _ClosureReading:
                 raise _Unproven
 
     def _test(self, test: ast.expr) -> None:
-        """A question about whether there is a closure, and nothing else about it."""
+        """Accept a condition that only asks whether a closure, or another argument, was given."""
         parts = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else [test]
         if not all(self._asks_for_the_closure(part) or self._asks_for_an_argument(part) for part in parts):
-            raise _Unproven  # evaluated under a condition of its own
+            raise _Unproven  # the closure is evaluated under some other condition
 
     def _asks_for_the_closure(self, test: ast.expr) -> bool:
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
@@ -116,7 +123,7 @@ class _ClosureReading:
         return isinstance(test, ast.Name) and test.id == self._name
 
     def _asks_for_an_argument(self, test: ast.expr) -> bool:
-        """Whether another argument of the step was given, which nobody who only has a closure gives."""
+        """Whether the condition asks for another argument of the step; callers with a closure give no other."""
         named = isinstance(test, ast.Compare) and isinstance(test.left, ast.Name) and _is_none_test(test)
         return named and test.left.id in self._arguments  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -144,7 +151,7 @@ class _ClosureReading:
             raise _Unproven
 
     def _handed_to_super(self, call: ast.Call) -> ast.expr | None:
-        """The closure in ``super().step(closure)``, where that step keeps the convention."""
+        """The closure in ``super().step(closure)``, if that inherited step keeps the convention."""
         function = call.func
         if not (isinstance(function, ast.Attribute) and function.attr == "step"):
             return None
@@ -183,11 +190,11 @@ def _is_none_test(test: ast.Compare) -> bool:
 
 
 def _tells_none(helper: Any, name: str) -> bool:
-    """Whether a helper does nothing but to tell None from a closure."""
+    """Whether a helper does nothing but tell None from a closure."""
     if name in ("callable", "bool"):
         return helper is None
     code = getattr(helper, "__code__", None)
-    if code is None or code.co_names or code.co_argcount != 1:  # it looks at its argument only
+    if code is None or code.co_names or code.co_argcount != 1:  # it reads no globals and one argument only
         return False
     return helper(None) is False and helper(lambda: None) is True
 
@@ -197,7 +204,7 @@ def _calls_in(node: ast.AST, name: str) -> bool:
 
 
 def _only_asks(expression: ast.AST) -> bool:
-    """Whether an expression changes nothing: no calls but of functions that ask."""
+    """Whether an expression changes nothing: it calls only functions that read."""
     for node in ast.walk(expression):
         if isinstance(node, ast.Call):
             function = node.func
@@ -210,7 +217,7 @@ def _only_asks(expression: ast.AST) -> bool:
 
 
 def _is_harmless(statement: ast.stmt) -> bool:
-    """Whether a statement before the closure may as well come after it."""
+    """Whether a statement before the closure could equally come after it."""
     if isinstance(statement, (ast.Pass, ast.Import, ast.ImportFrom, ast.Raise)):
         return True
     if isinstance(statement, ast.Assert):
@@ -227,18 +234,18 @@ def _is_harmless(statement: ast.stmt) -> bool:
 
 
 def _only_notes(expression: ast.expr) -> bool:
-    """Whether a call checks something, or writes something down: in a list, or in a log."""
+    """Whether a call only checks something, or records something in a list or a log."""
     if not isinstance(expression, ast.Call) or not isinstance(expression.func, ast.Attribute):
         return isinstance(expression, ast.Call) and _only_asks(expression)
     given = [*expression.args, *(keyword.value for keyword in expression.keywords)]
     if expression.func.attr in _HEALTH_CHECKS:
         return not given
-    # A tensor's `add` has a result that nobody takes here; what changes it ends in "_".
+    # A tensor's `add` returns a new tensor, which is discarded here; the methods that change it end in "_".
     return expression.func.attr in _NOTING_METHODS and all(map(_only_asks, given))
 
 
 def _is_note(target: ast.expr) -> bool:
-    """Whether an assignment is to a local name, or to an attribute of the optimizer itself."""
+    """Whether an assignment is to a local name or to an attribute of the optimizer itself."""
     own = (
         isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id == "self"
     )

@@ -1,9 +1,10 @@
-"""How an optimizer's step uses its closure: once, before all else (torch's convention), or in a way of its own.
+"""How an optimizer's step uses its closure: once at its start (torch's convention), or in a way of its own.
 
-A step that evaluates its closure once at its start may be given gradients instead, and can be taken in parts. One that
-evaluates it later, again, under a condition or by somebody else's hand (SAM, LBFGS, line searches, wrappers) needs the
-closure itself: without it another optimizer would train. The step's own source is read; what it does not prove counts
-as a way of its own, which costs copies of what the step changes and is never wrong.
+A step that evaluates its closure once at its start may be given gradients instead, and may be taken bucket by
+bucket. A step that evaluates it later, again, conditionally or through another object (SAM, LBFGS, line
+searches, wrappers) needs the closure itself: without it, it would compute something else. The step's own
+source decides. A step whose source does not prove the convention counts as having a way of its own, which
+costs copies of what the step changes and is always correct.
 """
 
 import inspect
@@ -18,14 +19,15 @@ from torch.optim import Optimizer
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.optim.closure_source import is_conventional
 
-_OUR_WAY = "_memkit_own_way"  # of our replacement of a step: what the step that it stands for does
+# Attribute of a step that we install: whether the step it replaces has a way of its own.
+_OUR_WAY = "_memkit_own_way"
 
 
 def evaluates_in_its_own_way(optimizer: Any) -> bool:
-    """Whether a step does something else with its closure than to evaluate it once, before all else, or not at all.
+    """Whether a step uses its closure in any other way than evaluating it once, before anything else, or not at all.
 
     Args:
-        optimizer: any. A step that was replaced on this one object is what counts.
+        optimizer: any. If `step` was replaced on this one object, the replacement is read.
     """
     step = optimizer.__dict__.get("step")
     if hasattr(step, _OUR_WAY):
@@ -42,17 +44,17 @@ def demands_closure(optimizer: Optimizer) -> bool:
 
 
 def note_way(step: Any, own_way: bool) -> None:
-    """Say of a replacement what the step that it stands for does with closures."""
+    """Record on our replacement of a step whether the original uses closures in a way of its own."""
     step.__dict__[_OUR_WAY] = own_way
 
 
 def is_our_replacement(step: Any) -> bool:
-    """Whether a step was put on an optimizer by this package, in the place of the one that its users mean."""
+    """Whether this package installed the step in place of the optimizer's own."""
     return hasattr(step, _OUR_WAY)
 
 
 def with_closure(step: Callable[..., Any], closure: Callable[[], Any] | None) -> Callable[[], Any]:
-    """A step with its closure bound, under the name that the step has for it; without where it takes none."""
+    """Bind a closure to a step under the step's name for it; a step that takes none is returned as it is."""
     if closure is None:
         return step
     try:
@@ -61,7 +63,7 @@ def with_closure(step: Callable[..., Any], closure: Callable[[], Any] | None) ->
         return partial(step, closure)
     if getattr(step, "__func__", None) is not None and not inspect.ismethod(
         step
-    ):  # our WeakMethod: self is listed
+    ):  # our WeakMethod: the signature lists self
         parameters = parameters[1:]
     named = any(p.name == "closure" and p.kind is not p.POSITIONAL_ONLY for p in parameters)
     if named or any(p.kind is p.VAR_KEYWORD for p in parameters):
@@ -71,7 +73,7 @@ def with_closure(step: Callable[..., Any], closure: Callable[[], Any] | None) ->
 
 
 def zero_gradients(optimizer: Optimizer) -> Tensor:
-    """The closure of a trial step: gradients of zero, in the memory that they have, and a loss of zero."""
+    """The closure of a trial step: sets gradients to zero, in place where they exist, and returns a loss of zero."""
     with torch.no_grad():
         for parameter in _parameters(optimizer):
             if parameter.grad is not None:
@@ -83,18 +85,18 @@ def zero_gradients(optimizer: Optimizer) -> Tensor:
 
 
 def gradients_are_zero(optimizer: Optimizer) -> bool:
-    """Whether a step is a trial, which leaves no other trace: all gradients are there, and zero."""
+    """Whether a step is a trial: every gradient exists and is zero."""
     gradients = [parameter.grad for parameter in _parameters(optimizer) if parameter.requires_grad]
     try:
         return all(gradient is not None and not gradient.any() for gradient in gradients)
-    except RuntimeError as error:  # not a byte is left for the answer: the step itself will say so
+    except RuntimeError as error:  # out of memory on this test: the step itself will fail and report it
         if not is_out_of_memory(error):
             raise
         return False
 
 
 def trial_step(optimizer: Optimizer) -> None:
-    """Take a step with gradients of zero: with `zero_gradients` as the closure where the step asks for one."""
+    """Take a step with gradients of zero; where the step needs a closure, it gets `zero_gradients`."""
     if evaluates_in_its_own_way(optimizer) or demands_closure(optimizer):
         with_closure(optimizer.step, partial(zero_gradients, optimizer))()
     else:

@@ -1,13 +1,14 @@
-"""Whether a step decides by comparing what its evaluations give: a line search, curvature from gradients' differences.
+"""Detects steps that compare evaluations of their closure: line searches, curvature from gradient differences.
 
-A step on compensated weights is float32 within; what it leaves is rounded. SAM takes the gradients of its evaluations
-as any optimizer takes the one that it is given, and rounding costs it what it costs its base optimizer. A step that
-compares evaluations is led elsewhere: on bfloat16 weights gradients and losses change in jumps, and their differences
-show little else. LBFGS ends as far from its float32 self as it has moved where weights change by one part in 2^17.
-Nothing but the exact float32 weight keeps such a step what it is.
+A step on compensated weights computes in float32; the weights that it leaves are rounded. SAM uses the
+gradients of its evaluations as any optimizer uses its one gradient, so rounding costs it no more than its
+base optimizer. A step that compares evaluations goes wrong: on bfloat16 weights gradients and losses change
+in jumps, and their differences are mostly rounding error. LBFGS ends as far from its float32 result as it has
+moved, even where weights change by one part in 2^17. Only the exact float32 weight keeps such a step correct.
 
-To tell the two apart, small copies of the optimizer are stepped on made-up gradients and losses, and their moves are
-compared: under a constant gradient and one that changes by 2 %, under losses that fall and losses that rise.
+To tell the two kinds apart, small copies of the optimizer are stepped on made-up gradients and losses, and
+their moves are compared: under a constant gradient and one that changes by 2 %, under falling and rising
+losses.
 """
 
 import warnings
@@ -27,42 +28,46 @@ from lightning_memkit.optim.tiny_copies import tiny_copy
 from lightning_memkit.utilities.generators import Generators
 
 _STEPS = 4
-_EVALUATIONS_A_STEP = 100  # more are taken for "until it fits": no step with a fixed number has that many
-_CHANGE = 0.02  # of the gradient, at the farthest evaluation: others answer it by moving about 2 % farther
-_TELLS = 0.25  # of the move: a change that is larger is a decision
-_LOSS, _LOSS_CHANGE = 1000.0, 5.0  # by evaluation: more than a slope of 1 promises, for Armijo's condition
+# A step that takes more iterates until convergence; no step with a fixed count takes as many.
+_EVALUATIONS_A_STEP = 100
+# Of the gradient, at the farthest evaluation; an ordinary step answers by moving about 2 % farther.
+_CHANGE = 0.02
+_TELLS = 0.25  # of the move: a larger difference means that the step decided something
+# Change per evaluation: larger than what a slope of 1 promises to Armijo's condition.
+_LOSS, _LOSS_CHANGE = 1000.0, 5.0
 
 
 @dataclass(frozen=True)
 class Tried:
-    """What steps of small copies have shown.
+    """What trial steps of small copies have shown.
 
     Attributes:
-        compares: whether the optimizer's move hangs on differences between evaluations.
-        rounded_states: names of its states that compact states would round.
+        compares: whether the optimizer's move depends on differences between evaluations.
+        rounded_states: names of its states that `states="compact"` would round.
     """
 
     compares: bool
     rounded_states: frozenset[str] = frozenset()
 
 
-class _TooManyEvaluations(BaseException):  # noqa: N818  # past the `except Exception` of a step
-    """A step does not end."""
+class _TooManyEvaluations(BaseException):  # noqa: N818  # past a step's own `except Exception`
+    """A step keeps evaluating its closure."""
 
 
 def refuse_comparisons(optimizer: Optimizer, mode: Mode, states: States) -> bool:
-    """Refuse a step that compares its evaluations, where weights or states are rounded between steps.
+    """Refuse a step that compares its evaluations, if weights or states are rounded between steps.
 
     Args:
         optimizer: any.
-        mode: of its compensation.
-        states: likewise.
+        mode: the mode of its compensation.
+        states: the states of its compensation.
 
     Returns:
-        Whether that stays open, since no small copy can be stepped: then the step itself must be watched.
+        True if this stays undecided because no small copy can be stepped: then the step itself must be
+        watched.
 
     Raises:
-        ValueError: it compares them, and what it leaves is not kept as it is.
+        ValueError: it compares evaluations, and its weights or states would be rounded.
     """
     optimizer = local_optimizer(optimizer)
     if (mode == "split" and states == "exact") or not uses_closure_its_own_way(optimizer):
@@ -83,7 +88,7 @@ def refuse_comparisons(optimizer: Optimizer, mode: Mode, states: States) -> bool
 
 
 def untried_error(optimizer: Optimizer, mode: Mode, states: States) -> ValueError:
-    """The error of a step that evaluates in its own way, and of which no small copy could be stepped at setup."""
+    """The error for a step that evaluates in its own way and of which no small copy could be stepped at setup."""
     return ValueError(
         f"{_options(mode, states)} with {type(optimizer).__name__}: its step evaluates its closure again, or after it "
         "has moved weights. If it compares the evaluations (a line search, curvature from differences of gradients), "
@@ -93,9 +98,9 @@ def untried_error(optimizer: Optimizer, mode: Mode, states: States) -> ValueErro
 
 
 def try_comparisons(optimizer: Optimizer) -> Tried | None:
-    """Step small copies of an optimizer, to see whether it compares evaluations; None where that can't be tried.
+    """Step small copies of an optimizer to see whether it compares evaluations; None if none can be stepped.
 
-    The random state is put back, and warnings are not shown.
+    Random states are restored, and warnings are suppressed.
     """
     if type(optimizer) is LBFGS:
         return Tried(compares=True)
@@ -146,18 +151,18 @@ def _stepped(optimizer: Optimizer, change: float, loss_change: float) -> "_TestP
 
 
 class _TestProblem:
-    """A made-up gradient of norm 1, and a loss that has nothing to do with it.
+    """A made-up gradient of norm 1, and a loss that is unrelated to it.
 
     Args:
-        optimizer: whose parameters get the gradients.
-        change: of the gradient, for a move of 1.
-        loss_change: of the loss, from one evaluation to the next.
+        optimizer: its parameters get the gradients.
+        change: how much the gradient changes for a move of 1.
+        loss_change: how much the loss changes from one evaluation to the next.
 
     Attributes:
-        farthest: how far from their starts the parameters were in an evaluation, or at last.
-        evaluations_left: in this step.
-        endless: whether a step wanted more evaluations than it may have.
-        rounded_states: names of states that compact states round.
+        farthest: the largest distance of the parameters from their starts, in an evaluation or at the end.
+        evaluations_left: how many more evaluations this step may take.
+        endless: whether a step asked for more evaluations than it may take.
+        rounded_states: names of states that `states="compact"` rounds.
     """
 
     def __init__(self, optimizer: Optimizer, change: float, loss_change: float) -> None:
@@ -201,7 +206,8 @@ def _differ(one: _TestProblem, other: _TestProblem) -> bool:
     if one.endless or other.endless:
         return True
     larger = max(float(move.norm()) for move in moves)
-    return not float((moves[0] - moves[1]).norm()) <= _TELLS * larger  # no number is not equal, either
+    # `not <=` and not `>`, so that NaN counts as a difference.
+    return not float((moves[0] - moves[1]).norm()) <= _TELLS * larger
 
 
 def _options(mode: Mode, states: States) -> str:
@@ -213,7 +219,7 @@ def _named(rounded: Collection[str]) -> str:
 
 
 def _remedy(mode: Mode, *, exact: bool) -> str:
-    """What to write; of `compensate`, `compensation` is `mode`."""
+    """The remedy, in the words of both the plugin (`compensation`) and `compensate` (`mode`)."""
     split = "compensation='split' (`mode` of `compensate`), which keeps the exact float32 weight"
     price = "for as many bytes" if mode == "kahan" else "for 2 bytes a parameter more"
     wanted = [] if mode == "split" else [f"{split} {price}"]

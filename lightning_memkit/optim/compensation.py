@@ -1,6 +1,6 @@
 """Train bfloat16 weights with any optimizer and lose no update: 2 bytes a parameter more than plain bfloat16.
 
-`compensate(optimizer)` changes how the given optimizer steps and saves, and nothing else about it.
+`compensate(optimizer)` changes how the given optimizer steps and saves, and nothing else.
 """
 
 import warnings
@@ -43,15 +43,15 @@ from lightning_memkit.utilities.errors import NoEffectWarning
 
 
 class Compensation:
-    """The handle of a compensated optimizer: undo, exact roll-back, bytes and float32 weights.
+    """The handle of a compensated optimizer: undo, exact roll-back, byte counts and float32 weights.
 
     Made by `compensate`. The optimizer's own `step`, `zero_grad`, `state_dict` and `load_state_dict` are used
-    as ever; ``step(closure)`` evaluates the closure as the optimizer does.
+    as before; ``step(closure)`` evaluates the closure as the optimizer does.
     """
 
     def __init__(self, optimizer: Optimizer, engine: ShadowEngine) -> None:
-        # The optimizer owns its compensation. A reference back would make a cycle, and its states would stay
-        # in memory until the garbage collector comes by.
+        # The optimizer owns its compensation. A strong reference back would make a cycle and keep its states
+        # in memory until the garbage collector runs.
         self._optimizer = ref(optimizer)
         assert engine.mode is not None
         self.mode: Mode = engine.mode
@@ -65,19 +65,20 @@ class Compensation:
         engine.under_identity = not (is_known_by_parameter(optimizer) or _is_sharded(optimizer))
         self._undo_checkpoints = install_checkpoint_hooks(optimizer, engine.rounding)
         self._undo_switches = switch_in_float32(optimizer)
-        wrapped = hasattr(self._previous_step, "_wrapped_by_lr_sched")  # a scheduler was made before
+        # A scheduler has already wrapped the step.
+        wrapped = hasattr(self._previous_step, "_wrapped_by_lr_sched")
         self._own_step = replaced_step(optimizer, self._act, wrapped=wrapped)
         optimizer.step = self._own_step  # pyright: ignore[reportAttributeAccessIssue]
-        # A copy by the class's own way would take plain bfloat16 steps, which lose small updates.
+        # Copying or pickling the class's usual way would give plain bfloat16 steps, which lose small updates.
         optimizer.__dict__["__reduce_ex__"] = self._reduced
 
     @property
     def optimizer(self) -> Optimizer:
-        """The optimizer that is compensated."""
+        """The compensated optimizer."""
         return living(self._optimizer)
 
     def undo(self) -> None:
-        """Give the optimizer its own step back and drop the low halves; states take the weights' dtype."""
+        """Restore the optimizer's own step and drop the low halves; states are cast to the weights' dtype."""
         if not self._active:
             return
         self._active = False
@@ -96,7 +97,8 @@ class Compensation:
                 state.pop(name, None)
             group, count = self.optimizer.param_groups[slot.group], state.get("step")
             if isinstance(count, Tensor) and (group.get("fused") or group.get("capturable")):
-                state["step"] = count.to(slot.parameter.device)  # where torch's own step wants it
+                # Where torch's fused and capturable steps expect it.
+                state["step"] = count.to(slot.parameter.device)
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.dtype == torch.float32 and value.dim() > 0:
                     state[name] = value.to(slot.parameter.dtype)
@@ -104,34 +106,34 @@ class Compensation:
                 del self.optimizer.state[slot.parameter]
 
     def snapshot(self, *, weights: bool = True, device: torch.device | None = None) -> OptimizerSnapshot:
-        """Copy all that a trial step changes: weights, states, low halves, group scalars, rounding noise.
+        """Copy everything that a trial step changes: weights, states, low halves, group scalars, rounding noise.
 
-        Gradients and torch's own random state are the caller's.
+        Gradients and torch's own random state are left to the caller.
 
         Args:
             weights: False leaves the weights to the caller.
-            device: where the copies live; the tensors' own devices by default.
+            device: where the copies live; each tensor's own device by default.
         """
         taken = take_snapshot(self.optimizer, weights=weights, device=device)
         taken.extra["rounding"] = self.engine.rounding.state_dict()
         return taken
 
     def restore(self, snapshot: OptimizerSnapshot, *, keep_new: bool = False) -> None:
-        """Put a snapshot back, bit for bit; it stays good for further restores.
+        """Restore a snapshot bit for bit; it can be restored again later.
 
         Args:
-            snapshot: of this optimizer.
+            snapshot: one of this optimizer.
             keep_new: as for `restore_snapshot`.
         """
         restore_snapshot(self.optimizer, snapshot, keep_new=keep_new)
         self.engine.rounding.load_state_dict(snapshot.extra["rounding"])
 
     def bytes_per_parameter(self) -> BytesPerParameter:
-        """Measure the optimizer's tensors as they are now; compact states exist from the first step on."""
+        """Measure the optimizer's tensors as they are now; compact states exist only after the first step."""
         return bytes_per_parameter(self.optimizer)
 
     def float32_weights(self) -> Iterator[tuple[Parameter, Tensor]]:
-        """Each parameter with the float32 value that is trained, one new tensor (4 bytes a value) at a time."""
+        """Yield each parameter with the float32 value that is trained, one new tensor (4 bytes a value) at a time."""
         for slot in slots(self.optimizer):
             yield (
                 slot.parameter,
@@ -139,7 +141,7 @@ class Compensation:
             )
 
     def _reduced(self, protocol: Any) -> tuple[Any, ...]:
-        """How copy and pickle make the optimizer again."""
+        """What copy and pickle rebuild the optimizer from."""
         optimizer, engine = self.optimizer, self.engine
         options = (self.mode, self.states, engine.bucket_bytes, engine.rounding.state_dict())
         return _compensated_again, (type(optimizer), optimizer.__getstate__(), options)
@@ -147,7 +149,8 @@ class Compensation:
     def _act(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
         if self._active:
             return self.engine.step(optimizer, self.stock_step, closure)
-        return with_closure(self.stock_step, closure)()  # a scheduler made since has wrapped our step
+        # Undone, but a scheduler made since has wrapped our step.
+        return with_closure(self.stock_step, closure)()
 
 
 def compensate(
@@ -159,16 +162,16 @@ def compensate(
     seed: int = 0,
     bucket_bytes: int | None = None,
 ) -> Compensation:
-    """Let an optimizer over bfloat16 weights step in float32; +2 bytes a parameter for kahan and split.
+    """Make an optimizer over bfloat16 weights step in float32; 2 bytes a parameter more for kahan and split.
 
     Weights, gradients and AdamW's moments then take 10 bytes a parameter with ``states="compact"`` and 14
     with ``"exact"``. Parameters of other dtypes are stepped by the same call, as they are.
 
     Args:
-        optimizer: any optimizer that steps each parameter by itself; of a `ZeroRedundancyOptimizer` the one within
-            is compensated, which has this rank's share. One that combines values over the whole
-            model is shown all of it at once, 16 bytes a parameter, where its groups tell (Prodigy,
-            D-Adaptation, ``max_grad_norm``); any other that does so needs ``bucket_bytes`` to match.
+        optimizer: any optimizer that steps each parameter by itself; of a `ZeroRedundancyOptimizer` the inner
+            optimizer, which has this rank's shard, is compensated. An optimizer that combines values over the
+            whole model is given all of it at once, at 16 bytes a parameter, if its groups reveal it (Prodigy,
+            D-Adaptation, ``max_grad_norm``); for any other such optimizer set ``bucket_bytes`` large enough.
         mode: ``"split"`` keeps the exact float32 weight, ``"kahan"`` about 16 bits of it, ``"stochastic"``
             rounds at random for 0 bytes, ``"none"`` rounds to nearest and loses small updates.
         states: ``"compact"`` keeps moments in bfloat16, second moments stochastically rounded; ``"exact"``
@@ -176,21 +179,23 @@ def compensate(
         low_halves: int16 low halves of float32 weights, as `cast_module` collects them.
         seed: seeds stochastic rounding, which leaves torch's random state alone.
         bucket_bytes: float32 temporaries of a step, 8 MiB on a CPU and 256 MiB elsewhere by default. Optimizers
-            that are known to treat every element alike (AdamW and most of torch.optim) take large parameters
-            in pieces; for any other, a larger parameter is a bucket of its own.
+            that are known to treat every element alike (AdamW and most of torch.optim) step large parameters
+            in slices; for any other, a parameter that exceeds it is a bucket of its own.
 
     Returns:
-        The handle; `Compensation.undo` gives the optimizer back.
+        The handle; `Compensation.undo` restores the optimizer.
 
     Raises:
-        ValueError: an unknown mode or states, an optimizer that is already compensated, `differentiable=True`; one
-            that compares evaluations of its closure (LBFGS, line searches), where its weights or states are rounded.
+        ValueError: an unknown mode or states; an optimizer that is already compensated, has
+            `differentiable=True`, or compares evaluations of its closure (LBFGS, line searches) while weights
+            or states are rounded.
         TypeError: an optimizer whose step evaluates its closure in a way of its own, over sharded parameters.
     """
     check_options(mode, states)
     refuse_unsupported(optimizer)
-    # ZeRO-1's own step knows no weights: it has the optimizer within step, whose groups and states are the rank's
-    # share. Shadows shown to the outer one would be stepped by nobody, and undo the step when they are written back.
+    # ZeRO-1's step does not touch weights: it lets the inner optimizer step, whose groups and states are this
+    # rank's shard. Float32 shadows given to the outer optimizer would never be stepped, and writing them back
+    # would undo the step.
     optimizer = local_optimizer(optimizer)
     if compensation_of(optimizer) is not None:
         raise ValueError(
@@ -227,7 +232,7 @@ def compensate(
 
 
 def _warn_of_own_values(optimizer: Optimizer) -> None:
-    """Say what a step on shadows can't follow: sharded parameters can't be float32 themselves for a time."""
+    """Warn of values kept outside the state, which the float32 stand-ins of sharded parameters can't find."""
     names = own_values_by_parameter(optimizer)
     if names:
         warnings.warn(
@@ -240,7 +245,7 @@ def _warn_of_own_values(optimizer: Optimizer) -> None:
 
 
 def _compensated_again(kind: type[Optimizer], state: Any, options: tuple[Any, ...]) -> Optimizer:
-    """A copied optimizer, compensated as the one it is a copy of."""
+    """A copied optimizer, compensated like the original."""
     optimizer = kind.__new__(kind)
     optimizer.__setstate__(state)
     mode, states, bucket_bytes, rounding = options
@@ -250,13 +255,13 @@ def _compensated_again(kind: type[Optimizer], state: Any, options: tuple[Any, ..
 
 
 def _mend_loading(optimizer: Optimizer) -> None:
-    """The `load_state_dict` of bitsandbytes would cast low halves."""
+    """Keep the `load_state_dict` of bitsandbytes from casting low halves."""
     if is_bitsandbytes(optimizer):
         adapt_bitsandbytes(optimizer)
 
 
 def compensation_of(optimizer: Optimizer) -> Compensation | None:
-    """The handle of a compensated optimizer, or of the one within ZeRO-1's; None for any other."""
+    """The handle of a compensated optimizer, or of the inner one of ZeRO-1; None for any other."""
     return local_optimizer(optimizer).__dict__.get(COMPENSATION)
 
 
@@ -264,7 +269,8 @@ def refuse_unsupported(optimizer: Optimizer) -> None:
     """Refuse optimizers that can't step bucket by bucket from given gradients.
 
     Raises:
-        TypeError: the step demands a closure, or is part of DDP's backward.
+        TypeError: it is no `Optimizer`, steps inside DDP's backward, or evaluates its closure in a way of its
+            own over sharded parameters.
         ValueError: a group asks for a differentiable step.
     """
     name = type(optimizer).__name__

@@ -1,8 +1,9 @@
-"""Float32 weights and states out of a bfloat16 checkpoint, for plain float32 training: 4 bytes a value instead of 2.
+"""Turns a bfloat16 checkpoint into float32 weights and states for float32 training: 4 bytes a value instead of 2.
 
-The weight of a compensated optimizer is a bfloat16 tensor of the module and a low half among the optimizer's
-states. Here the two become one float32 tensor again: exactly for split, about 16 bits for kahan. A checkpoint
-numbers an optimizer's parameters, so it has to hold their names, too: `parameter_names` gives them.
+The weight of a compensated optimizer is a bfloat16 tensor of the module and a low half in the optimizer's
+state. The functions here join the two into one float32 tensor: exactly for split, to about 16 bits for kahan.
+A checkpoint numbers an optimizer's parameters, so it must also hold their names, which `parameter_names`
+gives.
 """
 
 import warnings
@@ -21,14 +22,15 @@ from lightning_memkit.optim.pieces import slots
 from lightning_memkit.optim.split import LOW_HALF, join_, split_
 from lightning_memkit.utilities.errors import NoEffectWarning
 
-NAMES_KEY = "memkit_parameter_names"  # where a checkpoint holds what `parameter_names` gave
-_CURRENT_WEIGHTS = "current_model_state"  # Lightning's WeightAveraging: "state_dict" is the average then
+NAMES_KEY = "memkit_parameter_names"  # the checkpoint key of what `parameter_names` returned
+# Of Lightning's WeightAveraging: if present, "state_dict" is the average.
+_CURRENT_WEIGHTS = "current_model_state"
 
 Names = Sequence[Sequence[Sequence[str]]]
 
 
 def float32_weight(weight: Tensor, state: Mapping[str, Any]) -> Tensor:
-    """The float32 value that is trained, as a new tensor: the weight with the low half of its optimizer state."""
+    """The float32 value that is trained, as a new tensor: the weight joined with its state's low half."""
     wide = torch.empty_like(weight.detach(), dtype=torch.float32)
     name = next((name for name in LOW_STATES if name in state), None)
     if name is None:
@@ -39,9 +41,9 @@ def float32_weight(weight: Tensor, state: Mapping[str, Any]) -> Tensor:
 
 
 def set_float32_weight(weight: Tensor, state: Mapping[str, Any], value: Tensor) -> None:
-    """Write a float32 value into a weight and, where its optimizer state has one, the low half.
+    """Write a float32 value into a weight and, if its optimizer state has one, into the low half.
 
-    Writing the weight alone would leave the low half of the old value: an error of up to 0.4 %.
+    Writing the weight alone would leave the old value's low half: an error of up to 0.4 %.
     """
     value = value.detach().to(weight.device, torch.float32)
     name = next((name for name in LOW_STATES if name in state), None)
@@ -50,13 +52,13 @@ def set_float32_weight(weight: Tensor, state: Mapping[str, Any], value: Tensor) 
         return
     low = local_part(state[name]).to(weight.device)
     (split_ if name == LOW_HALF else kahan_split_)(local_part(value), local_part(weight), low)
-    local_part(state[name]).copy_(low)  # the same memory unless states live on another device
+    local_part(state[name]).copy_(low)  # a no-op unless the states live on another device
 
 
 def parameter_names(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[list[list[str]]]:
-    """For each optimizer and each of its parameters, in the order of its state dict, the names in the module.
+    """For each optimizer, the module's names of each of its parameters, in the order of its state dict.
 
-    A tied parameter has several names, one that is not the module's has none.
+    A tied parameter has several names; a parameter that is not in the module has none.
     """
     names: dict[Tensor, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -67,12 +69,12 @@ def parameter_names(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[
 def float32_state_dict(
     module: nn.Module, optimizers: Optimizer | Iterable[Optimizer], device: torch.device | str | None = None
 ) -> dict[str, Tensor]:
-    """The module's state dict with the float32 weights that are trained, at any moment; 4 bytes a value.
+    """The module's state dict with the float32 weights that are trained; 4 bytes a value.
 
     Every bfloat16 tensor becomes float32, and every tensor is a copy. Tied weights stay one tensor.
 
     Args:
-        module: the module whose names the state dict shall have.
+        module: the module whose state dict is wanted.
         optimizers: one or several, compensated or not.
         device: where the copies live; each on its own device by default.
     """
@@ -87,7 +89,7 @@ def float32_state_dict(
     copies: dict[Any, Tensor] = {}
     weights: dict[str, Any] = {}
     for name, value in module.state_dict().items():
-        if not isinstance(value, Tensor):  # what `get_extra_state` of a module gave
+        if not isinstance(value, Tensor):  # the result of a module's `get_extra_state`
             weights[name] = value
             continue
         owner = parameters.get(name, value)
@@ -107,14 +109,14 @@ def consolidate_state_dicts(
     Args:
         weights: the module's state dict.
         optimizer_states: the optimizers' state dicts, in the order of ``names``.
-        names: what `parameter_names` gave when they were saved. None where the states go by names (sharded
-            training saves them so) or have no low halves.
+        names: what `parameter_names` returned when they were saved. None if the states are keyed by name (as
+            sharded training saves them) or have no low halves.
 
     Returns:
         New dicts; tensors that need no change are shared with the given ones.
 
     Raises:
-        ValueError: the states have low halves, and ``names`` are missing or of another number of parameters.
+        ValueError: the states have low halves, and ``names`` is None or has another number of parameters.
     """
     whole: dict[str, Any] = dict(weights)
     for number, saved in enumerate(optimizer_states):
@@ -132,7 +134,7 @@ def consolidate_checkpoint(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """A bfloat16 checkpoint as float32 training would have saved it: `Trainer(precision="32-true")` loads it.
 
     Weights are the float32 values that were trained, states are float32 (8-bit states stay as they are), and
-    what memkit's precision added is gone. Loops, schedulers, callbacks and hyperparameters are kept.
+    the entries of memkit's precision are removed. Loops, schedulers, callbacks and hyperparameters are kept.
 
     Args:
         checkpoint: what `Trainer.save_checkpoint` wrote under `PureBF16Precision`, loaded.
@@ -173,7 +175,7 @@ def consolidate_checkpoint(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _names_of(key: int | str, optimizer: int, saved: Mapping[str, Any], names: Names | None) -> Sequence[str]:
-    """The names of the parameter that an optimizer's state dict calls ``key``."""
+    """The module's names for the parameter under ``key`` in an optimizer's state dict."""
     if isinstance(key, str):
         return [key]
     if names is None:
@@ -182,7 +184,8 @@ def _names_of(key: int | str, optimizer: int, saved: Mapping[str, Any], names: N
             "PureBF16Precision, or by an earlier version. Resume it with ckpt_path= and save it once more; "
             "outside Lightning, pass the names that parameter_names(module, optimizers) gives."
         )
-    # Usually these keys count up; torch's utilities for sharded training number the module's parameters.
+    # Usually the keys count up; torch's utilities for sharded training number the module's parameters
+    # instead.
     keys = [parameter for group in saved["param_groups"] for parameter in group["params"]]
     found = len(names[optimizer]) if optimizer < len(names) else 0
     if found != len(keys):
@@ -194,19 +197,19 @@ def _names_of(key: int | str, optimizer: int, saved: Mapping[str, Any], names: N
 
 
 def _plain_state_dict(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's state dict in float32, without low halves and without the position of memkit's noise."""
+    """An optimizer's state dict in float32, without low halves and without the state of memkit's rounding noise."""
     states: dict[Any, Any] = {}
     for key, state in saved["state"].items():
         if isinstance(state, Mapping):
             state = {name: value for name, value in state.items() if name not in LOW_STATES}
-            if not state:  # had its low half only: not yet stepped
+            if not state:  # a low half only: this parameter has not been stepped yet
                 continue
         states[key] = _widened(state, {})
     return {**{key: value for key, value in saved.items() if key != STATE_KEY}, "state": states}
 
 
 def _widened(value: Any, done: MutableMapping[Any, Tensor]) -> Any:
-    """A value with every bfloat16 tensor in float32; what was one tensor under two names stays one."""
+    """A value with every bfloat16 tensor as float32; a tensor shared by several names stays shared."""
     if isinstance(value, Tensor):
         if value.dtype != torch.bfloat16:
             return value

@@ -1,4 +1,4 @@
-"""Consolidation from disk to disk: a file, or the folder that several ranks wrote, becomes one file."""
+"""Consolidation from disk to disk: a checkpoint file, or a sharded folder of several ranks, becomes one file."""
 
 import io
 import warnings
@@ -19,9 +19,9 @@ from lightning_memkit.optim.consolidate import NAMES_KEY, consolidate_checkpoint
 from lightning_memkit.utilities.errors import NoEffectWarning
 from lightning_memkit.utilities.progress import ProgressBar
 
-_SAFETENSORS = ".safetensors"  # the ending of a target that shall hold weights alone
+_SAFETENSORS = ".safetensors"  # a target with this suffix holds weights alone
 _OF_TRAINING = ("optimizer_states", "lr_schedulers", "callbacks", "loops")
-_OPTIMIZER = "optimizer_"  # as Lightning names an optimizer's share in a folder, with its number
+_OPTIMIZER = "optimizer_"  # Lightning's prefix for an optimizer's states in a folder, before its number
 
 
 def consolidate_file(
@@ -34,16 +34,16 @@ def consolidate_file(
 ) -> Path:
     """`consolidate_checkpoint` from file or sharded folder to one file that plain Lightning loads.
 
-    The target appears whole or not at all. The source is read with ``weights_only=True``; a file is mapped into
-    memory, not copied, and a folder is gathered there. What is needed is the size of the result, 4 bytes a weight and
-    8 for AdamW's states, and that of a folder.
+    The target appears whole or not at all. The source is read with ``weights_only=True``; a file is mapped
+    into memory, not copied, and a folder is gathered in memory. Needs memory for the result (4 bytes a weight
+    and 8 for AdamW's states), plus the size of the source if it is a folder.
 
     Args:
         source: what `Trainer.save_checkpoint` wrote: Lightning's file, a streamed one or a sharded folder.
         target: the file to write; one named `*.safetensors` holds the weights alone, for any reader of the format.
         overwrite: replace a target that exists.
-        weights_only: leave out what only a resumed training needs.
-        keep_dtypes: bfloat16 stays bfloat16, with its low halves, for training that goes on in it.
+        weights_only: leave out everything that only resuming needs.
+        keep_dtypes: keep bfloat16 tensors and their low halves, to continue training in bfloat16.
 
     Raises:
         FileNotFoundError: no such source, or no such folder for the target.
@@ -82,17 +82,17 @@ def consolidate_file(
 
 
 class _Told(io.RawIOBase):
-    """A file that tells how much was written to it."""
+    """A file that advances a progress bar by the bytes written to it."""
 
     def __init__(self, file: Any, bar: ProgressBar) -> None:
         self._file, self._bar = file, bar
 
     def writable(self) -> bool:
-        """It is."""
+        """True."""
         return True
 
     def write(self, data: Any) -> int:
-        """As the file does."""
+        """Write to the file and advance the bar."""
         written = self._file.write(data)
         self._bar.advance(written)
         return written
@@ -103,11 +103,11 @@ def _bytes_of(checkpoint: Mapping[str, Any]) -> int:
 
 
 def read_checkpoint(source: Path, states: bool = True) -> Mapping[str, Any]:
-    """A checkpoint of Lightning as one nested dict, from a file or a sharded folder.
+    """Read a Lightning checkpoint, from a file or a sharded folder, as one nested dict.
 
     Args:
         source: the file or folder.
-        states: whether to read the optimizers' shares of a folder, too.
+        states: whether to read the optimizers' states from a folder, too.
     """
     if source.is_dir():
         return _gathered(source, states)
@@ -139,7 +139,7 @@ def _gathered(folder: Path, states: bool) -> dict[str, Any]:
 
 
 def _numbered(saved: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state dict that numbers its parameters, as every plain optimizer's does; ranks use names."""
+    """An optimizer's state dict with numbered parameters, as plain optimizers save it; sharded ones use names."""
     groups = saved["param_groups"]
     names = [name for group in groups for name in group["params"]]
     numbers = {name: number for number, name in enumerate(names)}

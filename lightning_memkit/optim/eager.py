@@ -1,8 +1,9 @@
-"""What an optimizer has made in bfloat16 before it was compensated: buffers that ``__init__`` makes from the weights.
+"""Widens the bfloat16 buffers that an optimizer made before it was compensated; 2 bytes a value more.
 
-Over float32 weights they would be float32, and so they become: the same tensor objects, so that whoever holds one sees
-it, with views of one memory still views of one memory. A copy of the weights gets their low halves, and a buffer that
-was filled with one of the optimizer's options that option, not what bfloat16 makes of it.
+Over float32 weights, buffers that ``__init__`` makes from the weights would be float32. They are made so in
+place: the tensor objects stay the same, so that everything that refers to one sees the change, and views of
+shared memory still share it. A copy of a weight also gets its low half, and a buffer that was filled with one
+of the optimizer's options gets that option in float32 instead of its bfloat16 rounding.
 """
 
 import warnings
@@ -27,10 +28,10 @@ _NAMED_AT_MOST = 6
 
 
 def widen_own_buffers(optimizer: Optimizer, low_halves: Mapping[Parameter, Tensor]) -> Undo:
-    """Make float32 what an optimizer holds in bfloat16 beside its weights; 2 bytes a value more.
+    """Make the bfloat16 tensors that an optimizer holds beside its weights float32; 2 bytes a value more.
 
     Returns:
-        The undo, which makes bfloat16 again what is still alive.
+        The undo, which casts those that are still alive back to bfloat16.
     """
     found, views = _held(optimizer)
     if views:
@@ -63,7 +64,7 @@ def widen_own_buffers(optimizer: Optimizer, low_halves: Mapping[Parameter, Tenso
 
 
 def restore_filled_states(optimizer: Optimizer) -> None:
-    """Let states that were filled with an option (Adagrad's ``initial_accumulator_value``) hold it in float32."""
+    """Make states that were filled with an option (Adagrad's ``initial_accumulator_value``) hold it in float32."""
     options = _options(optimizer)
     for slot in slots(optimizer):
         state = optimizer.state.get(slot.parameter, {})
@@ -80,7 +81,7 @@ def restore_filled_states(optimizer: Optimizer) -> None:
 
 
 def own_values_by_parameter(optimizer: Optimizer) -> list[str]:
-    """The names of attributes with which an optimizer may know its parameters by more than its groups."""
+    """The names of the optimizer's attributes that may refer to its parameters outside the parameter groups."""
     names = []
     for name, value in own_attributes(optimizer).items():
         if any(isinstance(item, (Tensor, dict)) for _, item in contents(value, name, set())):
@@ -132,7 +133,7 @@ def _float32_of(
     low_halves: Mapping[Parameter, Tensor],
     options: list[float],
 ) -> Tensor:
-    """What a buffer would be, had it been made from float32 weights."""
+    """The buffer as it would be if it had been made from float32 weights."""
     wide = tensor.float()
     option = _option_that_fills(tensor, options)
     if option is not None:
@@ -147,7 +148,7 @@ def _float32_of(
 
 
 def _option_that_fills(tensor: Tensor, options: list[float]) -> float | None:
-    """The option that all values of a tensor are, up to bfloat16; None where none is, or several are."""
+    """The option that every value of a tensor equals after rounding to bfloat16; None if none or several do."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # pyright: ignore[reportAttributeAccessIssue]
     if local.numel() == 0:
         return None
@@ -171,7 +172,7 @@ def _options(optimizer: Optimizer) -> list[float]:
 
 
 def _widen_memory(tensors: list[Tensor]) -> None:
-    """Tensors that share one memory share one of float32 then."""
+    """Widen tensors that share one memory, so that they share one float32 memory afterwards."""
     first = tensors[0]
     storage = first.untyped_storage()
     whole = torch.empty(0, dtype=first.dtype, device=first.device).set_(storage)

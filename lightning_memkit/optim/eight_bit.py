@@ -1,7 +1,7 @@
-"""bitsandbytes' optimizers: embeddings keep 32-bit states, overrides and resume work over bfloat16 weights.
+"""Adapts bitsandbytes' optimizers: 32-bit states for embeddings; overrides and resume work over bfloat16 weights.
 
-A compensated step shows the optimizer float32 shadows in the places of its parameters. bitsandbytes knows
-parameters by their id, so what holds for each is looked up by its place.
+A compensated step puts float32 shadows in the places of an optimizer's parameters. bitsandbytes looks
+settings up by parameter id, which a shadow does not have, so the adapter looks them up by place.
 """
 
 import sys
@@ -21,26 +21,26 @@ from lightning_memkit.optim.pieces import Slot, slots
 from lightning_memkit.optim.state_dtypes import KEEP_FLOAT32
 from lightning_memkit.utilities.errors import NoEffectWarning
 
-BLOCK_VALUES = 256  # that share a scale in bitsandbytes' states
+BLOCK_VALUES = 256  # values that share one scale in bitsandbytes' states
 PAGING_DEVICES = ("cuda", "xpu")
-PAGED_VALUES = 100_000  # from which on bitsandbytes pages a state
+PAGED_VALUES = 100_000  # bitsandbytes pages states of at least this many values
 _MARK = "_memkit_bitsandbytes"
 _WRAPPED_STATE = (
-    "__bnb_optimizer_quant_state__"  # where bitsandbytes' state dicts put what FSDP must not gather
+    "__bnb_optimizer_quant_state__"  # where bitsandbytes' state dicts hide tensors from FSDP's gathering
 )
 
 
 def is_bitsandbytes(optimizer: Optimizer) -> bool:
-    """Whether an optimizer is one of bitsandbytes' own; never imports it."""
+    """Whether an optimizer is one of bitsandbytes' own; never imports bitsandbytes."""
     module = sys.modules.get("bitsandbytes.optim.optimizer")
     return module is not None and isinstance(optimizer, module.Optimizer8bit)
 
 
 class BitsandbytesAdapter:
-    """The handle of an adapted optimizer: what keeps 32-bit states, and the undo. Made by `adapt_bitsandbytes`."""
+    """The handle of an adapted optimizer, made by `adapt_bitsandbytes`: what keeps 32 bits, and the undo."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        # The optimizer owns its adapter; a reference back would make a cycle.
+        # The optimizer owns its adapter; a strong reference back would make a cycle.
         self._optimizer = ref(optimizer)
         self._kept: dict[Parameter, str] = {}
         self._keeps_at_risk = True
@@ -68,7 +68,7 @@ class BitsandbytesAdapter:
         }
 
     def undo(self) -> None:
-        """Give the optimizer its own behaviour back; states that exist stay as they are."""
+        """Restore the optimizer's own behaviour; states that exist stay as they are."""
         optimizer = self._target()
         if optimizer.__dict__.get(_MARK) is not self:
             return
@@ -84,7 +84,8 @@ class BitsandbytesAdapter:
         return optimizer
 
     def _keep(self, parameters: Mapping[Parameter, str], at_risk: bool) -> None:
-        self._keeps_at_risk = self._keeps_at_risk and at_risk  # who says no means it
+        # One call with False decides for all later calls.
+        self._keeps_at_risk = self._keeps_at_risk and at_risk
         self._kept = {**self._kept, **parameters} if self._keeps_at_risk else {}
         self._refresh(self._target())
 
@@ -92,7 +93,7 @@ class BitsandbytesAdapter:
         return self._overrides.get((slot.group, slot.place), {}).get("optim_bits", optimizer.args.optim_bits)
 
     def _refresh(self, optimizer: Optimizer) -> None:
-        """Note what holds for each place in the groups; a compensated step shows other parameters there."""
+        """Look up the settings for each place in the groups; a compensated step puts other parameters there."""
         by_user = _overrides_by_user(optimizer)
         self._overrides.clear()
         for slot in slots(optimizer):
@@ -117,13 +118,13 @@ class BitsandbytesAdapter:
             optimizer.state[parameter][KEEP_FLOAT32] = True
 
     def _is_exception(self, optimizer: Any, gindex: int, pindex: int) -> bool:
-        """Whether a parameter keeps 32 bits in an optimizer of 8."""
+        """Whether a parameter has 32-bit states in an 8-bit optimizer."""
         bits = self._overrides.get((gindex, pindex), {}).get("optim_bits")
         return bits == 32 and optimizer.args.optim_bits == 8
 
     def _load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        # bitsandbytes' own calls no hooks, and casts low halves to the weights' dtype; torch's casts 8-bit states,
-        # unless the hooks of a compensation hide them.
+        # bitsandbytes' own method calls no hooks and casts low halves to the weights' dtype; torch's casts
+        # 8-bit states unless a compensation's hooks hide them.
         optimizer = self._target()
         if is_compensated_optimizer(optimizer):
             states = {key: _unwrapped(state) for key, state in state_dict["state"].items()}
@@ -136,7 +137,7 @@ class BitsandbytesAdapter:
             for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
                 hook(optimizer)
         self._loaded = True
-        self._refresh(optimizer)  # the groups are those of the checkpoint now
+        self._refresh(optimizer)  # loading replaced the groups with those of the checkpoint
         for slot in slots(optimizer):
             state = optimizer.state.get(slot.parameter)
             if state and self._bits(optimizer, slot) == 32:
@@ -148,26 +149,27 @@ class BitsandbytesAdapter:
 def adapt_bitsandbytes(
     optimizer: Optimizer, module: nn.Module | None = None, *, keep_at_risk: bool = True
 ) -> BitsandbytesAdapter:
-    """Keep 32-bit states for embeddings, 6 bytes a parameter of theirs more with AdamW8bit; mend paging and resume.
+    """Keep 32-bit states for embeddings (6 bytes more for each of their values with AdamW8bit); fix paging and resume.
 
-    - Parameters that `at_risk` finds in the module keep float32 states, also where other states are compact, and
-      so do float32 parameters beside bfloat16 ones. ``optim_bits`` in a parameter group (8 or 32) and
-      bitsandbytes' own overrides go first.
-    - bitsandbytes' overrides (`GlobalOptimManager`, `StableEmbedding`) hold for compensated steps, too.
+    - Parameters that `at_risk` finds in the module keep float32 states, even where other states are compact,
+      and so do float32 parameters beside bfloat16 ones. ``optim_bits`` in a parameter group (8 or 32) and
+      bitsandbytes' own overrides take precedence.
+    - bitsandbytes' overrides (`GlobalOptimManager`, `StableEmbedding`) apply to compensated steps, too.
     - Off CUDA a paged optimizer warns and does not page. Not yet verified on a GPU.
-    - A compensated optimizer resumes bit for bit; 8-bit states that a checkpoint holds for parameters that
-      keep 32 bits are widened.
+    - A compensated optimizer resumes bit for bit; if a checkpoint holds 8-bit states for parameters that keep
+      32 bits, they are widened.
 
     Nothing is written to bitsandbytes' global manager, so other optimizers are not affected.
 
     Args:
         optimizer: one of bitsandbytes' optimizers, before its first step.
-        module: searched for what is at risk; without one, parameter groups and overrides decide.
-        keep_at_risk: False lets everything have 8-bit states that no group or override decides about. That holds
-            for later calls, too, such as those of `PureBF16Precision` and of the memkit strategy.
+        module: searched for parameters at risk; if None, only parameter groups and overrides decide.
+        keep_at_risk: False gives 8-bit states to every parameter that no group or override decides about,
+            also in later calls such as those of `PureBF16Precision` and of the memkit strategy.
 
     Returns:
-        The handle. An optimizer that is adapted already keeps its handle, and what is kept adds up.
+        The handle. An optimizer that is already adapted keeps its handle, which adds the newly found
+        parameters.
 
     Raises:
         TypeError: an optimizer of another library.
@@ -199,7 +201,7 @@ def adapter_of(optimizer: Optimizer) -> BitsandbytesAdapter | None:
 
 
 def dequantize_(state: dict[str, Any]) -> None:
-    """Turn bitsandbytes' 8-bit states of one parameter into float32 ones, in place; others stay as they are."""
+    """Replace bitsandbytes' 8-bit states of one parameter by float32 ones, in place; others stay as they are."""
     for number in "12":
         codes = state.get(f"state{number}")
         if isinstance(codes, Tensor) and codes.dtype == torch.uint8:
@@ -208,7 +210,7 @@ def dequantize_(state: dict[str, Any]) -> None:
 
 
 def _dequantized(codes: Tensor, table: Tensor, scales: Tensor) -> Tensor:
-    if scales.dim() == 2:  # AdEMAMix stacks two means, each with scales of its own
+    if scales.dim() == 2:  # AdEMAMix stacks two moments, each with its own scales
         return torch.stack([_dequantized(*pair) for pair in zip(codes, [table] * 2, scales, strict=True)])
     values = table[codes.flatten().int()]
     return (values * scales.repeat_interleave(BLOCK_VALUES)[: values.numel()]).view(codes.shape)
@@ -228,7 +230,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _page_again(optimizer: Any) -> None:
-    """Loading put paged states on the device; give them pages again. Not yet verified on a GPU."""
+    """Page the states again that loading put on the device. Not yet verified on a GPU."""
     from bitsandbytes import functional
 
     for slot in slots(optimizer):
@@ -236,7 +238,7 @@ def _page_again(optimizer: Any) -> None:
         for name in ("state1", "state2"):
             loaded = state.get(name)
             if loaded is None or loaded.dtype == torch.bfloat16 or slot.parameter.numel() < PAGED_VALUES:
-                continue  # what compensation keeps in bfloat16 lives on the device
+                continue  # states that the compensation keeps in bfloat16 live on the device
             if slot.parameter.device.type in PAGING_DEVICES and not getattr(loaded, "is_paged", False):
                 paged = functional.get_paged(*loaded.shape, dtype=loaded.dtype, device=slot.parameter.device)
                 state[name] = paged.copy_(loaded)
@@ -256,7 +258,7 @@ def _leave_paging(optimizer: Any) -> None:
 
 
 def _overrides_by_user(optimizer: Any) -> dict[int, Mapping[str, Any]]:
-    """What bitsandbytes' manager says about parameters, by their id: its own key, which no shadow has."""
+    """The overrides in bitsandbytes' manager, by parameter id: its own key, which no shadow has."""
     manager = optimizer.mng
     found: dict[int, Mapping[str, Any]] = {
         id(getattr(module, name)): config for module, name, config in manager.module_weight_config_triple

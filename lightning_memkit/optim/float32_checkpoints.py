@@ -1,4 +1,4 @@
-"""Float32 checkpoints under `PureBF16Precision`: no bit of a float32 weight is lost on the way in."""
+"""Loads float32 checkpoints under `PureBF16Precision` without losing a bit of a float32 weight."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,13 +12,14 @@ from lightning_memkit.optim.split import LOW_HALF, split
 
 
 def take_low_halves(module: nn.Module, compensations: Sequence[Compensation]) -> dict[nn.Parameter, Tensor]:
-    """What the optimizers of the last fit hold beyond bfloat16, for those of the next: 2 bytes a parameter.
+    """Carry the low halves of the last fit's optimizers over to the next fit: 2 bytes a parameter.
 
-    Weights are rewritten as the high halves of their float32 values: a Kahan rest may round the other way.
+    Weights are rewritten as the high halves of their float32 values, because Kahan's compensation may round
+    to the other neighbour.
 
     Args:
-        module: the module that is about to be trained; parameters of others are passed over.
-        compensations: of the optimizers of the last fit.
+        module: the module that is about to be trained; parameters of others are skipped.
+        compensations: those of the last fit's optimizers.
     """
     own = set(module.parameters())
     taken: dict[nn.Parameter, Tensor] = {}
@@ -33,15 +34,15 @@ def take_low_halves(module: nn.Module, compensations: Sequence[Compensation]) ->
 def capture_low_halves(
     checkpoint: Mapping[str, Any], module: nn.Module, compensations: Sequence[Compensation]
 ) -> None:
-    """Keep what a module that was built in bfloat16 dropped of the float32 weights it has just loaded.
+    """Capture the low halves that a module built in bfloat16 dropped from the float32 weights it has just loaded.
 
-    A module built in float32 needs nothing: its low halves are captured when it is cast. Sharded parameters are
-    passed over.
+    A module built in float32 needs nothing: its low halves are captured when it is cast. Sharded parameters
+    are skipped.
 
     Args:
-        checkpoint: the loaded checkpoint, before the optimizers load their part of it.
+        checkpoint: the loaded checkpoint, before the optimizers load their states.
         module: the LightningModule, its weights loaded.
-        compensations: of its optimizers.
+        compensations: those of its optimizers.
     """
     weights = checkpoint.get("current_model_state") or checkpoint.get("state_dict") or {}
     names = {parameter: name for name, parameter in module.named_parameters()}
@@ -54,12 +55,12 @@ def capture_low_halves(
                 continue
             if _is_source_of(saved, parameter):
                 high, low = split(saved.to(parameter.device))
-                parameter.detach().copy_(high)  # differs from torch's cast where float32 stood at a tie
+                parameter.detach().copy_(high)  # differs from torch's cast if the float32 value was a tie
                 compensation.optimizer.state[parameter][LOW_HALF] = low
 
 
 def _is_source_of(saved: Tensor, parameter: nn.Parameter) -> bool:
-    """Whether a bfloat16 parameter is the rounded form of a float32 tensor."""
+    """Whether a bfloat16 parameter is the rounded value of a float32 tensor."""
     if saved.dtype != torch.float32 or saved.shape != parameter.shape or hasattr(parameter, "to_local"):
         return False
     return torch.equal(saved.to(parameter.device, parameter.dtype), parameter.detach())

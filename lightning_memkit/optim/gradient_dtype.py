@@ -11,10 +11,10 @@ GradDtype = Literal["auto", "float32", "bfloat16"]
 
 
 class GradientDtype:
-    """The dtype of the gradients of bfloat16 weights: float32 where several passes add up, or where it is asked for.
+    """The dtype of bfloat16 weights' gradients: float32 if several passes accumulate, or if asked for.
 
     Args:
-        wanted: ``"auto"``, or the one dtype.
+        wanted: ``"auto"``, or one dtype.
     """
 
     def __init__(self, wanted: GradDtype) -> None:
@@ -25,21 +25,23 @@ class GradientDtype:
         self._announced = False
 
     def begin(self, *, least_parts: int, why_not: str | None) -> None:
-        """A fit begins.
+        """Start a fit.
 
         Args:
-            least_parts: backward passes that add up to a step, whatever `set_parts` says.
-            why_not: why float32 gradients can't be set, where they can't.
+            least_parts: the least number of backward passes that accumulate to a step, whatever `set_parts`
+                says.
+            why_not: why float32 gradients are impossible here; None if they are possible.
         """
         self._least_parts, self._why_not, self._announced = least_parts, why_not, False
 
     def set_parts(
         self, parts: int, parameters: Callable[[], Iterable[nn.Parameter]], warn: Callable[[str], None]
     ) -> None:
-        """Say how many backward passes add up to a step; gradients that exist are converted.
+        """Set how many backward passes accumulate to a step; existing gradients are converted.
 
         Raises:
-            ValueError: float32 is asked for and impossible; where it is only better, that is warned of.
+            ValueError: float32 was asked for explicitly and is impossible; under ``"auto"`` this is a
+                warning.
         """
         self._parts = parts = max(parts, self._least_parts)
         wanted = self._wanted == "float32" or (self._wanted == "auto" and parts > 1)
@@ -49,13 +51,13 @@ class GradientDtype:
             self._is_float32 = wanted
 
     def give_back(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Gradients are of their weights' dtype again."""
+        """Restore gradients of the weights' dtype."""
         self._is_float32 = False
         for parameter in parameters:
             set_grad_dtype(parameter, parameter.dtype)
 
     def announcement(self, parameters: Callable[[], Iterable[nn.Parameter]]) -> str | None:
-        """What float32 gradients cost, once a fit; not when they are set, since that may be a trial."""
+        """A line on the cost of float32 gradients, once a fit; not at `set_parts`, which may belong to a trial."""
         if not self._is_float32 or self._announced:
             return None
         self._announced = True
@@ -82,11 +84,11 @@ class GradientDtype:
 
 
 def why_no_float32_gradients(model: nn.Module, *, averaged_late: bool) -> str | None:
-    """Why gradients of bfloat16 weights can't be float32 here; None where they can.
+    """The reason why gradients of bfloat16 weights can't be float32 here, or None.
 
     Args:
         model: the module as it is trained, wrapped or sharded.
-        averaged_late: DDP's gradients are averaged after the backward, by another than DDP.
+        averaged_late: gradients under DDP are averaged after the backward, and not by DDP itself.
     """
     if not hasattr(Tensor, "grad_dtype"):
         return f"torch {torch.__version__} lacks Tensor.grad_dtype"
@@ -98,7 +100,7 @@ def why_no_float32_gradients(model: nn.Module, *, averaged_late: bool) -> str | 
 
 
 def set_grad_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    """Make a parameter's gradients of a dtype, and the one that exists, too."""
+    """Set the dtype of a parameter's gradients, and cast the existing one."""
     gradient, parameter.grad = parameter.grad, None
     parameter.grad_dtype = dtype
     if gradient is not None:
@@ -106,7 +108,7 @@ def set_grad_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
 
 
 def full_precision_reductions() -> Callable[[], None]:
-    """Have CUDA's bfloat16 matmuls add up in float32 throughout."""
+    """Make CUDA's bfloat16 matmuls accumulate in float32 throughout; returns the undo."""
     flags = torch.backends.cuda.matmul
     before = flags.allow_bf16_reduced_precision_reduction
     flags.allow_bf16_reduced_precision_reduction = False

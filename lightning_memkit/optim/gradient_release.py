@@ -1,9 +1,9 @@
-"""Step each parameter as soon as its gradient is there: gradients are never all alive, the result is the same.
+"""Steps each parameter as soon as its gradient is complete: gradients are never all alive; same result.
 
-Autograd tells when a parameter's gradient is complete (`Tensor.register_post_accumulate_grad_hook`). The
-parameter is then stepped by the user's own optimizer, which is shown nothing else, and its gradient is dropped.
-``optimizer.step()`` still ends the step. The order in which parameters are stepped does not change the result,
-unless the optimizer combines values over the model; those that are known to are refused.
+Autograd calls a hook when a parameter's gradient is complete (`Tensor.register_post_accumulate_grad_hook`).
+The user's own optimizer then steps this parameter alone, and its gradient is freed. ``optimizer.step()``
+still ends the step. The order in which parameters are stepped does not change the result, unless the
+optimizer combines values over the model; optimizers known to do so are refused.
 """
 
 import threading
@@ -36,14 +36,14 @@ _MARK = "_memkit_release"
 
 
 class Release:
-    """The handle of an optimizer whose gradients are released: clipping, and the undo.
+    """The handle of an optimizer whose gradients are released: clipping, norms, and the undo.
 
     Made by `release_gradients`.
 
     Attributes:
-        mode: ``"step"`` releases the gradients of the next backward; ``"keep"`` lets them accumulate as ever.
-        clip_value: gradients are clipped to ``[-clip_value, clip_value]`` before they are used; None for not.
-        records_norm: whether `last_norm` is kept; each gradient is then read once more.
+        mode: ``"step"`` releases the gradients of the next backward; ``"keep"`` lets them accumulate.
+        clip_value: gradients are clipped to ``[-clip_value, clip_value]`` before use; None for no clipping.
+        records_norm: whether `last_norm` is recorded, at the cost of reading each gradient once more.
         last_norm: the norm of the last step's gradients, before clipping.
     """
 
@@ -52,19 +52,19 @@ class Release:
         self.clip_value: float | None = None
         self.records_norm = False
         self.last_norm: Tensor | None = None
-        self._optimizer = ref(optimizer)  # the optimizer owns its release; a cycle would outlive it
+        self._optimizer = ref(optimizer)  # weak, since the optimizer owns its release
         self._bundle_bytes = bundle_bytes
         self._compensation = compensation_of(optimizer)
         self._plain = ShadowEngine.plain()
-        self._lock = threading.RLock()  # autograd has a thread a device
+        self._lock = threading.RLock()  # autograd runs one thread for each device
         self._hooks: dict[Parameter, RemovableHandle] = {}
         self._measured: dict[Parameter, Tensor] | None = None  # not None while norms are measured
         self._forget_step()
         self._previous_step = optimizer.__dict__.get("step")
         self._stock_step = stock_step(optimizer)
-        wrapped = hasattr(self._previous_step, "_wrapped_by_lr_sched")  # a scheduler was made before
+        wrapped = hasattr(self._previous_step, "_wrapped_by_lr_sched")  # by an earlier LR scheduler
         step = replaced_step(optimizer, lambda *_: self._finish(), wrapped=wrapped)
-        # Not the other way round: a cycle would keep the weights until it is collected.
+        # The step owns the release and not vice versa: a cycle would keep the weights until collected.
         step.__dict__[_MARK] = self
         optimizer.step = step  # pyright: ignore[reportAttributeAccessIssue]
         self._load_hook = optimizer.register_load_state_dict_pre_hook(lambda *_: self._abandon())
@@ -81,11 +81,11 @@ class Release:
 
     @property
     def parameters_stepped(self) -> int:
-        """How many parameters the step that is under way has stepped; 0 between steps."""
+        """How many parameters the current step has stepped so far; 0 between steps."""
         return len(self._taken) - len(self._waiting)
 
     def attach(self) -> None:
-        """Take in parameters that were added or unfrozen since; every step does so when it ends."""
+        """Hook parameters that were added or unfrozen since; every step does so when it ends."""
         if not self._active:  # a scheduler's wrapper keeps our step in use after the undo
             return
         known = set(map(id, self._hooks))
@@ -96,7 +96,7 @@ class Release:
                     self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(hook)
 
     def undo(self) -> None:
-        """Give the optimizer its step back; a step that is under way is dropped as far as it has come."""
+        """Restore the optimizer's step; a step under way is dropped, and the parameters already stepped stay so."""
         if not self._active:
             return
         self._active = False
@@ -112,13 +112,13 @@ class Release:
             give_step_back(optimizer, self._previous_step)
 
     def measured_norm(self, backward: Callable[[], object]) -> Tensor:
-        """The norm of the gradients that a backward gives, each dropped at once; bitwise `clip_grad_norm_`'s.
+        """The norm of the gradients of a backward, each freed at once; bitwise that of `clip_grad_norm_`.
 
         Args:
-            backward: runs the backward pass, with ``retain_graph=True`` where it is to run again.
+            backward: runs the backward pass, with ``retain_graph=True`` if it has to run a second time.
 
         Returns:
-            A scalar on the gradients' device: the norm of the norms of all parameters, in the optimizer's order.
+            A scalar on the gradients' device: the norm of all parameters' norms, in the optimizer's order.
         """
         self._measured = {}
         try:
@@ -133,7 +133,7 @@ class Release:
         self._clip = (max_norm, norm)
 
     def flush(self) -> None:
-        """Step the gradients that are still held in a bundle; ``optimizer.step()`` does so too."""
+        """Step the gradients that still wait for their bucket to fill; ``optimizer.step()`` does so, too."""
         if self._waiting:
             with self._lock, torch.no_grad():
                 self._advance(self._waiting)
@@ -156,7 +156,7 @@ class Release:
             if identity in self._taken:
                 raise second_gradient_error(parameter)
             self._open_step()
-            if identity not in self._slots:  # the optimizer holds it no longer
+            if identity not in self._slots:  # the optimizer no longer has it
                 return
             self._taken.add(identity)
             self._waiting.append(parameter)
@@ -188,7 +188,7 @@ class Release:
     def _advance(self, ready: list[Parameter]) -> None:
         """Clip, step and drop these gradients."""
         step = self._open_step()
-        if self.records_norm and self.mode == "step":  # else the norm is not of a step's, but a trial's
+        if self.records_norm and self.mode == "step":  # in "keep" mode the gradients are a trial's
             for parameter in ready:
                 assert parameter.grad is not None
                 self._norms[parameter] = get_total_norm([parameter.grad])
@@ -197,8 +197,8 @@ class Release:
         if self._clip is not None:
             clip_grads_with_norm_(ready, *self._clip)
         step.advance([self._slots[id(parameter)] for parameter in ready])
-        # Kernels and optimizers that write through .data leave the version as it was; autograd is to notice where it
-        # still needs the old weight.
+        # Kernels and optimizers that write through `.data` leave the version counter as it was; autograd must
+        # notice the change where it still needs the old weight.
         torch.autograd.graph.increment_version(ready)
         for parameter in ready:
             parameter.grad = None
@@ -206,7 +206,7 @@ class Release:
         self._waiting, self._waiting_bytes = [], 0
 
     def _finish(self) -> None:
-        """Step what else has a gradient, and end the step."""
+        """Step the remaining parameters that have gradients, and end the step."""
         step, optimizer = self._open_step(), self.optimizer
         if self.parameters_stepped:
             refuse_changed_options(optimizer, self._options)
@@ -231,7 +231,7 @@ class Release:
 
     def _forget_step(self) -> None:
         self._open: OpenStep | None = None
-        # By identity: the hash of a tensor is slow, and slots keep the parameters.
+        # Keyed by id: a tensor's hash is slow, and the slots keep the parameters alive.
         self._slots: dict[int, Slot] = {}
         self._taken: set[int] = set()  # stepped, or waiting to be
         self._waiting: list[Parameter] = []
@@ -241,17 +241,17 @@ class Release:
         self._options: list[dict[str, Any]] = []
 
     def _abandon(self) -> None:
-        """Leave a step that is under way: what comes next starts from other weights."""
+        """Drop the step under way: the next one starts from other weights."""
         if self._open is not None:
             self._engine_and_step()[0].rounding.end_step()
         self._forget_step()
 
     def _total(self, norms: dict[Parameter, Tensor]) -> Tensor:
-        # The norm of a scalar is the scalar: torch itself combines the norms, grouped as it would the gradients.
+        # A scalar's norm is its magnitude: torch combines the norms in the groups that it makes of gradients.
         total = get_total_norm(
             [norms[slot.parameter] for slot in slots(self.optimizer) if slot.parameter in norms]
         )
-        whole: Any = getattr(total, "full_tensor", None)  # a DTensor adds up over ranks
+        whole: Any = getattr(total, "full_tensor", None)  # a DTensor is reduced over ranks
         return total if whole is None else whole()
 
 
@@ -265,19 +265,19 @@ def _hook_of(release: "ref[Release]") -> Callable[[Parameter], None]:
 
 
 def release_gradients(optimizer: Optimizer, *, bundle_bytes: int = BUNDLE_BYTES) -> Release:
-    """Step each parameter within backward and drop its gradient; at most a few gradients are alive, 0 bytes kept.
+    """Step each parameter within backward and free its gradient; at most a few gradients are alive at a time.
 
-    ``loss.backward()`` then changes the weights, and ``optimizer.step()`` only ends the step: one backward a
-    step. Learning rates must be set before the backward; a scheduler that is stepped after the step does so.
+    ``loss.backward()`` then changes the weights, and ``optimizer.step()`` only ends the step: one backward
+    per step. Learning rates must be set before the backward, as a scheduler called after the step does.
     Weights and states are bitwise those of the same optimizer without release.
 
     Args:
-        optimizer: any optimizer that steps each parameter by itself; `compensate` it before.
-        bundle_bytes: gradients are held until they take this many bytes together, since stepping many small
-            parameters one by one is slow. 0 steps each at once.
+        optimizer: any optimizer that steps each parameter by itself; call `compensate` first if you need it.
+        bundle_bytes: gradients are kept until they fill a bucket of this many bytes, since stepping many
+            small parameters one by one is slow. 0 steps each parameter at once.
 
     Returns:
-        The handle; `Release.undo` gives the optimizer back.
+        The handle; `Release.undo` restores the optimizer.
 
     Raises:
         ValueError: gradients are released already, or the optimizer combines them over the model.

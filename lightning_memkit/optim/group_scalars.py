@@ -1,4 +1,4 @@
-"""Copy and put back what an optimizer keeps in its groups beside the parameters: rates, and counters of some."""
+"""Copies and restores an optimizer's group entries beside the parameters: learning rates, some counters."""
 
 from copy import deepcopy
 from typing import Any
@@ -10,8 +10,9 @@ _IMMUTABLE = (int, float, str, type(None))
 
 
 def group_scalars(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """A copy of every group's entries but its parameters."""
-    stay = {id(p): p for group in optimizer.param_groups for p in group["params"]}  # as keys, or named beside
+    """A copy of each group's entries, without its parameters."""
+    # Entries may have parameters as keys or values.
+    stay = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     return [
         {key: copied(value, stay) for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
@@ -19,7 +20,7 @@ def group_scalars(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def restore_group_scalars(optimizer: Optimizer, scalars: list[dict[str, Any]]) -> None:
-    """Put `group_scalars` back into the same dicts, and tensors (a capturable learning rate) into the same memory."""
+    """Restore `group_scalars` into the same dicts, and tensors (a capturable learning rate) into the same memory."""
     stay = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     for group, kept in zip(optimizer.param_groups, scalars, strict=True):
         for key in group.keys() - kept.keys() - {"params"}:
@@ -33,11 +34,11 @@ def restore_group_scalars(optimizer: Optimizer, scalars: list[dict[str, Any]]) -
 
 
 def copied(value: Any, stay: dict[int, Any] | None = None) -> Any:
-    """A deep copy, without its price where there is nothing to copy; it is taken once a bucket.
+    """A deep copy that is cheap for immutable values; called once per bucket.
 
     Args:
         value: anything.
-        stay: what is not copied within it, by identity: parameters that a dict is keyed by.
+        stay: objects within it that are not copied, by id, such as parameters that key a dict.
     """
     if isinstance(value, _IMMUTABLE):
         return value

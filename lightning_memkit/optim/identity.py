@@ -1,10 +1,10 @@
-"""Bfloat16 parameters in float32 under their own identity, for optimizers that know them by more than their groups.
+"""Makes bfloat16 parameters float32 in place during a step, for optimizers that know them by their identity.
 
-While such an optimizer steps, each parameter *is* its float32 form: the same object, with the same attributes, so that
-lookups by parameter or by `id`, closures over parameters, views of groups and lists of buffers find what they would in
-float32 training. Price: float32 weights, gradients and widened states of all parameters at once, up to 16 bytes a
-parameter during the step. What holds a parameter from C++ (DDP's reducer, autograd) keeps the bfloat16 tensor, since
-the two objects exchange what they stand for and take it back.
+While such an optimizer steps, each parameter object *is* float32, with the same attributes, so that lookups
+by parameter or by `id`, closures over parameters, views of groups and lists of buffers find what they would
+in float32 training. Price: float32 weights, gradients and widened states of all parameters at once, up to 16
+bytes a parameter during the step. C++ references to a parameter (DDP's reducer, autograd) keep the bfloat16
+tensor, because the two Python objects exchange their C++ tensors and exchange them back afterwards.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -25,12 +25,12 @@ from lightning_memkit.optim.state_dtypes import storage_of
 
 
 def exchange(one: Tensor, other: Tensor) -> None:
-    """Let two tensor objects exchange what they stand for: values, dtype, gradient; not their Python attributes."""
+    """Exchange the C++ tensors of two objects: values, dtype and gradient, but not their Python attributes."""
     torch._C._swap_tensor_impl(one, other)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _Float32Form:
-    """One parameter, to be float32 for a time, with the bfloat16 states of its own."""
+    """One parameter's float32 tensor for the duration of a step, and the float32 copies of its bfloat16 states."""
 
     def __init__(self, engine: ShadowOptions, optimizer: Optimizer, slot: Slot) -> None:
         self.slot = slot
@@ -57,12 +57,12 @@ class _Float32Form:
         ]
 
     def show(self) -> None:
-        """Be float32."""
+        """Make the parameter and its states float32."""
         parameter, state = self.slot.parameter, self._optimizer.state
         if self._low:
             for name in self._low:
                 del state[parameter][name]
-            if not state[parameter]:  # optimizers make their states where there are none
+            if not state[parameter]:  # optimizers create their states only if there are none
                 del state[parameter]
         exchange(parameter, self._other)
         for stored, wide in self._states:
@@ -70,10 +70,11 @@ class _Float32Form:
         self._shown = True
 
     def lend(self, *, unmoved: bool = False) -> None:
-        """Be bfloat16 for an evaluation of the model: the nearest to what the optimizer has made of the weights.
+        """Make the parameter bfloat16 for an evaluation of the model, rounded from the current float32 weight.
 
         Args:
-            unmoved: it has made nothing of them yet; no bit is written then, where a tie may be rounded otherwise.
+            unmoved: the optimizer has not changed the weight yet. No bit is written then, since rounding
+                might break a tie in another way.
         """
         parameter = self.slot.parameter
         exchange(parameter, self._other)
@@ -83,20 +84,20 @@ class _Float32Form:
         self._hand_gradient_on()
 
     def resume(self) -> None:
-        """Be float32 again, with the gradient that the evaluation has left."""
+        """Make the parameter float32 again, with the gradient of the evaluation."""
         self._other.grad = _float32(self.slot.parameter.grad)
         exchange(self.slot.parameter, self._other)
         self._shown = True
 
     def has_moved(self) -> bool:
-        """Whether the float32 weight is another than before the step; bfloat16 weights have not been lent since."""
+        """Whether the float32 weight differs from that before the step; valid until the first `lend`."""
         shown, kept = self.slot.parameter.detach(), self._other.detach()
         before = torch.empty_like(shown)
         widen_(kept, next(iter(self._low.values()), None), before)
         return not torch.equal(shown.view(torch.int32), before.view(torch.int32))
 
     def close(self) -> None:
-        """Be bfloat16 and low half, with the states as they are to be kept."""
+        """Make the parameter bfloat16 with its low half, and store the states as configured."""
         parameter = self.slot.parameter
         exchange(parameter, self._other)
         self._shown = False
@@ -116,7 +117,7 @@ class _Float32Form:
             del self._optimizer.state[parameter]
 
     def abandon(self) -> None:
-        """After an error: the identity, the states' dtypes and the low half as they were; values are the caller's."""
+        """Restore identity, state dtypes and low half after an error; restoring values is left to the caller."""
         parameter, state = self.slot.parameter, self._optimizer.state
         if self._shown:
             exchange(parameter, self._other)
@@ -127,7 +128,7 @@ class _Float32Form:
             state.setdefault(parameter, {}).update(self._low)
 
     def _hand_gradient_on(self) -> None:
-        """What the optimizer has done to the float32 gradient, done to the parameter's own."""
+        """Apply the optimizer's changes of the float32 gradient to the parameter's own gradient."""
         parameter, gradient = self.slot.parameter, self._other.grad
         if gradient is None:
             parameter.grad = None
@@ -137,12 +138,13 @@ class _Float32Form:
             parameter.grad.copy_(gradient)
 
     def _keep_states(self, state: dict[str, Any]) -> None:
-        """Store moments in bfloat16 where states are compact, in the tensor objects that they are."""
+        """Store moments in bfloat16 if states are compact, within the same tensor objects."""
         engine, parameter = self._engine, self.slot.parameter
         rooms = {id(stored): room for stored, room in self._states}
         for name, value in state.items():
             if _is_stored(value, parameter):
-                engine.bfloat16_states.add(name)  # the optimizer's own choice, made of float32 weights
+                # The optimizer itself chose bfloat16 for a state of float32 weights.
+                engine.bfloat16_states.add(name)
                 continue
             if engine.states != "compact" or not isinstance(value, Tensor) or value._base is not None:
                 continue
@@ -164,8 +166,8 @@ class Float32Forms:
     """Parameters that are float32 while an optimizer's own step runs.
 
     Args:
-        engine: whose modes and noise apply.
-        optimizer: whose parameters they are.
+        engine: its modes and noise apply.
+        optimizer: the optimizer of the parameters.
         shown: bfloat16 parameters, none of them sharded.
     """
 
@@ -175,7 +177,7 @@ class Float32Forms:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Within it the parameters are float32; after it bfloat16 with what the step has made of them."""
+        """Make the parameters float32 within the context; afterwards they are bfloat16 with the step's result."""
         try:
             with torch.no_grad():
                 for form in self._forms:
@@ -192,11 +194,12 @@ class Float32Forms:
     def evaluating(
         self, closure: Callable[[], Any], refusal: Callable[[], Exception] | None = None
     ) -> Callable[[], Any]:
-        """A closure that evaluates the model on the bfloat16 weights nearest to the float32 ones of the moment.
+        """Wrap a closure so that it evaluates the model on the current float32 weights rounded to bfloat16.
 
         Args:
-            closure: evaluates it.
-            refusal: makes the error of a step that evaluates again, or after it has moved weights; None where it may.
+            closure: evaluates the model.
+            refusal: makes the error for a step that evaluates a second time or after it has moved weights;
+                None if this is allowed.
         """
         evaluations = count()
 
@@ -223,6 +226,6 @@ def _float32(gradient: Tensor | None) -> Tensor | None:
 
 
 def _is_stored(value: Any, parameter: Tensor) -> bool:
-    """Whether a state is one that may have been float32 and is kept in bfloat16."""
+    """Whether a state may be a float32 state that is stored in bfloat16."""
     alike = type(value) in (Tensor, Parameter) and value.shape == parameter.shape
     return alike and value.dtype == torch.bfloat16

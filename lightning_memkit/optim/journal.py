@@ -1,10 +1,11 @@
-"""Finish an optimizer's step that runs out of memory: bit for bit the step that it would have been.
+"""Finishes an optimizer's step that runs out of memory, bit for bit as it would have been.
 
-A journaled step advances one bundle of parameters after the other, with copies of what that changes beside it.
-Where memory runs out the bundle is put back, caches are emptied, and smaller bundles are stepped: gradients are
-still there, so forward and backward need no repetition. The order in which parameters are stepped does not change
-the result. An optimizer that combines values over the model, or may do so, is stepped as a whole. One that evaluates
-its closure within the step (SAM, LBFGS) gets it, and where memory runs out in there all is put back for a retry.
+A journaled step advances one bucket of parameters after the other and keeps copies of what the bucket's step
+changes. If memory runs out, the bucket is restored, caches are emptied, and smaller buckets are stepped: the
+gradients still exist, so forward and backward are not repeated. The order in which parameters are stepped
+does not change the result. An optimizer that combines values over the model, or may do so, is stepped as a
+whole. One that evaluates its closure within the step (SAM, LBFGS) gets the closure; if memory runs out in
+there, everything is restored for a retry.
 """
 
 from collections.abc import Callable, Iterator
@@ -52,14 +53,15 @@ _MARK = "_memkit_journal"
 
 
 class Journal:
-    """The handle of an optimizer whose steps are journaled: when they are, how often it helped, and the undo.
+    """The handle of an optimizer whose steps are journaled: when to journal, how often it helped, and the undo.
 
     Made by `journal_steps`.
 
     Attributes:
-        needed: whether warm steps are journaled, too. False is right where such a step takes no memory
-            (`measure_next_warm_step`) and makes it cost nothing. Cold steps, in which states are made, always are.
-        recovered: how many times steps ran out of memory and were finished all the same.
+        needed: whether warm steps are journaled, too. Set it to False for a step that allocates nothing
+            (`measure_next_warm_step` does so); it then costs nothing. Cold steps, which create states, are
+            always journaled.
+        recovered: how many times steps ran out of memory and were finished nevertheless.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class Journal:
     ) -> None:
         self.needed = True
         self.recovered = 0
-        self._optimizer = ref(optimizer)  # the optimizer owns its journal; a cycle would outlive it
+        self._optimizer = ref(optimizer)  # weak, since the optimizer owns its journal
         self._ready = ready
         self._bundle_bytes = bundle_bytes or bundle_bytes_for(optimizer)
         self._by_parameter = steps_by_parameter(optimizer)
@@ -77,13 +79,13 @@ class Journal:
         self._may_slice = may_slice(optimizer)
         self._own_way = uses_closure_its_own_way(optimizer)
         self._asks = self._own_way or demands_closure(optimizer)
-        self._gradients: dict[Parameter, Tensor] = {}  # those before a step that is to be taken again
-        self._counts: dict[Parameter, int] = {}  # states of each parameter after its last cold step
+        self._gradients: dict[Parameter, Tensor] = {}  # those before a failed step that may be retried
+        self._counts: dict[Parameter, int] = {}  # of each parameter's states, after its last cold step
         self._measures = False
         self._active = True
         self._previous_step = optimizer.__dict__.get("step")
         self._stock_step = stock_step(optimizer)
-        wrapped = hasattr(self._previous_step, "_wrapped_by_lr_sched")  # a scheduler was made before
+        wrapped = hasattr(self._previous_step, "_wrapped_by_lr_sched")  # by an earlier LR scheduler
         step = replaced_step(optimizer, self._act, wrapped=wrapped)
         step.__dict__[_MARK] = self
         optimizer.step = step  # pyright: ignore[reportAttributeAccessIssue]
@@ -94,7 +96,7 @@ class Journal:
         return living(self._optimizer)
 
     def undo(self) -> None:
-        """Give the optimizer its step back."""
+        """Restore the optimizer's step."""
         if not self._active:
             return
         self._active = False
@@ -106,7 +108,7 @@ class Journal:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Within it steps are taken as they would be without us; out of memory there leaves a half-made step."""
+        """Within the context steps are not journaled; running out of memory there leaves a half-made step."""
         self._active = False
         try:
             yield
@@ -116,7 +118,7 @@ class Journal:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """`measure_next_warm_step` for the steps within only."""
+        """`measure_next_warm_step`, for the steps within the context only."""
         self._measures = True
         try:
             yield
@@ -124,19 +126,19 @@ class Journal:
             self._measures = False
 
     def measure_next_warm_step(self) -> None:
-        """Let the next step in which no state is made go without a journal, and set `needed` by what it allocates.
+        """Take the next warm step without a journal, and set `needed` by whether it allocates.
 
-        For a trial step, which is rolled back: out of memory there leaves a half-made step.
+        Use it for a trial step, which is rolled back: running out of memory leaves a half-made step.
         """
         self._measures = True
 
     def is_cold(self) -> bool:
-        """Whether the next step, from the gradients as they are, makes states."""
+        """Whether the next step, with the current gradients, creates states."""
         state = self.optimizer.state
         stepped = [slot.parameter for slot in slots(self.optimizer) if slot.parameter.grad is not None]
         counts = [len(state[parameter]) if parameter in state else 0 for parameter in stepped]
         most = max(counts, default=0)
-        # Some optimizers keep states for some parameters, or none: a step that has been seen tells how many it leaves.
+        # Some optimizers keep states for some parameters only, or none: use the counts of an earlier step.
         return any(
             count != self._counts.get(parameter, max(most, 1))
             for parameter, count in zip(stepped, counts, strict=True)
@@ -144,11 +146,11 @@ class Journal:
 
     def _act(self, optimizer: Optimizer, closure: Closure) -> Any:
         if closure is None and self._asks and gradients_are_zero(optimizer):
-            closure = partial(zero_gradients, optimizer)  # a trial's step, of one that may ask for a closure
+            closure = partial(zero_gradients, optimizer)  # a trial of a step that may need a closure
             if self._own_way:
-                self._measures = self.needed = False  # it is copied in every step, whatever it allocates
+                self._measures = self.needed = False  # such a step is always copied
                 return self._step_at_once(optimizer, closure)
-        if not self._active:  # a scheduler made since has wrapped our step
+        if not self._active:  # undone, but a scheduler made since has wrapped our step
             return self._step_at_once(optimizer, closure)
         self._check_order(optimizer)
         if self._own_way and closure is not None:
@@ -170,7 +172,7 @@ class Journal:
         return None
 
     def _note_counts(self) -> None:
-        """How many states a step has left of each parameter."""
+        """Record how many states a step has left for each parameter."""
         optimizer = self.optimizer
         self._counts = {
             slot.parameter: len(optimizer.state.get(slot.parameter, ()))
@@ -193,7 +195,7 @@ class Journal:
         return self._compensation.engine, self._compensation.stock_step
 
     def _step_at_once(self, optimizer: Optimizer, closure: Closure) -> Any:
-        """The step as it would be without us."""
+        """Take the step as it would be without a journal."""
         compensation = compensation_of(optimizer)
         if compensation is not None:
             return compensation.engine.step(optimizer, compensation.stock_step, closure)
@@ -220,14 +222,14 @@ class Journal:
         )
 
     def _step_with_closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
-        """A step that evaluates the model within: if memory runs out anywhere, all is as before and the error goes on.
+        """Take a step that evaluates the model within; if memory runs out anywhere, restore everything and raise.
 
-        Whoever catches it may take the same step again. Ranks agree at its end, when the last gradients are there.
+        The caller may retry the step. Ranks agree at its end, when the last gradients exist.
         """
         for parameter, gradient in self._gradients.items():
             if (
                 parameter.grad is None
-            ):  # who retries may have let go of them, and the step may begin with them
+            ):  # the caller may have freed the gradients, and the retried step may begin by using them
                 parameter.grad = gradient
         self._gradients = {}
         noise = self._engine_and_step()[0].rounding
@@ -255,25 +257,27 @@ class Journal:
 def journal_steps(
     optimizer: Optimizer, *, ready: Callable[[], object] | None = None, bundle_bytes: int | None = None
 ) -> Journal:
-    """Let an optimizer's steps survive running out of memory; copies of one bundle are alive at a time.
+    """Make an optimizer's steps survive running out of memory; copies of one bucket are alive at a time.
 
-    Weights, states and gradients are bitwise those of the step without the fault. Optimizers that combine values
-    over the model, and classes that aren't known not to, are stepped as a whole, with copies of all they change in
-    host memory. Compensated optimizers and those with offloaded states are journaled as they are; do so last.
+    Weights, states and gradients are bitwise those of a step that did not run out. Optimizers that combine
+    values over the model, and classes that may do so, are stepped as a whole, with copies of all they change
+    in host memory. Compensated optimizers and those with offloaded states can be journaled; call this last.
 
     Args:
-        optimizer: any optimizer. One that uses its closure in a way of its own (SAM, LBFGS) is copied to host memory
-            in every step, since forward and backward run within it: what it changes is put back if memory runs out
-            there, and the error goes on to who may retry the step.
-        ready: called in every step after its closure, before anything is changed; what it raises leaves nothing
-            changed. Ranks may agree here whether to step. Where the closure belongs to the step, it is called at the
-            end, and what it raises for want of memory is put back as well.
-        bundle_bytes: weights, gradients and states that are copied at a time. By default 8 MiB on a CPU; elsewhere
-            64 MiB, or 1/32 of weights and moments if that is more. A parameter with more is stepped in slices if the
-            optimizer is known to treat each element by itself, and is a bundle of its own if not.
+        optimizer: any optimizer. If it uses its closure in a way of its own (SAM, LBFGS), everything it
+            changes is copied to host memory in every step, because forward and backward run within it. If
+            memory runs out there, the copies are restored and the error is raised, so that the caller may
+            retry the step.
+        ready: called in every step after its closure, before anything is changed, so that an error it raises
+            leaves nothing changed. Ranks may agree here whether to step. If the step evaluates the closure
+            itself, this is called at the end, and if it runs out of memory everything is restored.
+        bundle_bytes: weights, gradients and states that are copied at a time. By default 8 MiB on a CPU;
+            elsewhere 64 MiB, or 1/32 of weights and moments if that is more. A larger parameter is stepped in
+            slices if the optimizer is known to treat each element by itself, and is a bucket of its own if
+            not.
 
     Returns:
-        The handle; `Journal.undo` gives the optimizer its step back.
+        The handle; `Journal.undo` restores the optimizer's step.
 
     Raises:
         ValueError: the steps are journaled already, or gradients are released within backward; a group asks for a

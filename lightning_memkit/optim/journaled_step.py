@@ -1,6 +1,6 @@
-"""One optimizer step that survives running out of memory, bundle by bundle.
+"""One optimizer step that survives running out of memory, bucket by bucket.
 
-A parameter that is larger than a bundle goes slice by slice where its optimizer treats each element by itself.
+A parameter that is larger than a bucket is stepped in slices if its optimizer treats each element by itself.
 """
 
 from collections.abc import Callable
@@ -22,18 +22,18 @@ T = TypeVar("T")
 
 
 class BundledStep:
-    """A step of one bundle of parameters after the other; copies of one bundle are alive at a time.
+    """A step of one bucket of parameters after the other; copies of one bucket are alive at a time.
 
     Args:
         optimizer: one that steps each parameter by itself.
-        engine: what steps its parameters.
+        engine: the engine that steps its parameters.
         stock_step: the optimizer's own step.
-        bundle_bytes: copies at a time. A parameter with more is stepped in slices; where it can't be, it is a bundle
-            of its own.
+        bundle_bytes: bytes of copies at a time. A larger parameter is stepped in slices if possible, and is a
+            bucket of its own otherwise.
         may_slice: whether the stock step treats each element of a parameter by itself.
 
     Attributes:
-        failures: how many attempts have run out of memory.
+        failures: how many tries have run out of memory.
     """
 
     def __init__(
@@ -51,16 +51,16 @@ class BundledStep:
         self._stock_step = stock_step
         self._bundle_bytes = bundle_bytes
         self._may_slice = may_slice
-        self._sliced: SlicedParameter | None = None  # the one that is stepped in slices at the moment
+        self._sliced: SlicedParameter | None = None  # the parameter that is being stepped in slices
         self._left = [slot for slot in slots(optimizer) if slot.parameter.grad is not None]
         self._count = len(self._left)
         self._room = Room()
 
     def run(self) -> None:
-        """Make the step.
+        """Take the step.
 
         Raises:
-            StepOutOfMemoryError: a single parameter, or the smallest slice of one, can't be stepped.
+            StepOutOfMemoryError: a single parameter, or its smallest slice, can't be stepped.
         """
         rounding = self._engine.rounding
         noise = rounding.state_dict()
@@ -82,7 +82,7 @@ class BundledStep:
         )
 
     def _made(self, make: Callable[[], T], where: str) -> T:
-        """What changes nothing, and is tried twice."""
+        """The result of an action that changes nothing and is tried twice."""
         made: list[T] = []
         failure = self._tried(lambda: made.append(make()))
         if failure is not None:
@@ -92,7 +92,7 @@ class BundledStep:
         return made[0]
 
     def _advance_next(self, step: OpenStep) -> None:
-        """Step the next bundle or slice, or make those to come smaller."""
+        """Step the next bucket or slice; on failure, make the next ones smaller."""
         if self._sliced is not None:
             self._advance_slice(step, self._sliced)
             return
@@ -126,13 +126,13 @@ class BundledStep:
         divisible: bool,
         then: Callable[[], object] = lambda: None,
     ) -> bool:
-        """Step a bundle. If that fails, make bundles smaller, and the answer is False; or try again as it is."""
+        """Step a bucket; on failure, halve the bucket size and return False if divisible, else try it again."""
         failure = self._attempt(step, bundle, then, on_host=False)
         if failure is not None and divisible:
             size = sum(bytes_to_copy(self._optimizer, slot.parameter) for slot in bundle)
             self._bundle_bytes = size // 2
             return False
-        for _ in range(2):  # its copies no longer take the device's memory
+        for _ in range(2):  # these keep the copies in host memory
             if failure is not None:
                 failure = self._attempt(step, bundle, then, on_host=True)
         if failure is not None:
@@ -153,7 +153,7 @@ class BundledStep:
     def _attempt(
         self, step: OpenStep, bundle: list[Slot], then: Callable[[], object], *, on_host: bool
     ) -> str | None:
-        """Step a bundle; where that fails, everything is as before, and the answer is why."""
+        """Step a bucket; on failure everything is restored, and the reason is returned."""
         kept: list[StepCopies] = []
         failure = self._tried(
             lambda: kept.append(
@@ -180,10 +180,11 @@ class BundledStep:
         return self._tried(act, put_back)
 
     def _reads_gradient(self, slot: Slot) -> bool:
-        """Whether a step is known to leave the gradient as it is; some use it up, or unscale it."""
+        """Whether a step is known to leave the gradient unchanged; some overwrite or unscale it."""
         gradient = slot.parameter.grad
         if self._engine.shadows(slot.parameter):
-            return gradient is not None and gradient.dtype != torch.float32  # the shadow's is another
+            # The shadow has its own copy of the gradient.
+            return gradient is not None and gradient.dtype != torch.float32
         fused = self._optimizer.param_groups[slot.group].get("fused")
         return type(self._optimizer) in (torch.optim.Adam, torch.optim.AdamW) and not fused
 
@@ -225,6 +226,6 @@ class BundledStep:
 
 
 def show_overrides(optimizer: Any) -> None:
-    """Show bitsandbytes all parameters: in its first step it looks up whose options the user overrode."""
+    """Make bitsandbytes look up overrides for all parameters; its first step would see those of a bucket only."""
     if is_bitsandbytes(optimizer) and not optimizer.initialized:
         optimizer.check_overrides()

@@ -1,4 +1,4 @@
-"""The step of one optimizer: its own, replacements that don't keep it alive, and what none of them can do."""
+"""The step of one optimizer: its own, replacements that don't keep it alive, and refusals of unsupported ones."""
 
 import inspect
 import sys
@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 
 from lightning_memkit.optim.closures import demands_closure, evaluates_in_its_own_way, note_way
 
-# Optimizers of these step each parameter by itself, but for those that `combines_over_the_model` knows.
-COMPENSATION = "_memkit_compensation"  # the attribute with a compensated optimizer's handle
+# Optimizers of the libraries in `_BY_PARAMETER` step each parameter by itself, except those that
+# `combines_over_the_model` knows.
+COMPENSATION = "_memkit_compensation"  # the attribute that holds a compensated optimizer's handle
 _BY_PARAMETER = (
     "torch.optim.",
     "bitsandbytes.optim.",
@@ -23,6 +24,7 @@ _BY_PARAMETER = (
     "torchao.optim.",
     "transformers.optimization.",
 )
+# Attributes that a subclass may define without changing its step.
 _WITHOUT_EFFECT = frozenset(
     {
         "__module__",
@@ -37,7 +39,7 @@ _WITHOUT_EFFECT = frozenset(
 
 
 class WeakMethod:
-    """A bound method that doesn't keep its object alive; LR schedulers ask for ``__func__``."""
+    """A bound method that does not keep its object alive; it has the ``__func__`` that LR schedulers read."""
 
     def __init__(self, function: Callable[..., Any], owner: Any) -> None:
         self.__func__ = function
@@ -50,26 +52,26 @@ class WeakMethod:
 
 
 def local_optimizer(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that steps this rank's share of the weights: the one within ZeRO-1's, else the given one."""
+    """The optimizer that steps this rank's shard: the inner one of ZeRO-1, or the given one."""
     return cast(Any, optimizer).optim if _is_zero_redundancy(optimizer) else optimizer
 
 
 def is_compensated_optimizer(optimizer: Optimizer) -> bool:
-    """Whether `compensate` has replaced the step of an optimizer, or of the one within ZeRO-1's."""
+    """Whether `compensate` has replaced the step of an optimizer, or of ZeRO-1's inner one."""
     return COMPENSATION in local_optimizer(optimizer).__dict__
 
 
 def _is_zero_redundancy(optimizer: Optimizer) -> bool:
-    # Whoever has such an optimizer has imported it; importing it here would warn.
+    # A user who has such an optimizer has imported the module; importing it here would warn.
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     return isinstance(optimizer, getattr(module, "ZeroRedundancyOptimizer", ()))
 
 
 def living(reference: "ref[Optimizer]") -> Optimizer:
-    """The optimizer that a handle refers to; the handle doesn't keep it alive.
+    """The optimizer behind a handle's weak reference.
 
     Raises:
-        ReferenceError: it is gone.
+        ReferenceError: the optimizer no longer exists.
     """
     optimizer = reference()
     if optimizer is None:
@@ -83,16 +85,16 @@ def replaced_step(
     *,
     wrapped: bool,
 ) -> WeakMethod:
-    """A step that acts in the place of the optimizer's own, and returns the closure's loss.
+    """A step that calls ``act`` in place of the optimizer's own step, and returns the closure's loss.
 
-    By torch's convention the closure is evaluated once, before all else; ``act`` then gets one that only gives the
-    loss, for steps that compute with it. Where the optimizer's own step uses its closure in another way, ``act`` gets
-    the closure itself, and gives what the step returns.
+    By torch's convention the closure is evaluated once, before anything else; ``act`` then gets a closure
+    that only returns the loss, for steps that compute with it. If the optimizer's own step uses its closure
+    in another way, ``act`` gets the closure itself, and its result is the step's.
 
     Args:
-        optimizer: whose step it is to be.
-        act: what steps, without gradients but in the second case; it must not hold the optimizer.
-        wrapped: whether LR schedulers are to find the mark of their own wrapper, which this does the work of.
+        optimizer: the optimizer whose step is replaced.
+        act: takes the step, under `no_grad` if the convention holds; it must not refer to the optimizer.
+        wrapped: whether to carry the mark of LR schedulers' own wrapper, whose work this step does.
     """
     own_way = uses_closure_its_own_way(optimizer)
 
@@ -109,7 +111,7 @@ def replaced_step(
             act(optimizer, None if closure is None else lambda: loss)
         return loss
 
-    # torch's own wrapper around ours: profiler label, and the user's step hooks once a step.
+    # torch's own wrapper adds the profiler label and calls the user's step hooks once per step.
     method = WeakMethod(Optimizer.profile_hook_step(step), optimizer)
     note_way(method, own_way)
     if wrapped:
@@ -118,18 +120,19 @@ def replaced_step(
 
 
 def uses_closure_its_own_way(optimizer: Optimizer) -> bool:
-    """Whether a step needs the closure itself: it evaluates it again, late, or under a condition (SAM, LBFGS)."""
+    """Whether a step needs the closure itself: it evaluates it again, late, or conditionally (SAM, LBFGS)."""
     return evaluates_in_its_own_way(local_optimizer(optimizer))
 
 
 def give_step_back(optimizer: Optimizer, previous: Any) -> None:
-    """Undo `replaced_step`, where the optimizer's step is still that replacement.
+    """Undo `replaced_step`, if the optimizer's step is still that replacement.
 
-    If a scheduler made since has wrapped it, the caller leaves it: it stays, and hands on to the one before.
+    If a scheduler made since has wrapped the replacement, do not call this: the wrapper stays and calls the
+    replaced step's original.
 
     Args:
-        optimizer: whose step it is.
-        previous: what stood in the optimizer's own attributes before; None for its class's step.
+        optimizer: the optimizer whose step was replaced.
+        previous: the `step` in the optimizer's own attributes before; None for its class's step.
     """
     if previous is None:
         del optimizer.__dict__["step"]
@@ -142,10 +145,10 @@ def refuse_closures(optimizer: Optimizer, what: str) -> None:
 
     Args:
         optimizer: any.
-        what: the way of stepping that can't do so, as the subject of a sentence.
+        what: the way of stepping that does not support this, as the subject of a sentence.
 
     Raises:
-        TypeError: the step demands a closure, or uses it in another way than to evaluate it once, before all else.
+        TypeError: the step demands a closure, or does not evaluate it exactly once before anything else.
         ValueError: a group asks for a differentiable step.
     """
     name = type(optimizer).__name__
@@ -163,7 +166,7 @@ def refuse_differentiable(optimizer: Optimizer, what: str) -> None:
     """Refuse a step that is to be differentiated.
 
     Raises:
-        ValueError: a group asks for one.
+        ValueError: a group asks for a differentiable step.
     """
     if any(group.get("differentiable") for group in optimizer.param_groups):
         name = type(optimizer).__name__
@@ -171,14 +174,15 @@ def refuse_differentiable(optimizer: Optimizer, what: str) -> None:
 
 
 def refuse_zero_redundancy(optimizer: Optimizer, what: str) -> None:
-    """Refuse ZeRO-1's, whose step hands on to an optimizer within, sends weights, and looks at nothing it is shown.
+    """Refuse ZeRO-1: its step calls an inner optimizer, sends weights, and ignores the parameters it is shown.
 
     Args:
         optimizer: any.
-        what: the way of stepping that shows an optimizer a part of its parameters, as the subject of a sentence.
+        what: the way of stepping that shows an optimizer only some of its parameters, as the subject of a
+            sentence.
 
     Raises:
-        TypeError: it is one.
+        TypeError: it is a `ZeroRedundancyOptimizer`.
     """
     if _is_zero_redundancy(optimizer):
         raise TypeError(
@@ -192,7 +196,7 @@ def refuse_sums_over_the_model(optimizer: Optimizer, what: str) -> None:
 
     Args:
         optimizer: any.
-        what: the way of stepping that doesn't see all of them at once, as the subject of a sentence.
+        what: the way of stepping that does not see all parameters at once, as the subject of a sentence.
 
     Raises:
         ValueError: the optimizer clips by the norm of all gradients, or estimates one step size from them.
@@ -227,7 +231,7 @@ def _estimates_the_step_size(group: dict[str, Any]) -> bool:
 
 
 def stock_step(optimizer: Optimizer) -> Callable[..., Any]:
-    """The optimizer's own step, without the wrappers that belong around the whole of ours."""
+    """The optimizer's own step, without wrappers (hooks, profiler), which go around our whole step instead."""
     if has_own_step(optimizer):
         return optimizer.__dict__["step"]
     function = type(optimizer).step
@@ -237,19 +241,19 @@ def stock_step(optimizer: Optimizer) -> Callable[..., Any]:
 
 
 def has_own_step(optimizer: Optimizer) -> bool:
-    """Whether somebody has replaced the step of this one optimizer: then that is what the user's step means."""
+    """Whether the step of this one optimizer object was replaced: then the replacement is the user's step."""
     step = optimizer.__dict__.get("step")
     return step is not None and not hasattr(step, "_wrapped_by_lr_sched")
 
 
 def is_known_by_parameter(optimizer: Optimizer) -> bool:
-    """Whether a step is known to step each parameter by itself, and to keep nothing outside of states and groups."""
+    """Whether a step is known to step each parameter by itself and to keep values only in states and groups."""
     replaced = has_own_step(optimizer) or uses_closure_its_own_way(optimizer)
     return not replaced and is_known_class(optimizer)
 
 
 def is_known_class(optimizer: Optimizer) -> bool:
-    """Whether an optimizer is of one of a few libraries; a subclass may not override any of their methods."""
+    """Whether an optimizer is from one of a few known libraries; a subclass may not override any of their methods."""
     names: set[str] = set()
     for each in type(optimizer).__mro__:
         if f"{each.__module__}.".startswith(_BY_PARAMETER):

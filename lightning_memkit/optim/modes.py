@@ -1,4 +1,4 @@
-"""Where a float32 weight is kept: bfloat16 and, by the mode, a low half beside it."""
+"""How a float32 weight is stored: in bfloat16 and, depending on the mode, a low half beside it."""
 
 from typing import Literal, get_args
 
@@ -20,7 +20,7 @@ def check_options(mode: str, states: str) -> None:
     """Refuse unknown modes and states.
 
     Raises:
-        ValueError: with the known names.
+        ValueError: names the known ones.
     """
     for name, value, known in (("mode", mode, get_args(Mode)), ("states", states, get_args(States))):
         if value not in known:
@@ -28,14 +28,14 @@ def check_options(mode: str, states: str) -> None:
 
 
 def low_state_of(mode: Mode) -> str | None:
-    """The name under which a mode keeps its low half in the optimizer's state; None where it keeps none."""
+    """The key of a mode's low half in the optimizer's state; None for modes without one."""
     return {"split": LOW_HALF, "kahan": COMPENSATION}.get(mode)
 
 
 def widen_(high: Tensor, low: Tensor | None, out: Tensor) -> None:
-    """Write the float32 weights of a bfloat16 tensor and its low half, if there is one, into ``out``.
+    """Write the float32 weights of a bfloat16 tensor and its low half, if any, into ``out``.
 
-    The low half's dtype says which kind it is, whatever the mode: a checkpoint may come from another mode.
+    The low half's dtype decides how to join them, whatever the mode: a checkpoint may come from another mode.
     """
     flat = _for_kernel(out, high, low)
     if flat is not None:
@@ -57,14 +57,14 @@ def narrow_(
     rounding: StochasticRounding,
     stream: tuple[int, int],
 ) -> None:
-    """Write float32 weights into bfloat16 and, for split and kahan, what is left over into the low half.
+    """Write float32 weights into bfloat16 and, for split and kahan, the remainder into the low half.
 
     Args:
-        mode: what keeps the rest.
+        mode: how the remainder is stored.
         master: float32.
         high: bfloat16, of the same shape.
         low: int16 for split, bfloat16 for kahan, None for the others.
-        rounding: the noise of ``"stochastic"`` and of Kahan's rest.
+        rounding: the noise of ``"stochastic"`` and of Kahan's compensation.
         stream: the parameter's index, and the element that ``master`` starts at.
     """
     flat = _for_kernel(master, high, low)
@@ -85,7 +85,7 @@ def narrow_(
 
 
 def _for_kernel(wide: Tensor, *others: Tensor | None) -> tuple[Tensor, ...] | None:
-    """Flat views of the tensors where the CPU's kernels can take them."""
+    """Flat views of the tensors if the CPU's kernels can take them, else None."""
     tensors = [wide, *(tensor for tensor in others if tensor is not None)]
     if wide.dtype != torch.float32 or any(tensor.device.type != "cpu" for tensor in tensors):
         return None

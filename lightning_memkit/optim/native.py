@@ -1,6 +1,6 @@
-"""The C++ kernels of the CPU: built in seconds on first use, then kept in torch's folder of extensions.
+"""The C++ kernels of the CPU: built in seconds on first use, then cached in torch's folder of extensions.
 
-Every function here has a plain-torch twin that computes the same: `kahan`, `split` and `stochastic_rounding`
+Every function here has a plain-torch twin with the same result: `kahan`, `split` and `stochastic_rounding`
 for the single passes, `fused.reference` for whole steps. Without a compiler the twins run, after one warning.
 """
 
@@ -23,7 +23,7 @@ SOURCE = Path(__file__).with_name("native.cpp")
 MODES = {"none": 0, "kahan": 1, "split": 2, "stochastic": 3}
 _STALE_LOCK_SECONDS = 600
 
-# Contraction would round elsewhere than plain torch does; math errors and traps only stop the vectoriser.
+# Contraction would round differently from plain torch; math errors and traps only block vectorization.
 _FLAGS = ("-O3", "-std=c++17", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 _FLAGS_OF_CAPABILITY = {
     "AVX2": ("-mavx2",),
@@ -32,7 +32,7 @@ _FLAGS_OF_CAPABILITY = {
 
 
 def widen_(mode: str, high: Tensor, low: Tensor | None, out: Tensor) -> None:
-    """Join flat weights and low halves into float32 ``out``; 8 bytes a value move."""
+    """Join flat weights and low halves into float32 ``out``; moves 8 bytes a value."""
     _kernels().memkit_widen(
         MODES[mode], address(high), address(low), address(out), high.numel(), torch.get_num_threads()
     )
@@ -41,15 +41,15 @@ def widen_(mode: str, high: Tensor, low: Tensor | None, out: Tensor) -> None:
 def narrow_(
     mode: str, source: Tensor, high: Tensor, low: Tensor | None, noise: tuple[Tensor | None, int, int]
 ) -> None:
-    """Split flat float32 ``source`` into ``high`` and ``low``, or round it into ``high``; 8 bytes a value move.
+    """Split flat float32 ``source`` into ``high`` and ``low``, or round it into ``high``; moves 8 bytes a value.
 
     Args:
-        mode: which of the four ways.
+        mode: one of `MODES`.
         source: float32.
         high: bfloat16.
         low: int16 for split, bfloat16 for kahan.
-        noise: the step's tile as int16, the stream, and the element that ``source`` starts at in the whole
-            parameter; for stochastic and for Kahan's rest.
+        noise: for stochastic and Kahan's compensation: the step's tile as int16, the stream, and the offset
+            of ``source`` in the whole parameter.
     """
     tile, stream, start = noise
     _kernels().memkit_narrow(
@@ -59,7 +59,7 @@ def narrow_(
 
 
 def step(kind: tuple[int, str, int], numbers: tuple[float, ...], operands: np.ndarray, tile: Tensor) -> None:
-    """A whole step of operands.
+    """Take a whole step of all operands.
 
     Args:
         kind: the rule's number, the mode, and the flags of native.cpp.
@@ -76,24 +76,24 @@ def step(kind: tuple[int, str, int], numbers: tuple[float, ...], operands: np.nd
 
 
 def address(tensor: Tensor | None) -> int:
-    """Where a tensor's values begin; 0 for None."""
+    """The address of a tensor's first value; 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()
 
 
 def addresses(tensors: Iterable[Tensor]) -> list[int]:
-    """Where each tensor's values begin."""
+    """The address of each tensor's first value."""
     return [tensor.data_ptr() for tensor in tensors]
 
 
 def why_unavailable() -> str | None:
-    """Why there are no kernels here; None where there are, which the first call builds."""
+    """The reason why the kernels can't be built, or None; the first call builds them."""
     loaded = _loaded()
     return loaded if isinstance(loaded, str) else None
 
 
 @lru_cache(maxsize=1)
 def available() -> bool:
-    """Whether there are kernels; the first call builds them, and warns where it can't."""
+    """Whether the kernels exist; the first call builds them, and warns if it can't."""
     why = why_unavailable()
     if why is not None:
         warnings.warn(
@@ -113,7 +113,7 @@ def _kernels() -> ctypes.CDLL:
 
 @lru_cache(maxsize=1)
 def _loaded() -> "ctypes.CDLL | str":
-    """The library, or why there is none."""
+    """The library, or the reason why there is none."""
     try:
         library = ctypes.CDLL(str(_built()))
     except (ImportError, OSError, RuntimeError) as error:
@@ -130,7 +130,7 @@ def _loaded() -> "ctypes.CDLL | str":
 
 
 def _built() -> Path:
-    """The library's file, built where it isn't there yet.
+    """The library's file, built if it does not exist yet.
 
     Raises:
         ImportError, OSError, RuntimeError: there is no compiler, no ninja, or it fails.
@@ -138,7 +138,7 @@ def _built() -> Path:
     capability = torch.backends.cpu.get_cpu_capability()
     flags = (*_FLAGS, *_FLAGS_OF_CAPABILITY.get(capability, ()))
     digest = hashlib.sha256(SOURCE.read_bytes() + " ".join(flags).encode()).hexdigest()[:16]
-    # The name tells sources and processors apart: a home folder may be shared by machines of several kinds.
+    # The name includes source and CPU capability: machines of several kinds may share a home folder.
     name = f"memkit_native_{capability.lower()}_{digest}"
     from torch.utils import cpp_extension
 
@@ -148,7 +148,8 @@ def _built() -> Path:
         return library
     _drop_stale_lock(lock)
     with _with_scripts_on_path(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about compilers that torch hasn't tested its own headers with
+        # Torch warns of compilers that it has not tested with its own headers.
+        warnings.simplefilter("ignore")
         built = cpp_extension.load(
             name,
             str(SOURCE),
@@ -162,7 +163,7 @@ def _built() -> Path:
 
 
 def _drop_stale_lock(lock: Path) -> None:
-    """Remove the lock of a build that was killed: torch would wait for it without end."""
+    """Remove the lock of a build that was killed: torch would wait for it forever."""
     with contextlib.suppress(OSError):
         if time.time() - lock.stat().st_mtime > _STALE_LOCK_SECONDS:
             lock.unlink()
@@ -170,7 +171,7 @@ def _drop_stale_lock(lock: Path) -> None:
 
 @contextlib.contextmanager
 def _with_scripts_on_path() -> Iterator[None]:
-    """Let a `ninja` that pip installed beside this Python be found, also when its environment isn't active."""
+    """Make a `ninja` that pip installed beside this Python findable, even if its environment is not activated."""
     before = os.environ.get("PATH", "")
     os.environ["PATH"] = os.pathsep.join((before, sysconfig.get_path("scripts")))
     try:

@@ -1,8 +1,8 @@
 """Optimizer states in host memory: 0 bytes a parameter on the device between steps, a few buckets during one.
 
-The optimizer stays the user's. A step brings the states of one bucket of parameters after the other to the
-device, lets the optimizer step those, and takes the states back. Weights and states are bitwise those of the
-same optimizer without offload. The price is the copies: each state crosses twice a step.
+The optimizer stays the user's. A step copies the states of one bucket of parameters after the other to the
+device, lets the optimizer step the bucket, and copies the states back. Weights and states are bitwise those
+of the same optimizer without offload. The price is the copies: each state crosses twice a step.
 """
 
 import warnings
@@ -41,11 +41,11 @@ _MARK = "_memkit_offload"
 class StateOffload:
     """The handle of an optimizer whose states live in host memory: their size, and the undo.
 
-    Made by `offload_states`. ``state_dict`` gives the states where they are, in host memory.
+    Made by `offload_states`. ``state_dict`` returns the states where they are, in host memory.
     """
 
     def __init__(self, optimizer: Optimizer, home: StateHome) -> None:
-        self._optimizer = ref(optimizer)  # the optimizer owns its offload; a cycle would outlive it
+        self._optimizer = ref(optimizer)  # weak, since the optimizer owns its offload
         self._home = home
         self._active = True
         self._previous = {name: optimizer.__dict__.get(name) for name in ("step", "load_state_dict")}
@@ -73,12 +73,12 @@ class StateOffload:
         )
 
     def undo(self, *, move: bool = True) -> None:
-        """Give the optimizer its own step back, and its states their places beside the parameters.
+        """Restore the optimizer's own step, and move its states back beside the parameters.
 
-        What was made before, a compensation or a release, is to be undone after this.
+        An earlier compensation or release must be undone after this.
 
         Args:
-            move: False leaves the states in host memory, for an optimizer that steps no more.
+            move: False leaves the states in host memory, for an optimizer that takes no more steps.
         """
         if not self._active:
             return
@@ -90,7 +90,7 @@ class StateOffload:
             optimizer.__dict__.pop(mark, None)
         for name, own in self._own.items():
             if optimizer.__dict__.get(name) is not own:
-                continue  # replaced since; ours hands on to the stock step from now on
+                continue  # replaced since; from now on ours calls the stock step
             if self._previous[name] is None:
                 del optimizer.__dict__[name]
             else:
@@ -107,11 +107,11 @@ class StateOffload:
         for slot in slots(optimizer):
             if has_own_memory(slot.parameter) and slot.parameter in optimizer.state:
                 state = optimizer.state[slot.parameter]
-                for name in state:  # one by one, so that the device's memory is free for the next
+                for name in state:  # one by one, to free device memory before the next copy
                     state[name] = self._home.take_home(state[name])
 
     def _load(self, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Load states without the device: `load_state_dict` puts them where the parameters seem to be."""
+        """Load states without device memory: `load_state_dict` puts them on the parameters' device."""
         self._home.settle()
         optimizer = self.optimizer
         originals = [group["params"] for group in optimizer.param_groups]
@@ -133,20 +133,20 @@ def offload_states(
     """Keep an optimizer's states in host memory; frees 8 bytes a parameter with AdamW in float32, 6 compensated.
 
     Three buckets of states are on the device during a step, and none between steps. Clipping, schedulers,
-    parameter groups and checkpoints work as ever; `load_state_dict` takes no device memory. On devices with
-    streams the copies run beside the arithmetic; not yet verified on a GPU.
+    parameter groups and checkpoints work as usual; `load_state_dict` takes no device memory. On devices with
+    streams the copies overlap with the computation; not yet verified on a GPU.
 
     Args:
         optimizer: any optimizer that steps each parameter by itself, compensated or not.
-        bucket_bytes: states that travel together. A parameter with more is a bucket of its own.
-        pin_memory: page-locked host memory, which fast copies need.
+        bucket_bytes: bytes of states copied together. A parameter with more is a bucket of its own.
+        pin_memory: whether to use page-locked host memory, which fast copies need.
 
     Returns:
-        The handle; `StateOffload.undo` brings the states back.
+        The handle; `StateOffload.undo` moves the states back.
 
     Raises:
         ValueError: the states are offloaded already, are paged by bitsandbytes, or belong to sharded parameters;
-            the optimizer combines values over the model.
+            or the optimizer combines values over the model.
         TypeError: the optimizer's step demands a closure, such as LBFGS's, or is ZeRO-1's.
     """
     if bucket_bytes < 1:
@@ -200,8 +200,8 @@ def _make_step(offload: StateOffload, optimizer: Optimizer) -> WeakMethod:
             return engine.step(optimizer, offload._stock_step, closure)
         return with_closure(offload._stock_step, closure)()
 
-    # Whoever replaces the step after us takes it for the stock step, which it may: its engine knows of the home,
-    # too.
+    # A later replacement of the step takes ours for the stock step. It may: its engine knows of the states'
+    # home, too.
     return replaced_step(optimizer, act, wrapped=True)
 
 
@@ -215,12 +215,12 @@ def _load_of(offload: StateOffload) -> Callable[..., Any]:
 
 
 def _stand_in(parameter: Parameter) -> Parameter:
-    """What `load_state_dict` takes a parameter's dtype and device from."""
+    """An empty parameter on the CPU, from which `load_state_dict` takes dtype and device."""
     return Parameter(torch.empty(0, dtype=parameter.dtype), requires_grad=parameter.requires_grad)
 
 
 def _rename(optimizer: Optimizer, params: list[list[Parameter]], names: dict[Any, Parameter]) -> None:
-    """Show the optimizer other parameters, with the states of those that they stand for."""
+    """Replace the optimizer's parameters, and move the states to the new keys."""
     for group, shown in zip(optimizer.param_groups, params, strict=True):
         group["params"] = shown
     states = [(names.get(key, key), state) for key, state in optimizer.state.items()]
@@ -229,7 +229,7 @@ def _rename(optimizer: Optimizer, params: list[list[Parameter]], names: dict[Any
 
 
 def _place_scalars(optimizer: Optimizer) -> None:
-    """Put scalars where torch's `load_state_dict` would have: beside the parameter, the count only if it must be."""
+    """Put scalars where torch's `load_state_dict` would: beside the parameter, the step count only if it must be."""
     for group in optimizer.param_groups:
         count_moves = group.get("fused") or group.get("capturable")
         for parameter in group["params"]:
@@ -237,5 +237,6 @@ def _place_scalars(optimizer: Optimizer) -> None:
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.dim() == 0:
                     moves = name != "step" or count_moves
-                    # A copy: the steps to come write into it, and the loaded state dict belongs to the caller.
+                    # A copy, because later steps write into it and the loaded state dict belongs to the
+                    # caller.
                     state[name] = value.to(parameter.device if moves else value.device, copy=True)

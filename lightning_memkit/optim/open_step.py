@@ -1,4 +1,4 @@
-"""One optimizer step in the making: in which order and in which buckets parameters are stepped."""
+"""One optimizer step under way: in which order and in which buckets parameters are stepped."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +25,7 @@ from lightning_memkit.optim.state_home import home_of
 
 
 class OpenStep:
-    """One optimizer step in the making: what its buckets share.
+    """One optimizer step under way: the state that its buckets share.
 
     Each parameter may be advanced once, in any order; `finish` ends the step.
     """
@@ -40,18 +40,18 @@ class OpenStep:
         self._numbers = own_numbers(optimizer) if engine.under_identity else {}
         self._shared = {key: copied(value) for key, value in _of_no_parameter(optimizer)}
         self._advanced: dict[int, dict[str, Any]] = {}  # scalars of the groups that had a parameter to step
-        self._begun = False  # whether a stock step was, and may have failed half-way
+        self._begun = False  # whether a stock step has started; it may have failed half-way
         self._stock_steps = 0
         self._fused = False
-        self._whole = False  # the stock step has seen all of the model, under its own identity
+        self._whole = False  # the stock step has stepped the whole model, under its own identity
         engine.rounding.begin_step()
 
     def advance(self, ready: Sequence[Slot], *, everything: bool = False) -> None:
-        """Step these parameters now; each must have its gradient. After a failure, `take_back` goes before a retry.
+        """Step these parameters; each must have its gradient. After a failure, call `take_back` before a retry.
 
         Args:
             ready: the parameters.
-            everything: that is all of them which have one; no other call follows.
+            everything: whether these are all parameters with a gradient, so that no other call follows.
         """
         if self._home is not None:
             self._home.visit(self._optimizer, ready, self._advance)
@@ -61,7 +61,7 @@ class OpenStep:
             self._advance(ready)
 
     def evaluate(self, closure: Callable[[], Any] | None) -> Any:
-        """Let the stock step evaluate a closure; all parameters are float32 but within the evaluations."""
+        """Let the stock step evaluate a closure; all parameters are float32 except during the evaluations."""
         with torch.no_grad():
             forms = Float32Forms(self._engine, self._optimizer, self._trained())
         mode, refusal = self._engine.mode, None
@@ -74,7 +74,7 @@ class OpenStep:
             return with_closure(self._stock_step, evaluate)()
 
     def _trained(self) -> list[Slot]:
-        """What may get gradients, and is stepped in float32."""
+        """The parameters that may get gradients and are stepped in float32."""
         found = []
         for slot in slots(self._optimizer):
             _refuse_sparse(slot.parameter)
@@ -84,7 +84,7 @@ class OpenStep:
         return found
 
     def _advance_at_once(self, ready: Sequence[Slot]) -> None:
-        """The whole model in one bucket, unless the caller has said that parameters go one by one."""
+        """Step the whole model in one bucket, unless the caller set a bucket size and the optimizer allows it."""
         if self._engine.bucket_bytes is None or has_own_values(self._optimizer):
             self.evaluate(None)
         else:
@@ -121,7 +121,7 @@ class OpenStep:
         self._note_scalars({slot.group for slot in (*bucket, *plain)})
 
     def _rewind_once_begun(self) -> None:
-        if self._begun:  # what belongs to no parameter advances once a step, not once a bucket
+        if self._begun:  # values that belong to no parameter advance once a step, not once a bucket
             self._rewind()
         self._begun = True
 
@@ -132,10 +132,11 @@ class OpenStep:
             self._advanced[place] = scalars[place]
 
     def take_back(self, failed: Sequence[Slot]) -> None:
-        """Forget an `advance` that failed, so that it can be tried again; `finish` needs no such call.
+        """Forget an `advance` that failed, so that it can be retried; not needed before `finish`.
 
         Args:
-            failed: what was to be advanced. Weights, gradients and states are the caller's to put back.
+            failed: the parameters of that call. Their weights, gradients and states are restored by the
+                caller.
         """
         self._shadows.forget([slot.parameter for slot in failed])
         self._rewind()
@@ -149,8 +150,8 @@ class OpenStep:
             self._step_bucket([], [])
         if self._home is not None:
             self._home.settle()
-        # A group without a parameter in the last bucket may draw a wrong conclusion there: optimi then takes
-        # its Triton step, since "all" of none are on a GPU.
+        # The last bucket may have no parameter of a group, which can mislead an optimizer: optimi then
+        # selects its Triton step, since "all" parameters of an empty group are on a GPU.
         now = group_scalars(self._optimizer)
         restore_group_scalars(
             self._optimizer, [self._advanced.get(place, scalars) for place, scalars in enumerate(now)]
@@ -158,7 +159,7 @@ class OpenStep:
         self._engine.rounding.end_step()
 
     def _step_fused(self, shadowed: list[Slot]) -> list[Slot]:
-        """Step those that a fused kernel can take; return the others."""
+        """Step the parameters that a fused kernel can take; return the others."""
         engine = self._engine
         if not engine.may_fuse or engine.mode is None or engine.states != "compact":
             return shadowed  # exact states promise the optimizer's own arithmetic, bit for bit
@@ -196,7 +197,7 @@ class OpenStep:
             full_state[key] = seen_state[key]
 
     def _rewind(self) -> None:
-        """Put back what belongs to no parameter, as it was before the step."""
+        """Restore the values that belong to no parameter, as they were before the step."""
         restore_group_scalars(self._optimizer, self._scalars)
         for name, value in self._numbers.items():
             setattr(self._optimizer, name, value)
@@ -207,7 +208,7 @@ class OpenStep:
 
 
 def _of_no_parameter(optimizer: Optimizer) -> list[tuple[Any, Any]]:
-    """States that an optimizer keeps for all parameters together, under keys of its own."""
+    """States that an optimizer keeps for all parameters together, under its own keys."""
     return [(key, value) for key, value in optimizer.state.items() if not isinstance(key, Tensor)]
 
 
@@ -222,7 +223,7 @@ def _refuse_sparse(parameter: Parameter) -> None:
 
 @contextmanager
 def _showing(optimizer: Optimizer, state: Any, params: list[list[Parameter]]) -> Iterator[None]:
-    """Let the optimizer see other states, parameters and no hooks of its own while it steps."""
+    """Give the optimizer other states and parameters, and none of its hooks, while it steps."""
     full_state = optimizer.state
     full_params = [group["params"] for group in optimizer.param_groups]
     hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks

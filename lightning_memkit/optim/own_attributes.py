@@ -1,8 +1,9 @@
-"""What an optimizer keeps outside of its `state` and its groups: attributes with buffers, counters, other optimizers.
+"""Finds what an optimizer keeps outside `state` and its groups: attributes with buffers, counters, optimizers.
 
-Whoever copies, rolls back or widens what a step changes looks here as well. Looked into are lists, tuples, dicts,
-sets, deques, arrays, bytes, generators, functions' own variables, and objects of the optimizer's own, at any depth;
-modules, classes, and what belongs to Lightning or to torch's own machinery are not the optimizer's.
+Code that copies, rolls back or widens what a step changes must handle these, too. The search descends, at any
+depth, into lists, tuples, dicts, sets, deques, arrays, bytes, generators, closure variables of functions, and
+objects of the optimizer's own. It skips modules, classes, and whatever belongs to Lightning or to torch's own
+machinery.
 """
 
 from array import array
@@ -22,7 +23,8 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.d
 CONTAINERS = (dict, list, set, deque)
 BYTES = (bytearray, array)
 _OF_EVERY_OPTIMIZER = frozenset({"state", "param_groups", "defaults", "_opt_called"})
-_REPLACED = ("step", "load_state_dict", "get_state_buffer")  # methods, by whoever replaced them
+# Methods that someone replaced; they belong to the replacement.
+_REPLACED = ("step", "load_state_dict", "get_state_buffer")
 _NOT_LOOKED_INTO = (nn.Module, type, ModuleType, BuiltinFunctionType, np.dtype, np.generic, torch.Stream)
 _FOREIGN = (
     "abc.",
@@ -41,9 +43,9 @@ _FOREIGN = (
 
 
 def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """The attributes that an optimizer has beside those of every optimizer and those of this package.
+    """The attributes of an optimizer that neither every optimizer has nor this package set.
 
-    A step that was replaced on the object belongs to whoever replaced it.
+    A step that was replaced on the object is not included.
     """
     return {name: value for name, value in vars(optimizer).items() if is_own(name)}
 
@@ -58,12 +60,12 @@ def is_own(name: str) -> bool:
 
 
 def own_numbers(optimizer: Optimizer) -> dict[str, Any]:
-    """The optimizer's own attributes that are numbers, flags or words."""
+    """The optimizer's own attributes that are numbers, flags or strings."""
     return {name: value for name, value in own_attributes(optimizer).items() if isinstance(value, PLAIN)}
 
 
 def has_own_values(optimizer: Optimizer) -> bool:
-    """Whether an optimizer keeps tensors or objects outside of `state`, which no step in parts can follow."""
+    """Whether an optimizer keeps tensors or objects outside `state`, which no step in buckets can follow."""
     values = list(own_attributes(optimizer).values())
     for group in optimizer.param_groups:
         values += [value for name, value in group.items() if name != "params"]
@@ -75,15 +77,15 @@ def has_own_values(optimizer: Optimizer) -> bool:
 
 
 def contents(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    """What a value holds, at any depth: each tensor, array and generator, and each thing that can be changed in place.
+    """Walk a value at any depth: each tensor, array and generator, and each object that can be changed in place.
 
-    Yields pairs of a path such as ``bufs[3]`` and the value; what can be changed comes before what it holds. For an
-    object that is its attributes' dict, for a function's own variable its cell.
+    Yields pairs of a path such as ``bufs[3]`` and the value; a container comes before its contents. For an
+    object it yields the dict of its attributes, for a function's closure variable its cell.
 
     Args:
         value: anything.
         path: its name.
-        seen: identities that were visited already; added to.
+        seen: ids that were visited already; extended in place.
     """
     if isinstance(value, PLAIN) or isinstance(value, _NOT_LOOKED_INTO) or id(value) in seen:
         return
@@ -124,7 +126,7 @@ def _attributes(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, An
         return
     if hasattr(value, "__dict__"):
         attributes = vars(value)
-        if isinstance(value, Optimizer):  # hooks and the like of torch's are not looked into
+        if isinstance(value, Optimizer):  # torch's hooks and caches are skipped
             yield path, attributes
             for name, item in list(attributes.items()):
                 if is_own(name) or name in ("state", "param_groups"):
@@ -137,7 +139,7 @@ def _attributes(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, An
 
 
 def _is_object(value: Any) -> bool:
-    """Whether a value is an object of the optimizer's own that holds something."""
+    """Whether a value is an object of the optimizer's own that has attributes."""
     plain = (*PLAIN, *_NOT_LOOKED_INTO, *CONTAINERS, Tensor, tuple, frozenset, FunctionType, MethodType)
     if isinstance(value, plain):
         return False
@@ -159,7 +161,7 @@ def _named(key: Any) -> str:
 
 
 def _as_attribute(path: str, inner: str) -> str:
-    """``path['name']...`` of an object's dict, as ``path.name...``."""
+    """Rewrite ``path['name']...`` of an object's dict as ``path.name...``."""
     rest = inner[len(path) :]
     if rest.startswith("['"):
         name, _, after = rest[2:].partition("']")
@@ -168,7 +170,7 @@ def _as_attribute(path: str, inner: str) -> str:
 
 
 def set_contents(holder: Any, kept: Any) -> None:
-    """Give something that `contents` gave its copied contents back, in place."""
+    """Restore the copied contents of something that `contents` yielded, in place."""
     if isinstance(holder, CellType):
         holder.cell_contents = kept
     elif isinstance(holder, np.ndarray):
@@ -183,7 +185,7 @@ def set_contents(holder: Any, kept: Any) -> None:
 
 
 def copied_contents(holder: Any) -> Any:
-    """A shallow copy of what something that `contents` gave holds, for `set_contents`."""
+    """A shallow copy of the contents of something that `contents` yielded, for `set_contents`."""
     if isinstance(holder, CellType):
         return holder.cell_contents
     if isinstance(holder, GENERATORS):

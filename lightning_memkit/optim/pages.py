@@ -1,7 +1,7 @@
-"""Memory of bitsandbytes' paged states, which nothing frees: what a trial or a retry removes is used again.
+"""Reuses the memory of bitsandbytes' paged states, which is never freed, after a trial or a retry.
 
-`bitsandbytes.functional.get_paged` gives CUDA's managed memory as a tensor that doesn't own it. An optimizer whose
-states are made twice would hold them twice. Not yet verified on a GPU.
+`bitsandbytes.functional.get_paged` returns CUDA managed memory as a tensor that does not own it. An optimizer
+whose states are created twice would allocate them twice. Not yet verified on a GPU.
 """
 
 from collections.abc import Iterator
@@ -18,10 +18,10 @@ _POOL = "_memkit_pages"
 
 @contextmanager
 def pages_used_again(optimizer: Optimizer) -> Iterator[None]:
-    """Pages of the states that are removed within it are those of the states that the optimizer makes next.
+    """Pages of states that are removed within the context serve the states that the optimizer creates next.
 
     Args:
-        optimizer: any; one that doesn't page is left as it is.
+        optimizer: any; one that does not page is left alone.
     """
     if not getattr(optimizer, "is_paged", False):
         yield
@@ -41,10 +41,10 @@ def _pages_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _offer(optimizer: Optimizer, pages: list[Tensor]) -> None:
-    """Let the optimizer take these pages before it asks for others."""
+    """Make the optimizer take these pages before it allocates others."""
     pool: list[Any] = optimizer.__dict__.setdefault(_POOL, [])
     pool += pages
-    owner = ref(optimizer)  # a reference in its own dict would make a cycle
+    owner = ref(optimizer)  # a strong reference in its own dict would make a cycle
 
     def get_state_buffer(parameter: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         from bitsandbytes import functional
@@ -55,7 +55,7 @@ def _offer(optimizer: Optimizer, pages: list[Tensor]) -> None:
             if fits and page.page_deviceid == parameter.device.index:
                 del pool[place]
                 functional.fill(page, 0)
-                listed = target.page_mng.paged_tensors  # a snapshot puts back what was listed before
+                listed = target.page_mng.paged_tensors  # restoring a snapshot may have listed the page again
                 if not any(page is other for other in listed):
                     listed.append(page)
                 return page

@@ -1,4 +1,4 @@
-"""Float32 shadows of pieces of bfloat16 parameters: made before the stock step, written back after it."""
+"""Float32 shadows of slices of bfloat16 parameters: made before the stock step, written back after it."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,12 +19,12 @@ from lightning_memkit.optim.state_dtypes import storage_of
 
 @dataclass
 class _StepProgress:
-    """A parameter's state while its pieces are stepped one after the other.
+    """A parameter's state while its slices are stepped one after the other.
 
     Attributes:
-        before: what the optimizer kept before the step.
-        low: the low half before the step, under its name; empty where there is none yet.
-        after: what the optimizer keeps after the step, as far as the pieces have come.
+        before: the optimizer's state before the step.
+        low: the low half before the step, under its name; empty if there is none yet.
+        after: the optimizer's state after the step, for the slices stepped so far.
         low_after: the low half after the step.
     """
 
@@ -35,7 +35,7 @@ class _StepProgress:
 
 
 class PieceShadows:
-    """The shadows of one optimizer step; a large parameter has one after the other, in the same scratch memory."""
+    """The shadows of one optimizer step; the slices of a large parameter take turns in the same scratch memory."""
 
     def __init__(self, engine: ShadowOptions, optimizer: Optimizer) -> None:
         self._engine = engine
@@ -44,17 +44,17 @@ class PieceShadows:
         self._progress: dict[Parameter, _StepProgress] = {}
 
     def begin_bucket(self, bucket: list[Piece]) -> None:
-        """Take back the memory of the last bucket's shadows, and make room for those of this one."""
+        """Release the memory of the last bucket's shadows, and make room for this bucket's."""
         self._scratch.begin_bucket(bucket)
 
     def forget(self, failed: Iterable[Parameter]) -> None:
-        """Drop what was begun for parameters whose step failed."""
+        """Drop the progress of parameters whose step failed."""
         for parameter in failed:
             self._progress.pop(parameter, None)
         self._scratch = Scratch()
 
     def open(self, piece: Piece) -> Parameter:
-        """The float32 shadow of a piece, with its gradient."""
+        """The float32 shadow of a slice, with its gradient."""
         parameter = piece.slot.parameter
         if parameter not in self._progress:
             state = self._optimizer.state[parameter] if parameter in self._optimizer.state else {}
@@ -70,13 +70,13 @@ class PieceShadows:
             local_part(weight),
         )
         shadow = Parameter(weight)
-        vars(shadow).update(vars(parameter))  # rates and the like that users give parameters
+        vars(shadow).update(vars(parameter))  # attributes that users set on parameters, such as rates
         assert parameter.grad is not None
         shadow.grad = self._float32(piece.view(parameter.grad))
         return shadow
 
     def widened(self, piece: Piece) -> dict[str, Any]:
-        """What the stock step sees as the state of a piece: bfloat16 moments in float32, no low half."""
+        """The state of a slice as the stock step sees it: bfloat16 moments in float32, no low half."""
         seen: dict[str, Any] = {}
         group = self._optimizer.param_groups[piece.slot.group]
         for name, value in self._progress[piece.slot.parameter].before.items():
@@ -91,7 +91,7 @@ class PieceShadows:
                 seen[name] = self._float32(part) if value.dtype == torch.bfloat16 else part
             elif isinstance(value, Tensor) and value.dtype == torch.bfloat16:
                 seen[name] = value.float()  # a factored moment, from a checkpoint of uncompensated training
-            else:  # counters advance once a step: each piece but the last gets a copy of its own
+            else:  # counters advance once a step, so each slice gets its own copy
                 seen[name] = value if piece.whole else copied(value)
         return seen
 
@@ -103,7 +103,7 @@ class PieceShadows:
         return wide
 
     def close(self, piece: Piece, shadow: Parameter, stepped: dict[str, Any]) -> None:
-        """Write a stepped piece back into parameter, state and low half."""
+        """Write a stepped slice back into parameter, state and low half."""
         parameter = piece.slot.parameter
         progress = self._progress[parameter]
         for name, value in stepped.items():
@@ -140,7 +140,7 @@ class PieceShadows:
             target.copy_(source)
 
     def _narrow(self, piece: Piece, master: Tensor, progress: _StepProgress) -> None:
-        """Write the float32 master into the weight and what is left over into the low half."""
+        """Write the float32 master into the weight, and the remainder into the low half."""
         mode, parameter = self._engine.mode, piece.slot.parameter.detach()
         assert mode is not None
         name, low = low_state_of(mode), None
@@ -157,7 +157,7 @@ class PieceShadows:
 
 
 def _reuse(previous: Any, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor to write to: the one of the last step where it fits."""
+    """The tensor to write to: the previous one if it fits, else a new one."""
     if isinstance(previous, Tensor) and previous.dtype == dtype and previous.shape == like.shape:
         return previous
     return torch.empty_like(like, dtype=dtype)

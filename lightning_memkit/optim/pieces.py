@@ -1,6 +1,6 @@
-"""Which parts of an optimizer's parameters are stepped together, and float32 scratch memory for them.
+"""Which slices of an optimizer's parameters are stepped together, and float32 scratch memory for them.
 
-An optimizer that treats every element alike is shown a large parameter in pieces, so that the float32
+An optimizer that treats every element alike steps a large parameter in slices, so that the float32
 temporaries of a step are bounded by a constant, and on a CPU stay in its cache.
 """
 
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lightning_memkit.optim.blocks import flat_views, local_part
 from lightning_memkit.optim.methods import combines_over_the_model
 
-# The same piece always starts at the same element: stochastic rounding's noise goes by it.
+# Fixed sizes, so that a slice always starts at the same element, on which the rounding noise depends.
 PIECE_ELEMENTS_CPU = 1 << 19
 PIECE_ELEMENTS_ACCELERATOR = 1 << 24
 BYTES_IN_FLIGHT = 16  # float32 weight, gradient and two moments of one parameter
@@ -28,8 +28,8 @@ _ELEMENTWISE = frozenset(
 )
 
 
-class Slot(NamedTuple):  # one is made for each parameter in every step, and a dataclass takes twice as long
-    """Where a parameter stands: its group, its place in it, and its index over all groups."""
+class Slot(NamedTuple):  # one is made for every parameter in every step, and a dataclass takes twice as long
+    """A parameter's position: its group, its place in the group, and its index over all groups."""
 
     group: int
     place: int
@@ -39,7 +39,7 @@ class Slot(NamedTuple):  # one is made for each parameter in every step, and a d
 
 @dataclass(frozen=True)
 class Piece:
-    """The elements of a parameter that are stepped at once: all of them, or a run in storage order."""
+    """The elements of a parameter that are stepped at once: all of them, or a contiguous slice in storage order."""
 
     slot: Slot
     start: int
@@ -48,12 +48,12 @@ class Piece:
     last: bool
 
     def view(self, tensor: Tensor) -> Tensor:
-        """The piece of a tensor that has the parameter's shape; shares its memory."""
+        """The slice of a tensor that has the parameter's shape; shares its memory."""
         return tensor if self.whole else tensor.detach().view(-1)[self.start : self.stop]
 
 
 def slots(optimizer: Optimizer) -> Iterator[Slot]:
-    """All parameters of an optimizer in order; groups added later come last, so earlier indices stay."""
+    """All parameters of an optimizer in order; groups added later come last, so earlier indices stay valid."""
     index = 0
     for group_index, group in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
@@ -62,14 +62,14 @@ def slots(optimizer: Optimizer) -> Iterator[Slot]:
 
 
 def is_compensated(parameter: Tensor) -> bool:
-    """Whether the engine steps a parameter on a shadow; every other dtype is stepped as it is."""
+    """Whether the engine steps a parameter on a shadow; other dtypes are stepped as they are."""
     return parameter.dtype == torch.bfloat16
 
 
 def buckets_of(optimizer: Optimizer, stepped: list[Slot], bucket_bytes: int | None) -> Iterator[list[Piece]]:
-    """Pieces to be stepped together: at most one a parameter, within ``bucket_bytes`` unless it is only one.
+    """Slices to be stepped together: at most one of each parameter, within ``bucket_bytes`` unless it is the only one.
 
-    Optimizers that are known to combine values over the whole model get it in one bucket.
+    Optimizers that are known to combine values over the whole model get all of it in one bucket.
     """
     bucket: list[Piece] = []
     size = 0
@@ -114,7 +114,7 @@ def _piece_elements(device: torch.device) -> int:
 
 
 class Scratch:
-    """Float32 memory that the buckets of one step take turns in.
+    """Float32 memory that the buckets of one step use in turn.
 
     On a CPU, fresh memory costs a page fault every 4 KiB, more than the arithmetic done in it. On other
     devices torch's caching allocator does the same job.
@@ -125,27 +125,27 @@ class Scratch:
         self._used = 0
 
     def begin_bucket(self, bucket: list[Piece]) -> None:
-        """Take everything back, and make room for the pieces of a bucket."""
+        """Reclaim all memory, and make room for the slices of a bucket."""
         self._used = 0
         on_cpu = [piece.stop - piece.start for piece in bucket if piece.slot.parameter.device.type == "cpu"]
         need = BYTES_IN_FLIGHT // 4 * sum(count + 16 for count in on_cpu)
         if need and (self._memory is None or self._memory.numel() < need):
-            self._memory = None  # let go before taking more
+            self._memory = None  # free the old memory before allocating more
             self._memory = torch.empty(need, dtype=torch.float32)
 
     def like(self, tensor: Tensor) -> Tensor:
-        """An uninitialised float32 tensor of a tensor's shape and strides, good until the next bucket."""
+        """An uninitialized float32 tensor with a tensor's shape and strides, valid until the next bucket."""
         count = tensor.numel()
         fits = self._memory is not None and self._used + count <= self._memory.numel()
         plain = tensor.device.type == "cpu" and not hasattr(tensor, "to_local")
         if not (fits and plain) or flat_views(tensor) is None:
             return torch.empty_like(tensor.detach(), dtype=torch.float32)
         assert self._memory is not None
-        start, self._used = self._used, self._used + -(-count // 16) * 16  # whole cache lines
+        start, self._used = self._used, self._used + -(-count // 16) * 16  # round up to whole cache lines
         return self._memory.as_strided(tensor.shape, tensor.stride(), start)
 
     def owns(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in the scratch memory, which must not be kept."""
+        """Whether a tensor lies in the scratch memory and so must not be kept."""
         if self._memory is None or is_traceable_wrapper_subclass(tensor):  # DTensors, torchao's states
             return False
         return tensor.untyped_storage()._cdata == self._memory.untyped_storage()._cdata

@@ -1,4 +1,4 @@
-"""What can't go with released gradients, said before it goes wrong."""
+"""Refuses what released gradients do not support, before it goes wrong."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def refuse_unreleasable(optimizer: Optimizer) -> None:
 
     Raises:
         TypeError: the step demands a closure, or is ZeRO-1's.
-        ValueError: the step combines gradients over the model, or is to be differentiable.
+        ValueError: the step combines gradients over the model, or a group asks for a differentiable step.
     """
     refuse_zero_redundancy(optimizer, "a step within backward")
     refuse_closures(optimizer, "a step within backward")
@@ -26,7 +26,7 @@ def refuse_unreleasable(optimizer: Optimizer) -> None:
 
 
 def refuse_gradient(parameter: Parameter, gradient: Tensor) -> None:
-    """Refuse a gradient that can't be used and dropped.
+    """Refuse a gradient that can't be used once and freed.
 
     Raises:
         RuntimeError: it is sparse, or is to be differentiated itself.
@@ -45,7 +45,7 @@ def refuse_gradient(parameter: Parameter, gradient: Tensor) -> None:
 
 
 def second_gradient_error(parameter: Parameter) -> RuntimeError:
-    """The error of a parameter that gets a second gradient in one step: released gradients can't accumulate."""
+    """The error for a parameter that gets a second gradient in one step: released gradients can't accumulate."""
     return RuntimeError(
         f"A parameter of shape {tuple(parameter.shape)} gets a second gradient in one step, after the first "
         "was used and dropped: released gradients can't accumulate. Call optimizer.step() after every "
@@ -55,7 +55,7 @@ def second_gradient_error(parameter: Parameter) -> RuntimeError:
 
 
 def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The numbers and flags of each group."""
+    """The plain values (numbers, flags, strings) of each group."""
     plain = (int, float, str, tuple, type(None))
     return [
         {key: value for key, value in group.items() if isinstance(value, plain)}

@@ -1,8 +1,8 @@
 """`train()` and `eval()` of ScheduleFree optimizers on bfloat16 weights; 4 bytes a value of one weight at a time.
 
-Those methods move every weight between the point where gradients are taken and the average (Defazio et al.,
-"The Road Less Scheduled", arXiv:2405.15682), outside of the step. On bfloat16 weights beside float32 states they
-fail, and rounding there and back would lose what the low halves keep.
+These methods move every weight, outside of the step, between the point where gradients are taken and the
+average (Defazio et al., "The Road Less Scheduled", arXiv:2405.15682). On bfloat16 weights beside float32
+states they fail, and rounding there and back would lose what the low halves store.
 """
 
 from collections import defaultdict
@@ -22,10 +22,10 @@ _MARK = "_memkit_switches_in_float32"
 
 
 def switch_in_float32(optimizer: Optimizer) -> Undo:
-    """Let an optimizer's own `train` and `eval` work on float32 weights; does nothing to one that lacks them.
+    """Make an optimizer's own `train` and `eval` work on float32 weights; does nothing if it has no such methods.
 
-    With ``split`` a switch does bit for bit what it does to float32 weights, with ``kahan`` up to 16 bits.
-    Without low halves each switch rounds the weights to bfloat16.
+    With ``split`` the result is bit for bit that on float32 weights, with ``kahan`` to about 16 bits. Without
+    low halves each switch rounds the weights to bfloat16.
 
     Returns:
         The undo.
@@ -33,7 +33,8 @@ def switch_in_float32(optimizer: Optimizer) -> Undo:
     stock = type(optimizer)
     if not all(callable(getattr(stock, name, None)) for name in ("train", "eval")) or hasattr(stock, _MARK):
         return lambda: None
-    # A class, not methods of the instance: Lightning's wrapper takes over the class and looks methods up there.
+    # A subclass instead of methods on the instance: Lightning's wrapper copies the class and looks methods up
+    # there.
     methods = {name: _switch(getattr(stock, name)) for name in ("train", "eval")}
     optimizer.__class__ = type(
         stock.__name__, (stock,), {**methods, "__module__": stock.__module__, _MARK: True}
@@ -58,7 +59,7 @@ def _switch(stock: Callable[[Any], Any]) -> Callable[[Any], None]:
 
 
 class _ShownWeights:
-    """What a method of an optimizer sees in its place: other parameters and states, everything else its own."""
+    """Stands in for an optimizer in one of its methods: other parameters and states, everything else its own."""
 
     def __init__(self, optimizer: Any, params: list[list[Tensor]], state: Mapping[Tensor, Any]) -> None:
         self._optimizer = optimizer
@@ -72,7 +73,7 @@ class _ShownWeights:
 
 
 def _shown_in_turn(optimizer: Any) -> Iterator[_ShownWeights]:
-    """First all parameters that are no bfloat16, then the float32 form of each other one, written back after."""
+    """Yield first all parameters that are not bfloat16, then each other one's float32 form, which is written back."""
     groups = [group["params"] for group in optimizer.param_groups]
     plain = [[p for p in group if p.dtype != torch.bfloat16] for group in groups]
     yield _ShownWeights(optimizer, [*plain], {p: optimizer.state[p] for group in plain for p in group})

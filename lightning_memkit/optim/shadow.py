@@ -1,8 +1,9 @@
-"""The step of any optimizer on float32 shadows of bfloat16 weights, bucket by bucket.
+"""Steps any optimizer on float32 shadows of bfloat16 weights, bucket by bucket.
 
-The user's optimizer, its parameters and its group dicts stay what they are. For each bucket the engine builds
-float32 shadow parameters, shows the optimizer nothing but them, calls its own step, and writes weights and
-states back. The update, weight decay included, therefore happens in float32 on the compensated value.
+The user's optimizer, its parameters and its group dicts stay the same objects. For each bucket the engine
+builds float32 shadow parameters, puts only these into the optimizer's groups, calls the optimizer's own step,
+and writes weights and states back. The update, weight decay included, therefore happens in float32 on the
+compensated value.
 """
 
 from collections.abc import Callable
@@ -20,11 +21,11 @@ from lightning_memkit.optim.stochastic_rounding import StochasticRounding
 
 
 class ShadowEngine(ShadowOptions):
-    """Steps an optimizer's bfloat16 parameters in float32, as its options say."""
+    """Steps an optimizer's bfloat16 parameters in float32, according to its options."""
 
     @classmethod
     def plain(cls) -> "ShadowEngine":
-        """An engine that steps every parameter as it is: the order of a step can be chosen, nothing else."""
+        """An engine that steps every parameter as it is, so that only the order of a step can be chosen."""
         return cls(None, "exact", StochasticRounding(), None)
 
     def step(
@@ -33,15 +34,15 @@ class ShadowEngine(ShadowOptions):
         stock_step: Callable[..., Any],
         closure: Callable[[], Any] | None = None,
     ) -> Any:
-        """One optimizer step, from the gradients as they stand, or as the closure gives them within the step.
+        """Take one optimizer step, with the existing gradients or those that the closure computes within the step.
 
         Args:
-            optimizer: whose parameters are stepped.
+            optimizer: the optimizer of the parameters.
             stock_step: its own step.
-            closure: what that is to evaluate.
+            closure: the closure that this step evaluates.
 
         Returns:
-            What the stock step returns, where it evaluates the model itself.
+            The result of the stock step, if it evaluates the model itself.
         """
         own_way = closure is not None and uses_closure_its_own_way(optimizer)
         if own_way and self.under_identity:

@@ -1,4 +1,4 @@
-"""What every part of a step on float32 shadows goes by."""
+"""The options that every part of a step on float32 shadows shares."""
 
 import torch
 from torch import Tensor
@@ -10,13 +10,14 @@ from lightning_memkit.optim.stochastic_rounding import StochasticRounding
 
 
 class ShadowOptions:
-    """How an optimizer's bfloat16 parameters are stepped in float32; `ShadowEngine` steps them so.
+    """How an optimizer's bfloat16 parameters are stepped in float32; `ShadowEngine` does the step.
 
     Args:
-        mode: what keeps the bits that bfloat16 lacks; None steps every parameter as it is.
+        mode: the compensation, which stores the bits that bfloat16 lacks; None steps every parameter as it
+            is.
         states: ``"compact"`` keeps moments in bfloat16, ``"exact"`` in float32.
         rounding: the noise of stochastic rounding.
-        bucket_bytes: float32 temporaries at a time; None for a size that suits the device.
+        bucket_bytes: bytes of float32 temporaries at a time; None for a size that suits the device.
     """
 
     def __init__(
@@ -26,12 +27,12 @@ class ShadowOptions:
         self.states: States = states
         self.rounding = rounding
         self.bucket_bytes = bucket_bytes
-        self.under_identity = False  # whether parameters are float32 themselves in a step, not by shadows
-        self.bfloat16_states: set[str] = set()  # states that an optimizer keeps in bfloat16 by its own choice
-        self.refuses_own_ways = False  # whether a step may evaluate its closure at its start only
-        self.may_fuse = True  # whether a kernel may stand in for the step of a class that it knows
-        # What the optimizer sees in the place of parameters that are not in the bucket: it has no gradient,
-        # so it is passed over, and the places of the others, which some optimizers go by, stay.
+        self.under_identity = False  # whether parameters become float32 themselves, without shadows
+        self.bfloat16_states: set[str] = set()  # states that the optimizer itself chose to keep in bfloat16
+        self.refuses_own_ways = False  # whether a step may evaluate its closure only once, at its start
+        self.may_fuse = True  # whether a kernel may replace the step of a class that it knows
+        # A placeholder for parameters that are not in the bucket: without a gradient the optimizer skips it,
+        # and the places of the others, which some optimizers use as keys, stay the same.
         self._absent = Parameter(torch.empty(0))
 
     def shadows(self, parameter: Tensor) -> bool:

@@ -1,7 +1,7 @@
-"""Step a large parameter slice by slice: the same bits, and copies and temporaries of a slice's size.
+"""Steps a large parameter slice by slice: the same bits, with copies and temporaries of a slice's size.
 
-Only for optimizers that treat every element by itself. A slice is shown to them as a parameter of its own, over the
-same memory; counters get copies, so that they advance once a step.
+Works only for optimizers that treat every element by itself. They see a slice as a parameter of its own, over
+the same memory; counters get copies, so that they advance once a step.
 """
 
 from math import ceil
@@ -18,7 +18,8 @@ from lightning_memkit.optim.group_scalars import copied
 from lightning_memkit.optim.pieces import Slot
 from lightning_memkit.optim.shadow import ShadowEngine
 
-# Of other packages; pieces._ELEMENTWISE has torch's. Only exact classes count: a subclass may mean something else.
+# Classes of other packages; `pieces._ELEMENTWISE` has torch's. Only exact classes count, because a subclass
+# may have another step.
 _ELEMENTWISE_ELSEWHERE = {
     "lion_pytorch.lion_pytorch": ("Lion",),
     "optimi.adam": ("Adam",),
@@ -35,10 +36,10 @@ _ELEMENTWISE_ELSEWHERE = {
 _PLAIN_TENSORS = (Tensor, Parameter)
 _SLICE_BYTES_CPU = (
     4 << 20
-)  # with its copies and temporaries it stays in the cache; smaller ones cost more calls
-# ATen's loops on a CPU take vectors of elements, and what is left at the end one by one, which in 16 bits may round
-# otherwise (vectorized_loop in aten/src/ATen/native/cpu/Loops.h, GRAIN_SIZE in ATen/TensorIterator.h).
-_VECTOR_ELEMENTS = 64  # two vectors of 512 bits, of the smallest dtype
+)  # stays in the cache with its copies and temporaries; smaller slices cost more calls
+# ATen's CPU loops process vectors of elements and the remainder one by one, which may round differently in 16
+# bits (vectorized_loop in aten/src/ATen/native/cpu/Loops.h, GRAIN_SIZE in ATen/TensorIterator.h).
+_VECTOR_ELEMENTS = 64  # two 512-bit vectors of the smallest dtype
 _ELEMENTS_OF_A_THREAD = 32768
 
 
@@ -50,18 +51,18 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 
 
 def is_sliceable(optimizer: Optimizer, slot: Slot, engine: ShadowEngine) -> bool:
-    """Whether a parameter of an elementwise optimizer can be stepped in slices: dense, real, contiguous, on one rank.
+    """Whether an elementwise optimizer's parameter can be stepped in slices: dense, real, contiguous, on one rank.
 
     Args:
         optimizer: an elementwise one.
         slot: the parameter; it has its gradient.
-        engine: what steps it.
+        engine: the engine that steps it.
     """
     group, parameter = optimizer.param_groups[slot.group], slot.parameter
     if group.get("capturable") or group.get("differentiable"):
         return False
     if engine.shadows(parameter) and _draws_noise(engine) and parameter.device.type != "cpu":
-        return False  # there it is drawn for a piece, and goes by its size
+        return False  # off the CPU, noise depends on the size of a `Piece`
     state = optimizer.state[parameter] if parameter in optimizer.state else {}
     values = [value for value in state.values() if isinstance(value, Tensor)]
     nested = any(isinstance(value, (dict, list, tuple)) for value in state.values())
@@ -84,12 +85,12 @@ def _draws_noise(engine: ShadowEngine) -> bool:
 
 
 class SlicedParameter:
-    """A parameter on its way through one step, slice by slice; each one is shown, stepped, kept and hidden.
+    """A parameter under way through one step, slice by slice; each slice is shown, stepped, kept and hidden.
 
     Args:
-        optimizer: whose step it is.
+        optimizer: the optimizer of the parameter.
         slot: a parameter that `is_sliceable`.
-        engine: what steps it.
+        engine: the engine that steps it.
 
     Attributes:
         slot: the parameter.
@@ -110,7 +111,7 @@ class SlicedParameter:
             for name, value in (self._before or {}).items()
             if isinstance(value, Tensor) and value.shape == parameter.shape
         }
-        self._made: dict[str, Tensor] = {}  # states that this step makes, or makes in another dtype
+        self._made: dict[str, Tensor] = {}  # states that this step creates, or creates in another dtype
         self._shown: Parameter | None = None
         self._element_bytes = sum(
             tensor.element_size() for tensor in (self._weight, self._gradient, *self._moments.values())
@@ -119,9 +120,9 @@ class SlicedParameter:
         self._most_bytes = _SLICE_BYTES_CPU if on_cpu else None
         self._runs = _Runs(
             parameter.numel(),
-            # The engine has pieces of its own.
+            # The engine slices its shadows, too.
             at_once=pieces._piece_elements(parameter.device) if engine.shadows(parameter) else None,
-            # Fused kernels share out whole vectors; off the CPU each thread has its elements, wherever they lie.
+            # Fused kernels give threads whole vectors; off the CPU every element is computed alone.
             by_threads=on_cpu and not optimizer.param_groups[slot.group].get("fused"),
         )
 
@@ -131,10 +132,10 @@ class SlicedParameter:
         return self.start == self._weight.numel()
 
     def show(self, most_bytes: int) -> Slot:
-        """Give the optimizer a parameter that is a slice from `start`, with its gradient and states.
+        """Give the optimizer a slice from `start` as a parameter, with its gradient and states.
 
         Args:
-            most_bytes: what they have together, at most.
+            most_bytes: the most bytes that slice, gradient and states take together.
         """
         slot, most = self.slot, min(most_bytes, self._most_bytes or most_bytes) // self._element_bytes
         stop = self._runs.stop_of_slice(self.start, most)
@@ -151,13 +152,13 @@ class SlicedParameter:
         return Slot(slot.group, slot.place, slot.index, part)
 
     def hide(self) -> None:
-        """Take the slice away from the optimizer again."""
+        """Remove the slice from the optimizer."""
         if self._shown is not None:
             self._state.pop(self._shown, None)
             self._shown = None
 
     def keep(self) -> None:
-        """Take over what the step of the shown slice has left, and go on behind it; may take memory for states."""
+        """Store the result of the shown slice's step, and go on behind it; may allocate memory for states."""
         part = self._shown
         assert part is not None
         stop = self.start + part.numel()
@@ -177,7 +178,7 @@ class SlicedParameter:
         self.start = stop
 
     def _whole(self, name: str, value: Tensor) -> Tensor:
-        """The state that a slice's state is part of."""
+        """The whole state to which a slice's state belongs."""
         before = None if self._before is None else self._before.get(name)
         if name in self._moments and before is not None and before.dtype == value.dtype:
             return before
@@ -186,7 +187,7 @@ class SlicedParameter:
         return self._made[name]
 
     def _finish(self, moments: dict[str, Tensor], stepped: dict[str, Any]) -> None:
-        """Let the states be those of a parameter that was stepped; counters are the last slice's."""
+        """Store the states of the whole parameter; counters are the last slice's."""
         state = self._state[self.slot.parameter]
         after = {
             name: moments[name] if name in moments else _in_place(state.get(name), value)
@@ -197,12 +198,12 @@ class SlicedParameter:
 
 
 class _Runs:
-    """Where slices may end: where vectors do, or where a loop of the unsliced step does.
+    """Where slices may end: at vector boundaries, or where a loop of the unsliced step ends.
 
     Args:
         count: the parameter's elements.
-        at_once: how many an unsliced step takes at a time; None for all.
-        by_threads: whether threads share out elements one by one.
+        at_once: how many elements an unsliced step takes at a time; None for all.
+        by_threads: whether threads divide elements without regard to vectors.
     """
 
     def __init__(self, count: int, at_once: int | None, by_threads: bool) -> None:
@@ -211,7 +212,7 @@ class _Runs:
         self._by_threads = by_threads
 
     def stop_of_slice(self, start: int, most: int) -> int:
-        """The end of a slice of at most this many elements, or of one vector's."""
+        """The end of a slice of at most this many elements, but at least one vector."""
         most = max(most // _VECTOR_ELEMENTS * _VECTOR_ELEMENTS, _VECTOR_ELEMENTS)
         count = min(most, self._stop_of_run(start) - start)
         while self._by_threads and not _is_even(count):
@@ -242,7 +243,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _in_place(before: Any, value: Any) -> Any:
-    """A counter's new value, in the tensor that it was in."""
+    """A counter's new value, written into its old tensor if it fits."""
     if isinstance(before, Tensor) and isinstance(value, Tensor):
         if (before.shape, before.dtype, before.device) == (value.shape, value.dtype, value.device):
             return before.copy_(value)

@@ -1,7 +1,7 @@
-"""Roll an optimizer back to before a step, exactly: states, group scalars, weights, attributes of its own.
+"""Rolls an optimizer back to before a step, exactly: states, group scalars, weights, its own attributes.
 
-Works on any `torch.optim.Optimizer`. A snapshot holds copies; it may be restored any number of times. Before
-the first step most optimizers hold no states, so that a snapshot then costs little more than the weights.
+Works on any `torch.optim.Optimizer`. A snapshot consists of copies and may be restored any number of times.
+Before the first step most optimizers have no states, so that a snapshot costs little more than the weights.
 """
 
 from copy import deepcopy
@@ -23,13 +23,13 @@ _ABSENT = object()
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSnapshot:
-    """What a step of one optimizer changes, copied.
+    """Copies of everything that a step of one optimizer changes.
 
     Args:
-        weights: a copy of each parameter in order; empty where the caller keeps the weights.
+        weights: a copy of each parameter in order; empty if the caller copies the weights.
         states: the state of each key that had one, tensors copied.
-        groups: the entries of each group but its parameters.
-        extra: what else a step leaves behind.
+        groups: the entries of each group, without its parameters.
+        extra: everything else that a step changes.
     """
 
     weights: tuple[Tensor, ...]
@@ -41,11 +41,11 @@ class OptimizerSnapshot:
 def take_snapshot(
     optimizer: Optimizer, *, weights: bool = True, device: torch.device | None = None
 ) -> OptimizerSnapshot:
-    """Copy all that a step changes.
+    """Copy everything that a step changes.
 
     Args:
         optimizer: any optimizer.
-        weights: whether the parameters are copied too.
+        weights: whether to copy the parameters, too.
         device: where the copies live; a CPU device keeps them out of an accelerator's memory.
     """
     parameters = [slot.parameter for slot in slots(optimizer)] if weights else []
@@ -61,12 +61,12 @@ def take_snapshot(
 
 
 def restore_snapshot(optimizer: Optimizer, snapshot: OptimizerSnapshot, *, keep_new: bool = False) -> None:
-    """Put back what `take_snapshot` copied; states that did not exist then are removed.
+    """Restore what `take_snapshot` copied; states that did not exist then are removed.
 
     Args:
         optimizer: the one that was copied.
         snapshot: the copy.
-        keep_new: leave states that did not exist then, for `forget_new_states`.
+        keep_new: keep states that did not exist then, for `forget_new_states`.
     """
     if snapshot.weights:
         for slot, weight in zip(slots(optimizer), snapshot.weights, strict=True):
@@ -90,13 +90,13 @@ def restore_snapshot(optimizer: Optimizer, snapshot: OptimizerSnapshot, *, keep_
 
 
 def _beside(restored: dict[Any, Any], current: dict[Any, Any]) -> dict[Any, Any]:
-    """What is new; a step turns one form of compensation into the other, so that only one of them counts."""
+    """New entries of a state; low halves only if the restored state has none, as a step may convert its kind."""
     compensated = any(name in restored for name in LOW_STATES)
     return {name: value for name, value in current.items() if not (compensated and name in LOW_STATES)}
 
 
 def known_states(optimizer: Optimizer) -> dict[Any, frozenset[Any]]:
-    """Which states there are: for each key the names of its state."""
+    """Which states exist: for each key the names in its state."""
     return {
         key: frozenset(value) if isinstance(value, dict) else frozenset()
         for key, value in optimizer.state.items()
@@ -104,7 +104,7 @@ def known_states(optimizer: Optimizer) -> dict[Any, frozenset[Any]]:
 
 
 def forget_new_states(optimizer: Optimizer, known: dict[Any, frozenset[Any]]) -> None:
-    """Remove the states that did not exist when `known_states` was asked."""
+    """Remove the states that did not exist when `known_states` was called."""
     with pages_used_again(optimizer):
         for key in list(optimizer.state):
             if key not in known:
@@ -125,7 +125,7 @@ def _copy(value: Any, device: torch.device | None) -> Any:
 
 
 def _restored(kept: Any, current: Any, owner: Any) -> Any:
-    """The kept value, in the current tensor's memory where that fits."""
+    """The copied value, written into the current tensor's memory if it fits."""
     if isinstance(kept, Tensor):
         if isinstance(current, Tensor) and current.dtype == kept.dtype and current.shape == kept.shape:
             current.detach().copy_(kept)

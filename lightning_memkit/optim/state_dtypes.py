@@ -1,10 +1,10 @@
-"""Which optimizer states may be kept in bfloat16, and how they must be rounded to it.
+"""Which optimizer states may be stored in bfloat16, and how they must be rounded to it.
 
 A running mean with decay d moves by (1 - d) of a difference. Round-to-nearest in bfloat16 loses moves below
-0.2-0.4 % of the value, so a mean with d = 0.999 freezes at up to 100 times its true value, and one with
-d = 0.9 follows it to within 4 %. Hence: second moments are always rounded stochastically, first moments
-stochastically above d = 0.9. A state whose name is unknown stays in float32, whatever that costs: it may be a
-copy of the weights or a step size.
+0.2-0.4 % of the value, so a mean with d = 0.999 freezes at up to 100 times its true value, while one with d =
+0.9 follows it to within 4 %. Hence second moments are always rounded stochastically, and first moments above
+d = 0.9. A state with an unknown name stays in float32, whatever that costs: it may be a copy of the weights
+or a step size.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,8 @@ SECOND_MOMENTS = frozenset(
         "state2",  # bitsandbytes
     }
 )
-KEEP_FLOAT32 = "keep_float32"  # beside other states, True: theirs is float32, whatever the names say
+# Entry of a parameter's state: if True, its states are float32, whatever their names.
+KEEP_FLOAT32 = "keep_float32"
 RUNNING_MAXIMA = frozenset({"max_exp_avg_sq"})  # noise would only ever push a maximum up
 NEAREST_UP_TO_DECAY = 0.9
 
@@ -43,7 +44,7 @@ def storage_of(
     if value.shape != like.shape or value.dim() == 0 or state.get(KEEP_FLOAT32):
         return "keep"
     if is_traceable_wrapper_subclass(value) and not hasattr(value, "to_local"):
-        return "keep"  # torchao's: quantized already
+        return "keep"  # torchao's states are quantized already
     if name in SECOND_MOMENTS:
         return "stochastic"
     if name in RUNNING_MAXIMA:
@@ -54,9 +55,9 @@ def storage_of(
 
 
 def _decay(state: Mapping[str, Any], group: Mapping[str, Any]) -> float:
-    """The decay of the first moment; 1 where it can't be told, which asks for the safe rounding."""
+    """The decay of the first moment; 1 if unknown, which selects the safe rounding."""
     betas = group.get("betas")
     if betas is not None:
-        # Lion keeps no second moment and lets its momentum decay by the slower of the two.
+        # Lion has no second moment, and its momentum decays by the slower of the two betas.
         return float(betas[0] if SECOND_MOMENTS & state.keys() else max(betas[:2]))
     return float(group.get("momentum", group.get("beta1", 1.0)) or 0.0)

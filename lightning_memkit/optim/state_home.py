@@ -1,8 +1,8 @@
-"""Where optimizer states live between steps: in host memory, visiting the device bucket by bucket.
+"""Keeps optimizer states in host memory between steps and copies them to the device bucket by bucket.
 
-While one bucket of parameters is stepped, the next one's states are on their way to the device and the last
-one's on their way back, each on a stream of its own: at most three buckets are on the device. Not yet verified
-on a GPU; the simulated device of the tests runs the same code.
+While one bucket of parameters is stepped, the next one's states are being copied to the device and the last
+one's back, each on its own stream: at most three buckets are on the device. Not yet verified on a GPU; the
+simulated device of the tests runs the same code.
 """
 
 from collections import deque
@@ -19,16 +19,16 @@ from torch.optim import Optimizer
 from lightning_memkit.optim.modes import LOW_STATES
 from lightning_memkit.optim.pieces import Slot
 
-_BYTES_BEFORE_THE_FIRST_STEP = 8  # a value: two float32 moments, as most optimizers keep
+_BYTES_BEFORE_THE_FIRST_STEP = 8  # per value: two float32 moments, as most optimizers keep
 _HOST_MEMORY = ("cpu", "mps")  # Apple's GPU computes in the host's memory
 
-HOME = "_memkit_state_home"  # the optimizer's attribute
+HOME = "_memkit_state_home"  # the attribute of the optimizer
 
 Advance = Callable[[Sequence[Slot]], None]
 
 
 def has_own_memory(parameter: Tensor) -> bool:
-    """Whether a parameter's device has memory beside the host's."""
+    """Whether a parameter's device has memory separate from the host's."""
     return parameter.device.type not in _HOST_MEMORY
 
 
@@ -46,35 +46,35 @@ def _current_stream(device: torch.device) -> torch.Stream:
 
 
 def home_of(optimizer: Optimizer) -> "StateHome | None":
-    """Where an optimizer's states live between steps; None is beside their parameters."""
+    """The home of an optimizer's states between steps; None if they live beside their parameters."""
     return optimizer.__dict__.get(HOME)
 
 
 class StateHome:
-    """Keeps states in host memory and brings them to the device for their parameters' step.
+    """Keeps states in host memory and copies them to the device for their parameters' step.
 
-    States are the tensors in ``optimizer.state``, also in dicts, lists and tuples there. Scalars stay where the
-    optimizer keeps them: many are on the host by design.
+    States are the tensors in ``optimizer.state``, including those in nested dicts, lists and tuples. Scalars
+    stay where the optimizer keeps them: many are on the host by design.
 
     Args:
-        bucket_bytes: states that travel together; a parameter with more is a bucket of its own.
-        pin_memory: keep them in page-locked memory, which copies need to run beside the arithmetic.
+        bucket_bytes: bytes of states copied together; a parameter with more is a bucket of its own.
+        pin_memory: keep them in page-locked memory, without which copies can't overlap with computation.
     """
 
     def __init__(self, bucket_bytes: int, pin_memory: bool) -> None:
         self.bucket_bytes = bucket_bytes
         self.pin_memory = pin_memory
-        # What is on its way back, oldest first: a device tensor may be let go after its event.
+        # Copies on their way back, oldest first; a device tensor may be freed after its event.
         self._leaving: deque[tuple[torch.Event, list[Tensor]]] = deque()
         self._streams: dict[torch.device, tuple[torch.Stream, torch.Stream]] = {}
 
     def visit(self, optimizer: Optimizer, ready: Sequence[Slot], advance: Advance) -> None:
-        """Step parameters, their states on the device.
+        """Step parameters while their states are on the device.
 
         Args:
-            optimizer: whose states they are.
+            optimizer: the optimizer of the states.
             ready: the parameters.
-            advance: steps some of them. Where it fails, the states of those are as they were before it.
+            advance: steps some of them. If it fails, their states are as they were before the call.
         """
         at_home = [slot for slot in ready if not has_own_memory(slot.parameter)]
         if at_home:
@@ -84,7 +84,7 @@ class StateHome:
             try:
                 self._visit(optimizer, device, group, advance)
             except BaseException:
-                # Memory must not be let go while a copy reads or writes it.
+                # Memory must not be freed while a copy reads or writes it.
                 for stream in self._streams_of(device):
                     stream.synchronize()
                 self.settle()
@@ -104,11 +104,11 @@ class StateHome:
             self._step(optimizer, here, advance)
 
     def settle(self) -> None:
-        """Wait until every state is home."""
+        """Wait until every state is back in host memory."""
         self._wait_for_leaving(at_most=0)
 
     def take_home(self, value: Any) -> Any:
-        """A copy of a state in host memory; what is no tensor of one dimension or more is left as it is."""
+        """Copy a state's tensors to host memory; scalars and other values stay as they are."""
         return mapped(value, lambda tensor: self._room_for(tensor).copy_(tensor))
 
     def _buckets(self, optimizer: Optimizer, group: Iterable[Slot]) -> Iterator[list[Slot]]:
@@ -130,7 +130,7 @@ class StateHome:
         pairs: list[tuple[Tensor, Tensor]] = []
 
         def seat(tensor: Tensor) -> Tensor:
-            if not is_at_home(tensor):  # not home yet: a state that was loaded or restored past us
+            if not is_at_home(tensor):  # on the device already: it was loaded or restored behind our back
                 return tensor
             pairs.append((torch.empty_like(tensor, device=device), tensor))
             return pairs[-1][0]
@@ -140,7 +140,7 @@ class StateHome:
             for slot in bucket
             if slot.parameter in optimizer.state
         }
-        # The seats' memory belongs to the current stream, which may still work on what was there before.
+        # The new tensors' memory belongs to the current stream, which may still use its previous contents.
         inward.wait_stream(_current_stream(device))
         with inward:
             for there, here in pairs:
@@ -207,8 +207,8 @@ class StateHome:
         return self._streams[device]
 
     def _wait_for_leaving(self, at_most: int) -> None:
-        # The host runs ahead of the device. Without waiting it would seat bucket after bucket before the first
-        # has left, until all are there.
+        # The host runs ahead of the device. Without waiting it would allocate device memory for every bucket
+        # before the first has left.
         while len(self._leaving) > at_most:
             event, _ = self._leaving[0]
             event.synchronize()
@@ -216,7 +216,7 @@ class StateHome:
 
 
 class _Visitors:
-    """A bucket of parameters whose states are on the device, or on their way."""
+    """A bucket of parameters whose states are on the device, or being copied there."""
 
     def __init__(
         self,
@@ -236,7 +236,7 @@ def _device_index(slot: Slot) -> int:
 
 
 def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """A state with a function applied to its tensors of one dimension or more."""
+    """Apply a function to the tensors of a state that have one dimension or more."""
     if isinstance(value, Tensor):
         return function(value) if value.dim() > 0 else value
     if isinstance(value, dict):
@@ -256,6 +256,6 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 def _bytes_of(optimizer: Optimizer, parameter: Parameter) -> int:
     state = optimizer.state.get(parameter, {})
     held = sum(tensor.nbytes for tensor in tensors_of(state))
-    if all(name in LOW_STATES for name in state):  # compensation comes before the optimizer's own
+    if all(name in LOW_STATES for name in state):  # low halves exist before the optimizer's own states
         held += _BYTES_BEFORE_THE_FIRST_STEP * parameter.numel()
     return held

@@ -1,4 +1,4 @@
-"""How often a step allocates: one that never does can't run out of memory."""
+"""Counts how often a step allocates: one that never does can't run out of memory."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ _TORCHS_OWN = ("aten", "prim", "prims", "profiler", "c10d", "_c10d_functional") 
 
 
 def allocations_in(optimizer: Optimizer, act: Callable[[], object]) -> int:
-    """How often an action allocates on the parameters' devices, at most; off CUDA, everywhere."""
+    """An upper bound of how often an action allocates: on the parameters' CUDA devices, or else anywhere."""
     on_cuda = {slot.parameter.device for slot in slots(optimizer) if slot.parameter.device.type == "cuda"}
     if not on_cuda:
         with _AllocationCount() as meter:
@@ -25,7 +25,7 @@ def allocations_in(optimizer: Optimizer, act: Callable[[], object]) -> int:
 
 
 class _AllocationCount(ByteMeter):
-    """Counts an operator of another library as an allocation: those that it makes within are not seen."""
+    """Counts an operator of another library as one allocation, since those it makes inside are not seen."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.allocations += func.namespace not in _TORCHS_OWN

@@ -1,7 +1,7 @@
-"""Copies of what an optimizer's step changes, and putting them back into the same tensors, bit for bit.
+"""Copies what an optimizer's step changes and restores it into the same tensors, bit for bit.
 
-A step may write into weights, gradients and states, replace states, and make new ones. What is kept is each
-tensor as an object and its values beside it, so that after a roll-back nobody who holds one of them can tell.
+A step may write into weights, gradients and states, replace states, and create new ones. The copies keep each
+tensor object and, beside it, its values, so that after a roll-back every reference to a tensor is valid.
 """
 
 from collections import defaultdict
@@ -28,19 +28,19 @@ from lightning_memkit.optim.pages import pages_used_again
 from lightning_memkit.optim.pieces import Slot, slots
 
 _PLAIN_TENSORS = (Tensor, Parameter)
-# The C library often hands memory of a few MiB out again without page faults, but not in every process.
+# The C library often returns memory of a few MiB without page faults, but not in every process.
 _WORTH_KEEPING_BYTES = 1 << 20
 
 
 class StepCopies:
-    """Copies of the weights, gradients and states of some parameters: as many bytes as those have.
+    """Copies of the weights, gradients and states of some parameters: as many bytes as these have.
 
     Args:
-        optimizer: whose step it is.
+        optimizer: the optimizer of the step.
         shown: the parameters.
         on_host: keep the copies in host memory.
-        room: memory of copies that are needed no longer, to be used again.
-        reads_gradient: whether the step of a parameter only reads its gradient, which is then not copied.
+        room: memory of earlier copies that is reused.
+        reads_gradient: whether a parameter's step only reads its gradient, which is then not copied.
     """
 
     def __init__(
@@ -59,14 +59,14 @@ class StepCopies:
         self._seen: set[int] = set()
         self._weights_seen: set[int] = (
             set()
-        )  # parameters that an optimizer also holds elsewhere are copied once
+        )  # parameters that an optimizer also refers to elsewhere are copied once
         self._weights: list[tuple[Parameter, Tensor, Tensor | None]] = []
-        self._states: list[tuple[Any, Any]] = []  # a parameter and its state; None where it has none
+        self._states: list[tuple[Any, Any]] = []  # a parameter and its state; None if it has none
         self._keep_all(shown)
         self._values = _CopiedValues(self._tensors, on_host, Room() if room is None else room)
 
     def restore(self) -> None:
-        """Put everything back; where the copies lie beside the tensors, no memory is taken."""
+        """Restore everything; allocates nothing if the copies are on the tensors' device."""
         with pages_used_again(self._optimizer):
             for key, state in self._states:
                 if state is not None:
@@ -88,7 +88,7 @@ class StepCopies:
 
     def _keep_parameter(self, slot: Slot) -> None:
         parameter = slot.parameter
-        data = parameter.detach()  # the memory itself: a step may give the parameter another one
+        data = parameter.detach()  # the current memory: a step may assign another one to the parameter
         self._weights.append((parameter, data, parameter.grad))
         self._weights_seen.add(id(parameter))
         self._keep(data)
@@ -104,7 +104,7 @@ class StepCopies:
     def _keep(self, value: Any) -> None:
         if (
             type(value) in _PLAIN_TENSORS
-        ):  # nearly always: a step of many small parameters must not wait for this
+        ):  # the common case first: a step of many small parameters must be fast here
             self._tensors.append(value)
         elif isinstance(value, Tensor):
             self._tensors.extend(_parts(value))
@@ -117,7 +117,7 @@ class StepCopies:
             self._keep_all_within(value)
 
     def _keep_all_within(self, value: Any) -> None:
-        """What an object or a container of the optimizer's own holds, at any depth."""
+        """Copy what an object or a container of the optimizer's own holds, at any depth."""
         for _, item in contents(value, "", self._seen):
             if not isinstance(item, Tensor):
                 self._containers.append((item, copied_contents(item)))
@@ -126,10 +126,10 @@ class StepCopies:
 
 
 class WholeStepCopies(StepCopies):
-    """Copies of all that a step may change, whatever the optimizer, in host memory.
+    """Copies, in host memory, of everything that a step of any optimizer may change.
 
-    Beside what `StepCopies` keeps: group scalars, states of no parameter, and the optimizer's own attributes with what
-    they hold: buffers, counters, other optimizers.
+    Besides those of `StepCopies`: group scalars, states of no parameter, and the optimizer's own attributes
+    with everything they hold: buffers, counters, other optimizers.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -138,7 +138,7 @@ class WholeStepCopies(StepCopies):
         super().__init__(optimizer, slots(optimizer), on_host=True)
 
     def restore(self) -> None:
-        """Put everything back."""
+        """Restore everything."""
         kept = {key for key, _ in self._states}
         with pages_used_again(self._optimizer):
             for key in [key for key in self._optimizer.state if key not in kept]:
@@ -158,7 +158,7 @@ class WholeStepCopies(StepCopies):
 
 
 class OwnAttributeCopies(StepCopies):
-    """Copies of an optimizer's own attributes alone, with what they hold; may be put back any number of times."""
+    """Copies of an optimizer's own attributes and all they hold; may be restored any number of times."""
 
     def __init__(self, optimizer: Optimizer, *, on_host: bool) -> None:
         self._own = own_attributes(optimizer)
@@ -166,13 +166,13 @@ class OwnAttributeCopies(StepCopies):
         super().__init__(optimizer, (), on_host=on_host)
 
     def restore(self) -> None:
-        """Put them back."""
+        """Restore the attributes."""
         super().restore()
         restore_own_attributes(self._optimizer, self._own)
 
     def _keep_all(self, shown: Iterable[Slot]) -> None:
-        self._weights_seen |= self._elsewhere  # whoever rolls back the weights does so apart
-        # So are what `state` and the groups hold, which an optimizer within may share.
+        self._weights_seen |= self._elsewhere  # the weights are rolled back separately
+        # So are the contents of `state` and the groups, which an inner optimizer may share.
         self._seen.update(map(id, (self._optimizer.state, self._optimizer.param_groups)))
         for group in self._optimizer.param_groups:
             self._seen |= {id(group), id(group["params"])}
@@ -181,7 +181,7 @@ class OwnAttributeCopies(StepCopies):
 
 
 def restore_own_attributes(optimizer: Optimizer, own: dict[str, Any]) -> None:
-    """Let an optimizer have these attributes of its own, and no others."""
+    """Give an optimizer exactly these attributes of its own."""
     attributes = vars(optimizer)
     for name in [name for name in attributes if is_own(name) and name not in own]:
         del attributes[name]
@@ -189,7 +189,7 @@ def restore_own_attributes(optimizer: Optimizer, own: dict[str, Any]) -> None:
 
 
 class _CopiedValues:
-    """Copies of tensors' values: on their device one tensor a dtype, so that many small ones take one call."""
+    """Copies of tensors' values; joined to one tensor for each device and dtype, to copy small ones in one call."""
 
     def __init__(self, tensors: list[Tensor], on_host: bool, room: "Room") -> None:
         self._apart: list[tuple[Tensor, Tensor]] = []
@@ -203,7 +203,7 @@ class _CopiedValues:
             else:
                 alike[tensor.device, tensor.dtype].append(tensor)
         for group in alike.values():
-            if len(group) == 1:  # torch would join it to a view of itself
+            if len(group) == 1:  # torch would make the joined tensor a view of it
                 self._apart.append((group[0], group[0].clone()))
             else:
                 self._joined.append((group, room.joined(group)))
@@ -216,17 +216,17 @@ class _CopiedValues:
 
 
 class Room:
-    """Memory that the copies of one bundle after the other take turns in.
+    """Memory that the copies of successive buckets use in turn.
 
-    On a CPU, fresh memory costs a page fault every 4 KiB, more than the copy. On other devices torch's caching
-    allocator does the same job.
+    On a CPU, fresh memory costs a page fault every 4 KiB, more than the copy. On other devices torch's
+    caching allocator does the same job.
     """
 
     def __init__(self) -> None:
         self._memory: dict[torch.dtype, Tensor] = {}
 
     def joined(self, tensors: list[Tensor]) -> Tensor:
-        """The values of tensors of one dtype and device, one after the other."""
+        """The values of tensors of one dtype and device, concatenated."""
         count = sum(tensor.numel() for tensor in tensors)
         first = tensors[0]
         if first.device.type != "cpu" or count * first.element_size() < _WORTH_KEEPING_BYTES:
@@ -234,7 +234,7 @@ class Room:
         memory = self._memory.get(first.dtype)
         if memory is None or memory.numel() < count:
             self._memory.pop(first.dtype, None)
-            del memory  # let go before taking more
+            del memory  # free the old memory before allocating more
             memory = self._memory[first.dtype] = torch.empty(count, dtype=first.dtype)
         return torch.cat([tensor.reshape(-1) for tensor in tensors], out=memory[:count])
 
@@ -261,7 +261,7 @@ def _is_wrapper(tensor: Tensor) -> bool:
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:
-    """The plain tensors behind a tensor: the shard of a DTensor, the codes and scales of torchao's states."""
+    """The plain tensors inside a tensor: the shard of a DTensor, the codes and scales of torchao's states."""
     if not _is_wrapper(tensor):
         yield tensor
         return

@@ -1,14 +1,15 @@
-"""Round float32 to bfloat16 up or down at random, right on average: 0 bytes, and small updates add up.
+"""Rounds float32 to bfloat16 up or down at random, unbiased: 0 bytes, and small updates accumulate.
 
-A value between two neighbouring bfloat16 numbers goes to the upper one with the probability of its distance
-to the lower one (Gupta et al., "Deep Learning with Limited Numerical Precision", arXiv:1502.02551).
+A value between two neighbouring bfloat16 numbers goes to the upper one with a probability proportional to its
+distance from the lower one (Gupta et al., "Deep Learning with Limited Numerical Precision",
+arXiv:1502.02551).
 
 The noise is a function of (seed, step, stream, element, kind of device) and of nothing else: it neither reads
-nor moves torch's own random state, it is the same for every bucket size and, on CPUs, however the parameter is
-sharded by rows, and two integers resume it. Drawing
-it is the slow part on a CPU. So a step there draws one tile of 16-bit numbers, and every run of ``TILE``
-elements takes it from another place and XORs it with a 16-bit number of its own: each element's noise is
-uniform, any two elements' are independent, and the drawing costs next to nothing.
+nor changes torch's own random state, it is the same for every bucket size and, on CPUs, for every sharding by
+rows, and two integers resume it. Drawing it is the slow part on a CPU. So a step there draws one tile of
+16-bit numbers, and every run of ``TILE`` elements reads the tile from another offset and XORs it with a
+16-bit key of its own: each element's noise is uniform, any two elements' are independent, and drawing costs
+next to nothing.
 """
 
 import zlib
@@ -27,7 +28,7 @@ _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133
 
 
 def _mixed(*numbers: int) -> int:
-    """One well-mixed 63-bit number of several (the finalizer of splitmix64)."""
+    """Mix several numbers into one 63-bit number (the finalizer of splitmix64)."""
     return _spread(*numbers) >> 1
 
 
@@ -42,14 +43,14 @@ def _spread(*numbers: int) -> int:
 
 
 def _rounds(mixed: np.ndarray) -> np.ndarray:
-    """What `_spread` does to one number, of many at once; uint64 wraps around."""
+    """One round of `_spread` on many numbers at once; uint64 wraps around."""
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(_FIRST)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(_SECOND)
     return mixed ^ (mixed >> np.uint64(31))
 
 
 class StochasticRounding:
-    """A repeatable stream of rounding noise.
+    """A reproducible stream of rounding noise.
 
     Args:
         seed: the same seed gives the same noise.
@@ -71,22 +72,22 @@ class StochasticRounding:
         self.end_step()
 
     def begin_step(self) -> None:
-        """Move on to the noise of the next step."""
+        """Advance to the noise of the next step."""
         self.step += 1
         self.end_step()
 
     def end_step(self) -> None:
-        """Let go of the tile: between steps the stream holds no memory."""
+        """Free the tile: between steps the stream keeps no memory."""
         self._current_tile = self._current_int16 = None
 
     def round_(self, source: Tensor, out: Tensor, stream: tuple[int, str, int]) -> None:
         """Write float32 ``source``, rounded stochastically, into bfloat16 ``out`` of the same shape.
 
         Args:
-            source: float32, any shape; infinity and NaN stay what they are.
+            source: float32, any shape; infinity and NaN are preserved.
             out: bfloat16, the same shape.
-            stream: which noise of this step: the parameter's index, the name of what is rounded, and the element
-                that ``source`` starts at in the whole parameter.
+            stream: selects the noise of this step: the parameter's index, the name of the state that is
+                rounded, and the offset of ``source`` in the whole parameter.
         """
         flat = flat_views(source, out)
         if flat is None:
@@ -112,11 +113,11 @@ class StochasticRounding:
             _round(flat[0][begin:end], flat[1][begin:end], tile[place : place + end - begin].bitwise_xor(key))
 
     def stream(self, index: int, name: str) -> int:
-        """The 63-bit number that stands for the noise of one state of one parameter in this step."""
+        """The 63-bit number that identifies the noise of one state of one parameter in this step."""
         return _mixed(self.seed, self.step, index, zlib.crc32(name.encode()))
 
     def streams(self, indices: np.ndarray, name: str) -> np.ndarray:
-        """`stream` of many parameters at once: uint64, of indices in uint64."""
+        """`stream` of many parameters at once: uint64, from uint64 indices."""
         begun = np.uint64((_spread(self.seed, self.step) + _GOLDEN) & _MASK64)
         mixed = _rounds(indices + begun)
         return _rounds(mixed + np.uint64((zlib.crc32(name.encode()) + _GOLDEN) & _MASK64)) >> np.uint64(1)
@@ -138,7 +139,7 @@ class StochasticRounding:
 
 
 def runs(start: int, count: int) -> Iterator[tuple[int, int]]:
-    """Cut ``count`` elements, the first of which is element ``start`` of the whole, where runs of ``TILE`` end."""
+    """Split ``count`` elements, the first of which has offset ``start`` in the whole, where runs of ``TILE`` end."""
     begin = 0
     while begin < count:
         end = min(begin + TILE - (start + begin) % TILE, count)
@@ -147,14 +148,14 @@ def runs(start: int, count: int) -> Iterator[tuple[int, int]]:
 
 
 def place_and_key(stream: int, run: int) -> tuple[int, int]:
-    """Where a run of ``TILE`` elements takes its noise from the tile, and what it is XORed with."""
+    """The offset in the tile of the noise for a run of ``TILE`` elements, and the key it is XORed with."""
     mixed = _mixed(stream, run)
     return mixed & (TILE - 1), mixed >> 40 & 0xFFFF
 
 
 def _round(source: Tensor, out: Tensor, noise: Tensor) -> None:
-    """Add 16 bits of noise below bfloat16's last bit, then cut; ``noise`` is used up."""
+    """Add 16 bits of noise below bfloat16's last bit, then truncate; overwrites ``noise``."""
     noise.add_(source.view(torch.int32)).bitwise_right_shift_(16)
     out.view(torch.int16).copy_(noise)
-    if not surely_finite(source):  # a carry may run through a NaN's payload into its sign
+    if not surely_finite(source):  # a carry may run through a NaN's payload into its sign bit
         out.masked_fill_(source.isnan(), torch.nan)

@@ -1,7 +1,7 @@
-"""A copy of an optimizer over a few values of each parameter, to be stepped for a trial that leaves no trace.
+"""Copies an optimizer over a few values of each parameter, to step it in a trial that leaves no trace.
 
-Every tensor that the optimizer holds becomes its corner, at most 2 values a dimension, on the CPU and in float64; what
-was one object in two places is one again. Nothing of the parameters' size is allocated.
+Every tensor that the optimizer holds becomes its corner, at most 2 values a dimension, on the CPU and in
+float64; an object referred to twice stays one object. Nothing of the parameters' size is allocated.
 """
 
 import io
@@ -23,15 +23,16 @@ _DEFAULT_RATE = 1e-2
 
 
 class NotCopiedError(TypeError):
-    """An optimizer holds what a small copy can't have."""
+    """An optimizer holds something that a small copy can't have."""
 
 
 def tiny_copy(optimizer: Optimizer) -> Optimizer:
-    """A copy whose parameters, states and buffers have at most 2 values a dimension; its rates are not 0.
+    """A copy whose parameters, states and buffers have at most 2 values a dimension; its learning rates are not 0.
 
     Raises:
-        NotCopiedError: it holds a module, or a function that may refer to the parameters; or its step was replaced.
-        Exception: what pickling its attributes raises.
+        NotCopiedError: it holds a module, or a function that may refer to the parameters; or its step was
+            replaced.
+        Exception: whatever pickling its attributes raises.
     """
     if has_own_step(optimizer) and not is_our_replacement(optimizer.__dict__["step"]):
         raise NotCopiedError(
@@ -43,19 +44,19 @@ def tiny_copy(optimizer: Optimizer) -> Optimizer:
     written.seek(0)
     copied = _Unpickler(written, pickler.kept).load()
     for group in copied.param_groups:
-        if "lr" in group and not group["lr"]:  # a warmup starts at 0, where every step would look alike
+        if "lr" in group and not group["lr"]:  # a warmup starts at 0, where all steps look alike
             group["lr"] = group.get("initial_lr") or copied.defaults.get("lr") or _DEFAULT_RATE
     return copied
 
 
 class _Pickler(pickle.Pickler):
-    """Writes an optimizer whole, its tensors as references to their corners, classes and functions as they are."""
+    """Pickles an optimizer; tensors become references to their corners, classes and functions to themselves."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.kept: list[Any] = []
         self._places: dict[int, int] = {}
-        self._originals: list[Any] = []  # alive, so that no other object gets an identity that was seen
+        self._originals: list[Any] = []  # kept alive, so that no new object reuses an id
 
     def persistent_id(self, obj: Any) -> int | None:
         if isinstance(obj, nn.Module):
@@ -73,7 +74,7 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, Optimizer):
             return NotImplemented
-        # An optimizer's own way to be pickled leaves its own attributes out.
+        # The class's own pickling leaves its other attributes out.
         kept = ("state", "param_groups", "defaults")
         state = {name: value for name, value in vars(obj).items() if name in kept or is_own(name)}
         return type(obj).__new__, (type(obj),), state
@@ -95,7 +96,7 @@ def _corner(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, Parameter):
         return corner
     parameter = Parameter(corner, requires_grad=tensor.requires_grad)
-    for name, value in vars(tensor).items():  # rates and the like that users give parameters
+    for name, value in vars(tensor).items():  # attributes that users set on parameters, such as rates
         if isinstance(value, (bool, int, float, str, Tensor)):
             setattr(parameter, name, _corner(value) if isinstance(value, Tensor) else value)
     return parameter

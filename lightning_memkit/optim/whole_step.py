@@ -1,6 +1,6 @@
-"""One optimizer step that survives running out of memory, whole: copies of all that it changes lie in host memory.
+"""One optimizer step, taken as a whole, that survives running out of memory; copies of all it changes are on the host.
 
-What a failed attempt changed is put back, its tensors are let go and caches are emptied before the next one.
+After a failed try everything it changed is restored, its tensors are freed and caches are emptied.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from lightning_memkit.optim.step_copies import WholeStepCopies
 
 
 class StepOutOfMemoryError(torch.OutOfMemoryError):
-    """An optimizer's step ran out of memory, also in its smallest parts.
+    """An optimizer's step ran out of memory, even in its smallest buckets.
 
     Attributes:
         half_stepped: whether some parameters have been stepped and others not. If False, weights, states and
@@ -29,19 +29,19 @@ class StepOutOfMemoryError(torch.OutOfMemoryError):
 def step_whole(
     optimizer: Optimizer, engine: ShadowEngine, act: Callable[[], object], *, tries: int = 2
 ) -> int:
-    """A step of all parameters at once; copies of weights, gradients and states lie in host memory meanwhile.
+    """Step all parameters at once; copies of weights, gradients and states are in host memory meanwhile.
 
     Args:
         optimizer: any.
-        engine: what steps its parameters.
-        act: makes the step.
-        tries: how often it is tried; once where a step communicates, since other ranks can't repeat theirs.
+        engine: the engine that steps its parameters.
+        act: takes the step.
+        tries: how often it is tried; once if the step communicates, since other ranks can't repeat theirs.
 
     Returns:
-        How many attempts have run out of memory.
+        How many tries have run out of memory.
 
     Raises:
-        StepOutOfMemoryError: all have.
+        StepOutOfMemoryError: all tries have.
     """
     failure = ""
     for failures in range(tries):
@@ -67,7 +67,7 @@ def _attempt_whole(optimizer: Optimizer, engine: ShadowEngine, act: Callable[[],
 
 
 def tried(action: Callable[[], object], put_back: Callable[[], object] | None = None) -> str | None:
-    """Run an action; where it runs out of memory put back what it changed, free what it held, and say why."""
+    """Run an action; if it runs out of memory, undo it, free its memory, and return the error's text."""
     try:
         action()
         return None
@@ -75,7 +75,7 @@ def tried(action: Callable[[], object], put_back: Callable[[], object] | None = 
         if not is_out_of_memory(error):
             raise
         failure = str(error)
-    # Only here, since within the handler the traceback holds the step's tensors.
+    # Outside the handler, where the traceback would keep the step's tensors alive.
     if put_back is not None:
         put_back()
     free_memory()
@@ -85,7 +85,7 @@ def tried(action: Callable[[], object], put_back: Callable[[], object] | None = 
 def step_error(
     optimizer: Optimizer, failure: str, where: str, state: str, *, half_stepped: bool
 ) -> StepOutOfMemoryError:
-    """The error that says where a step ran out of memory, why, what it left, and what helps."""
+    """The error that says where a step ran out of memory, why, in which state everything is, and what helps."""
     return StepOutOfMemoryError(
         f"The step of {type(optimizer).__name__} runs out of memory {where}, and again when it is repeated "
         f"({failure}). {state} Let states take less memory: 8-bit optimizers, or offload_states(optimizer).",

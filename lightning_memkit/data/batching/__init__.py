@@ -1,1 +1,1 @@
-"""Rows to batches: whose they are, in which order, and as tensors."""
+"""From rows to batches: which rank gets which rows, in which order, and as which tensors."""

@@ -21,10 +21,11 @@ class PackedBatch(dict[str, Any]):
         position_ids: int64 [rows, length], from 0 in every document, from 1 in the padding of a row: a
             segment is a document if and only if it begins at position 0.
         cu_seqlens: int32 [segments + 1], where the segments of the flattened rows * length tokens begin, and
-            their end. A segment is a document or the padding at the end of a row, so each row's end is one.
-        max_seqlen: int, the longest segment.
+            the total. A segment is a document or the padding at the end of a row, so each row's end is a
+            bound.
+        max_seqlen: int, the length of the longest segment.
 
-    ``input_ids`` stands first: Lightning reads the number of rows from the first tensor.
+    ``input_ids`` comes first, because Lightning reads the number of rows from the first tensor.
     """
 
     @property
@@ -39,7 +40,7 @@ class PackedBatch(dict[str, Any]):
 
     @property
     def documents(self) -> int:
-        """Number of documents, or pieces of one; padding is none."""
+        """Number of documents, or chunks of one; padding does not count."""
         return int(self._is_document().sum())
 
     @property
@@ -49,15 +50,15 @@ class PackedBatch(dict[str, Any]):
 
     @property
     def efficiency(self) -> float:
-        """Share of the batch that is not padding, 0 to 1."""
+        """Fraction of the batch that is not padding, 0 to 1."""
         return self.real_tokens / self["input_ids"].numel()
 
     def weight(self) -> int:
-        """Number of labels that count: what the mean of the loss is over."""
+        """Number of labels that count, over which the loss is averaged."""
         return int((self["labels"] != IGNORED_LABEL).sum())
 
     def split(self, sizes: Sequence[int]) -> list["PackedBatch"]:
-        """The batch in parts of so many rows each; tensors of rows are views, not copies.
+        """Split the batch into micro-batches with these numbers of rows; tensors of rows are views, not copies.
 
         Raises:
             ValueError: the sizes are not positive or don't add up to the number of rows.
@@ -85,11 +86,11 @@ class PackedBatch(dict[str, Any]):
 
     @staticmethod
     def joined(parts: Iterable["PackedBatch"], rows: int, *, pin_memory: bool = False) -> "PackedBatch":
-        """One batch of parts of one length, each let go once it is copied.
+        """Join the parts of a batch, which all have the same length; each part is freed once it is copied.
 
         Args:
-            parts: What ``split`` would give.
-            rows: Of all of them.
+            parts: What ``split`` would return.
+            rows: The number of rows in all parts.
             pin_memory: Puts the batch into page-locked host memory; needs an accelerator.
         """
         whole: dict[str, Any] = {}
@@ -119,7 +120,8 @@ class PackedBatch(dict[str, Any]):
         return self._map(lambda tensor: tensor.pin_memory())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Every tensor that leaves a worker costs a millisecond where it arrives: rows go as one, the rest by value.
+        # Every tensor that leaves a worker costs a millisecond on arrival: rows are sent as one tensor, the
+        # rest by value.
         rows = {key: value for key, value in self.items() if isinstance(value, Tensor) and value.dim() > 1}
         stacked = _stacked(list(rows.values()))
         if stacked is None:
@@ -134,17 +136,17 @@ class PackedBatch(dict[str, Any]):
         )
 
     def _is_document(self) -> Tensor:
-        """Which segments are documents, [segments]."""
+        """Which segments are documents, bool [segments]."""
         return self["position_ids"].flatten()[self["cu_seqlens"][:-1].long()] == 0
 
 
 def unstacked(whole: Tensor) -> list[Tensor]:
-    """The entries of a tensor, in its memory; whoever writes to one has not, for autograd, written to the others."""
+    """The entries of a tensor, in its memory; `.data`, so that a write to one does not bump the others' versions."""
     return [entry.data for entry in whole]
 
 
 def _stacked(tensors: list[Tensor]) -> Tensor | None:
-    """The tensor that these are the entries of, all of them and in this order; None if there is none."""
+    """The tensor whose entries these tensors are, all of them and in this order; None if there is none."""
     if not tensors or tensors[0].device.type != "cpu":
         return None
     first, storage = tensors[0], tensors[0].untyped_storage()

@@ -1,6 +1,6 @@
-"""Which rows stand in which batch of which rank: worked out by every rank for itself, equally many for each.
+"""Plans which rank gets which rows in which batch; every rank computes the same plan, with equally many batches.
 
-The number of steps is the same in every epoch: Lightning asks for it once.
+The number of steps is the same in every epoch, because Lightning reads it only once.
 """
 
 import heapq
@@ -16,7 +16,7 @@ from lightning_memkit.data.batching.dealing import DealOptions, deal_rows
 from lightning_memkit.data.packing.layout import Packing
 
 Padding = Literal["longest", "bucket"]
-_BITS = 4  # a bucket's lengths differ by a sixteenth at the most
+_BITS = 4  # lengths within a bucket differ by at most a sixteenth
 _NEARLY_FULL = 0.9
 
 
@@ -25,12 +25,12 @@ class PlanOptions:
     """How rows become batches.
 
     Attributes:
-        batch_size: Rows a batch at the most, on each rank; None: as many as ``batch_tokens`` allow.
-        batch_tokens: Tokens a batch at the most, padding included; None: any number.
-        padding: ``longest`` batches rows at random, ``bucket`` rows of about one length.
-        shuffle: Deals in a new order every epoch.
-        seed: Of the orders.
-        drop_last: Leaves out what is left for a last, smaller step.
+        batch_size: At most this many rows a batch, on each rank; None: as many as ``batch_tokens`` allows.
+        batch_tokens: At most this many tokens a batch, padding included; None: any number.
+        padding: ``longest`` batches rows at random, ``bucket`` batches rows of similar length.
+        shuffle: Uses a new order in every epoch.
+        seed: The seed of the orders.
+        drop_last: Drops the rows that would make a last, smaller step.
     """
 
     batch_size: int | None = None
@@ -80,23 +80,24 @@ class Ordered:
 
 
 class BatchPlan:
-    """Every row once an epoch, in batches that are within the limits.
+    """Every row once an epoch, in batches within the limits.
 
-    * Under ``batch_size`` alone, and where rows are nearly full, batches are of one size but the last, and rows go to
-      ranks by their attention work.
-    * Buckets go from the longest rows to the shortest, and the steps are then shuffled.
-    * Rows of many lengths under ``padding="longest"`` and ``batch_tokens`` are put together once, by the seed; epochs
-      differ in the order of the batches.
+    * With ``batch_size`` alone, or if rows are nearly full, all batches but the last have the same size, and
+    rows are assigned to ranks by their attention work.
+    * With ``padding="bucket"``, batches go from the longest rows to the shortest, and the steps are then
+    shuffled.
+    * Rows of many lengths under ``padding="longest"`` and ``batch_tokens`` are grouped once, by the seed;
+    epochs differ in the order of the batches.
 
     Args:
         packing: The rows.
         options: How they become batches.
-        ranks: Processes that share them.
-        multiple_of: What a batch's length is rounded up to.
+        ranks: Number of processes.
+        multiple_of: A batch's length is rounded up to a multiple of this.
 
     Attributes:
-        ranks: The same.
-        is_even: Steps have equally many rows, but for the last two.
+        ranks: Number of processes.
+        is_even: Whether steps have equally many rows, except for the last two.
 
     Raises:
         ValueError: a row is longer than ``batch_tokens``.
@@ -111,7 +112,7 @@ class BatchPlan:
         rows = len(self._lengths)
         self._longest = self._padded(int(self._lengths.max())) if rows else 0
         refuse_long_rows(self._longest, options.batch_tokens)
-        self._order: NDArray[np.integer] | None = None  # where it is the same in every epoch
+        self._order: NDArray[np.integer] | None = None  # set if it is the same in every epoch
         self._buckets: NDArray[np.integer] | None = None
         self._work: NDArray[np.int64] | None = None
         self.is_even = False
@@ -142,7 +143,7 @@ class BatchPlan:
             order = self._order
             bounds = self._generator(number).permutation(bounds) if options.shuffle else bounds
         elif self._buckets is not None:
-            # From the longest bucket to the shortest, within a bucket at random.
+            # From the longest bucket to the shortest, at random within a bucket.
             drawn = self._drawn(number)
             order = drawn[np.argsort(-self._buckets[drawn], kind="stable")]
             if options.shuffle:
@@ -154,12 +155,12 @@ class BatchPlan:
 
     @property
     def most_tokens(self) -> int:
-        """Tokens of the largest batch there can be, padding included."""
+        """Tokens of the largest possible batch, padding included."""
         rows = min(self._options.batch_size or len(self._lengths), len(self._lengths))
         return min(rows * self._longest, self._options.batch_tokens or rows * self._longest)
 
     def identity(self) -> dict[str, int]:
-        """What a position in an epoch follows from, beside the seed."""
+        """The values that, together with the seed, determine a position in an epoch."""
         return {
             "rows": len(self._lengths),
             "tokens": self._packing.tokens,
@@ -168,7 +169,7 @@ class BatchPlan:
         }
 
     def least_rows_of_steps(self) -> list[int]:
-        """Rows of each step over all ranks, in any epoch; where batches meet others in every epoch, the fewest."""
+        """Rows of each step over all ranks, in any epoch; the fewest if epochs group batches differently."""
         sizes = np.diff(self._bounds).ravel()
         if self._order is not None and self._options.shuffle:
             return [int(np.sort(sizes)[: self.ranks].sum())] if len(sizes) else []
@@ -178,7 +179,7 @@ class BatchPlan:
         return rounded_length(longest, self._packing.context, self._multiple_of)
 
     def _capacity(self, length: int) -> int:
-        """Rows of a length that a batch can hold."""
+        """How many rows of this length fit in a batch."""
         rows = self._options.batch_size or max(len(self._lengths), 1)
         if self._options.batch_tokens is not None and length:
             rows = min(rows, self._options.batch_tokens // length)
@@ -201,7 +202,7 @@ class BatchPlan:
                 ends.extend(range(ends[-1] + each, end + each, each))
         ends = [min(end, len(self._lengths)) for end in ends]
         if len(ends) > 2 and 2 * (ends[-1] - ends[-2]) < ends[-2] - ends[-3]:
-            # A last batch of a few rows could not be shared where a resume has more ranks.
+            # A last batch of a few rows could not be divided among more ranks after a resume.
             ends[-2] = (ends[-1] + ends[-3]) // 2
         return list(pairwise(ends))
 
@@ -229,7 +230,7 @@ class BatchPlan:
 
 
 def per_step(options: PlanOptions, ranks: int) -> dict[str, int]:
-    """Rows and tokens of a step over so many ranks, at the most; 0: any number."""
+    """The most rows and tokens of a step over this many ranks; 0: any number."""
     return {
         "rows_per_step": (options.batch_size or 0) * ranks,
         "tokens_per_step": (options.batch_tokens or 0) * ranks,
@@ -237,7 +238,7 @@ def per_step(options: PlanOptions, ranks: int) -> dict[str, int]:
 
 
 def refuse_long_rows(longest: int, batch_tokens: int | None) -> None:
-    """Raises where a row, as long as it is padded to, has more tokens than a batch may."""
+    """Raise if a row, with its padding, has more tokens than a batch may have."""
     if batch_tokens is not None and longest > batch_tokens:
         raise ValueError(
             f"batch_tokens={batch_tokens} is less than the longest row's {longest} tokens; a batch holds at least one "
@@ -246,14 +247,14 @@ def refuse_long_rows(longest: int, batch_tokens: int | None) -> None:
 
 
 def _bucket(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Every length rounded up to its first five binary digits."""
+    """Every length rounded up to five significant binary digits."""
     digits = np.frexp(np.maximum(lengths, 1).astype(np.float64))[1]
     shift = np.maximum(digits - 1 - _BITS, 0)
     return -(-lengths.astype(np.int64) >> shift) << shift
 
 
 def _even_steps(rows: int, batch_size: int, ranks: int, drop_last: bool) -> list[tuple[int, int]]:
-    """Batches of one size; what is left is shared by all ranks, at least a row each. As ``deal_rows`` does."""
+    """Batches of one size; all ranks divide the remaining rows, at least one each, as in ``deal_rows``."""
     whole, rest = divmod(rows, batch_size * ranks)
     ends = [(step + 1) * batch_size * ranks for step in range(whole)]
     if rest and not drop_last:
@@ -262,7 +263,7 @@ def _even_steps(rows: int, batch_size: int, ranks: int, drop_last: bool) -> list
         elif whole and batch_size > 1:
             ends[-1] = rows - ranks
             ends.append(rows)
-        # One row a rank and step: the rest can't be shared out, and is dropped.
+        # With one row a rank and step, the remaining rows can't be divided and are dropped.
     return [
         (begin + (end - begin) * rank // ranks, begin + (end - begin) * (rank + 1) // ranks)
         for begin, end in pairwise([0, *ends])
@@ -271,7 +272,7 @@ def _even_steps(rows: int, batch_size: int, ranks: int, drop_last: bool) -> list
 
 
 def _in_whole_steps(bounds: list[tuple[int, int]], ranks: int, drop_last: bool) -> list[tuple[int, int]]:
-    """A batch for every rank in every step: the largest batches are halved until the number is a multiple."""
+    """A batch for every rank in every step: the largest are halved until their number is a multiple of ranks."""
     left = len(bounds) % ranks
     if left and drop_last and len(bounds) > ranks:
         return bounds[: len(bounds) - left]
@@ -280,7 +281,7 @@ def _in_whole_steps(bounds: list[tuple[int, int]], ranks: int, drop_last: bool) 
     heapq.heapify(largest)
     for _ in range(-len(bounds) % ranks):
         size, begin = heapq.heappop(largest)
-        if size == -1:  # one row a batch: what is left can't be shared out, and is dropped
+        if size == -1:  # only batches of one row are left: the rest can't be divided and is dropped
             return bounds[: len(bounds) - left]
         middle, end = begin - size // 2, ends[begin]
         ends[begin], ends[middle] = middle, end

@@ -1,4 +1,4 @@
-"""Rows of a packing as tensors: one copy a document from the flat store, padded to the longest row of the batch."""
+"""Rows of a packing as tensors: one copy for each document from the flat store, padded to the batch's longest row."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -23,16 +23,16 @@ def collate(
 ) -> PackedBatch:
     """The rows as a ``PackedBatch``, padded to the longest of them; takes microseconds a row.
 
-    Labels are the tokens themselves (the model shifts them), -100 at the first token of every document, on
-    tokens that the store says are not learned, and on padding.
+    Labels are the tokens themselves (the model shifts them), with -100 at the first token of every document,
+    on tokens that the store marks as not learned, and on padding.
 
     Args:
         store: The documents' tokens.
-        packing: What stands in each row.
+        packing: The contents of each row.
         rows: Which rows, by number.
-        pad_id: The token that fills a row's end.
+        pad_id: The token that fills the end of a row.
         multiple_of: Rounds the length up, but never beyond the context (64 suits tensor cores).
-        length: Tokens in a row; None: what the longest needs. For the parts of a batch.
+        length: Tokens in a row; None: as the longest row needs. Set for parts of a batch.
     """
     chosen = np.asarray(rows, dtype=np.int64)
     if chosen.size == 0:
@@ -45,10 +45,10 @@ def collate(
     fills = read[1:] - read[:-1]
     length = length or rounded_length(int(fills.max()), packing.context, multiple_of)
 
-    # What is read stands end to end, and then in rows, each with its padding behind it.
+    # Documents are read end to end into flat arrays and then copied into rows, each followed by its padding.
     tokens, learned = store.read(store.offsets[packing.documents[pieces]] + packing.starts[pieces], sizes)
     positions = _positions(sizes, packing.context)
-    # One tensor: workers hand over as few as they can.
+    # One tensor for all three: workers should send as few as possible.
     whole = torch.empty(3, len(chosen), length, dtype=torch.int64)
     input_ids, labels, position_ids = whole.numpy()
     begin = 0
@@ -64,7 +64,7 @@ def collate(
             labels[row, fill:] = IGNORED_LABEL
             position_ids[row, fill:] = np.arange(1, length - fill + 1)
         begin = end
-    # A segment is a piece, or the padding behind a row's last one.
+    # A segment is a chunk of a document, or the padding after a row's last one.
     is_short, segments = fills < length, sizes
     if is_short.any():
         segments = np.insert(sizes, bounds[1:][is_short], (length - fills)[is_short])
@@ -79,7 +79,7 @@ def collate(
 
 
 def full_batch(rows: int, length: int, *, vocabulary: int, seed: int = 0) -> PackedBatch:
-    """A batch of random tokens, every row one document of the whole length: what costs the most memory."""
+    """A batch of random tokens in which every row is one full-length document: it needs the most memory."""
     tokens = np.random.default_rng(seed).integers(0, vocabulary, rows * length)
     store = TokenStore(tokens=tokens, offsets=np.arange(rows + 1) * length)
     return collate(store, pack(store.lengths, length, packing="none"), range(rows))
@@ -98,7 +98,7 @@ def _counting(most: int) -> NDArray[np.int64]:
 
 
 def _positions(sizes: NDArray[np.int64], context: int) -> NDArray[np.int64]:
-    """0, 1, 2, ... for every size, end to end."""
+    """0, 1, 2, ... for every size, concatenated."""
     if not is_long(sizes):
         return ranges(np.zeros_like(sizes), sizes)
     counting = _counting(context)

@@ -1,11 +1,11 @@
-"""Rows to steps and ranks by their attention work, so that no rank waits for another; nothing is sent or saved.
+"""Assigns rows to steps and ranks by attention work, so that no rank waits for another; nothing is sent or saved.
 
-Equally full rows are not equally much work: attention's grows with the squares of the documents' lengths. In
-each step every rank gets a row out of each group of rows of about the same work, so the ranks of a step finish
-together. The groups of a step come from all over, from one of short documents to one of long ones.
+Equally full rows are not equally much work: attention's work grows with the squares of the documents'
+lengths. In each step every rank gets one row out of each group of rows with similar work, so that the ranks
+of a step finish together. The groups of a step cover the whole range, from short documents to long ones.
 
-The deal of an epoch follows from (seed, epoch, work of the rows) alone. Each rank computes it for itself, and to
-resume, the number of batches done is enough.
+The assignment for an epoch follows from (seed, epoch, work of the rows) alone. Each rank computes it by
+itself, and a resume needs only the number of batches done.
 """
 
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-# Rows of so many groups, but of no more than this share of all, change places at random before they are grouped:
-# so rows meet others in every epoch, and their work stays similar.
+# Before rows are grouped, they are shuffled over a distance of this many groups, but at most this fraction of
+# all rows: so they meet other rows in every epoch, and a group's work stays similar.
 _GROUPS_MIXED = 2
 _SHARE_MIXED = 1 / 256
 _STEPS_EVENED = 1024
@@ -22,15 +22,16 @@ _STEPS_EVENED = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class DealOptions:
-    """How rows go to steps and ranks.
+    """How rows are assigned to steps and ranks.
 
     Attributes:
         batch_size: Rows a step, on each rank.
-        ranks: Processes that share the rows.
-        seed: Of every epoch's order.
-        drop_last: Leaves out the rows that don't fill a step; other rows in every epoch.
-        group: Rows of similar work that go into one step together; None: one for each rank. To go on with another
-            number of ranks in the middle of an epoch, give the number that it was begun with.
+        ranks: Number of processes.
+        seed: The seed of every epoch's order.
+        drop_last: Drops the rows that don't fill a step; other rows in every epoch.
+        group: Number of rows of similar work that go into one step together; None: one for each rank. To
+            continue in the middle of an epoch with another number of ranks, set it to the number that the
+            epoch began with.
 
     Raises:
         ValueError: a number is out of range, or ``group`` does not divide the rows of a step.
@@ -59,18 +60,18 @@ class DealOptions:
 
     @property
     def rows_per_group(self) -> int:
-        """Rows of similar work that go into one step together."""
+        """Number of rows of similar work that go into one step together."""
         return self.group or self.ranks
 
 
 @dataclass(frozen=True, kw_only=True)
 class Balance:
-    """How evenly work is dealt; 1 is perfect.
+    """How evenly work is distributed; 1 is perfect.
 
     Attributes:
-        ranks: Work of the rank with the most, over the mean of the ranks; the whole epoch.
-        waiting: Time of all steps over the time they would take if no rank had to wait for the slowest.
-        steps: Work of the step with the most, over the mean of the full steps.
+        ranks: Work of the rank with the most, relative to the mean of the ranks; over the whole epoch.
+        waiting: Time of all steps, relative to the time if no rank had to wait for the slowest.
+        steps: Work of the step with the most, relative to the mean of the full steps.
     """
 
     ranks: float
@@ -80,11 +81,11 @@ class Balance:
 
 @dataclass(frozen=True, kw_only=True)
 class Deal:
-    """An epoch's rows; 8 bytes a row.
+    """The assignment of an epoch's rows; 8 bytes a row.
 
     Attributes:
-        rows: Numbers of the rows, [steps, ranks, batch_size]. In the last steps some are -1: no row.
-        dropped_rows: Rows that no rank gets.
+        rows: Row numbers, [steps, ranks, batch_size]. In the last steps some are -1: no row.
+        dropped_rows: Number of rows that no rank gets.
     """
 
     rows: NDArray[np.int64]
@@ -94,12 +95,12 @@ class Deal:
         return len(self.rows)
 
     def batch(self, step: int, rank: int) -> NDArray[np.int64]:
-        """The rows of a step on a rank, at least one; the k-th is of similar work on all ranks."""
+        """The rows of a step on a rank, at least one; the k-th has similar work on all ranks."""
         rows = self.rows[step, rank]
         return rows[rows >= 0]
 
     def balance(self, work: ArrayLike) -> Balance:
-        """How evenly this work of the rows is dealt."""
+        """How evenly the given work of the rows is distributed."""
         dealt = np.append(np.asarray(work), 0)[self.rows].sum(axis=2, dtype=np.float64)
         of_rank = dealt.sum(axis=0)
         full = dealt[(self.rows >= 0).all(axis=(1, 2))].sum(axis=1)
@@ -111,16 +112,16 @@ class Deal:
 
 
 def deal_rows(work: ArrayLike, options: DealOptions, *, epoch: int = 0) -> Deal:
-    """Each row to one rank and step; ranks get equally many batches of equal work, in a new order every epoch.
+    """Assign each row to one rank and step; ranks get equally many batches of equal work, in a new order every epoch.
 
-    The rows left for the last step are dealt, too, in smaller batches: there ranks differ by a row unless the
-    number of ranks divides that of the rows (``Packing.divisible`` sees to that). If they are fewer than the
-    ranks, the step before gives up as many as are needed.
+    The rows left for the last step are assigned, too, in smaller batches: there ranks differ by a row unless
+    the number of ranks divides the number of rows (``Packing.divisible`` ensures this). If fewer rows than
+    ranks are left, the step before gives up as many rows as are needed.
 
     Args:
-        work: Of each row, [rows], above 0: ``packing.row_work()``.
-        options: How.
-        epoch: Which order.
+        work: The work of each row, [rows], above 0: ``packing.row_work()``.
+        options: How rows are assigned.
+        epoch: Selects the order.
 
     Raises:
         ValueError: there are too few rows to give each rank one.
@@ -154,7 +155,7 @@ def _most_first(costs: NDArray) -> NDArray[np.int64]:
 
 
 def _steps(rows: int, options: DealOptions) -> tuple[int, list[int]]:
-    """The number of full steps, and the rows of those behind them."""
+    """The number of full steps, and the numbers of rows of the steps after them."""
     whole, rest = divmod(rows, options.rows_per_step)
     if not rest or options.drop_last:
         return whole, []
@@ -169,13 +170,13 @@ def _steps(rows: int, options: DealOptions) -> tuple[int, list[int]]:
 def _take(
     left: NDArray[np.int64], size: int, group: int, rng: np.random.Generator
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """So many of the sorted rows, in groups of neighbours, for a step that is not full; and the others."""
+    """This many of the sorted rows, in groups of neighbours, for a step that is not full; and the remaining rows."""
     groups, rest = divmod(size, group)
     first = rng.choice(len(left) // group, groups, replace=False) * group
     is_taken = np.zeros(len(left), bool)
     is_taken[(first[:, None] + np.arange(group)).ravel()] = True
     if rest:
-        # Not all ranks get one of these: they are from the half of less work.
+        # Not every rank gets one of these, so they come from the half with less work.
         others = np.flatnonzero(~is_taken)
         last = len(others) - rest
         begin = rng.integers(min(len(others) // 2, last), last, endpoint=True)
@@ -186,7 +187,7 @@ def _take(
 def _whole_steps(
     most_first: NDArray[np.int64], options: DealOptions, rng: np.random.Generator
 ) -> NDArray[np.int64]:
-    """These rows as steps, [steps, rows_per_step]."""
+    """The rows arranged in steps, [steps, rows_per_step]."""
     group = options.rows_per_group
     reach = min(_GROUPS_MIXED * group, _SHARE_MIXED * len(most_first))
     mixed = np.argsort(np.arange(len(most_first)) + reach * rng.random(len(most_first)))
@@ -198,13 +199,13 @@ def _whole_steps(
 def _to_ranks(
     steps: NDArray[np.int64], costs: NDArray, options: DealOptions, rng: np.random.Generator
 ) -> NDArray[np.int64]:
-    """Each step's rows to its ranks, [steps, ranks, batch_size]."""
+    """Assign each step's rows to its ranks, [steps, ranks, batch_size]."""
     sorted_steps = np.take_along_axis(steps, _most_first(costs[steps]), axis=1)
     similar = sorted_steps.reshape(len(steps), options.batch_size, options.ranks)
     rows = np.empty_like(similar)
-    so_far = rng.random((len(steps), options.ranks))  # less than any work: it only decides who is first
+    so_far = rng.random((len(steps), options.ranks))  # less than any row's work: it only breaks ties
     for number in range(options.batch_size):
-        # The rank with the least so far gets the most of what is similar.
+        # The rank with the least work so far gets the row with the most work of its group.
         least_first = np.argsort(so_far, axis=1)
         np.put_along_axis(rows[:, number], least_first, similar[:, number], axis=1)
         so_far += costs[rows[:, number]]
@@ -214,7 +215,7 @@ def _to_ranks(
 
 
 def _even_out(rows: NDArray[np.int64], work: NDArray[np.float64]) -> None:
-    """Exchanges ranks in the most uneven steps until the epoch's sums of work [steps, ranks] are alike; in place."""
+    """Exchange ranks in the most uneven steps, in place, until the epoch's sums of work [steps, ranks] are similar."""
     uneven = np.argsort(-np.ptp(work, axis=1), kind="stable")[:_STEPS_EVENED]
     of_rank = work.sum(axis=0) - work[uneven].sum(axis=0)
     for step in uneven:

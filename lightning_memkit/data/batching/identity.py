@@ -1,7 +1,7 @@
-"""What a loader delivers, as a few words and checksums in its state: a resume with other data is refused.
+"""Identifies what a loader delivers, by options and checksums in its state; a resume with other data is refused.
 
-Checksums cover every token, every label and the order of the rows. A mapped store's stand in its file already; those
-of a store in memory cost a pass over it.
+Checksums cover every token, every label and the order of the rows. A mapped store's file already contains its
+own; those of a store in memory cost one pass over it.
 """
 
 import warnings
@@ -20,45 +20,46 @@ _WHAT = {
 
 
 def rows_crc(packing: Packing) -> str:
-    """Which pieces of which documents stand in which row, eight digits; the types of the arrays do not count."""
+    """Checksum (eight digits) of which chunks of which documents are in which row, whatever the arrays' dtypes."""
     arrays = (packing.offsets, packing.documents, packing.starts, packing.lengths)
     return checksum_of(crc_of(array, np.int64) for array in arrays)
 
 
 def with_usual(state: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved state with what was left out of it; one of an earlier version, which told less, with a warning."""
+    """A saved state with defaults for missing entries; warns of a state of an earlier version."""
     if "tokens_crc" in state:
         return {**usual, **state}
     warnings.warn(
-        "The loader's state is of an earlier version, which noted counts alone: whether documents, padding and the "
-        "number of ranks are those of then is not known. Resume with what training began with.",
+        "The loader's state is of an earlier version, which noted counts alone: it is not known whether documents, "
+        "padding and the number of ranks are the same. Resume with those that training began with.",
         stacklevel=3,
     )
     return dict(state)
 
 
 def refuse_other_kind(state: Mapping[str, Any], *, is_stream: bool) -> None:
-    """Raise where a state is of a stream, and what is delivered is none, or the other way round."""
+    """Raise if the state belongs to a stream and the source is none, or vice versa."""
     kinds = {False: ("batches_done", "documents that are all there"), True: ("position", "a stream")}
     (entry, now), (_, then) = kinds[is_stream], kinds[not is_stream]
     if entry not in state:
         raise ValueError(
             f"The loader's state is of {then}, and the source is {now}, so its position means nothing here. Resume "
-            "with the source of then, or load the weights alone."
+            "with the earlier source, or load the weights alone."
         )
 
 
 def refuse_other_data(
     state: Mapping[str, Any], identity: Mapping[str, Any], words: Mapping[str, Any] | None = None
 ) -> None:
-    """Raise where a loader's saved state is of other data than `identity` tells.
+    """Raise if a loader's saved state belongs to other data than `identity`.
 
-    What a state of an earlier version does not tell is not compared.
+    Entries that a state of an earlier version lacks are not compared.
 
     Args:
         state: As saved.
         identity: What is delivered now.
-        words: What else it was made from, now: tells the reader why the data differ, and is no reason by itself.
+        words: What else the data are made from now; explains to the reader why the data differ, but is never
+            a reason by itself.
 
     Raises:
         ValueError: it names what differs.
@@ -75,7 +76,7 @@ def refuse_other_data(
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What both tell, where it differs, in words."""
+    """The entries that both have with different values, in words."""
     return [
         f"{_WHAT.get(name, name)}: {then[name]} then, {value} now"
         for name, value in now.items()

@@ -1,4 +1,4 @@
-"""What workers are asked for: the rows of each step's batch, or of the parts that it is handed over in."""
+"""The jobs of loader workers: the rows of each step's batch, or of the parts in which it is sent."""
 
 from collections.abc import Iterator
 
@@ -23,7 +23,7 @@ class EpochBatches:
 
 
 class JobParts:
-    """The same in parts of so many tokens, each padded as the whole batch is."""
+    """The batches in parts of at most this many tokens, each padded to the length of the whole batch."""
 
     def __init__(self, batches: EpochBatches, rows: PackedRows, tokens: int) -> None:
         self._batches, self._rows, self._tokens = batches, rows, tokens
@@ -45,5 +45,5 @@ class JobParts:
 
 
 def build(rows: PackedRows, job: tuple[int, Batch | RowsOfLength]) -> PackedBatch:
-    """The batch, or the part of one, that a job stands for."""
+    """Build the batch, or the part of one, that a job describes."""
     return rows[job[1]]

@@ -1,4 +1,4 @@
-"""Rows of a packing that can be asked for by their numbers, whole batches or parts of one."""
+"""Rows of a packing, indexed by their numbers: whole batches, or parts of one."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,15 +20,16 @@ from lightning_memkit.data.sources.store import TokenStore, offsets_of
 
 @dataclass(frozen=True, kw_only=True)
 class PackedRows(Dataset[PackedBatch]):
-    """Rows that can be asked for by their numbers: ``rows[[3, 17]]`` is a batch of two.
+    """Rows indexed by their numbers: ``rows[[3, 17]]`` is a batch of two.
 
     Attributes:
         store: The documents' tokens.
-        packing: What stands in each row.
-        pad_id: The token that fills a row's end.
+        packing: The contents of each row.
+        pad_id: The token that fills the end of a row.
         multiple_of: Rounds a batch's length up, but never beyond the context.
-        packed_by: The options that the packing follows from, by name: a resume with others is refused.
-        made_from: What the documents follow from, by name: tells who resumes with other documents why they differ.
+        packed_by: The options that determine the packing, by name: a resume with others is refused.
+        made_from: The sources of the documents, by name: explains to whoever resumes with other documents why
+            they differ.
     """
 
     store: TokenStore
@@ -60,7 +61,7 @@ class PackedRows(Dataset[PackedBatch]):
         )
 
     def counted(self, rows: NDArray[np.integer] | CutRows) -> Progress:
-        """Documents that begin in a batch of these rows, its tokens, and its room."""
+        """For a batch of these rows: the documents that begin in it, its tokens, and its tokens with padding."""
         if isinstance(rows, CutRows):
             cut = replace(self, packing=rows.of(self.packing))
             return cut.counted(np.arange(len(rows)))
@@ -72,7 +73,7 @@ class PackedRows(Dataset[PackedBatch]):
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What the rows deliver: a checksum of the documents and one of the rows, and what shapes a batch."""
+        """What the rows deliver: checksums of the documents and of the rows, and the options that shape a batch."""
         return {
             "tokens_crc": self.store.checksum,
             "rows_crc": rows_crc(self.packing),
@@ -84,20 +85,20 @@ class PackedRows(Dataset[PackedBatch]):
 
     @cached_property
     def row_documents(self) -> NDArray[np.int64]:
-        """Documents that begin in each row, [rows]."""
+        """Number of documents that begin in each row, [rows]."""
         running = offsets_of(self.packing.starts == 0)
         return running[self.packing.offsets[1:]] - running[self.packing.offsets[:-1]]
 
     @property
     def longest_batch(self) -> int:
-        """Tokens in a row of the longest batch there can be."""
+        """Tokens in a row of the longest possible batch."""
         longest = int(self.packing.row_tokens.max()) if len(self) else self.packing.context
         return rounded_length(longest, self.packing.context, self.multiple_of)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowsOfLength:
-    """Rows that are padded to a length: a part of a batch."""
+    """Rows that are padded to a given length: a part of a batch."""
 
     rows: NDArray[np.integer]
     length: int

@@ -1,4 +1,4 @@
-"""The plan of a loader's batches: a new one, or the one that a checkpoint's ranks began, shared by those there are."""
+"""The plan of a loader's batches: a new one, or that of a checkpoint, divided among the present ranks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,12 +13,12 @@ _NAMES = {"rows_per_step": "batch_size", "tokens_per_step": "batch_tokens"}
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """Rows and how they become batches.
+    """Rows and the plan of how they become batches.
 
     Attributes:
         rows: Some may have been cut in two, so that all ranks of the first plan got equally many.
-        first_plan: Of the ranks that training began on: what a state tells.
-        plan: The same, or as the present ranks share it.
+        first_plan: The plan for the ranks that training began on, which the state describes.
+        plan: The same plan, or its steps divided among the present ranks.
     """
 
     rows: PackedRows
@@ -27,16 +27,16 @@ class Planned:
 
     @property
     def ranks(self) -> int:
-        """Ranks that the first plan was made for."""
+        """Number of ranks that the first plan was made for."""
         return self.first_plan.ranks
 
     @property
     def least_rows(self) -> int:
-        """Rows that the last step must have; 0: as many as it was planned with."""
+        """The least rows that the last steps must have; 0: as many as planned."""
         return self.plan.least_rows if isinstance(self.plan, SharedPlan) else 0
 
     def identity(self, options: PlanOptions) -> dict[str, Any]:
-        """What is delivered, in which order: a resume with another is refused."""
+        """What is delivered, in which order: a resume with another identity is refused."""
         return {
             "seed": options.seed,
             **self.first_plan.identity(),
@@ -47,7 +47,7 @@ class Planned:
         }
 
     def refuse_no_step(self, options: PlanOptions) -> None:
-        """Raise where the rows are too few for a step."""
+        """Raise if the rows are too few for a step."""
         if self.plan.steps:
             return
         limit = (
@@ -61,7 +61,7 @@ class Planned:
         )
 
     def refuse_begun_last_steps(self, state: Mapping[str, Any]) -> None:
-        """Raise where the last steps must be dealt anew, and some of them have been trained on."""
+        """Raise if the last steps must be regrouped, but some of them have already been trained on."""
         plan, done = self.plan, state["batches_done"]
         if not isinstance(plan, SharedPlan) or done >= plan.steps:
             return
@@ -71,11 +71,11 @@ class Planned:
             raise ValueError(
                 f"The epoch's last {plan.steps - done} step(s) have too few rows for {plan.ranks} ranks, and the "
                 f"steps before can't give any up, since they are done; end the epoch on {self.ranks} rank(s), and "
-                "resume on more behind it."
+                "resume on more after it."
             )
 
     def note(self, options: PlanOptions, epoch: int, done: int) -> str | None:
-        """What to tell of a plan that other ranks began: how, and where it is beyond the present limits."""
+        """A message if other ranks began the plan: how it continues, and whether it exceeds the present limits."""
         plan, limit = self.plan, options.batch_tokens
         if not isinstance(plan, SharedPlan):
             return None
@@ -98,7 +98,7 @@ class Planned:
 
 
 def planned(rows: PackedRows, options: PlanOptions, ranks: int) -> Planned:
-    """A plan for these ranks; some rows are cut in two where that lets all ranks get equally many."""
+    """A plan for these ranks; some rows are cut in two if that gives all ranks equally many."""
     plan = BatchPlan(rows.packing, options, ranks=ranks, multiple_of=rows.multiple_of)
     packing = rows.packing
     if plan.dropped_rows and not options.drop_last and packing.rows + ranks <= packing.pieces:
@@ -108,7 +108,7 @@ def planned(rows: PackedRows, options: PlanOptions, ranks: int) -> Planned:
 
 
 def planned_as_saved(rows: PackedRows, options: PlanOptions, ranks: int, state: Mapping[str, Any]) -> Planned:
-    """The plan whose position a state tells, shared by these ranks.
+    """The plan that a state's position belongs to, divided among these ranks.
 
     Raises:
         ValueError: some step has too few rows for them.
@@ -130,10 +130,10 @@ def planned_as_saved(rows: PackedRows, options: PlanOptions, ranks: int, state: 
 
 
 def refuse_other_steps(state: Mapping[str, Any], options: PlanOptions, ranks: int) -> None:
-    """Raise where a state's steps have other rows or tokens than a step of these ranks may have.
+    """Raise if a state's steps have other rows or tokens than the steps of these ranks may have.
 
     Raises:
-        ValueError: it says what would be the same.
+        ValueError: it says which options would match.
     """
     for name, now in per_step(options, ranks).items():
         then = state.get(name, now)

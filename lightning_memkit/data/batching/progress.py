@@ -1,15 +1,15 @@
-"""What a loader has dealt so far."""
+"""Counts what a loader has delivered so far."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """What was dealt to all ranks.
+    """What was delivered to all ranks.
 
     Attributes:
-        documents: That began.
-        tokens: Without padding.
+        documents: Documents that began.
+        tokens: Tokens without padding.
         room: Tokens with padding.
     """
 
@@ -18,7 +18,7 @@ class Progress:
     room: int = 0
 
     def plus(self, more: "Progress") -> "Progress":
-        """Both together."""
+        """The sum of both."""
         return Progress(
             documents=self.documents + more.documents,
             tokens=self.tokens + more.tokens,
@@ -26,7 +26,7 @@ class Progress:
         )
 
     def times(self, number: int) -> "Progress":
-        """So many times as much."""
+        """This progress, multiplied by a number."""
         return Progress(
             documents=self.documents * number, tokens=self.tokens * number, room=self.room * number
         )

@@ -1,7 +1,8 @@
-"""A plan of batches that goes on with another number of ranks: each step keeps its rows, and others share them.
+"""Continues a plan of batches on another number of ranks: each step keeps its rows, and the present ranks divide them.
 
-The plan is the one of the ranks that training began on, in this epoch and those to come. So a run may change its
-number of ranks any number of times, and each step holds what it would have held on the first ranks, every row once.
+The plan stays that of the ranks on which training began, in this epoch and later ones. So a run may change
+its number of ranks any number of times, and each step has the rows that it would have had on the first ranks,
+every row once.
 """
 
 import heapq
@@ -19,12 +20,12 @@ from lightning_memkit.data.packing.layout import Packing
 
 @dataclass(frozen=True, kw_only=True)
 class CutRows:
-    """Some of the rows that others become where those with the most documents are cut in two, between documents.
+    """Some of the rows that result from cutting others in two, between documents; those with most documents are cut.
 
     Attributes:
         rows: Numbers of the rows that are cut.
         number: How many rows they become.
-        chosen: Which of these are meant.
+        chosen: Which of the resulting rows are meant.
     """
 
     rows: NDArray[np.integer]
@@ -43,21 +44,21 @@ Batch = NDArray[np.integer] | CutRows
 
 
 class SharedPlan:
-    """The steps of a plan, shared by another number of ranks than it was made for; sorts the rows of each step.
+    """The steps of a plan, divided among another number of ranks than it was made for; sorts the rows of each step.
 
-    A step of fewer rows than ranks is cut between documents. Where its documents are too few, too, the last steps of
-    an epoch are dealt anew among themselves.
+    A step with fewer rows than ranks is cut between documents. If it has too few documents for that, the last
+    steps of an epoch are regrouped among themselves.
 
     Args:
-        plan: Of the ranks that training began on.
+        plan: The plan for the ranks that training began on.
         packing: Its rows.
-        options: Of each of the present ranks.
-        ranks: Processes that share a step now.
-        multiple_of: What a batch's length is rounded up to.
-        least_rows: What the last steps have at the least, as an earlier resume has settled it.
+        options: The limits of each present rank.
+        ranks: Number of processes that divide a step now.
+        multiple_of: A batch's length is rounded up to a multiple of this.
+        least_rows: The least rows of the last steps, as an earlier resume has decided it.
 
     Attributes:
-        least_rows: The same, now; 0: as many as they were planned with.
+        least_rows: The same, for this resume; 0: as many as planned.
 
     Raises:
         ValueError: some step has too few rows for the ranks, and can't be cut.
@@ -84,7 +85,7 @@ class SharedPlan:
 
     @property
     def most_tokens(self) -> int:
-        """Tokens of a batch that is within the limits of the present ranks, padding included, at the most."""
+        """The most tokens, padding included, of a batch within the limits of the present ranks."""
         options, rows = self._options, self.packing.rows
         longest = self._padded(int(self.packing.row_tokens.max())) if rows else 0
         most = min(options.batch_size or rows, rows) * longest
@@ -97,19 +98,19 @@ class SharedPlan:
         return len(batch) * self._padded(int(lengths.max()))
 
     def shares(self, lengths: NDArray[np.integer]) -> list[NDArray[np.integer]]:
-        """Which rows of a step, of these lengths, each rank gets."""
+        """Which rows of a step, given their lengths, each rank gets."""
         if self.ranks == 1:
             return [np.arange(len(lengths))]
         order = np.argsort(-lengths, kind="stable")
         if self.first.is_even:
-            # There and back again: ranks get rows of about the same lengths.
+            # Back and forth over the ranks, so that they get rows of similar lengths.
             turn, at = np.divmod(np.arange(len(order)), self.ranks)
             of_rank = np.where(turn % 2, self.ranks - 1 - at, at)
             return [order[of_rank == rank] for rank in range(self.ranks)]
         return [order[begin:end] for begin, end in self._alike(lengths[order])]
 
     def _alike(self, lengths: NDArray[np.integer]) -> list[tuple[int, int]]:
-        """Ranges of rows [longest first], one a rank, whose largest has as few tokens with padding as can be."""
+        """One range of rows [longest first] for each rank, so that the largest has the fewest padded tokens."""
         padded = [self._padded(int(length)) for length in lengths]
         most_rows = self._options.batch_size or len(padded)
         low, high = padded[0], padded[0] * len(padded)
@@ -130,7 +131,7 @@ class SharedPlan:
         return rounded_length(length, self.packing.context, self._multiple_of)
 
     def _least_rows(self) -> int:
-        """How many rows the last steps must have; 0 where all steps suffice as they are, or can be cut."""
+        """The least rows that the last steps must have; 0 if all steps have enough rows, or can be cut."""
         plan, packing, ranks = self.first, self.packing, self.ranks
         sizes = plan.least_rows_of_steps()
         short = [size for size in sizes if size < ranks]
@@ -143,7 +144,7 @@ class SharedPlan:
             return 0
         raise ValueError(
             f"A step of {plan.ranks} rank(s), on which training began, has {min(short)} rows, too few for {ranks} "
-            "ranks, and not enough documents stand in them to cut rows; resume on at most "
+            "ranks, and too few documents are in them to cut rows; resume on at most "
             f"{min(short)} rank(s) with the same rows or tokens a step, or load the weights alone."
         )
 
@@ -154,7 +155,7 @@ class SharedEpoch:
     def __init__(self, plan: SharedPlan, epoch: Epoch, least_rows: int) -> None:
         self._plan, self._epoch = plan, epoch
         self._least_rows = least_rows
-        self.step = lru_cache(maxsize=2)(self._of_step)  # ranks are asked for one by one
+        self.step = lru_cache(maxsize=2)(self._of_step)  # ranks are queried one by one
 
     def batch(self, step: int, rank: int) -> Batch:
         """The rows of a step on a rank, at least one."""
@@ -162,9 +163,9 @@ class SharedEpoch:
 
     @cached_property
     def redealt(self) -> tuple[int, tuple[int, ...]]:
-        """The first of the last steps that are dealt anew, and how many rows each of them has; ``(steps, ())``: none.
+        """The first of the last steps that are regrouped, and the rows of each of them; ``(steps, ())``: none.
 
-        Of as few steps as can be; that of one step alone keeps its documents.
+        As few steps as possible are regrouped; if it is a single one, it keeps its documents.
         """
         plan, least = self._plan, self._least_rows
         if not least or len(self._planned(plan.steps - 1)) >= least <= len(
@@ -208,7 +209,7 @@ def _cut(packing: Packing, rows: NDArray[np.integer], number: int) -> Packing:
 
 
 def _ranges(lengths: list[int], tokens: int, rows: int) -> list[tuple[int, int]]:
-    """These lengths [longest first] in as few ranges as can be, each within so many padded tokens and rows."""
+    """Divide lengths [longest first] into the fewest ranges that each stay within these padded tokens and rows."""
     ends = [0]
     while ends[-1] < len(lengths):
         each = min(rows, max(1, tokens // lengths[ends[-1]]))

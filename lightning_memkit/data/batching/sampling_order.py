@@ -1,8 +1,9 @@
-"""The order of an epoch's batches as a sampler gives it: the same for any number of workers, and again after a resume.
+"""The order of an epoch's batches from a sampler: the same for any number of workers, and reproduced by a resume.
 
-What a sampler draws comes from the global random numbers, or from a generator of the loader's. Workers ask for batches
-ahead of time, so that what is drawn, and when, depends on their number. Here the first batch is drawn when torch's
-loader would have drawn it. Numbers for the others come from a stream of the sampler's own, where it draws any.
+A sampler draws from the global random generators, or from a generator of the loader. Workers request batches
+ahead of time, so that what is drawn, and when, depends on their number. Here the first batch is drawn when
+torch's loader would draw it. The sampler's draws for the others, if any, come from a random stream of its
+own.
 """
 
 import random
@@ -25,7 +26,7 @@ from torch.utils.data import (
 )
 
 State = dict[str, Any]
-# They draw from the global numbers for an epoch's first batch only.
+# These draw from the global generators only for an epoch's first batch.
 _DRAW_ONCE = (
     SequentialSampler,
     RandomSampler,
@@ -36,39 +37,40 @@ _DRAW_ONCE = (
 
 
 class GlobalNumbers:
-    """The states of Python's, NumPy's and torch's global random numbers on the host, as they are now."""
+    """The current states of Python's, NumPy's and torch's global random generators on the host."""
 
     def __init__(self) -> None:
         self._python, self._torch = random.getstate(), torch.get_rng_state()
         self._numpy: Any = np.random.get_state()
 
     def restore(self) -> None:
-        """Puts them back."""
+        """Restore the states."""
         random.setstate(self._python)
         np.random.set_state(self._numpy)
         torch.set_rng_state(self._torch)
 
     @staticmethod
     def seed(seed: int) -> None:
-        """Seeds them all; a device's numbers stay as they are."""
+        """Seed all three; the generators of devices stay as they are."""
         random.seed(seed)
         np.random.seed(seed % 2**32)
         torch.default_generator.manual_seed(seed)
 
     def state_dict(self) -> State:
-        """As tensors and plain numbers."""
+        """The states as tensors and plain numbers."""
         version, words, gauss = self._python
         state: State = {
             "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
             "torch": self._torch,
         }
-        if isinstance(self._numpy, tuple):  # else somebody has put in another generator, which is left alone
+        # Otherwise someone replaced NumPy's generator, which is left alone.
+        if isinstance(self._numpy, tuple):
             name, key, *rest = self._numpy
             state["numpy"] = [name, torch.from_numpy(np.asarray(key, dtype=np.int64)), *rest]
         return state
 
     def load_state_dict(self, state: State) -> "GlobalNumbers":
-        """Takes on a state; returns itself."""
+        """Replace the stored states; returns itself."""
         version, words, gauss = state["python"]
         self._python, self._torch = (version, tuple(words.tolist()), gauss), _bytes(state["torch"])
         if "numpy" in state:
@@ -78,15 +80,15 @@ class GlobalNumbers:
 
 
 class Order:
-    """An epoch's batches by number, and what each is built from: as the sampler gives them, as many as it has.
+    """An epoch's batches by number, and the sampler's items that each is built from.
 
     Args:
-        sampler: Gives what a batch is built from; sized.
-        generator: Of the loader; None: the global random numbers.
-        draws_at_once: As a loader with workers does: the first batch is drawn now.
+        sampler: Yields the items that batches are built from; has a length.
+        generator: The loader's generator; None: the global ones.
+        draws_at_once: Draw the first batch now, as a loader with workers does.
 
     Attributes:
-        seed: What torch's loader would have seeded its workers by.
+        seed: The seed that torch's loader would have given its workers.
     """
 
     def __init__(
@@ -94,9 +96,9 @@ class Order:
     ) -> None:
         self._sampler, self._generator = sampler, generator
         self._drawn, self._has_ended = 0, False
-        self._crc: int | None = 0  # of what was handed over; None: of a kind that has none
-        self._waiting: deque[tuple[int, Any]] = deque()  # drawn, and not yet handed over
-        self._own: GlobalNumbers | None = None  # of the sampler's own stream
+        self._crc: int | None = 0  # checksum of the items handed over; None if their kind has none
+        self._waiting: deque[tuple[int, Any]] = deque()  # drawn, but not handed over yet
+        self._own: GlobalNumbers | None = None  # state of the sampler's own stream
         self._generators = generators_of(sampler, generator)
         self._begin = self._captured()
         self._items = iter(sampler)
@@ -107,7 +109,7 @@ class Order:
 
     @classmethod
     def resumed(cls, sampler: Any, generator: torch.Generator | None, state: State, done: int) -> "Order":
-        """The order whose state it is, behind its first `done` batches; the global numbers stay as they are."""
+        """The order that a state describes, after its first `done` batches; the global generators are unchanged."""
         kept = GlobalNumbers()
         try:
             _restore(state["begin"], sampler, generator)
@@ -121,11 +123,11 @@ class Order:
         return order
 
     def state_dict(self) -> State | None:
-        """What draws it again; None before its first batch was drawn."""
+        """What reproduces the order; None before its first batch was drawn."""
         return None if self._first is None else {"begin": self._begin, "first": self._first}
 
     def jobs(self) -> Iterator[tuple[int, Any]]:
-        """From the first batch that was not handed over; may be asked for anew at any time."""
+        """Yield jobs from the first batch that was not handed over; may be called again at any time."""
         for number in range(self._drawn - len(self._waiting), len(self._sampler)):
             while self._drawn <= number:
                 if not self._draw():
@@ -133,18 +135,18 @@ class Order:
             yield self._waiting[number - self._drawn + len(self._waiting)]
 
     def hand_over(self, number: int) -> None:
-        """The batch of this number was used, and those before it."""
+        """Record that the batch of this number, and those before it, were used."""
         while self._waiting and self._waiting[0][0] <= number:
             _, item = self._waiting.popleft()
             self._crc = None if self._crc is None else _crc_of(item, self._crc)
 
     @property
     def crc(self) -> int | None:
-        """Checksum of what the batches were built from that were handed over; None where they are no numbers."""
+        """Checksum of the items of the batches that were handed over; None if they are not numbers."""
         return self._crc
 
     def end(self) -> None:
-        """Asks the sampler for one batch more than there are: what it draws then belongs to the epoch as well."""
+        """Request one batch more than there are: the sampler's draws at its end belong to the epoch as well."""
         if not self._has_ended:
             self._has_ended = True
             self._draw()
@@ -185,7 +187,7 @@ class Order:
 
 
 def generators_of(sampler: Any, generator: torch.Generator | None) -> list[torch.Generator]:
-    """Torch's generators that an order may be drawn from: the loader's, those of the sampler and of samplers in it."""
+    """The torch generators that may determine an order: those of the loader, the sampler and samplers inside."""
     found = [] if generator is None else [generator]
     waiting, seen = deque([sampler]), set()
     while waiting:
@@ -196,14 +198,14 @@ def generators_of(sampler: Any, generator: torch.Generator | None) -> list[torch
         values = list(getattr(within, "__dict__", {}).values())
         drawn_from = [value for value in values if isinstance(value, torch.Generator)]
         found += [one for one in drawn_from if all(one is not other for other in found)]
-        # Lightning's wrapper of a sampler for several ranks holds it in a data set.
+        # Lightning's wrapper of a sampler for several ranks keeps it in a data set.
         waiting += [value for value in values if isinstance(value, Sampler) or hasattr(value, "_sampler")]
     return found
 
 
 def restore_generators(state: State, sampler: Any, generator: torch.Generator | None) -> None:
-    """Put back what `generators_of` had then; of others than these nothing is known."""
-    alone = state.get("generator")  # as earlier versions wrote the loader's
+    """Restore the states of the generators that `generators_of` finds; other generators are not known."""
+    alone = state.get("generator")  # earlier versions saved only the loader's
     states = state.get("generators", [] if alone is None else [alone])
     for one, saved in zip(generators_of(sampler, generator), states, strict=False):
         one.set_state(_bytes(saved))
@@ -215,10 +217,10 @@ def _restore(state: State, sampler: Any, generator: torch.Generator | None) -> N
 
 
 def _crc_of(item: Any, crc: int) -> int | None:
-    """The checksum of one batch's numbers behind those of others; None where they are no numbers."""
+    """The checksum of earlier batches, extended by one batch's numbers; None if they are not numbers."""
     try:
         numbers = np.asarray(item)
-    except (TypeError, ValueError):  # ragged, or a device's
+    except (TypeError, ValueError):  # ragged, or on a device
         return None
     if numbers.dtype.kind not in "biufU":
         return None
@@ -226,4 +228,4 @@ def _crc_of(item: Any, crc: int) -> int | None:
 
 
 def _bytes(state: Tensor) -> Tensor:
-    return state.cpu().to(torch.uint8)  # a map_location may have moved it
+    return state.cpu().to(torch.uint8)  # a `map_location` may have moved it

@@ -1,4 +1,4 @@
-"""The documents of each share as packed rows, or as a stream of them."""
+"""Packs the documents of each data split ("share": train, validation, test) into rows, or into a stream of them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,10 +18,10 @@ from lightning_memkit.data.sources.stream_source import StreamDocuments, check_s
 
 
 def vocabulary_of(corpus: Corpus, shares: Mapping[str, PackedRows | Stream]) -> int:
-    """Token ids of what was read are below this.
+    """An upper bound (exclusive) of the token ids that were read.
 
     Raises:
-        ValueError: the source is a stream of token ids, which doesn't tell.
+        ValueError: the source is a stream of token ids, whose vocabulary is unknown.
     """
     if corpus.tokenizer is not None:
         return corpus.tokenizer.vocabulary_size
@@ -35,14 +35,14 @@ def vocabulary_of(corpus: Corpus, shares: Mapping[str, PackedRows | Stream]) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class SharePacking:
-    """Reads the sources of shares and packs them.
+    """Reads the sources of the shares and packs them.
 
     Attributes:
         corpus: Reads the sources, with the options of their documents.
         verify: Compares a cached file with its checksums.
-        context: Tokens a row can hold.
+        context: Tokens that a row can hold.
         packing: How rows are filled.
-        long_documents: What becomes of a document longer than the context.
+        long_documents: How documents longer than the context are treated.
         work_limit: Limits the rows' attention work, too.
         multiple_of: Rounds a batch's length up to a multiple.
         batch_tokens: Tokens a step and rank: no row may be longer.
@@ -58,7 +58,7 @@ class SharePacking:
     batch_tokens: int | None
 
     def dealt(self, source: Any) -> dict[str, PackedRows | Stream]:
-        """One source to all shares."""
+        """Divide one source among all shares."""
         documents = self.corpus.options
         if is_stream(source):
             wanted = {"train": True, "validation": documents.validation, "test": documents.test}
@@ -71,7 +71,7 @@ class SharePacking:
         }
 
     def whole(self, share: str, source: Any) -> PackedRows | Stream:
-        """A source that is one share's alone."""
+        """Pack a source that belongs to one share alone."""
         if is_stream(source):
             return self._stream(source, None)
         store = self.corpus.read(source, verify=self.verify)
@@ -126,12 +126,12 @@ class SharePacking:
         )
 
     def _packed_by(self) -> dict[str, Any]:
-        """What else than documents and context the rows follow from."""
+        """The options, besides documents and context, that determine the rows."""
         limit = None if self.work_limit is None else repr(self.work_limit)
         return {"packing": self.packing, "long_documents": self.long_documents, "work_limit": limit}
 
     def _made_from(self) -> dict[str, Any]:
-        """What the documents follow from, beside the source's contents."""
+        """The options, besides the source's contents, that determine the documents."""
         options, corpus = self.corpus.options, self.corpus
         names = ("text_field", "kind", "mask_prompt", "limit", "validation", "test")
         return {

@@ -1,4 +1,4 @@
-"""Batches of a stream: its windows dealt row by row to the steps of all ranks, each with the position behind it."""
+"""Batches of a stream: the rows of its windows go to the steps of all ranks in turn; each batch has its position."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,18 +20,20 @@ from lightning_memkit.data.sources.store import TokenStore, joined
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
-    """Documents as they come.
+    """Documents in the order in which they arrive.
 
     Attributes:
-        read: Stores of consecutive documents from a number on, for an epoch: ``read(epoch, first_document)``. A
-            document that is not wanted has no tokens, so that numbers stay.
-        context: Tokens a row can hold.
-        long_documents: What becomes of a document longer than that.
-        seed: Of the order of rows within windows.
-        pad_id: The token that fills a row's end.
+        read: Yields stores of consecutive documents, for an epoch and from a document number on:
+            ``read(epoch, first_document)``. A document that is not wanted has no tokens, so that numbers stay
+            the same.
+        context: Tokens that a row can hold.
+        long_documents: How documents longer than that are treated.
+        seed: The seed of the order of rows within windows.
+        pad_id: The token that fills the end of a row.
         multiple_of: Rounds a batch's length up, but never beyond the context.
-        work_limit: Attention work a row can hold; None: only its tokens are limited.
-        made_from: What the documents follow from, by name: tells who resumes with other documents why they differ.
+        work_limit: Attention work that a row can hold; None: only its tokens are limited.
+        made_from: The sources of the documents, by name: explains to whoever resumes with other documents why
+            they differ.
     """
 
     read: Callable[[int, int], Iterator[TokenStore]]
@@ -46,16 +48,16 @@ class Stream:
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """Where an epoch stands behind a batch.
+    """The position of an epoch after a batch.
 
     Attributes:
         batches: Steps that are done.
         first_document: The first document of the window whose rows come next.
         rows: Rows of that window that are done.
-        before: What all ranks were dealt so far, in this epoch and those before it.
-        truncated_documents: In the windows so far, over all epochs.
-        truncated_tokens: In the windows so far, over all epochs.
-        is_end: No batch of the epoch is left.
+        before: What was delivered to all ranks so far, in this epoch and earlier ones.
+        truncated_documents: Truncated documents in the windows so far, over all epochs.
+        truncated_tokens: Tokens dropped by truncation in the windows so far, over all epochs.
+        is_end: Whether the epoch has no further batch.
         window_crc: Checksum of that window's documents, which a resume reads again; empty: not known.
     """
 
@@ -75,9 +77,9 @@ class _StreamRow:
     packing: Packing
     number: int
     first_document: int
-    truncated: tuple[int, int]  # documents and tokens, by the end of this row's window
+    truncated: tuple[int, int]  # documents and tokens, up to the end of this row's window
     window_crc: str
-    whole: int | None = None  # the row that it was cut from
+    whole: int | None = None  # the number of the row that it was cut from
 
     @property
     def tokens(self) -> int:
@@ -85,20 +87,20 @@ class _StreamRow:
 
     @property
     def documents(self) -> int:
-        """Documents that begin in it."""
+        """Number of documents that begin in it."""
         first, last = self.packing.offsets[self.number : self.number + 2]
         return int(np.count_nonzero(self.packing.starts[first:last] == 0))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """Whose batches they are, and how large.
+    """The rank and the size of its batches.
 
     Attributes:
-        rank: Of this process.
-        ranks: Number of processes that share the rows.
+        rank: The rank of this process.
+        ranks: Number of processes that divide the rows.
         batch_size: Rows a batch.
-        drop_last: Leaves out what is left for a last, smaller step.
+        drop_last: Drops the rows that would make a last, smaller step.
     """
 
     rank: int
@@ -108,14 +110,15 @@ class Turn:
 
 
 class StreamBatches:
-    """This rank's batches of an epoch, each with the position behind it.
+    """This rank's batches of an epoch, each with the position after it.
 
     Args:
-        stream: What to read.
-        turn: Whose batches.
-        epoch: Which reading of the stream.
-        begin: Where to begin.
-        differences: What the documents are made from that has changed since then, in words; for an error.
+        stream: The documents.
+        turn: The rank and the size of its batches.
+        epoch: The number of the epoch.
+        begin: The position to begin at.
+        differences: The changes in what the documents are made from since that position, in words; for an
+            error.
     """
 
     def __init__(
@@ -135,7 +138,7 @@ class StreamBatches:
             yield self._collated(shares[self._rank]), position
 
     def _steps(self) -> Iterator[list[_StreamRow]]:
-        """The rows of each step over all ranks; what is left at the end is shared by all, at least a row each."""
+        """The rows of each step over all ranks; all ranks divide the last remaining rows, at least one each."""
         full = self._size * self._ranks
         held: deque[_StreamRow] = deque()
         steps = self._begin.batches
@@ -144,7 +147,7 @@ class StreamBatches:
             if len(held) >= full + self._ranks:
                 steps += 1
                 yield [held.popleft() for _ in range(full)]
-        if len(held) > full:  # behind a full step fewer rows than ranks would be left
+        if len(held) > full:  # otherwise fewer rows than ranks would be left after a full step
             gives_up = not self._drop_last and self._size > 1
             steps += 1
             yield [held.popleft() for _ in range(len(held) - self._ranks if gives_up else full)]
@@ -154,9 +157,9 @@ class StreamBatches:
             yield list(held)
         elif held and 0 < steps == self._begin.batches and not self._drop_last:
             raise ValueError(
-                f"One step of the epoch is left, of {len(held)} rows, too few for {self._ranks} ranks, and not enough "
-                f"documents stand in them to cut rows; end the epoch on at most {len(held)} rank(s), and resume on "
-                "more behind it."
+                f"One step of the epoch is left, of {len(held)} rows, too few for {self._ranks} ranks, and too few "
+                f"documents are in them to cut rows; end the epoch on at most {len(held)} rank(s), and resume on "
+                "more after it."
             )
         elif steps == 0 and len(held) < full:
             raise ValueError(
@@ -273,14 +276,14 @@ def _without(store: TokenStore, documents: int) -> TokenStore:
 
 
 def _crc(store: TokenStore, documents: int) -> str:
-    """Checksum of a store's first documents; which type holds their tokens does not count."""
+    """Checksum of a store's first documents, independent of the dtype of their tokens."""
     end = store.offsets[documents]
     crcs = [crc_of(store.tokens[:end], np.int32), crc_of(store.offsets[: documents + 1])]
     return checksum_of(crcs if store.learned is None else [*crcs, crc_of(store.learned[:end])])
 
 
 def _cut(rows: list[_StreamRow], number: int) -> list[_StreamRow]:
-    """So many rows of the same documents, cut between them; the rows as they are where there are too few pieces."""
+    """This many rows of the same documents, cut between documents; unchanged if there are too few chunks."""
     cut = list(rows)
     while len(cut) < number:
         pieces = [int(np.diff(row.packing.offsets)[row.number]) for row in cut]

@@ -1,4 +1,4 @@
-"""What came of a share of the documents, in one line."""
+"""Summarizes the packing of one share of the documents in a line."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from lightning_memkit.data.batching.stream_batches import Stream
 
 
 def summary_line(share: str, rows: PackedRows | Stream) -> str:
-    """Documents, tokens, rows, how full they are, and what was split, cut off or empty."""
+    """Documents, tokens, rows, how full rows are, and how many documents were split, truncated or empty."""
     if isinstance(rows, Stream):
         return f"{share}: a stream, packed window by window into rows of {rows.context:,}"
     packing = rows.packing

@@ -1,1 +1,1 @@
-"""Batches to the training loop: built ahead, resumed, tuned."""
+"""Batches for the training loop: built ahead, resumable, tuned."""

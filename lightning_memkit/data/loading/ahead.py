@@ -1,4 +1,4 @@
-"""Draw from an iterator ahead, in a thread, so that whoever uses the items does not wait for them; and hold none."""
+"""Draws from an iterator ahead in a thread, so that the consumer does not wait; keeps no item that was consumed."""
 
 import queue
 import threading
@@ -11,17 +11,17 @@ _ENDS_SECONDS = 5.0
 
 
 def ahead(items: Iterable[_Item], number: int, *, name: str = "memkit ahead") -> Generator[_Item, None, None]:
-    """The items, up to so many of them drawn ahead by a thread; it ends when the iterator is let go.
+    """Yield the items, up to ``number`` of them drawn ahead by a thread, which ends when the generator is closed.
 
-    An error of the source is raised where its item would have come. The thread takes turns with Python code
-    elsewhere: what it draws should mostly wait, or compute outside of Python.
+    An error of the source is raised where its item would have come. The thread competes with Python code
+    elsewhere for the interpreter lock: drawing an item should mostly wait, or compute outside of Python.
 
     Args:
-        items: what is drawn from, by the thread alone.
-        number: how many items may lie ready.
-        name: of the thread.
+        items: the source; only the thread draws from it.
+        number: how many items may be ready.
+        name: the name of the thread.
     """
-    # Items travel as `each_in_a_list` has them.
+    # Each item travels in a list that is emptied, as in `each_in_a_list`.
     ready: queue.SimpleQueue[tuple[list[_Item], BaseException | None]] = queue.SimpleQueue()
     room, is_over = threading.Semaphore(number), threading.Event()
 
@@ -33,7 +33,7 @@ def ahead(items: Iterable[_Item], number: int, *, name: str = "memkit ahead") ->
             try:
                 ready.put(([next(source)], None))
             except BaseException as error:
-                ready.put(([], error))  # it is raised where the items are used
+                ready.put(([], error))  # raised where the items are consumed
                 return
 
     thread = threading.Thread(target=draw, name=name, daemon=True)
@@ -50,13 +50,14 @@ def ahead(items: Iterable[_Item], number: int, *, name: str = "memkit ahead") ->
     finally:
         is_over.set()
         room.release()
-        thread.join(_ENDS_SECONDS)  # a source that hangs must not hang whoever gives up on it
+        thread.join(_ENDS_SECONDS)  # a source that hangs must not block whoever closes the generator
 
 
 def each_in_a_list(items: Iterable[_Item]) -> Iterator[list[_Item]]:
-    """Each item in a list, which a generator empties as it yields: while it waits it holds no item any more.
+    """Wrap each item in a list that a generator empties as it yields, so that it holds no item while it waits.
 
-    Else a batch that its user has let go lives until the next one is asked for, and is freed while that is waited for.
+    Otherwise a batch that its user has released lives until the next one arrives, because the generator's
+    frame still refers to it.
     """
     return map(_in_a_list, items)
 

@@ -1,4 +1,4 @@
-"""How rows become batches: what a user says of it."""
+"""The user's options for building batches from rows."""
 
 from dataclasses import dataclass
 
@@ -10,11 +10,12 @@ class BatchOptions:
     """How rows become batches.
 
     Args:
-        num_workers: Processes that build batches ahead. Packing from memory takes microseconds: 0 often does.
-        prefetch: Batches that each of them builds ahead.
-        host_memory: What batches under way may take of RAM and of shared memory, such as "4GiB"; "auto" takes half
-            of what is free. Above it workers hand over parts of a batch.
-        drop_last: Leaves out an epoch's last training step if it has fewer rows than the others.
+        num_workers: Processes that build batches ahead. Packing from memory takes microseconds, so 0 is often
+            enough.
+        prefetch: Batches that each worker builds ahead.
+        host_memory: The most RAM and shared memory for batches under way, such as "4GiB"; "auto" takes half
+            of what is free. If batches would exceed it, workers send parts of a batch.
+        drop_last: Drops an epoch's last training step if it has fewer rows than the others.
         multiple_of: Rounds a batch's length up to a multiple, never beyond the context.
     """
 
@@ -25,5 +26,5 @@ class BatchOptions:
     multiple_of: int = 1
 
     def room(self, processes: int) -> HostMemory | None:
-        """What batches under way may take where that many processes load; None: without workers none are."""
+        """The memory for batches under way if this many processes load; None without workers, which need none."""
         return (parse_room(self.host_memory) or host_room(processes)) if self.num_workers > 0 else None

@@ -1,4 +1,4 @@
-"""Copies of batches to the device on a stream of their own, one batch ahead of the one in use."""
+"""Copies batches to the device on a separate stream, one batch ahead of the one in use."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,15 +10,16 @@ _IN_HOST_MEMORY = ("cpu", "mps", "meta")  # Apple's GPU computes in the host's m
 
 
 def copies_help(device: torch.device) -> bool:
-    """Whether the device's memory is another than the host's."""
+    """Whether the device has memory separate from the host's."""
     return device.type not in _IN_HOST_MEMORY
 
 
 def copied_ahead(device: torch.device) -> Callable[[Iterator[Any]], Iterator[Any]]:
-    """What gives batches on the device whose copies ran beside the step before; costs one more batch on the device.
+    """A function that yields batches copied to the device during the previous step; costs one more batch there.
 
-    Batches in page-locked memory are copied without a wait. Tensors in nested containers are copied, and objects
-    that have ``to``. Not yet verified on a GPU; the simulated device of the tests runs the same code.
+    Batches in page-locked memory are copied without blocking the host. Tensors in nested containers are
+    copied, and objects that have ``to``. Not yet verified on a GPU; the simulated device of the tests runs
+    the same code.
 
     Args:
         device: An accelerator with streams.
@@ -30,7 +31,8 @@ def copied_ahead(device: torch.device) -> Callable[[Iterator[Any]], Iterator[Any
         try:
             for host in batches:
                 stream = torch.accelerator.current_stream(device)
-                # Memory of batches that are let go is given to the next ones: after the steps that used it.
+                # The memory of freed batches is reused for the next ones, but only after the steps that used
+                # it.
                 side.wait_stream(stream)
                 with side:
                     copied = _to(host, device)
@@ -38,7 +40,7 @@ def copied_ahead(device: torch.device) -> Callable[[Iterator[Any]], Iterator[Any
                     host,
                     copied,
                     side.record_event(),
-                )  # the host's side stays until the copy is waited for
+                )  # keeps the host's batch until the copy is done
                 if waiting is not None:
                     stream.wait_event(waiting[2])
                     yield waiting[1]
@@ -47,7 +49,7 @@ def copied_ahead(device: torch.device) -> Callable[[Iterator[Any]], Iterator[Any
                 torch.accelerator.current_stream(device).wait_event(waiting[2])
                 yield waiting[1]
         finally:
-            side.synchronize()  # a batch that nobody wants any more: its memory goes when its copy is over
+            side.synchronize()  # the last batch may not have been used: free its memory only after its copy
 
     return ahead
 
@@ -58,7 +60,7 @@ def _to(batch: Any, device: torch.device) -> Any:
             return leaf
         try:
             return leaf.to(device, non_blocking=True)
-        except TypeError:  # an object whose `to` takes a device only
+        except TypeError:  # an object whose `to` takes only a device
             return leaf.to(device)
 
     return tree_map(moved, batch)

@@ -1,7 +1,7 @@
-"""What a loader's worker processes hold in host memory, and parts of batches where that would be too much.
+"""The host memory of a loader's worker processes, and the sizes of parts of batches if whole ones need too much.
 
-A finished batch waits in shared memory (``/dev/shm`` on Linux), which is RAM too. With ``num_workers`` processes that
-each work ``prefetch`` batches ahead, all of them may wait at once.
+A finished batch waits in shared memory (``/dev/shm`` on Linux), which is RAM, too. With ``num_workers``
+processes that each work ``prefetch`` batches ahead, all of these batches may wait at once.
 """
 
 import os
@@ -12,19 +12,19 @@ from lightning_memkit.memory.limits import host_limits
 from lightning_memkit.memory.units import format_bytes, parse_bytes
 
 _BYTES_A_TOKEN = 24  # input_ids, labels and position_ids, int64 each
-_BUILDING = 2  # a batch under construction takes its places and sources beside itself
-_RECEIVED = 2  # one that is used, and one that was taken out of shared memory ahead
-_SHARE_OF_FREE = 0.5  # of what is free now: the model and the optimizer come later
+_BUILDING = 2  # a batch under construction needs its indices and sources beside itself
+_RECEIVED = 2  # the one in use, and one that was received ahead
+_SHARE_OF_FREE = 0.5  # of the free memory: the model and the optimizer come later
 _SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostMemory:
-    """The most that a loader holds at once.
+    """The most memory that a loader uses at once.
 
     Attributes:
-        shared_bytes: In shared memory: what waits, and what is being handed over.
-        ram_bytes: Of RAM, with what is in shared memory.
+        shared_bytes: In shared memory: batches that wait or are being sent.
+        ram_bytes: In RAM, shared memory included.
     """
 
     shared_bytes: int
@@ -44,27 +44,28 @@ def loader_memory(
     tokens_a_part: int | None = None,
     pinned: bool = False,
 ) -> HostMemory:
-    """Prices a loader of batches of so many tokens, padding included.
+    """The memory of a loader with batches of this many tokens, padding included.
 
     Args:
-        tokens: A batch.
+        tokens: Tokens a batch.
         num_workers: Processes that build ahead.
-        prefetch: Batches, or parts, that each works ahead.
-        tokens_a_part: What a worker hands over at once; None: the whole batch.
-        pinned: Batches are copied to page-locked memory.
+        prefetch: Batches, or parts of them, that each worker builds ahead.
+        tokens_a_part: The most tokens that a worker sends at once; None: the whole batch.
+        pinned: Whether batches are copied to page-locked memory.
     """
     batch = tokens * _BYTES_A_TOKEN
     if num_workers == 0:
         return HostMemory(shared_bytes=0, ram_bytes=(1 + _BUILDING + pinned) * batch)
     unit = min(tokens_a_part or tokens, tokens) * _BYTES_A_TOKEN
     shared = (num_workers * prefetch + _RECEIVED) * unit
-    # A batch that is put together from parts is pinned as it is; whole batches are all copied when they come.
+    # A batch that is joined from parts is written to pinned memory directly; whole batches are all copied on
+    # arrival.
     beside = batch if unit < batch else pinned * shared
     return HostMemory(shared_bytes=shared, ram_bytes=shared + num_workers * _BUILDING * unit + beside)
 
 
 def host_room(processes: int = 1) -> HostMemory:
-    """What each of so many processes of this machine may use for batches: half of what is free now."""
+    """The memory for batches of each of this many processes on this machine: half of what is free now."""
     ram = min(limit.free_bytes for limit in host_limits())
     shared = ram
     if _SHARED_MEMORY.exists() and hasattr(os, "statvfs"):
@@ -83,7 +84,7 @@ def tokens_a_part(
     prefetch: int = 2,
     pinned: bool = False,
 ) -> int:
-    """What a worker may hand over at once: a whole batch, if that fits; a row at the least."""
+    """The most tokens that a worker may send at once: a whole batch if that fits, and one row at least."""
     part = tokens
     while num_workers and part > longest_row:
         price = loader_memory(
@@ -96,7 +97,7 @@ def tokens_a_part(
 
 
 def parse_room(size: int | str) -> HostMemory | None:
-    """A limit such as "4GiB", of RAM and of shared memory; None for "auto"."""
+    """A limit of RAM and shared memory, such as "4GiB"; None for "auto"."""
     if size == "auto":
         return None
     count = parse_bytes(size)

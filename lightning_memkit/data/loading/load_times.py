@@ -1,4 +1,4 @@
-"""How long a training loop waits for batches, works on them, and how long they take to build."""
+"""Measures how long a training loop waits for batches and works on them, and how long batches take to build."""
 
 import time
 from collections import deque
@@ -8,22 +8,22 @@ from statistics import fmean, median
 
 from lightning_memkit.memory.processors import wanted_processor_seconds
 
-_KEPT = 1000  # of the last batches
-_OUTLIER = 5.0  # a step of so many medians was something else as well: a compilation, a checkpoint
+_KEPT = 1000  # the last batches
+_OUTLIER = 5.0  # a step that takes this many medians included something else: a compilation, a checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Seconds a batch, means over some batches.
+    """Mean seconds per batch, over some batches.
 
     Attributes:
-        batches: How many.
-        wait_seconds: That the loop waited.
-        step_seconds: From a batch's arrival until the next was asked for.
-        load_seconds: That building one batch took, wherever that was.
-        longest_load_seconds: The most of them.
-        load_processors: Processors that building wants while it lasts; below 1 where it waits for something else.
-        step_processors: Processors that this process wants during a step.
+        batches: The number of batches.
+        wait_seconds: The time that the loop waited.
+        step_seconds: From a batch's arrival until the next was requested.
+        load_seconds: The time to build one batch, in whichever process.
+        longest_load_seconds: The longest of these times.
+        load_processors: Processors that building uses while it lasts; below 1 if it waits for something else.
+        step_processors: Processors that this process uses during a step.
     """
 
     batches: int
@@ -36,13 +36,13 @@ class Measured:
 
     @property
     def stall_fraction(self) -> float:
-        """Share of the time in which the loop waited for data, 0 to 1."""
+        """Fraction of the time in which the loop waited for data, 0 to 1."""
         total = self.wait_seconds + self.step_seconds
         return self.wait_seconds / total if total else 0.0
 
     @property
     def batch_seconds(self) -> float:
-        """From a batch to the next."""
+        """The time from one batch to the next."""
         return self.wait_seconds + self.step_seconds
 
 
@@ -58,18 +58,18 @@ class _Pair:
 
 
 class LoadTimes:
-    """Times a loop's waits and steps: four readings of clocks a batch, and nothing on the device.
+    """Times a loop's waits and steps: reads clocks four times a batch, and does nothing on the device.
 
-    Call `fetch_begins` before and `fetch_ends` after each batch is drawn. Workers tell what a batch took them by
-    `built`; without workers that is the wait.
+    Call `fetch_begins` before and `fetch_ends` after each batch is drawn. Workers report the time to build a
+    batch by `built`; without workers the wait is that time.
 
     Args:
-        clock: Seconds.
-        cpu_clock: Seconds for which this process wanted a processor.
+        clock: Returns seconds.
+        cpu_clock: Returns the seconds for which this process wanted a processor.
 
     Attributes:
-        start_wait: Seconds that the first batch of an iterator was waited for, as of the last one: the start of its
-            workers, and its building. It counts only in what is logged.
+        start_wait: Seconds that the loop waited for the first batch of the latest iterator: the start of its
+            workers, and building it. Counts only in what is logged.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class LoadTimes:
         self.start_wait = 0.0
 
     def fetch_begins(self) -> None:
-        """The loop asks for a batch."""
+        """The loop requests a batch."""
         now, cpu = self._clock(), self._cpu_clock()
         if self._present is not None:
             self._present.step, self._present.step_cpu = now - self._since[0], cpu - self._since[1]
@@ -99,7 +99,7 @@ class LoadTimes:
         self._since = now, cpu
 
     def fetch_ends(self) -> None:
-        """The batch is there."""
+        """The batch has arrived."""
         now, cpu = self._clock(), self._cpu_clock()
         self._present = _Pair(
             wait=now - self._since[0], wait_cpu=cpu - self._since[1], counts=not self._begins
@@ -113,15 +113,15 @@ class LoadTimes:
         self._loads.append((seconds, cpu_seconds))
 
     def begins_anew(self) -> None:
-        """The next batch comes from a new iterator: it is waited for until its workers have started, if any."""
+        """The next batch comes from a new iterator, whose workers may have to start first."""
         self._begins = True
 
     def skip(self) -> None:
-        """What follows is no part of a step: validation, a checkpoint. The present batch does not count."""
+        """What follows is not part of a step: validation, a checkpoint. The current batch does not count."""
         self._present = None
 
     def restart(self) -> None:
-        """Forgets what was measured so far, since others build from now on; what is to be logged is kept."""
+        """Forget the measurements so far, because other workers build from now on; what is to be logged is kept."""
         self._begins = True
         self._pairs.clear()
         self._loads.clear()
@@ -129,7 +129,7 @@ class LoadTimes:
             self._present.counts = False
 
     def taken_stall_fraction(self) -> float | None:
-        """Share of the time in which the loop waited since this was asked last; None without a batch since."""
+        """Fraction of the time in which the loop waited since the last call; None without a batch since then."""
         total = self._waited + self._stepped
         fraction = self._waited / total if total else None
         self._waited = self._stepped = 0.0
@@ -137,11 +137,11 @@ class LoadTimes:
 
     @property
     def batches(self) -> int:
-        """That were measured since `restart`, at most 1000."""
+        """Number of batches measured since `restart`, at most 1000."""
         return len(self._pairs)
 
     def measured(self, warm_up: int = 0) -> Measured | None:
-        """Means, without the first `warm_up` batches since `restart` that count; None where there are no others."""
+        """The means, without the first `warm_up` batches that count since `restart`; None if there are no others."""
         pairs = list(self._pairs)[warm_up:]
         if not pairs:
             return None

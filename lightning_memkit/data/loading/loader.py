@@ -1,8 +1,8 @@
 """Batches of packed rows that resume where they stopped: the state is a few integers, the same on every rank.
 
-The order of an epoch follows from (seed, epoch, rows) alone, so every rank works it out for itself
-and none talks to another. Nothing draws from torch's global random numbers: a resumed run draws what the
-uninterrupted run would have drawn.
+The order of an epoch follows from (seed, epoch, rows) alone, so every rank computes it by itself, without
+communication. Nothing draws from torch's global random generator: a resumed run draws what the uninterrupted
+run would have drawn.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ from lightning_memkit.data.loading.worker_batches import Built, WorkerBatches, W
 
 __all__ = ["LoaderOptions", "PackedLoader", "PackedRows"]
 
-# Left out of a state, which stays small.
+# Defaults that are left out of a state, to keep it small.
 _USUAL = {
     "shuffle": True,
     "padding": "longest",
@@ -39,14 +39,14 @@ _USUAL = {
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderOptions(PlanOptions):
-    """How a loader deals its rows and builds its batches.
+    """How a loader assigns its rows and builds its batches.
 
     Attributes:
         num_workers: Processes that build batches ahead; 0 builds them in this one.
-        prefetch: Batches that each of them builds ahead.
-        pin_memory: Batches in page-locked memory, for faster copies to an accelerator; needs one.
-        room: What batches under way may take of host memory; above it workers hand over parts of a batch, and
-            this process puts them together. None: anything.
+        prefetch: Batches that each worker builds ahead.
+        pin_memory: Puts batches into page-locked memory, for faster copies to an accelerator; needs one.
+        room: The most host memory for batches under way; if they would exceed it, workers send parts of a
+            batch, which this process joins. None: no limit.
     """
 
     num_workers: int = 0
@@ -67,24 +67,24 @@ class LoaderOptions(PlanOptions):
 class PackedLoader:
     """A sized, stateful iterable of ``PackedBatch``; an ``iter`` is an epoch, or the rest of a resumed one.
 
-    Each rank gets other rows and the same number of batches. What is left for the last step is dealt too, in
-    smaller batches. If it is fewer rows than the ranks, the step before gives up as many as are needed, or rows of
-    several documents are cut in two.
+    Each rank gets other rows and the same number of batches. The rows left for the last step are used, too,
+    in smaller batches. If they are fewer than the ranks, the step before gives up as many rows as are needed,
+    or rows of several documents are cut in two.
 
     Args:
-        rows: What to deal.
-        options: How.
-        rank: Of this process.
-        world_size: Number of processes that share the rows.
+        rows: The rows.
+        options: How they become batches.
+        rank: The rank of this process.
+        world_size: Number of processes that divide the rows.
 
     Attributes:
-        times: Learns how long workers take, where it is set.
-        keeps_workers: Workers stay from one epoch to the next, until `close`.
-        on_the_way: What batches pass on their way out of the loader: a copy to the device, one batch ahead.
+        times: Is told how long workers take, if set.
+        keeps_workers: Whether workers stay from one epoch to the next, until `close`.
+        on_the_way: Applied to the iterator of batches, such as a copy to the device one batch ahead.
 
     Raises:
-        ValueError: there are fewer rows than ranks, or than a whole step with ``drop_last``, or a row is longer than
-            ``batch_tokens``.
+        ValueError: there are fewer rows than ranks, or than a whole step with ``drop_last``, or a row is
+            longer than ``batch_tokens``.
     """
 
     def __init__(
@@ -101,14 +101,14 @@ class PackedLoader:
         self.planned.refuse_no_step(options)
         self._epoch = 0
         self._batches_done = 0
-        self._has_begun = False  # a batch of this epoch was drawn since it began or was resumed
+        self._has_begun = False  # whether a batch of this epoch was drawn since it began or was resumed
         self._iteration = 0
         self.times: LoadTimes | None = None
         self.keeps_workers = False
         self.on_the_way: Callable[[Iterator[PackedBatch]], Iterator[PackedBatch]] = iter
         self._planned: Epoch = Ordered.nothing()
         self._progress, self._counted_steps = Progress(), 0
-        # Lightning announces epochs to `loader.batch_sampler.sampler`.
+        # Lightning calls `set_epoch` on `loader.batch_sampler.sampler`.
         self.batch_sampler = SimpleNamespace(sampler=self)
 
     def __len__(self) -> int:
@@ -120,18 +120,18 @@ class PackedLoader:
         return self.plan.dropped_rows
 
     def set_epoch(self, epoch: int) -> None:
-        """Begins this epoch at its first batch, unless it is the present one."""
+        """Begin this epoch at its first batch, unless it is the current one."""
         if epoch != self._epoch:
-            _ = self.progress  # of the epoch that is left
+            _ = self.progress  # counts the epoch that is left
             self._epoch, self._batches_done, self._has_begun, self._counted_steps = epoch, 0, False, 0
 
     def set_workers(self, num_workers: int, prefetch: int, room: HostMemory | None = None) -> None:
-        """From the next batch on so many workers build; batches and their order stay the same.
+        """Change the number of workers from the next batch on; batches and their order stay the same.
 
         Args:
             num_workers: Processes; 0 builds in this one.
-            prefetch: Batches that each of them builds ahead.
-            room: What batches under way may take, unless the options say so.
+            prefetch: Batches that each worker builds ahead.
+            room: The most host memory for batches under way, unless the options set it.
         """
         if (num_workers, prefetch) != (self.options.num_workers, self.options.prefetch):
             room = self.options.room or room
@@ -139,11 +139,11 @@ class PackedLoader:
             self.close()
 
     def close(self) -> None:
-        """Ends workers that were kept."""
+        """End workers that were kept."""
         self._standing = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands, what it has dealt, and of which data: the same on every rank."""
+        """The loader's position, what it has delivered, and the identity of its data: the same on every rank."""
         where = {"ranks": self.planned.ranks, "epoch": self._epoch, "batches_done": self._batches_done}
         if self.planned.least_rows:
             where["least_rows"] = self.planned.least_rows
@@ -153,11 +153,11 @@ class PackedLoader:
         return {**identity, **made_from, **where, "dealt": vars(self.progress).copy()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where the state was taken; on another number of ranks they share the steps of those then.
+        """Continue where the state was taken; another number of ranks divides the steps of the earlier ranks.
 
         Raises:
-            ValueError: documents, packing, order, or rows or tokens a step differ from then, or there is a step that
-                so many ranks can't share.
+            ValueError: documents, packing, order, or the rows or tokens of a step differ from then, or this
+                many ranks can't divide some step.
         """
         refuse_other_kind(state, is_stream=False)
         state = with_usual(state, _USUAL)
@@ -173,25 +173,25 @@ class PackedLoader:
 
     @property
     def progress(self) -> Progress:
-        """What all ranks were dealt so far, in this epoch and those before; microseconds a batch since last asked."""
+        """What was delivered to all ranks so far, in all epochs; takes microseconds per batch since the last call."""
         steps = range(self._counted_steps, self._batches_done)
         self._counted_steps = self._batches_done
         self._progress = self._progress.plus(self._dealt(self._planned, steps))
         return self._progress
 
     def go_on_after(self, loader: "PackedLoader") -> None:
-        """Counts on from what another loader of the same rows has dealt, and keeps its plan."""
+        """Continue the counts of another loader of the same rows, and keep its plan."""
         self._progress = loader.progress
         self._take_on(loader.planned)
 
     @property
     def resumed_on_other_ranks(self) -> str | None:
-        """What to tell of a plan that other ranks than these began; None where there is nothing to tell."""
+        """A message if other ranks than these began the plan; None if there is nothing to say."""
         return self.planned.note(self.options, self._epoch, self._batches_done)
 
     @property
     def memory(self) -> HostMemory:
-        """What batches under way take of host memory, at the most."""
+        """The most host memory that batches under way use."""
         return loader_memory(
             self.plan.most_tokens,
             num_workers=self.options.num_workers,
@@ -208,14 +208,14 @@ class PackedLoader:
         return dealt
 
     def __iter__(self) -> Iterator[PackedBatch]:
-        # Lightning may ask for an iterator twice before it draws from one: that is still the same epoch.
+        # Lightning may request an iterator twice before it draws from one: that is still the same epoch.
         if self._has_begun:
             self.set_epoch(self._epoch + 1)
         self._iteration += 1
         return self._batches(self._iteration)
 
     def _batches(self, iteration: int) -> Iterator[PackedBatch]:
-        # This runs at the first `next`: the epoch may be set between `iter` and then.
+        # This runs at the first `next`, because the epoch may be set between `iter` and then.
         if self._batches_done >= len(self):
             self.set_epoch(self._epoch + 1)
         self._has_begun = True
@@ -225,10 +225,10 @@ class PackedLoader:
             built = self._built(EpochBatches(self._planned, self.rank, range(done, len(self))))
             for held in each_in_a_list(self.on_the_way(built)):
                 done += 1
-                if iteration == self._iteration:  # an iterator that a newer one replaced has no say
+                if iteration == self._iteration:  # ignore an iterator that a newer one has replaced
                     self._batches_done = done
                 yield held.pop()
-                if self.options is not options:  # others build the rest
+                if self.options is not options:  # other workers build the rest
                     break
 
     def _built(self, batches: EpochBatches) -> Iterator[PackedBatch]:
@@ -274,7 +274,7 @@ class PackedLoader:
 
     @property
     def _part(self) -> int:
-        """Tokens that a worker hands over at once."""
+        """The most tokens that a worker sends at once."""
         options, most = self.options, self.plan.most_tokens
         if options.room is None:
             return most
@@ -288,5 +288,5 @@ class PackedLoader:
         )
 
     def _take_on(self, now: Planned) -> None:
-        self.close()  # workers hold the rows
+        self.close()  # workers hold the old rows
         self.planned, self.rows, self.plan = now, now.rows, now.plan

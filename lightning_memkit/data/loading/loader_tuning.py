@@ -1,8 +1,8 @@
-"""How many workers a loader needs: worked out from measured times, kept within the machine, and tried.
+"""Chooses the number of workers of a loader: computed from measured times, bounded by the machine, and tried.
 
-One worker builds a batch in `load_seconds`, and the loop takes one every `step_seconds`: so many workers as fit the
-former into 0.7 of the latter keep it fed, whatever single batches take. Where building is a small share of a step, no
-worker is cheaper than one: what it builds has to be carried over.
+One worker builds a batch in `load_seconds`, and the loop takes one every `step_seconds`. The loop is fed,
+even if single batches take longer, by as many workers as are busy at most 0.7 of the time. If building takes
+a small fraction of a step, no worker is cheaper than one, because a worker's batches must be transferred.
 """
 
 import math
@@ -15,12 +15,13 @@ from typing import Any
 from lightning_memkit.data.loading.host_memory import HostMemory
 from lightning_memkit.data.loading.load_times import Measured
 
-_BUSY = 0.7  # of a worker's time at the most
-_BUSY_STILL = 0.6  # a worker is given up where the others are no busier than this
+_BUSY = 0.7  # a worker builds at most this fraction of its time
+_BUSY_STILL = 0.6  # a worker is removed if the others are then no busier than this
 _NO_BETTER = 0.98
-_SAME_LOAD = 2.0  # what was tried at another ratio of load and step than this times says nothing
+# Trials whose ratio of load and step times differs by more than this factor are not comparable.
+_SAME_LOAD = 2.0
 MOST_WORKERS = 64
-_LEAST_LOAD = 1 / 8  # of a processor: workers that only wait are eight to one
+_LEAST_LOAD = 1 / 8  # of a processor: at most eight waiting workers for each processor
 _LEAST_PREFETCH, _MOST_PREFETCH = 2, 8
 _START_SECONDS = {"fork": 0.2}
 _START_SECONDS_ELSEWHERE = 4.0  # Python starts anew and imports torch
@@ -30,7 +31,7 @@ _WORKER_BYTES_ELSEWHERE = 400 * 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderPlan:
-    """Processes that build batches, and the batches that each builds ahead.
+    """The number of processes that build batches, and how many batches each builds ahead.
 
     Attributes:
         num_workers: 0 builds in the training process.
@@ -48,15 +49,15 @@ class LoaderPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """What the machine leaves to a process for loading.
+    """The machine's resources that are left to a process for loading.
 
     Attributes:
-        processors: That it may use, itself included.
+        processors: Processors that it may use, including its own.
         room: Host memory for batches and workers.
-        batch_bytes: Of one batch.
-        worker_bytes: That a worker takes for itself.
-        start_seconds: Until new workers give their first batch, building it not counted.
-        most_workers: As the user says.
+        batch_bytes: Bytes of one batch.
+        worker_bytes: Bytes of a worker process itself.
+        start_seconds: Time until new workers deliver their first batch, without the time to build it.
+        most_workers: The user's limit.
     """
 
     processors: float
@@ -67,14 +68,14 @@ class Bounds:
     most_workers: int = MOST_WORKERS
 
     def fits(self, plan: LoaderPlan) -> bool:
-        """Whether memory holds its batches under way and its processes."""
+        """Whether the plan's batches under way and processes fit in memory."""
         shared = (plan.num_workers * plan.prefetch + 1) * self.batch_bytes
         own = plan.num_workers * (2 * self.batch_bytes + self.worker_bytes)
         return shared <= self.room.shared_bytes and shared + own <= self.room.ram_bytes
 
 
 def start_costs(context: Any = None) -> tuple[float, int]:
-    """Seconds and bytes that starting a worker takes by the way processes start: guesses, until one was started."""
+    """Seconds and bytes to start a worker, by the start method of processes: estimates until one was started."""
     method = _start_method(context)
     return (
         _START_SECONDS.get(method, _START_SECONDS_ELSEWHERE),
@@ -83,7 +84,7 @@ def start_costs(context: Any = None) -> tuple[float, int]:
 
 
 def why_no_workers(build: Any, context: Any = None) -> str | None:
-    """What keeps this process from building in workers; None: nothing known."""
+    """The reason why this process can't build in workers; None if none is known."""
     if multiprocessing.current_process().daemon:
         return "this process is a daemon, which may start no others"
     if _start_method(context) == "fork":
@@ -96,13 +97,13 @@ def why_no_workers(build: Any, context: Any = None) -> str | None:
 
 
 def wanted_plan(measured: Measured, bounds: Bounds, target: float, busy: float = _BUSY) -> LoaderPlan:
-    """The fewest workers that keep the loop fed, as far as processors and memory allow; one at the least, if any.
+    """The fewest workers that keep the loop fed, within processors and memory; at least one, if any.
 
     Args:
         measured: Times of this loader, with any number of workers.
-        bounds: The machine's.
-        target: Share of the time that the loop may wait.
-        busy: Share of its time that a worker may build.
+        bounds: The machine's bounds.
+        target: Fraction of the time that the loop may wait.
+        busy: Fraction of its time that a worker may build.
     """
     load, step = measured.load_seconds, measured.step_seconds
     if load <= target * (load + step) or bounds.most_workers < 1:
@@ -118,18 +119,18 @@ def wanted_plan(measured: Measured, bounds: Bounds, target: float, busy: float =
 
 
 def _most_workers(measured: Measured, bounds: Bounds) -> int:
-    """As many as keep the processors busy that the training process leaves."""
+    """The number of workers that fills the processors which the training process leaves free."""
     free = max(0.0, bounds.processors - measured.step_processors)
     by_processors = free / max(measured.load_processors, _LEAST_LOAD)
     return min(math.floor(by_processors + 0.1), bounds.most_workers, MOST_WORKERS)
 
 
 class LoaderTuning:
-    """A plan that is revised by what was measured under it: what turned out no better is not tried again.
+    """A plan that is revised by measurements; plans that proved no better are not tried again.
 
     Args:
-        plan: To begin with.
-        target: Share of the time that the loop may wait.
+        plan: The first plan.
+        target: Fraction of the time that the loop may wait.
     """
 
     def __init__(self, plan: LoaderPlan, target: float = 0.02) -> None:
@@ -138,13 +139,13 @@ class LoaderTuning:
         self._tried: dict[LoaderPlan, Measured] = {}
 
     def revise(self, measured: Measured, bounds: Bounds, batches: float, *, between_epochs: bool) -> bool:
-        """Takes another plan where that pays; whether it did.
+        """Change the plan if that pays off; True if it changed.
 
         Args:
-            measured: Under the present plan.
-            bounds: The machine's.
-            batches: That are to come, over which starting workers must pay.
-            between_epochs: Workers begin anew anyway, so that one may also be given up.
+            measured: Times under the current plan.
+            bounds: The machine's bounds.
+            batches: Batches still to come, over which starting workers must pay off.
+            between_epochs: Workers restart anyway, so that one may also be removed.
         """
         self._tried[self.plan] = measured
         before, self.plan = self.plan, self._next(measured, bounds, batches, between_epochs)
@@ -170,7 +171,7 @@ class LoaderTuning:
         return wanted if saved * batches > bounds.start_seconds else plan
 
     def _more(self, measured: Measured, bounds: Bounds) -> LoaderPlan:
-        """Than the present plan, which should be enough and is not: batches of uneven times, or slow processes."""
+        """More prefetch or workers if the plan should suffice but does not: uneven batches, slow processes."""
         plan = self.plan
         deeper = replace(plan, prefetch=min(_MOST_PREFETCH, 2 * plan.prefetch))
         if deeper != plan and bounds.fits(deeper):
@@ -179,7 +180,7 @@ class LoaderTuning:
         return wider if wider.num_workers <= _most_workers(measured, bounds) and bounds.fits(wider) else plan
 
     def _comparable(self, measured: Measured) -> list[LoaderPlan]:
-        """Plans that were tried when loading and stepping took about as long, relative to each other, as now."""
+        """Plans that were tried at a similar ratio of loading and stepping times as now."""
 
         def ratio(of: Measured) -> float:
             return of.load_seconds / of.step_seconds if of.step_seconds else math.inf
@@ -200,12 +201,12 @@ class LoaderTuning:
 def of_all_ranks(
     measured: Measured, bounds: Bounds, largest: Callable[[list[float]], list[float]]
 ) -> tuple[Measured, Bounds]:
-    """The slowest loading, the fastest step and the least room of any rank, so that all come to one plan.
+    """The slowest loading, the fastest step and the least memory of all ranks, so that all choose the same plan.
 
     Args:
-        measured: On this rank.
-        bounds: Of this rank.
-        largest: Each number's maximum over the ranks.
+        measured: Times on this rank.
+        bounds: Bounds of this rank.
+        largest: Returns each number's maximum over the ranks.
     """
     slow = {
         name: getattr(measured, name) for name in vars(measured) if name not in ("batches", "step_seconds")
@@ -229,7 +230,7 @@ def of_all_ranks(
 
 
 class _Nowhere:
-    """A file that keeps nothing."""
+    """A file that discards what is written."""
 
     def write(self, data: bytes) -> int:
         return len(data)

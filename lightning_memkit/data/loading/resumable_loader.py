@@ -1,4 +1,4 @@
-"""Any map-style ``DataLoader`` with workers whose number may change between two batches, and a position to save."""
+"""Wraps any map-style ``DataLoader``: its workers may change between batches, and its position can be saved."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ from lightning_memkit.data.loading.worker_batches import Built, Job, WorkerBatch
 
 
 def why_not_resumable(loader: Any) -> str | None:
-    """What keeps a loader from being wrapped in a `ResumableLoader`; None: nothing."""
+    """The reason why a loader can't be wrapped in a `ResumableLoader`, or None."""
     kind = type(loader).__name__
     if not isinstance(loader, DataLoader):
         return f"{kind} is no torch DataLoader"
@@ -44,24 +44,25 @@ def why_not_resumable(loader: Any) -> str | None:
 class ResumableLoader(DataLoader[Any]):
     """A ``DataLoader`` whose batches and their order are the same for any number of workers, and after a resume.
 
-    The batches come in the order of the loader that it is made of. Its data set, sampler, collate function,
-    generator, start of workers and all else stay. What a data set draws at random (augmentation) depends on the
-    epoch, the batch's number and the rank alone: it comes from a stream of the batch's own, so that the training's
-    numbers do not change with the workers; that takes a fraction of a millisecond a batch.
+    The batches come in the order of the wrapped loader. Its data set, sampler, collate function, generator,
+    start method of workers and everything else stay. A data set's random draws (augmentation) depend only on
+    the epoch, the batch's number and the rank: each batch has its own random stream, so that the training's
+    random numbers do not change with the workers. This takes a fraction of a millisecond a batch.
 
     Args:
-        loader: Of a map-style data set, with a length; see `why_not_resumable`.
-        rank: Of this process: other ranks augment by other numbers.
+        loader: A loader of a map-style data set, with a length; see `why_not_resumable`.
+        rank: The rank of this process: each rank augments with other random numbers.
         ranks: Number of processes.
 
     Attributes:
-        times: Learns how long batches take to build, where it is set.
-        on_the_way: What batches pass on their way out of the loader: a copy to the device, one batch ahead.
-        epoch_batches: Where the loop ends an epoch, which may be before the loader has no more.
+        times: Is told how long batches take to build, if set.
+        on_the_way: Applied to the iterator of batches, such as a copy to the device one batch ahead.
+        epoch_batches: The batch at which the loop ends an epoch, which may be before the loader's end.
     """
 
     def __init__(self, loader: DataLoader[Any], *, rank: int = 0, ranks: int = 1) -> None:
-        # A DataLoader's own arguments contradict each other once it is made (a sampler beside a batch sampler).
+        # Attributes are copied, because a DataLoader's own arguments contradict each other (a sampler and a
+        # batch sampler).
         vars(self).update(vars(loader))
         vars(self)["_iterator"] = None
         self.times: LoadTimes | None = None
@@ -84,40 +85,41 @@ class ResumableLoader(DataLoader[Any]):
         self._has_begun = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy goes on where this one stands, with workers of its own."""
+        """A copy continues where this one stands, with its own workers."""
         within = self._to_resume
         if self._order is not None and self._is_within(self._done):
             within = self.state_dict()
-        # Lightning notes what loaders are given, for good once a user's loader has raised: workers and iterators, too.
+        # Lightning records loaders' arguments, permanently if a user's loader has raised: including workers
+        # and iterators.
         kept = {name: value for name, value in vars(self).items() if not name.startswith("__pl_")}
         run = {"_standing": None, "_iterator": None, "_order": None, "times": None, "on_the_way": iter}
         return {**kept, **run, "_to_resume": within, "_has_begun": False}
 
     def set_workers(self, num_workers: int, prefetch: int, room: HostMemory | None = None) -> None:
-        """From the next batch on so many workers build; batches and their order stay the same.
+        """Change the number of workers from the next batch on; batches and their order stay the same.
 
         Args:
             num_workers: Processes; 0 builds in this one.
-            prefetch: Batches that each of them builds ahead.
-            room: Is not needed: a batch is built as a whole.
+            prefetch: Batches that each worker builds ahead.
+            room: Ignored, because a batch is built as a whole.
         """
         if (num_workers, prefetch) != (self._workers.num_workers, self._workers.prefetch):
             self._workers = replace(self._workers, num_workers=num_workers, prefetch=prefetch)
             self.num_workers, self.prefetch_factor = num_workers, prefetch if num_workers else None
 
     def set_pin_memory(self, pin_memory: bool) -> None:
-        """From the next batch on batches lie in page-locked memory or not; needs an accelerator."""
+        """From the next batch on, put batches into page-locked memory or not; needs an accelerator."""
         if pin_memory != self._workers.pin_memory:
             self._workers = replace(self._workers, pin_memory=pin_memory)
             self.pin_memory = pin_memory
 
     @property
     def built(self) -> Any:
-        """What workers get: the data set and what makes batches of it."""
+        """The object that workers get: the data set and the function that makes batches of it."""
         return _Build(self.dataset, self.collate_fn, self.batch_sampler is not None, self._rank)
 
     def state_dict(self) -> State:
-        """Where the loader stands: how many batches are done, and what draws their order again; 30 KB."""
+        """The loader's position: how many batches are done, and what reproduces their order; 30 KB."""
         if self._to_resume is not None:
             return self._to_resume
         order = crc = None
@@ -135,12 +137,13 @@ class ResumableLoader(DataLoader[Any]):
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Goes on where the state was taken; of a state `with_other_ranks` where this rank's was.
+        """Continue where the state was taken; a state `with_other_ranks` contains that of this rank.
 
-        Whether the sampler gives the order of then is seen, and a ValueError raised, where the first batch is drawn.
+        Whether the sampler reproduces the order is checked, with a ValueError, when the first batch is drawn.
 
         Raises:
-            ValueError: it was taken within an epoch of another number of batches or samples, or of another sampler.
+            ValueError: it was taken within an epoch of another number of batches or samples, or of another
+                sampler.
         """
         others = state.get("others", ())
         if len(others) + 1 == self._ranks and self._rank:
@@ -158,11 +161,12 @@ class ResumableLoader(DataLoader[Any]):
             )
         self._to_resume, self._order, self._has_begun = state, None, False
         self._done = state["batches_done"]
-        if not self._done:  # now: Lightning may make this epoch's loader anew, of the same generators
+        # Restored now, because Lightning may recreate this epoch's loader from the same generators.
+        if not self._done:
             restore_generators(state, _sampler_of(self), self.generator)
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        # Lightning may ask for an iterator twice before it draws from one: that is still the same epoch.
+        # Lightning may request an iterator twice before it draws from one: that is still the same epoch.
         if self._has_begun:
             self._done, self._has_begun = 0, False
         if self._to_resume is None:
@@ -173,7 +177,7 @@ class ResumableLoader(DataLoader[Any]):
         return self._batches(self._iteration)
 
     def _batches(self, iteration: int) -> Iterator[Any]:
-        # This runs at the first `next`: the epoch may be set between `iter` and then.
+        # This runs at the first `next`, because the epoch may be set between `iter` and then.
         order = self._begun_order()
         done = self._done
         self._has_begun = True
@@ -182,12 +186,12 @@ class ResumableLoader(DataLoader[Any]):
             for held in each_in_a_list(self.on_the_way(self._built(order))):
                 order.hand_over(done)
                 done += 1
-                if iteration == self._iteration:  # an iterator that a newer one replaced has no say
+                if iteration == self._iteration:  # ignore an iterator that a newer one has replaced
                     self._done = done
                 if done == len(self) and self._as_made.num_workers:
-                    order.end()  # as torch's workers, which draw ahead, and as below who only asks for what there is
+                    order.end()  # as torch's workers, which draw ahead; without workers it ends below
                 yield held.pop()
-                if self._workers is not workers:  # others build the rest
+                if self._workers is not workers:  # other workers build the rest
                     break
             else:
                 break
@@ -197,7 +201,7 @@ class ResumableLoader(DataLoader[Any]):
         state, self._to_resume = self._to_resume, None
         sampler = _sampler_of(self)
         if state is not None and state["order"] is not None and self._is_within(state["batches_done"]):
-            # A trainer that was stopped within an epoch may count it as done, and have announced the next.
+            # A trainer that was stopped within an epoch may count it as done and have announced the next.
             if state["epoch"] is not None:
                 self._of_epochs().set_epoch(state["epoch"])
             self._order = Order.resumed(sampler, self.generator, state["order"], state["batches_done"])
@@ -210,18 +214,18 @@ class ResumableLoader(DataLoader[Any]):
         return self._order
 
     def _refuse_other_order(self, state: State, order: Order) -> None:
-        """Raise where the sampler, drawn again, gives other samples for the batches that are done."""
+        """Raise if the sampler, drawn again, gives other samples for the batches that are done."""
         then, is_this_ranks = state.get("order_crc"), state.get("of_rank") == [self._rank, self._ranks]
         if is_this_ranks and None not in (then, order.crc) and then != order.crc:
             raise ValueError(
                 f"The sampler gives other samples for the epoch's first {state['batches_done']} batch(es) than those "
-                "that were trained on, so going on behind them would repeat some and leave out others. Resume with "
+                "that were trained on, so continuing after them would repeat some and skip others. Resume with "
                 "the sampler's options, weights, seed and generator of then; one that keeps a counter, or draws from "
                 "a generator that is not torch's, can be resumed at an epoch's end only."
             )
 
     def _identity(self) -> State:
-        """What the order of the samples follows from, as far as it can be told; the same on every rank."""
+        """What determines the order of the samples, as far as it is known; the same on every rank."""
         batches = self.batch_sampler
         sampler: Any = self.sampler if batches is None else getattr(batches, "sampler", batches)
         size, ranks = getattr(batches, "batch_size", None), getattr(sampler, "num_replicas", None)
@@ -230,16 +234,16 @@ class ResumableLoader(DataLoader[Any]):
             told["samples"] = len(self.dataset)  # pyright: ignore[reportArgumentType]
         if isinstance(size, int):
             told["samples_per_step"] = size * (ranks or 1)
-        if not isinstance(size, int) or ranks is None:  # how ranks share the samples is the user's own way
+        if not isinstance(size, int) or ranks is None:  # how the ranks divide the samples is up to the user
             told["ranks"] = self._ranks
         return told
 
     def _is_within(self, done: int) -> bool:
-        """Whether an epoch has begun and not ended after so many batches."""
+        """Whether an epoch has begun and not ended after this many batches."""
         return 0 < done < min(len(self), self.epoch_batches)
 
     def _of_epochs(self) -> Any:
-        """The sampler whose order follows from the epoch's number, as a `DistributedSampler`'s; None without any."""
+        """The sampler whose order follows from the epoch, such as a `DistributedSampler`; None if there is none."""
         samplers = (self.sampler, getattr(self.batch_sampler, "sampler", None))
         return next((sampler for sampler in samplers if hasattr(sampler, "set_epoch")), None)
 
@@ -252,7 +256,7 @@ class ResumableLoader(DataLoader[Any]):
         return built.batch
 
     def _standing_workers(self, seed: int) -> WorkerBatches:
-        """New ones, unless they are to outlast an epoch."""
+        """The workers of the last epoch if they are persistent, otherwise new ones."""
         options = self._workers
         if self._standing is None or self._standing[0] is not options or not options.is_persistent:
             on_start = started_for(self.dataset, self.worker_init_fn)
@@ -264,7 +268,7 @@ class ResumableLoader(DataLoader[Any]):
 
 
 class _Build:
-    """Makes a batch of its samples, under random numbers of its own."""
+    """Builds a batch from its samples, with its own random stream."""
 
     def __init__(self, dataset: Any, collate_fn: Any, samples: bool, rank: int) -> None:
         self.dataset, self.collate_fn, self.samples, self.rank = dataset, collate_fn, samples, rank
@@ -286,7 +290,7 @@ class _Build:
 
 
 def with_other_ranks(states: list[State]) -> State:
-    """The state of the first of these ranks, with those of the others in it: each may draw in its own way."""
+    """The state of the first rank, with those of the others inside: each may draw in its own way."""
     return {**states[0], "others": states[1:]}
 
 

@@ -1,7 +1,7 @@
-"""Batches of a stream whose end is not known: packed window by window as its documents come, resumable anywhere.
+"""Batches of a stream of unknown length: packed window by window as its documents arrive, resumable anywhere.
 
-Every rank reads the whole stream and takes its rows of every step, so ranks need not talk to each other, and none
-runs out of batches before the others.
+Every rank reads the whole stream and takes its rows of every step, so that ranks need no communication and
+none runs out of batches before the others.
 """
 
 from collections import deque
@@ -18,20 +18,21 @@ from lightning_memkit.data.batching.stream_batches import Position, Stream, Stre
 from lightning_memkit.data.loading.ahead import ahead
 from lightning_memkit.data.loading.loader import LoaderOptions
 
-_KEPT = 4  # positions: the one after the last batch, and after those before it
+_KEPT = 4  # positions kept: the one after the last batch, and those before it
 
 
 class StreamLoader:
     """A stateful iterable of ``PackedBatch`` without a length; an ``iter`` is an epoch, or the rest of a resumed one.
 
-    Resuming reads the stream again from its beginning, without tokenising what was done. With workers one thread (not
-    processes, of which each would read the whole stream) builds as many batches ahead as those would.
+    Resuming reads the stream again from its beginning, but does not tokenize what was done. With workers, one
+    thread (not processes, each of which would read the whole stream) builds as many batches ahead as the
+    workers would.
 
     Args:
-        stream: What to read.
+        stream: The documents.
         options: ``batch_size`` rows a batch, or ``batch_tokens``; whole rows hold ``context`` tokens each.
-        rank: Of this process.
-        world_size: Number of processes that share the rows.
+        rank: The rank of this process.
+        world_size: Number of processes that divide the rows.
     """
 
     def __init__(self, stream: Stream, options: LoaderOptions, *, rank: int = 0, world_size: int = 1) -> None:
@@ -56,46 +57,47 @@ class StreamLoader:
         self._has_begun = False
         self._taken: int | None = None
         self._iteration = 0
-        # Lightning announces epochs to `loader.batch_sampler.sampler`.
+        # Lightning calls `set_epoch` on `loader.batch_sampler.sampler`.
         self.batch_sampler = SimpleNamespace(sampler=self)
 
     @property
     def progress(self) -> Progress:
-        """What all ranks were dealt so far, in this epoch and those before it."""
+        """What was delivered to all ranks so far, in this epoch and earlier ones."""
         return self.position.before
 
     def go_on_after(self, loader: "StreamLoader") -> None:
-        """Counts on from what another loader of the same stream has dealt."""
+        """Continue the counts of another loader of the same stream."""
         self._begin = replace(self._begin, before=loader.progress)
         self._positions = deque([self._begin], maxlen=_KEPT)
 
     def take(self) -> None:
-        """Says that one more batch is used; from the first call on, the state is that behind the last such batch.
+        """Report that one more batch is used; from the first call on, the state is the position after the last one.
 
-        For a trainer that draws a batch before it uses the one before: Lightning does where there is no length.
+        For a trainer that draws a batch before it uses the previous one, as Lightning does with loaders
+        without a length.
         """
         self._taken = self._begin.batches + 1 if self._taken is None else self._taken + 1
 
     @property
     def position(self) -> Position:
-        """Where the loader stands."""
+        """The loader's position."""
         if self._taken is None:
             return self._positions[-1]
         return next((seen for seen in self._positions if seen.batches == self._taken), self._positions[-1])
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands: the same on every rank."""
+        """The loader's position and the identity of its data: the same on every rank."""
         made_from = {"made_from": dict(self.stream.made_from)} if self.stream.made_from else {}
         where = {"epoch": self._epoch, "position": asdict(self.position)}
         return {**self._identity(), **made_from, **where}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where the state was taken, with any number of ranks that have the same rows a step together.
+        """Continue where the state was taken, on any number of ranks that have the same rows a step together.
 
-        The documents that are read again are compared with those then before the first batch.
+        The documents that are read again are compared with the earlier ones before the first batch.
 
         Raises:
-            ValueError: context, rows a step, seed or what shapes a batch differ from then.
+            ValueError: context, rows a step, seed, or an option that shapes a batch differs from then.
         """
         refuse_other_kind(state, is_stream=True)
         refuse_other_steps(
@@ -107,7 +109,7 @@ class StreamLoader:
         self._restart(state["epoch"], Position(**{**position, "before": Progress(**position["before"])}))
 
     def set_epoch(self, epoch: int) -> None:
-        """Begins this epoch at its first batch, unless it is the present one."""
+        """Begin this epoch at its first batch, unless it is the current one."""
         if epoch != self._epoch:
             last = self.position
             counted = ("before", "truncated_documents", "truncated_tokens")

@@ -1,7 +1,8 @@
-"""Batches that worker processes build ahead: each is timed, and one that fails says which batch it was, and why.
+"""Batches built ahead by worker processes: each is timed, and a failure names its batch and the reason.
 
-The processes are torch's. What is added is told by the workers themselves: how long a batch took them, and, in memory
-that they share with this process, which batch they have begun. A worker that is killed can't tell any more.
+The processes are those of torch's DataLoader. In addition, the workers report how long a batch took and, in
+memory that they share with this process, which batch they have begun, since a worker that is killed can't
+report anything.
 """
 
 import contextlib
@@ -26,16 +27,14 @@ from lightning_memkit.memory.processors import wanted_processor_seconds
 from lightning_memkit.utilities.forks import leave_inherited, starting
 
 _DYING_SECONDS = 5.0
-_RAISED_IN_WORKER = "in DataLoader worker process"  # what torch writes of an error that a worker has sent
+_RAISED_IN_WORKER = "in DataLoader worker process"  # how torch words an error that a worker has sent
 _IN_WORKER = re.compile(rf"{_RAISED_IN_WORKER} (\d+)")
 Job = tuple[int, Any]  # a batch's number in its epoch, and what it is built from
-_MANY_WORKERS = (
-    "This DataLoader will create"  # torch counts cores, the tuner the time that workers really take
-)
+_MANY_WORKERS = "This DataLoader will create"  # torch counts cores, the tuner measures the workers' time
 
 
 class Built(NamedTuple):
-    """A batch, and the seconds that building it took: by the clock, and those for which it wanted a processor."""
+    """A batch, and the seconds to build it: elapsed, and those for which it wanted a processor."""
 
     batch: Any
     seconds: float
@@ -43,7 +42,7 @@ class Built(NamedTuple):
 
 
 class BatchError(RuntimeError):
-    """A batch was not built: it names the batch, with the worker's own traceback or with what ended the worker."""
+    """A batch was not built: names the batch, with the worker's own traceback or with what ended the worker."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,15 +51,16 @@ class WorkerOptions:
 
     Attributes:
         num_workers: Processes; 0 builds in this one.
-        prefetch: Batches that each of them builds ahead.
-        pin_memory: Batches in page-locked memory; needs an accelerator.
-        timeout: Seconds to wait for a batch; 0 waits for ever.
+        prefetch: Batches that each worker builds ahead.
+        pin_memory: Puts batches into page-locked memory; needs an accelerator.
+        timeout: Seconds to wait for a batch; 0 waits forever.
         context: How processes start: torch's ``multiprocessing_context``.
-        on_start: Runs first in every worker, with its number.
+        on_start: Called first in every worker, with its number.
         is_persistent: Workers stay for the next epoch.
-        seed: Of what torch seeds in a worker when it starts.
-        receives_ahead: A thread takes the next batch out of shared memory while the last one is used (one batch more
-            is held); jobs are then drawn in that thread, so drawing them must change nothing that training sees.
+        seed: The seed of what torch seeds in a worker when it starts.
+        receives_ahead: A thread takes the next batch out of shared memory while the last one is used (one
+            more batch is held). It also draws the jobs, so drawing them must not change anything that
+            training sees.
     """
 
     num_workers: int = 0
@@ -75,17 +75,18 @@ class WorkerOptions:
 
 
 class WorkerBatches:
-    """Builds jobs in worker processes, in their order; `batches` may be asked for again and again.
+    """Builds jobs in worker processes, in their order; `batches` may be called repeatedly.
 
     Args:
-        build: Makes a batch of a job; picklable where processes are spawned.
-        options: How.
+        build: Makes a batch of a job; picklable if processes are spawned.
+        options: How workers build.
     """
 
     def __init__(self, build: Callable[[Job], Any], options: WorkerOptions) -> None:
         self._options = options
         self._jobs = _Jobs()
-        # What each worker has begun, and what it has built. Shared before any process starts.
+        # For each worker the number of the batch that it has begun and of the last that it built; shared
+        # before any process starts.
         self._begun = torch.full((max(1, options.num_workers), 2), -1, dtype=torch.int64).share_memory_()
         with _any_number_of_workers():
             self._loader: DataLoader[Any] = DataLoader(
@@ -100,15 +101,16 @@ class WorkerBatches:
                 multiprocessing_context=options.context if options.num_workers else None,
                 worker_init_fn=partial(_begin, on_start=options.on_start, collects=gc.isenabled()),
                 persistent_workers=options.is_persistent and options.num_workers > 0,
-                generator=torch.Generator().manual_seed(options.seed),  # else it draws from the global one
+                # Otherwise it draws from the global generator.
+                generator=torch.Generator().manual_seed(options.seed),
             )
         self._iterator: Any = None
 
     def batches(self, jobs: Iterable[Job]) -> Generator[Built, None, None]:
-        """The jobs' batches; workers that don't persist end with it.
+        """Yield the jobs' batches; workers that are not persistent end with the generator.
 
         Raises:
-            BatchError: a worker raised an error or died. Without workers an error comes as it is.
+            BatchError: a worker raised an error or died. Without workers an error is raised as it is.
         """
         self._begun.fill_(-1)
         asked = _Numbered(jobs)
@@ -140,19 +142,19 @@ class WorkerBatches:
         end = getattr(self._iterator, "_shutdown_workers", None)
         self._iterator = self._loader._iterator = None
         if end is not None:
-            with contextlib.suppress(RuntimeError):  # that one of them is dead is known by now
+            with contextlib.suppress(RuntimeError):  # it may report a dead worker, which is known by now
                 end()
 
     def _explained(self, error: Exception, asked: "_Numbered") -> BatchError:
         processes = list(getattr(self._iterator, "_workers", ()))
         if isinstance(error, (OSError, EOFError)) and _RAISED_IN_WORKER not in str(error):
-            # A dying worker takes batches along that it has sent.
+            # A dying worker takes batches with it that it has sent.
             ended = multiprocessing.connection.wait([one.sentinel for one in processes], _DYING_SECONDS)
             for process in processes:
                 process.join(_DYING_SECONDS if process.sentinel in ended else 0)
         if _RAISED_IN_WORKER not in str(error):
-            # A worker ends by itself only where something has ended it: also with exit code 0, as `sys.exit()` and
-            # a KeyboardInterrupt in a data set do. Those that failed come first.
+            # A worker ends by itself only if something has ended it, even with exit code 0 (`sys.exit()`, or
+            # a KeyboardInterrupt in a data set). Workers that failed come first.
             ended = [index for index, process in enumerate(processes) if process.exitcode is not None]
             for index in sorted(ended, key=lambda index: processes[index].exitcode == 0):
                 process = processes[index]
@@ -178,9 +180,9 @@ class WorkerBatches:
 
 
 def _raise_only_here(iterator: Any) -> None:
-    """Take the workers off torch's watch, whose error would strike the training step at any place.
+    """Remove the workers from torch's watch, whose error would interrupt the training step at any point.
 
-    A worker that dies is noticed where its batch is waited for, within torch's 5 s.
+    A worker that dies is noticed when its batch is waited for, within torch's 5 s.
     """
     forget = getattr(signal_handling, "_remove_worker_pids", None)
     if forget is not None and getattr(iterator, "_worker_pids_set", False):
@@ -190,14 +192,14 @@ def _raise_only_here(iterator: Any) -> None:
 
 @contextlib.contextmanager
 def _any_number_of_workers() -> Iterator[None]:
-    """Torch counts cores; who chose the number may know how much of one a worker needs."""
+    """Suppress torch's warning, which counts cores; who chose the number may know what a worker needs."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="This DataLoader will create")
         yield
 
 
 class _Jobs:
-    """The sampler of torch's loader: whatever jobs are set now."""
+    """The sampler of torch's loader: yields the jobs that are set now."""
 
     def __init__(self) -> None:
         self.jobs: Iterable[Job] = ()
@@ -207,7 +209,7 @@ class _Jobs:
 
 
 class _Numbered:
-    """Jobs that are drawn ahead, and the number of the one whose batch comes next."""
+    """Jobs that are drawn ahead, and the number of the job whose batch comes next."""
 
     def __init__(self, jobs: Iterable[Job]) -> None:
         self._jobs = jobs
@@ -219,17 +221,17 @@ class _Numbered:
             yield job
 
     def taken(self, built: Any) -> Any:
-        """The batch of the oldest job, which has come."""
+        """Record that the batch of the oldest job has come, and return it."""
         self.number_of_next()
         return built
 
     def number_of_next(self) -> int:
-        """The number of the oldest job whose batch has not come; it is taken off. 0 before there is any."""
+        """Remove and return the number of the oldest job whose batch has not come; 0 if there is none."""
         return self._waiting.pop(0) if self._waiting else 0
 
 
 class _Builds(Dataset[Built]):
-    """Builds a job where torch asks for an item."""
+    """A data set that builds a job when torch requests an item."""
 
     def __init__(self, build: Callable[[Job], Any], begun: Tensor) -> None:
         self._build, self._begun = build, begun
@@ -241,7 +243,7 @@ class _Builds(Dataset[Built]):
         begin, cpu_begin = time.perf_counter(), wanted_processor_seconds()
         try:
             batch = self._build(job)
-        except StopIteration as error:  # would end the epoch, and nobody would know
+        except StopIteration as error:  # it would silently end the epoch
             raise RuntimeError("The data set, or what collates its samples, raised StopIteration.") from error
         if worker is not None:
             self._begun[worker.id, 1] = job[0]
@@ -255,12 +257,13 @@ def _begin(worker: int, *, on_start: Callable[[int], Any] | None, collects: bool
 
 
 def started_for(dataset: Any, on_start: Callable[[int], Any] | None) -> Callable[[int], Any]:
-    """A `WorkerOptions.on_start` that lets `get_worker_info().dataset` be the user's, and then calls the user's."""
+    """A `WorkerOptions.on_start` that sets `get_worker_info().dataset` to the user's, then calls ``on_start``."""
     return partial(_start, dataset=dataset, on_start=on_start)
 
 
 def _start(worker: int, *, dataset: Any, on_start: Callable[[int], Any] | None) -> None:
-    object.__setattr__(get_worker_info(), "dataset", dataset)  # a worker's own copy, frozen by torch
+    # The worker's own copy; torch made the object immutable.
+    object.__setattr__(get_worker_info(), "dataset", dataset)
     if on_start is not None:
         on_start(worker)
 

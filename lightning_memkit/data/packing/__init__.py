@@ -1,1 +1,1 @@
-"""Documents to rows: which pieces stand in which row."""
+"""From documents to rows: which chunks are in which row."""

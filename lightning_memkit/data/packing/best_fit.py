@@ -1,12 +1,12 @@
-"""Best-fit decreasing on integers: rows as full as they get, in seconds at ten million documents.
+"""Best-fit decreasing on integers: rows as full as possible, in seconds for ten million documents.
 
-Sorting by length and asking, for each document, for the fullest row that still has room is slow one
-document at a time. But all documents of one length meet the same rows: it is enough to move *runs* of rows
-from one amount of free space to another, once a length. The rows are the same as those of a
+Sorting by length and searching, for each document, the fullest row that still has room is slow one document
+at a time. But all documents of one length meet the same rows: it suffices to move *runs* of rows from one
+amount of free space to another, once for each length. The rows are the same as those of a
 document-by-document search with a segment tree (Ding et al. 2024, "Fewer Truncations Improve Language
 Modeling", https://arxiv.org/abs/2404.10830).
 
-Where a row's work is limited, too, its space is the longest document that both limits let in.
+If a row's work is limited, too, its space is the length of the longest document that both limits allow.
 """
 
 from collections import deque
@@ -21,7 +21,7 @@ from lightning_memkit.data.sources.store import offsets_of
 
 
 def best_fit_packing(lengths: NDArray[np.integer], limits: RowLimits) -> Packing:
-    """Documents into rows by best-fit decreasing; in a row the longest piece stands first.
+    """Put documents into rows by best-fit decreasing; in a row the longest chunk comes first.
 
     Raises:
         ValueError: a document is too long under ``long_documents="error"``.
@@ -31,7 +31,7 @@ def best_fit_packing(lengths: NDArray[np.integer], limits: RowLimits) -> Packing
 
 
 def best_fit_decreasing(lengths: NDArray[np.integer], limits: RowLimits) -> ByRow:
-    """Pieces in the order of their rows, their lengths, and the rows' offsets."""
+    """Chunks in the order of their rows, their lengths, and the rows' offsets."""
     placements, rows = _place(np.bincount(lengths), limits)
     longest_first = _stable_order((limits.longest - lengths).astype(np.uint32))
     runs_are_long = len(lengths) > _PIECES_A_RUN * len(placements)
@@ -42,7 +42,8 @@ def best_fit_decreasing(lengths: NDArray[np.integer], limits: RowLimits) -> ByRo
 # (begin, end, each, length): `each` documents of one length go into every one of the rows `begin` to `end`.
 _Placement = tuple[int, int, int, int]
 
-# The two do the same. One costs some microseconds a run, the other some dozen nanoseconds a piece.
+# Both functions give the same result. One costs some microseconds a run, the other some dozen nanoseconds a
+# chunk.
 _PIECES_A_RUN = 200
 
 
@@ -75,7 +76,7 @@ def _by_row_sorted(longest_first: NDArray, placements: list[_Placement], rows: i
 
 
 class _RowRun(NamedTuple):
-    """Rows that stand side by side and have the same left."""
+    """Adjacent rows with the same remaining space."""
 
     begin: int
     end: int
@@ -84,14 +85,14 @@ class _RowRun(NamedTuple):
 
 
 class _Waiting:
-    """The rows with space left: a queue of runs for every amount of it."""
+    """The rows with space left: a queue of runs for each amount of space."""
 
     def __init__(self) -> None:
         self._queues: dict[int, deque[_RowRun]] = {}
         self._spaces = 0  # bit s is set while rows with space for s tokens wait
 
     def take(self, length: int) -> _RowRun | None:
-        """The first run of the rows with the least space that is enough."""
+        """The first run among the rows with the least sufficient space."""
         at_least = self._spaces >> length
         if not at_least:
             return None
@@ -103,12 +104,12 @@ class _Waiting:
         return run
 
     def put_back(self, space: int, run: _RowRun) -> None:
-        """The rest of a run that was taken: it stays the first."""
+        """Return the rest of a run that was taken: it stays the first."""
         self._queues[space].appendleft(run)
         self._spaces |= 1 << space
 
     def put(self, space: int, run: _RowRun) -> None:
-        """Rows behind those that have had so much space for longer."""
+        """Add rows after those that have had this space for longer."""
         queue = self._queues.setdefault(space, deque())
         if queue and queue[-1].end == run.begin and queue[-1][2:] == run[2:]:
             run = run._replace(begin=queue.pop().begin)
@@ -117,10 +118,10 @@ class _Waiting:
 
 
 def _place(histogram: NDArray, limits: RowLimits) -> tuple[list[_Placement], int]:
-    """Where the documents of every length go, longest first, and the number of rows.
+    """The placements of the documents of every length, longest first, and the number of rows.
 
-    A row that takes a document of some length is now the fullest with room, so it takes as many of that length
-    as it can before the next row is asked.
+    A row that takes a document of some length is now the fullest with room, so it takes as many of that
+    length as it can before the next row is considered.
     """
     limit, waiting, rows = limits.work, _Waiting(), 0
     placements: list[_Placement] = []
@@ -154,7 +155,7 @@ def _place(histogram: NDArray, limits: RowLimits) -> tuple[list[_Placement], int
 
 
 def _stable_order(keys: NDArray[np.uint32]) -> NDArray[np.integer]:
-    """Stable ``argsort``; numpy sorts 16-bit integers by radix, so wider keys are sorted half by half."""
+    """Stable ``argsort``; numpy uses radix sort for 16-bit integers, so wider keys are sorted half by half."""
     order = np.argsort(keys.astype(np.uint16), kind="stable").astype(index_type(len(keys)))
     if keys.size == 0 or int(keys.max()) < 2**16:
         return order

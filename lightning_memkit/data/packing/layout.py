@@ -1,4 +1,4 @@
-"""Which pieces of which documents stand in which row: what every packer makes and every batch is built from."""
+"""Which chunks of which documents are in which row: the result of every packer, and the input of every batch."""
 
 import heapq
 from collections.abc import Sequence
@@ -11,24 +11,24 @@ from numpy.typing import NDArray
 from lightning_memkit.data.packing.pieces import DocumentCounts, Pieces, RowLimits, WorkLimit, take
 from lightning_memkit.data.sources.store import offsets_of
 
-# Numbers of the pieces in the order of their rows, their lengths, and where each row begins, [rows + 1].
+# Numbers of the chunks in the order of their rows, their lengths, and the offset of each row, [rows + 1].
 ByRow = tuple[NDArray[np.integer], NDArray[np.int32], NDArray[np.int64]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Packing(DocumentCounts):
-    """Which pieces of which documents stand in which row: flat integer arrays, 16 bytes a piece or fewer.
+    """Which chunks of which documents are in which row: flat integer arrays, at most 16 bytes a chunk.
 
-    Row ``r`` holds the pieces ``offsets[r]`` to ``offsets[r + 1]``; piece ``p`` is tokens ``starts[p]`` to
-    ``starts[p] + lengths[p]`` of document ``documents[p]``.
+    Row ``r`` holds the chunks ("pieces") ``offsets[r]`` to ``offsets[r + 1]``; chunk ``p`` is tokens
+    ``starts[p]`` to ``starts[p] + lengths[p]`` of document ``documents[p]``.
 
     Attributes:
-        context: Tokens a row can hold.
-        offsets: Where each row's pieces begin, [rows + 1].
-        documents: The document of each piece, [pieces].
-        starts: Its first token within the document, [pieces].
-        lengths: Its number of tokens, [pieces].
-        work_limit: Work a row can hold; None: only its tokens are limited.
+        context: Tokens that a row can hold.
+        offsets: The first chunk of each row, [rows + 1].
+        documents: The document of each chunk, [pieces].
+        starts: The first token of each chunk within its document, [pieces].
+        lengths: The number of tokens of each chunk, [pieces].
+        work_limit: Work that a row can hold; None: only its tokens are limited.
     """
 
     context: int
@@ -45,7 +45,7 @@ class Packing(DocumentCounts):
 
     @property
     def pieces(self) -> int:
-        """Number of pieces; with no split document, the number of documents that stand in a row."""
+        """Number of chunks; if no document was split, the number of documents in the rows."""
         return len(self.documents)
 
     @cached_property
@@ -59,16 +59,16 @@ class Packing(DocumentCounts):
         return self._row_sums(self.lengths)
 
     def row_work(self, linear: int = 0) -> NDArray[np.int64]:
-        """Work of each row, [rows]: the sum over its pieces of length * (length + ``linear``).
+        """Work of each row, [rows]: the sum of length * (length + ``linear``) over its chunks.
 
-        With ``linear=0`` it is the attention's alone; see ``WorkLimit`` for what else it may stand for.
+        With ``linear=0`` it is that of attention alone; see ``WorkLimit`` for what else it may include.
         """
         lengths = self.lengths.astype(np.int64)
         return self._row_sums(lengths * (lengths + linear))
 
     @cached_property
     def lower_bound_rows(self) -> int:
-        """No packing of these tokens within these limits needs fewer rows than this."""
+        """A lower bound: no packing of these tokens within these limits needs fewer rows."""
         by_tokens = -(-self.tokens // self.context)
         if self.work_limit is None:
             return by_tokens
@@ -77,20 +77,20 @@ class Packing(DocumentCounts):
 
     @property
     def efficiency(self) -> float:
-        """Share of the rows' room that tokens fill, 0 to 1."""
+        """Fraction of the rows' space that tokens fill, 0 to 1."""
         return self.tokens / (self.rows * self.context) if self.rows else 1.0
 
     @property
     def over_bound(self) -> float:
-        """How many rows more than the lower bound, as a share of it: 0.0002 is 0.02 %."""
+        """How many more rows than the lower bound, as a fraction of it: 0.0002 is 0.02 %."""
         return self.rows / self.lower_bound_rows - 1 if self.rows else 0.0
 
     def shuffled(self, seed: int) -> "Packing":
-        """The same rows in random order; a packer makes rows of a few long documents first."""
+        """The same rows in random order; packers put rows of a few long documents first."""
         return self.in_order(np.random.default_rng(seed).permutation(self.rows))
 
     def in_order(self, order: NDArray[np.integer]) -> "Packing":
-        """The rows of these numbers, in this order."""
+        """The rows with these numbers, in this order."""
         counts = np.diff(self.offsets)[order]
         offsets = offsets_of(counts)
         pieces = np.repeat(self.offsets[:-1][order] - offsets[:-1], counts) + np.arange(offsets[-1])
@@ -103,17 +103,17 @@ class Packing(DocumentCounts):
         )
 
     def numbered_from(self, first: int, kind: type[np.integer]) -> "Packing":
-        """The same rows of the documents ``first``, ``first + 1``, ..., as integers of this kind."""
+        """The same rows for the documents ``first``, ``first + 1``, ..., as integers of this dtype."""
         return replace(self, documents=self.documents.astype(kind) + kind(first))
 
     def divisible(self, by: int) -> "Packing":
-        """The same pieces in a number of rows that ``by`` divides: at most ``by - 1`` rows more.
+        """The same chunks in a number of rows that ``by`` divides: at most ``by - 1`` more rows.
 
-        With ``by`` a number of ranks, every rank gets the same number of rows and no row is left over. The
-        rows with the most pieces are cut in two.
+        If ``by`` is the number of ranks, every rank gets the same number of rows and none is left over. The
+        rows with the most chunks are cut in two.
 
         Raises:
-            ValueError: ``by`` is below 1, or there are too few pieces to stand in so many rows.
+            ValueError: ``by`` is below 1, or there are too few chunks for that many rows.
         """
         if by < 1:
             raise ValueError(f"by={by} is below 1; it is the number that shall divide the number of rows.")
@@ -139,7 +139,7 @@ class Packing(DocumentCounts):
         return replace(self, offsets=np.sort(np.concatenate((self.offsets, cuts))))
 
     def _halfway(self, begin: int, end: int) -> int:
-        """Where to cut these pieces so that both parts hold about as many tokens, and one piece at least."""
+        """Where to cut these chunks so that both halves have about as many tokens, and at least one chunk."""
         running = np.cumsum(self.lengths[begin : end - 1], dtype=np.int64)
         half = (int(running[-1]) + int(self.lengths[end - 1])) / 2
         return begin + int(np.argmin(np.abs(running - half))) + 1
@@ -150,7 +150,7 @@ class Packing(DocumentCounts):
 
 
 def laid_out(pieces: Pieces, by_row: ByRow, limits: RowLimits) -> Packing:
-    """The pieces in these rows."""
+    """The packing of the chunks in these rows."""
     order, lengths, offsets = by_row
     return Packing(
         context=limits.context,
@@ -164,7 +164,7 @@ def laid_out(pieces: Pieces, by_row: ByRow, limits: RowLimits) -> Packing:
 
 
 def joined(packings: Sequence[Packing]) -> Packing:
-    """The rows of all packings, one behind the other; document numbers are taken as they are.
+    """The rows of all packings, concatenated; document numbers are not changed.
 
     Raises:
         ValueError: there is none, or their limits differ.

@@ -1,4 +1,4 @@
-"""Packing: documents' lengths in, rows as full as they get out; tokens are neither read nor moved."""
+"""Packing: takes documents' lengths and fills rows as full as possible; tokens are neither read nor moved."""
 
 from typing import Literal, get_args
 
@@ -31,25 +31,25 @@ def pack(
     work_limit: WorkLimit | None = None,
     seed: int | None = None,
 ) -> Packing:
-    """Documents into rows of at most ``context`` tokens; tokens are neither read nor moved.
+    """Pack documents into rows of at most ``context`` tokens; tokens are neither read nor moved.
 
     Args:
         lengths: Tokens of each document, [documents].
-        context: Tokens a row can hold.
-        packing: ``"bfd"`` fills rows by best-fit decreasing over all documents. ``"stream"`` fills them window
-            by window, each of the next documents that fill 512 rows: what ``StreamPacker`` makes of the same
-            lengths as they come. ``"none"`` gives each document its own row.
-        long_documents: What becomes of a document that is longer than a row admits. ``"error"`` refuses it,
-            ``"split"`` cuts it into pieces of the most tokens a row admits and a rest, ``"truncate"`` drops its
-            end. The result counts what was split or dropped.
+        context: Tokens that a row can hold.
+        packing: ``"bfd"`` fills rows by best-fit decreasing over all documents. ``"stream"`` fills them
+            window by window, each window with the next documents that fill 512 rows, as ``StreamPacker`` does
+            with the same lengths. ``"none"`` gives each document its own row.
+        long_documents: How a document longer than a row is treated. ``"error"`` refuses it, ``"split"``
+            splits it into chunks of the most tokens that fit in a row and a remainder, ``"truncate"`` drops
+            its end. The result counts what was split or dropped.
         work_limit: Limits the rows' attention work, too, so that rows take equal time. A document longer than it
-            admits counts as long. None: tokens alone are limited.
+            allows counts as long. None: only tokens are limited.
         seed: Shuffles the rows. None keeps the order of creation: under ``"bfd"`` the first rows hold one or two
             long documents and the last ones dozens of short ones, under ``"stream"`` windows follow the
             documents' order.
 
     Raises:
-        ValueError: an option is unknown, a length is negative, or a document is longer than a row admits under
+        ValueError: an option is unknown, a length is negative, or a document does not fit in a row under
             ``long_documents="error"``.
     """
     limits = RowLimits(context=context, long_documents=long_documents, work=work_limit)

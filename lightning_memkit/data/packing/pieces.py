@@ -1,4 +1,4 @@
-"""What fits into a row at all: the limits of a row, and what becomes of a document that is longer."""
+"""The limits of a row, and how documents that exceed them are split into chunks, truncated or refused."""
 
 from dataclasses import dataclass, fields
 from math import isqrt
@@ -14,15 +14,15 @@ LongDocuments = Literal["error", "split", "truncate"]
 
 @dataclass(frozen=True, kw_only=True)
 class WorkLimit:
-    """Limits what a row costs to compute, so that rows take equal time where equal tokens don't.
+    """Limits the computation of a row, so that rows take equal time even if equal tokens don't.
 
     A document's work is length * (length + ``linear``). Attention alone grows with the square of the length:
-    ``linear=0``. A transformer block of width d takes about 2 * d * length² floating-point operations for causal
-    attention and 24 * d² * length for its matrices: ``linear=12 * d``.
+    ``linear=0``. A transformer block of width d takes about 2 * d * length² floating-point operations for
+    causal attention and 24 * d² * length for its matrices: ``linear=12 * d``.
 
     Args:
-        most: Work a row can hold. 2048 * (2048 + linear) is that of one document of 2048 tokens.
-        linear: Work of a token besides attention, as so many tokens of a document's length.
+        most: Work that a row can hold; 2048 * (2048 + linear) is the work of one document of 2048 tokens.
+        linear: Work of a token besides attention, in units of a document's length.
 
     Raises:
         ValueError: ``linear`` is negative, or not even one token fits.
@@ -41,23 +41,23 @@ class WorkLimit:
             )
 
     def of(self, length: int) -> int:
-        """Work of a document."""
+        """Work of a document of this length."""
         return length * (length + self.linear)
 
     def longest(self, work: int) -> int:
-        """Tokens of the longest document that this much work is enough for."""
+        """Length of the longest document whose work does not exceed this."""
         return (isqrt(self.linear**2 + 4 * work) - self.linear) // 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentCounts:
-    """What became of the documents that don't stand whole in a row.
+    """Counts the documents that are not whole in a row.
 
     Attributes:
-        split_documents: Documents longer than a row admits that became several pieces.
-        truncated_documents: Documents longer than a row admits that lost their end.
+        split_documents: Documents too long for a row that became several chunks.
+        truncated_documents: Documents too long for a row that lost their end.
         truncated_tokens: Tokens lost with those ends.
-        empty_documents: Documents without a token; they stand in no row.
+        empty_documents: Documents without a token, which are in no row.
     """
 
     split_documents: int = 0
@@ -67,13 +67,13 @@ class DocumentCounts:
 
     @staticmethod
     def names() -> tuple[str, ...]:
-        """Their names."""
+        """The names of the counts."""
         return tuple(field.name for field in fields(DocumentCounts))
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowLimits:
-    """What a row can hold, and what becomes of a document that is longer.
+    """What a row can hold, and how longer documents are treated.
 
     Raises:
         ValueError: the context is below 1, or ``long_documents`` is unknown.
@@ -94,11 +94,11 @@ class RowLimits:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest piece that fits into a row."""
+        """Tokens of the longest chunk that fits in a row."""
         return self.context if self.work is None else min(self.context, self.work.longest(self.work.most))
 
     def refuse(self, lengths: NDArray[np.integer]) -> None:
-        """Raises where a document is too long and nothing is said of what becomes of it."""
+        """Raise if a document is too long and ``long_documents`` is "error"."""
         longest = int(lengths.max()) if lengths.size else 0
         if longest <= self.longest or self.long_documents != "error":
             return
@@ -115,13 +115,13 @@ class RowLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class Pieces:
-    """What stands in the rows: documents, or parts of them.
+    """The contents of rows: documents, or chunks of them.
 
     Attributes:
-        documents: The document of each piece; None where every document is one piece, in order.
-        starts: First tokens within the documents, [pieces].
-        lengths: Numbers of tokens, [pieces].
-        counts: What became of the others.
+        documents: The document of each chunk; None if every document is one chunk, in order.
+        starts: The first token of each chunk within its document, [pieces].
+        lengths: The number of tokens of each chunk, [pieces].
+        counts: Counts of the other documents.
     """
 
     documents: NDArray[np.integer] | None
@@ -145,12 +145,12 @@ def checked_lengths(lengths: ArrayLike) -> NDArray[np.integer]:
 
 
 def cut(lengths: NDArray[np.integer], limits: RowLimits) -> Pieces:
-    """The documents as pieces that fit into a row.
+    """Split the documents into chunks that fit in a row.
 
     Raises:
         ValueError: a document is too long under ``long_documents="error"``.
     """
-    documents: NDArray | None = None  # while they are all there, in order, they take no memory
+    documents: NDArray | None = None  # None takes no memory while all documents are included, in order
     is_empty = lengths == 0
     empty = int(np.count_nonzero(is_empty))
     if empty:
@@ -187,12 +187,12 @@ def cut(lengths: NDArray[np.integer], limits: RowLimits) -> Pieces:
 
 
 def index_type(largest: int) -> type[np.signedinteger]:
-    """The narrower type of the two that hold such numbers."""
+    """The narrower of two integer dtypes that holds numbers up to ``largest``."""
     return np.int32 if largest < 2**31 else np.int64
 
 
 def take(starts: NDArray, order: NDArray) -> NDArray:
-    """``starts[order]``; where every piece starts at token 0 it still takes no memory."""
+    """``starts[order]``; if every chunk starts at token 0, the result still takes no memory."""
     if starts.strides == (0,) and len(order):
         return np.broadcast_to(starts[:1], order.shape)
     return starts[order]

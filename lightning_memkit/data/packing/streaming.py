@@ -1,7 +1,7 @@
-"""Packing as documents come: windows of a fixed number of rows, each packed by best-fit decreasing.
+"""Packs documents as they arrive: in windows of a fixed number of rows, each packed by best-fit decreasing.
 
-A window is as many of the next documents as fill ``window_rows`` rows, and depends on nothing before it. So
-nothing has to be saved but the number of its first document: whoever reads on from there gets the same rows.
+A window consists of as many of the next documents as fill ``window_rows`` rows, and depends on nothing before
+it. So only the number of its first document must be saved: reading on from there gives the same rows.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,12 +24,13 @@ WINDOW_ROWS = 512
 class StreamWindow:
     """Consecutive documents of a stream, and their rows.
 
-    To go on in the middle of a window, ``first_document`` and the number of its rows that are done are enough.
+    To continue in the middle of a window, ``first_document`` and the number of its rows that are done
+    suffice.
 
     Attributes:
         first_document: The number of the window's first document in the stream.
-        documents: How many documents there are in the window, with those that stand in no row.
-        packing: Their rows. Documents count from 0 at the window's first.
+        documents: Number of documents in the window, including those that are in no row.
+        packing: Their rows. Documents are numbered from 0 at the window's first.
     """
 
     first_document: int
@@ -38,20 +39,21 @@ class StreamWindow:
 
 
 class StreamPacker:
-    """Rows for documents as they come, about 99.9 % full; holds the lengths of ``window_rows`` rows at most.
+    """Packs documents as they arrive, rows about 99.9 % full; holds the lengths of at most ``window_rows`` rows.
 
-    Windows follow the documents' order; within a window rows are shuffled, since best-fit decreasing makes those
-    of few long documents first. Every window has ``window_rows`` rows, as far as the
-    documents' lengths allow it: fewer at the stream's end and where a long document leaves gaps, more where one
-    document alone needs them.
+    Windows follow the documents' order; within a window rows are shuffled, because best-fit decreasing puts
+    rows of few long documents first. Every window has ``window_rows`` rows as far as the documents' lengths
+    allow: fewer at the stream's end and where a long document leaves gaps, more if one document alone needs
+    them.
 
     Args:
-        context: Tokens a row can hold.
-        long_documents: What becomes of a document that is longer than a row admits; see ``pack``.
+        context: Tokens that a row can hold.
+        long_documents: How a document longer than a row is treated; see ``pack``.
         work_limit: Limits the rows' attention work, too; see ``pack``.
-        window_rows: Rows of a window. More of them are fuller and hold more tokens back: about one row in two
-            windows is lost. A multiple of the rows a step deals each window in whole steps.
-        seed: Of the order of rows within windows.
+        window_rows: Rows in a window. With more of them rows are fuller, but more tokens are held back: about
+            one row in two windows is lost. With a multiple of the rows of a step, each window fills whole
+            steps.
+        seed: The seed of the order of rows within windows.
         first_document: The number of the first document that will be added: resumes a stream at a window.
 
     Raises:
@@ -82,11 +84,11 @@ class StreamPacker:
 
     @property
     def held_documents(self) -> int:
-        """Documents from ``first_document`` on that are in no window yet."""
+        """Number of documents from ``first_document`` on that are in no window yet."""
         return len(self._held)
 
     def add(self, length: int) -> list[StreamWindow]:
-        """The next document; the windows that it completes, mostly none.
+        """Add the next document; returns the windows that it completes, mostly none.
 
         Raises:
             ValueError: it is too long under ``long_documents="error"``, or negative.
@@ -98,7 +100,7 @@ class StreamPacker:
         return self._windows(np.array(self._held)) if self._held_tokens > self._window_tokens else []
 
     def extend(self, lengths: ArrayLike) -> list[StreamWindow]:
-        """The next documents; the windows that they complete.
+        """Add the next documents; returns the windows that they complete.
 
         Raises:
             ValueError: one is too long under ``long_documents="error"``, or negative; none is added then.
@@ -108,7 +110,7 @@ class StreamPacker:
         return self._windows(np.concatenate((np.array(self._held, np.int64), added.astype(np.int64))))
 
     def finish(self) -> list[StreamWindow]:
-        """The windows of what is held back at the stream's end."""
+        """The windows of the documents that are still held at the stream's end."""
         return self._windows(np.array(self._held, np.int64), to_the_end=True)
 
     def _windows(self, lengths: NDArray[np.int64], *, to_the_end: bool = False) -> list[StreamWindow]:
@@ -128,7 +130,7 @@ class StreamPacker:
         return windows
 
     def _largest_window(self, lengths: NDArray[np.int64]) -> StreamWindow:
-        """As many of the documents as fit into a window's rows, at least one."""
+        """A window of as many of the documents as fit in its rows, at least one."""
         ends = np.cumsum(self._tokens(lengths))
         number = len(lengths)
         while True:
@@ -136,7 +138,7 @@ class StreamPacker:
             surplus = packing.rows - self._window_rows
             if surplus <= 0 or number == 1:
                 break
-            # The tokens of the emptiest rows are about what has to wait for the next window.
+            # The tokens of the emptiest rows approximate what must wait for the next window.
             too_many = int(np.partition(packing.row_tokens, surplus - 1)[:surplus].sum())
             fewer = int(np.searchsorted(ends, ends[number - 1] - too_many, side="right"))
             number = max(1, min(number - 1, fewer))
@@ -146,7 +148,7 @@ class StreamPacker:
         )
 
     def _tokens(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """What of each document gets into rows."""
+        """How many tokens of each document get into rows."""
         keeps_all = self._limits.long_documents != "truncate"
         return lengths if keeps_all else np.minimum(lengths, self._limits.longest)
 
@@ -154,14 +156,14 @@ class StreamPacker:
 def packed_windows(
     documents: Iterable[Sequence[int] | NDArray[np.integer]], packer: StreamPacker
 ) -> Iterator[tuple[TokenStore, StreamWindow]]:
-    """The documents' tokens window by window, each with its rows: what ``collate`` makes batches of.
+    """Yield the documents' tokens window by window, each with its rows: the input of ``collate``.
 
     Holds the tokens of one window. To resume, read on from the document ``window.first_document`` with a new
-    ``StreamPacker(..., first_document=window.first_document)``, and leave out the window's rows that are done.
+    ``StreamPacker(..., first_document=window.first_document)``, and skip the window's rows that are done.
 
     Args:
-        documents: Token ids, one document after another; an endless stream, too.
-        packer: How rows are filled. It has been given nothing yet.
+        documents: Token ids, one document after another; the stream may be endless.
+        packer: How rows are filled; nothing was added to it yet.
     """
     held: list[Any] = []
 

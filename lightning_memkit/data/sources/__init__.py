@@ -1,1 +1,1 @@
-"""Where documents come from, and their tokens, made once and kept on disk."""
+"""Where documents come from; their tokens are made once and kept on disk."""

@@ -1,4 +1,4 @@
-"""Token stores kept in the user's cache folder: written whole or not at all, checked when read, then mapped."""
+"""Token stores in the user's cache folder: written whole or not at all, verified when read, then mapped."""
 
 import contextlib
 import hashlib
@@ -19,28 +19,29 @@ except ImportError:  # Windows
 
 
 def cache_key(**depends_on: Any) -> str:
-    """Sixteen digits that follow from all that a store depends on, and from the format of its file."""
+    """Sixteen hexadecimal digits that identify everything a store depends on, including the format of its file."""
     text = json.dumps({"format": FORMAT, **depends_on}, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def cached(name: str, build: Callable[[], Iterable[TokenStore]], *, verify: bool = True) -> TokenStore:
-    """The store kept under ``name``, mapped from its file; built if absent or broken.
+    """The store cached under ``name``, mapped from its file; built if the file is absent or broken.
 
-    One process builds while the others wait. A file that is broken is reported and rebuilt. A folder that can't be
-    written to is reported, and the store is kept in memory alone.
+    One process builds while the others wait. A broken file is reported and rebuilt. If the folder can't be
+    written to, this is reported, and the store is kept in memory only.
 
     Args:
-        name: names all that the store depends on.
-        build: gives the documents part by part, so that they need not fit in memory.
-        verify: compares the file with its checksums, about a second a gigabyte; else only with its length.
+        name: identifies everything that the store depends on.
+        build: yields the documents part by part, so that they need not fit in memory.
+        verify: compare the file with its checksums, about a second a gigabyte; otherwise only with its
+            length.
     """
     path = cache_folder() / f"{name}.arrow"
     if (store := _read(path, verify)) is not None:
         return store
     try:
         with _alone(path):
-            # Another process may have built it in the meantime; its file is no less checked.
+            # Another process may have built it in the meantime; its file is verified as well.
             if (store := _read(path, verify, quiet=True)) is None:
                 write_store(build(), path)
                 store = read_store(path)
@@ -67,7 +68,7 @@ def _read(path: Path, verify: bool, quiet: bool = False) -> TokenStore | None:
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Waits until no other process of this machine builds the same file; where locks are unknown, builds beside it."""
+    """Wait until no other process of this machine builds the same file; does not wait without file locks."""
     if fcntl is None:
         yield
         return
@@ -79,7 +80,9 @@ def _alone(path: Path) -> Iterator[None]:
         raise UnwritableError(f"{path} can't be written ({error})") from error
     with file:
         with contextlib.suppress(OSError):  # a file system without locks
-            # The process's own, unlike flock's: forks that tokenise and outlive it, killed, don't keep it.
+            # `lockf` locks belong to the process, unlike `flock`'s: tokenizing forks that survive a killed
+            # parent don't keep them.
             fcntl.lockf(file, fcntl.LOCK_EX)
         yield
-    # The file stays: who waits on a lock of a name that was removed would hold another than the next to come.
+    # The lock file stays: if it were removed, a waiting process would hold another lock than the next one to
+    # come.

@@ -1,8 +1,9 @@
-"""Conversations as one text, with the characters that the model is to learn: the answers, not what it is asked.
+"""Renders conversations as text, with the characters that the model is to learn: the answers, not the questions.
 
-Where each answer stands in the text follows from the tokenizer's chat template alone: the text up to and with the
-header of an answer, and the text up to the answer's end, are both beginnings of the whole. A template that rewrites
-earlier turns has no such beginnings, and is refused: its ``{% generation %}`` marks must say it.
+The position of each answer follows from the tokenizer's chat template alone: the text up to and including the
+header of an answer, and the text up to the answer's end, are both prefixes of the whole. A template that
+rewrites earlier turns has no such prefixes and is refused, unless its ``{% generation %}`` marks show the
+answers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,18 +11,18 @@ from dataclasses import dataclass
 from typing import Any
 
 Span = tuple[int, int]
-Render = Callable[[list[Any], bool], str]  # messages, whether the header of an answer follows
+Render = Callable[[list[Any], bool], str]  # messages, and whether the header of an answer follows
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """What is asked and answered.
+    """A conversation, or a prompt and its completion.
 
     Attributes:
-        messages: The turns; empty where prompt and completion are plain text.
+        messages: The turns; empty if prompt and completion are plain text.
         asked: How many of the messages are the prompt; None: every answer among them is learned.
-        texts: Prompt and completion as plain text, where there are no messages.
-        tools: What the template is told of tools.
+        texts: Prompt and completion as plain text, if there are no messages.
+        tools: The tools that are passed to the template.
         mask_prompt: Whether only answers are learned.
     """
 
@@ -33,7 +34,7 @@ class Conversation:
 
 
 def conversation_of(record: Mapping[str, Any], kind: str, *, mask_prompt: bool = True) -> Conversation:
-    """A record with ``messages``, or with ``prompt`` and ``completion`` (texts, or lists of messages).
+    """The conversation of a record with ``messages``, or ``prompt`` and ``completion`` (texts, or lists of messages).
 
     Raises:
         ValueError: prompt and completion are of different kinds, or there is no message or no answer.
@@ -61,10 +62,11 @@ def conversation_of(record: Mapping[str, Any], kind: str, *, mask_prompt: bool =
 
 
 def rendered(conversation: Conversation, render: Render) -> tuple[str, list[Span]]:
-    """The text of a conversation's messages, and which of its characters are learned.
+    """The text of a conversation's messages, and the character ranges that are learned.
 
     Raises:
-        ValueError: the template's text of the first turns is no beginning of its text of all, or it refuses them.
+        ValueError: the template's text of the first turns is not a prefix of its text of all, or it refuses
+            them.
     """
     messages = list(conversation.messages)
     whole = render(messages, False)
@@ -83,12 +85,12 @@ def rendered(conversation: Conversation, render: Render) -> tuple[str, list[Span
 
 
 def learned_tokens(places: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
-    """Which tokens hold a character of a span; a token across its begin does.
+    """Which tokens contain a learned character; a token that crosses the begin of a range counts.
 
     Args:
-        places: The characters that each token stands for; empty ones are the tokenizer's own marks, or white space
-            that it leaves out, which belong to the span that they stand in.
-        spans: The characters that are learned.
+        places: The character range of each token; empty ranges are special tokens or white space that the
+            tokenizer drops, and belong to the span that contains them.
+        spans: The character ranges that are learned.
     """
     return [
         any(begin < last and (end > first or begin == end >= first) for first, last in spans)

@@ -1,4 +1,4 @@
-"""CRC-32 of arrays, and of several of them together; about a second a gigabyte."""
+"""CRC-32 checksums of arrays, and of several arrays together; about a second a gigabyte."""
 
 import zlib
 from collections.abc import Iterable
@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-_AT_ONCE = 2**20  # values
+_AT_ONCE = 2**20  # values at a time
 
 
 def crc_of(array: NDArray[Any], kind: Any = None, crc: int = 0) -> int:
-    """The checksum of an array's values, converted to a type a megabyte at a time.
+    """The checksum of an array's values, converted to a dtype a chunk at a time.
 
     Args:
-        array: One row of values.
-        kind: The type whose bytes count; None: the array's own.
-        crc: Of what comes before.
+        array: One-dimensional values.
+        kind: The dtype whose bytes count; None: the array's own.
+        crc: The checksum of what comes before.
     """
     for begin in range(0, len(array), _AT_ONCE):
         block = np.ascontiguousarray(array[begin : begin + _AT_ONCE], dtype=kind)
@@ -25,5 +25,5 @@ def crc_of(array: NDArray[Any], kind: Any = None, crc: int = 0) -> int:
 
 
 def checksum_of(crcs: Iterable[int]) -> str:
-    """One checksum of several, eight digits."""
+    """One checksum of several, eight hexadecimal digits."""
     return f"{zlib.crc32(repr(list(crcs)).encode()):08x}"

@@ -1,4 +1,4 @@
-"""Any source's documents as one store of tokens, and the tokenizer that made them, if they needed one."""
+"""Reads any source's documents into one store of tokens, with the tokenizer that made them, if any."""
 
 import warnings
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ SHARES = ("train", "validation", "test", "predict")
 
 @dataclass(kw_only=True)
 class Corpus:
-    """Reads sources; loads the tokenizer when the first document turns out to need one.
+    """Reads sources; loads the tokenizer when the first document needs one.
 
     Attributes:
         tokenizer_name: ``bytes``, or the name or path of a Hugging Face tokenizer.
@@ -35,18 +35,18 @@ class Corpus:
 
     @property
     def pad_id(self) -> int:
-        """The token that fills a row's end."""
+        """The token that fills the end of a row."""
         return self.tokenizer.pad_id if self.tokenizer else 0
 
     def read(self, source: Any, *, verify: bool = True) -> TokenStore:
-        """All documents of a source; mapped from the cache where its contents can be named.
+        """Read all documents of a source; mapped from the cache if the source's contents can be identified.
 
         Args:
             source: ``python-stdlib``, a path, a table of the ``datasets`` package, texts, records, or token ids.
-            verify: compares a cached file with its checksums.
+            verify: compare a cached file with its checksums.
 
         Raises:
-            ValueError: there is no token in it, or a document can't be read.
+            ValueError: the source has no tokens, or a document can't be read.
         """
         store = self._store(source, verify)
         if len(store.tokens) == 0:
@@ -84,7 +84,7 @@ class Corpus:
         return tokenised(encoder, processes=self.options.processes, verify=verify)
 
     def _tell_mixed(self, tokenizer: Tokenizer | None) -> None:
-        """Warn where one source holds token ids and another texts; within a source they are refused."""
+        """Warn if one source holds token ids and another one texts; within a source this is refused."""
         is_ids = tokenizer is None
         if self._first_is_ids is None:
             self._first_is_ids = is_ids
@@ -107,7 +107,7 @@ class Corpus:
 
 
 def shares_of(source: Any) -> dict[str, Any] | None:
-    """The sources of a mapping by share; None where one source is to be dealt to shares.
+    """The sources of a mapping by share (train, validation, ...); None if one source is to be divided among shares.
 
     Raises:
         ValueError: a key is no share, or there is nothing to train, validate, test or predict on.

@@ -1,4 +1,4 @@
-"""Documents in files of text: a JSON object a line, or texts."""
+"""Documents in text files: a JSON object per line, or plain texts."""
 
 import json
 import re
@@ -12,7 +12,7 @@ _BLANK_LINES = re.compile(r"\n[ \t]*(?:\n[ \t]*)+")
 
 
 class JsonLines(Source):
-    """``.jsonl`` files, one behind the other: an object a line; blank lines are passed over."""
+    """``.jsonl`` files, concatenated: one object per line; blank lines are skipped."""
 
     unit = "line"
 
@@ -22,7 +22,7 @@ class JsonLines(Source):
         self.identity = [file_identity(file) for file in files]
 
     def parts(self) -> Iterator[SourcePart]:
-        """Some lines of a file each, as bytes."""
+        """Yield some lines of a file at a time, as bytes."""
         for path in self._files:
             with path.open("rb") as file:
                 number = 1
@@ -49,7 +49,7 @@ class JsonLines(Source):
 
 
 class Texts(Source):
-    """A ``.txt`` file, whose documents stand between blank lines, or a folder of them, each one document."""
+    """A ``.txt`` file whose documents are separated by blank lines, or a folder of files with one document each."""
 
     def __init__(self, path: Path) -> None:
         self.name, self._path = path.name, path
@@ -58,7 +58,7 @@ class Texts(Source):
         self.identity = [file_identity(file) for file in self._files]
 
     def parts(self) -> Iterator[SourcePart]:
-        """Texts of about a megabyte together."""
+        """Yield texts of about a megabyte in total at a time."""
         texts, size, first = [], 0, 0
         for text in self._texts():
             texts.append(text)

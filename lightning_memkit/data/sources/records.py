@@ -1,4 +1,4 @@
-"""Records of any kind to token ids: texts, conversations, prompts with completions, ids that are there already."""
+"""Converts records to token ids: texts, conversations, prompts with completions, or existing ids."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -26,12 +26,12 @@ _Made = TypeVar("_Made")
 
 @dataclass(frozen=True, kw_only=True)
 class RecordOptions:
-    """What of a record is read.
+    """How a record is read.
 
     Attributes:
         text_field: The field that holds a text.
-        kind: Which fields make the document; ``auto`` finds out.
-        mask_prompt: Leaves what the model is asked without labels.
+        kind: Which fields form the document; ``auto`` detects it.
+        mask_prompt: Gives no labels to what the model is asked.
     """
 
     text_field: str = "text"
@@ -45,12 +45,12 @@ class RecordOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Encoder:
-    """Parts of a source to token stores.
+    """Converts parts of a source to token stores.
 
     Attributes:
-        source: What is read.
-        tokenizer: None where all records are token ids.
-        options: What of a record is read.
+        source: The source.
+        tokenizer: None if all records are token ids.
+        options: How a record is read.
     """
 
     source: Source
@@ -59,15 +59,15 @@ class Encoder:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What the tokens follow from."""
+        """Everything that the tokens depend on."""
         tokenizer = self.tokenizer.key if self.tokenizer else None
         return {"source": self.source.identity, "tokenizer": tokenizer, **asdict(self.options)}
 
     def __call__(self, part: SourcePart) -> TokenStore:
-        """The documents of a part, blank ones left out.
+        """The documents of a part, without blank ones.
 
         Raises:
-            ValueError: a record is none of the kinds, or of more than one.
+            ValueError: a record is of no kind, or of more than one.
         """
         if self.options.kind in ("auto", "input_ids") and (table := self.source.columns(part)) is not None:
             return self._of_columns(table, part)
@@ -105,7 +105,7 @@ class Encoder:
         group: list[Numbered],
         items: list[Any],
     ) -> _Made:
-        """What is made of all items at once; if that fails, the error of the first item that fails alone."""
+        """The result for all items at once; if that fails, the error of the first item that fails by itself."""
         try:
             return make(items, group[0][0])
         except ValueError as of_all:
@@ -146,7 +146,7 @@ class Encoder:
         if wanted != "auto":
             if wanted in kinds:
                 return wanted
-        elif len(kinds) == 1 or "input_ids" in kinds:  # whoever gives tokens has no need of the rest
+        elif len(kinds) == 1 or "input_ids" in kinds:  # records with tokens don't need their other fields
             return kinds[0]
         where = self.source.where(part, number)
         field = self.options.text_field
@@ -177,7 +177,7 @@ class Encoder:
 
 
 def kinds_of(record: Any, text_field: str = "text") -> list[str]:
-    """What a record can be read as."""
+    """The kinds as which a record can be read."""
     if isinstance(record, str):
         return ["text"]
     if isinstance(record, (bytes, bytearray)):

@@ -1,4 +1,4 @@
-"""Which documents train, which validate, which test: decided by seed and number alone."""
+"""Assigns documents to training, validation and test by seed and document number alone."""
 
 import warnings
 from dataclasses import dataclass
@@ -16,17 +16,18 @@ class DocumentOptions:
 
     Args:
         text_field: The field of a record that holds the text.
-        kind: Which fields of a record make the document: "text", "messages", "prompt" (with "completion") or
-            "input_ids"; "auto" finds out.
-        mask_prompt: Of conversations only the answers have labels, of a prompt with its completion only the
-            completion; false gives labels to all tokens.
-        limit: Takes so many documents, drawn at random, for tiny runs; null takes all.
-        validation: Share of the documents kept for validation, 0 to 1.
-        test: Share of the documents kept for testing; 0 tests on the validation documents.
-        seed: Of every random choice: limits, shares, shuffling.
-        processes: Processes that tokenise, at the most; null: one for every core. A second's work is done by one.
-        kept_apart: The first packed batch of a training shows whether documents of a row see each other, and stops it
-            where they do; false lets them.
+        kind: Which fields of a record form the document: "text", "messages", "prompt" (with "completion") or
+            "input_ids"; "auto" detects it.
+        mask_prompt: Only the answers of a conversation, or the completion of a prompt, have labels; false
+            gives labels to all tokens.
+        limit: Takes this many documents, drawn at random, for tiny runs; null takes all.
+        validation: Fraction of the documents kept for validation, 0 to 1.
+        test: Fraction of the documents kept for testing; 0 tests on the validation documents.
+        seed: The seed of every random choice: limits, shares, shuffling.
+        processes: Most processes that tokenise; null: one per core. One process does what takes about a
+            second.
+        kept_apart: The first packed batch of a training shows whether documents in a row see each other, and
+            an error stops the training if they do; false allows it.
     """
 
     text_field: str = "text"
@@ -59,14 +60,15 @@ class DocumentOptions:
 
     @property
     def records(self) -> RecordOptions:
-        """What of a record is read."""
+        """How a record is read."""
         return RecordOptions(text_field=self.text_field, kind=self.kind, mask_prompt=self.mask_prompt)
 
 
 def deal_documents(count: int, options: DocumentOptions) -> dict[str, NDArray[np.int64]]:
     """The numbers of the documents to train, validate and test on.
 
-    A document's share follows from the seed and its number: it stays when others are added behind it.
+    A document's share follows from the seed and its number, so it stays the same when documents are added
+    after it.
     """
     numbers = drawn_documents(count, options)
     shares = {name: numbers[is_of_share(numbers, name, options)] for name in ("train", "validation", "test")}
@@ -80,14 +82,14 @@ def deal_documents(count: int, options: DocumentOptions) -> dict[str, NDArray[np
 
 
 def drawn_documents(count: int, options: DocumentOptions) -> NDArray[np.int64]:
-    """The numbers of all documents, or of as many as the limit says."""
+    """The numbers of all documents, or of as many as the limit allows."""
     if options.limit is None or options.limit >= count:
         return np.arange(count)
     return np.sort(np.random.default_rng(options.seed).choice(count, options.limit, replace=False))
 
 
 def is_of_share(numbers: NDArray[np.int64], share: str, options: DocumentOptions) -> NDArray[np.bool_]:
-    """Which of these documents fall to "train", "validation" or "test"."""
+    """Which of these documents belong to "train", "validation" or "test"."""
     place = _uniform(numbers, options.seed)
     test, validation = options.test, options.test + options.validation
     bounds = {"test": (0.0, test), "validation": (test, validation), "train": (validation, 1.0)}

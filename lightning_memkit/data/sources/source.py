@@ -1,7 +1,7 @@
 """Where documents come from, in parts that any process can read by itself.
 
-A source names its contents, so that what was made of them can be kept, and hands out parts. A part is small (a range
-of numbers, some lines, some texts) and is read where it is tokenised.
+A source identifies its contents, so that their tokens can be cached, and yields parts. A part is small (a
+range of numbers, some lines, some texts) and is read in the process that tokenizes it.
 """
 
 import hashlib
@@ -21,13 +21,13 @@ Numbered = tuple[int, Record]
 
 @dataclass(frozen=True, kw_only=True)
 class SourcePart:
-    """Some documents that stand one behind the other.
+    """Some consecutive documents.
 
     Attributes:
-        first: The number of the first: its line in a file, else its place from 0.
+        first: The number of the first: its line in a file, otherwise its position from 0.
         content: What the source needs to read them.
-        work: How much of ``Source.work`` they are.
-        file: The file that they stand in, where the source has several.
+        work: Their contribution to ``Source.work``.
+        file: Their file, if the source has several.
     """
 
     first: int
@@ -40,10 +40,10 @@ class Source(ABC):
     """Documents in a fixed order.
 
     Attributes:
-        name: Stands in the name of a cache and in errors.
+        name: Part of a cache's name and of errors.
         unit: What a document's number counts, for errors.
-        work: What all parts add up to, for a progress bar.
-        identity: What the contents follow from; None where nothing short of reading them tells.
+        work: The sum of the work of all parts, for a progress bar.
+        identity: What determines the contents; None if only reading them would tell.
     """
 
     name: str
@@ -60,16 +60,16 @@ class Source(ABC):
         """The documents of a part, each with its number."""
 
     def columns(self, part: SourcePart) -> Any:
-        """The part as Arrow columns, where it is a table that holds token ids; else None."""
+        """The part as Arrow columns if it is a table with token ids, else None."""
         return None
 
     def where(self, part: SourcePart, number: int) -> str:
-        """A document of a part, for errors."""
+        """The location of a document, for errors."""
         return f"{part.file or self.name}, {self.unit} {number}"
 
 
 class Listed(Source):
-    """Records that are in memory, or that a data set hands out by number."""
+    """Records in memory, or that a data set returns by number."""
 
     name = "the source"
 
@@ -79,7 +79,7 @@ class Listed(Source):
 
     @cached_property
     def identity(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """A hash of what they hold; reads them once."""
+        """A hash of the records' contents; reads them once."""
         digest = hashlib.sha256()
         for part in self.parts():
             digest.update(repr(self.records(part)).encode())
@@ -91,11 +91,11 @@ class Listed(Source):
             yield SourcePart(first=begin, content=(begin, end), work=end - begin)
 
     def records(self, part: SourcePart) -> list[Numbered]:
-        """The records of these numbers."""
+        """The records with these numbers."""
         return [(number, self._records[number]) for number in range(*part.content)]
 
 
 def file_identity(path: Path) -> list[Any]:
-    """Path, size and time of the last change: what a file's contents follow from without reading them."""
+    """Path, size and modification time, which identify a file's contents without reading it."""
     status = path.stat()
     return [str(path.resolve()), status.st_size, status.st_mtime_ns]

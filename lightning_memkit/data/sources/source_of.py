@@ -1,4 +1,4 @@
-"""What a user gives as a source, as a Source: paths, tables, lists."""
+"""Turns what a user gives as a source (paths, tables, lists) into a `Source`."""
 
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,11 @@ _ENDINGS = (".jsonl", ".txt", *_TABLES)
 
 
 def source_of(source: Any) -> Source:
-    """What to read of ``python-stdlib``, a path, a table of the ``datasets`` package, or a list of texts or records.
+    """The source for ``python-stdlib``, a path, a table of the ``datasets`` package, or a list of texts or records.
 
     Raises:
         FileNotFoundError: there is no such file or folder.
-        ValueError: the ending is unknown, or a folder has no such file, or several kinds of them.
+        ValueError: the suffix is unknown, or a folder has no such file, or several kinds of them.
     """
     if isinstance(source, (str, Path)) and str(source) == "python-stdlib":
         return StandardLibrary()
@@ -27,7 +27,7 @@ def source_of(source: Any) -> Source:
         return _of_path(Path(source))
     if is_table(source):
         return table_of_dataset(source)
-    # torch's IterableDataset has a __getitem__, too, which raises.
+    # A torch IterableDataset has a `__getitem__`, too, but it raises.
     return Listed(list(source) if isinstance(source, IterableDataset) else source)
 
 

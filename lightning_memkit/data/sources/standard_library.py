@@ -13,16 +13,16 @@ from pathlib import Path
 
 from lightning_memkit.data.sources.source import Numbered, Source, SourcePart
 
-_EXTRACTOR = 1  # part of the corpus's name: raise it when the documents change
+_EXTRACTOR = 1  # part of the corpus's name: increase it when the documents change
 _SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 
 class StandardLibrary(Source):
-    """The source of every function outside the test suites, docstring included; about 16,000 documents.
+    """The source code of every function outside the test suites, with its docstring; about 16,000 documents.
 
-    A method stands for itself; a function inside a function stays part of the outer one. Where Python came
-    without its sources, the texts of ``help()`` (``pydoc_data.topics``, about 80 documents) take their place,
-    with a warning.
+    Each method is a document; a function inside a function stays part of the outer one. If Python was
+    installed without its sources, the texts of ``help()`` (``pydoc_data.topics``, about 80 documents) replace
+    them, with a warning.
 
     Raises:
         ValueError: this Python has neither.
@@ -36,7 +36,7 @@ class StandardLibrary(Source):
         self.work = len(self._files) or 1
 
     def parts(self) -> Iterator[SourcePart]:
-        """A module each."""
+        """One module per part."""
         if not self._files:
             yield SourcePart(first=0, content=_help_topics(), work=1)
         for path in self._files:
@@ -49,7 +49,7 @@ class StandardLibrary(Source):
 
 
 def _name() -> str:
-    """Names the corpus of this Python: the contents vary by version."""
+    """The name of this Python's corpus, whose contents vary by version."""
     return (
         f"python-stdlib-{platform.python_implementation()}-{platform.python_version()}-v{_EXTRACTOR}".lower()
     )
@@ -66,11 +66,11 @@ def _functions_of(path: Path) -> Iterator[str]:
         raw = path.read_bytes()
         text = raw.decode(tokenize.detect_encoding(io.BytesIO(raw).readline)[0])
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # old modules have invalid escapes; they are not ours to report
+            warnings.simplefilter("ignore")  # old modules have invalid escapes, which are not ours to report
             tree = ast.parse(text)
-    except (OSError, SyntaxError, ValueError):  # templates that are no valid Python
+    except (OSError, SyntaxError, ValueError):  # templates that are not valid Python
         return
-    # ast counts lines as the compiler does; str.splitlines would also break at form feeds.
+    # `ast` counts lines as the compiler does; `str.splitlines` would also break at form feeds.
     lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
     for function in _outer_functions(tree):
         first = min([function.lineno, *(decorator.lineno for decorator in function.decorator_list)])

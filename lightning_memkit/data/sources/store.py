@@ -1,4 +1,4 @@
-"""Documents end to end in one array: no object a document, nothing for worker processes to copy."""
+"""Documents concatenated in one array: no Python object per document, nothing for worker processes to copy."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,17 +9,18 @@ from numpy.typing import NDArray
 
 from lightning_memkit.data.sources.checksums import checksum_of, crc_of
 
-_LONG = 64  # tokens
+_LONG = 64  # tokens per span
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenStore:
-    """The tokens of all documents in one flat array; 2 bytes a token up to a vocabulary of 65,536, else 4.
+    """The tokens of all documents in one flat array; 2 bytes a token up to a vocabulary of 65,536, otherwise 4.
 
     Attributes:
         tokens: uint16 or int32 [tokens].
         offsets: int64 [documents + 1]; document ``d`` is ``tokens[offsets[d]:offsets[d + 1]]``.
-        learned: bool [tokens], which tokens are labels (a prompt's are not); None: all. One byte a token more.
+        learned: bool [tokens], which tokens are labels (a prompt's are not), at one more byte a token; None:
+            all.
     """
 
     tokens: NDArray[np.integer]
@@ -38,14 +39,14 @@ class TokenStore:
 
     @cached_property
     def vocabulary(self) -> int:
-        """Token ids are below this; 0 where there is no token."""
+        """An upper bound (exclusive) of the token ids; 0 if there are no tokens."""
         return int(self.tokens.max()) + 1 if len(self.tokens) else 0
 
     @cached_property
     def checksum(self) -> str:
-        """Of all tokens, of where documents end, and of what is learned: a pass over them, once.
+        """Checksum of all tokens, document ends and label marks; one pass over them, once.
 
-        The same as of the file that the store would be written to.
+        Equal to that of the file to which the store would be written.
         """
         crcs = [crc_of(self.tokens, token_type(self.vocabulary)), crc_of(self.offsets)]
         return checksum_of([*crcs, crc_of(self.learned)] if self.learned is not None else crcs)
@@ -58,7 +59,7 @@ class TokenStore:
     def read(
         self, begins: NDArray[np.int64], sizes: NDArray[np.int64]
     ) -> tuple[NDArray[np.integer], NDArray[np.bool_] | None]:
-        """The tokens of these spans of the flat array, end to end, and which of them are labels (None: all)."""
+        """The tokens of these spans of the flat array, concatenated, and which of them are labels (None: all)."""
         if is_long(sizes):
             spans = list(zip(begins.tolist(), (begins + sizes).tolist(), strict=True))
 
@@ -74,7 +75,7 @@ class TokenStore:
 
 
 def joined(stores: Iterable[TokenStore]) -> TokenStore:
-    """All documents of several stores in one, in memory."""
+    """All documents of several stores in one store, in memory."""
     parts = [store for store in stores if store.documents]
     if not parts:
         return TokenStore(tokens=np.zeros(0, np.uint16), offsets=np.zeros(1, np.int64))
@@ -94,21 +95,21 @@ def learned_of(store: TokenStore) -> NDArray[np.bool_]:
 
 
 def token_type(vocabulary: int) -> type[np.integer]:
-    """The narrowest type that holds the token ids 0 to ``vocabulary - 1``: uint16 or int32."""
+    """The narrowest dtype that holds the token ids 0 to ``vocabulary - 1``: uint16 or int32."""
     return np.uint16 if vocabulary <= 2**16 else np.int32
 
 
 def offsets_of(lengths: NDArray) -> NDArray[np.int64]:
-    """Where each of so many things begins, and their end: ``[0, 3, 2]`` → ``[0, 0, 3, 5]``."""
+    """The offsets of consecutive items of these lengths, and the total: ``[0, 3, 2]`` → ``[0, 0, 3, 5]``."""
     return np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)))
 
 
 def ranges(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """``starts[i]``, ``starts[i] + 1``, ... ``counts[i]`` times, for every i."""
+    """``starts[i]``, ``starts[i] + 1``, ... ``counts[i]`` values for every i, concatenated."""
     offsets = offsets_of(counts)
     return np.repeat(starts - offsets[:-1], counts) + np.arange(offsets[-1])
 
 
 def is_long(sizes: NDArray[np.int64]) -> bool:
-    """Whether spans of these sizes are copied faster one by one than token by token."""
+    """Whether spans of these sizes are copied faster span by span than token by token."""
     return len(sizes) > 0 and sizes.mean() >= _LONG

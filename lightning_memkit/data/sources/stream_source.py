@@ -1,4 +1,4 @@
-"""Streams of records: documents that come one after another, and whose number is not known."""
+"""Streams of records: documents that arrive one after another, in unknown number."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,11 +18,11 @@ _AT_ONCE = 256
 
 @dataclass(frozen=True, kw_only=True)
 class StreamDocuments:
-    """The documents of a stream that fall to a share, as tokens, read from any number on.
+    """The documents of a stream that belong to a share, as tokens, read from any document number on.
 
     Attributes:
         source: An iterable that can be read again, or a function that returns an iterator.
-        tokenizer: None where records are token ids.
+        tokenizer: None if records are token ids.
         options: Which documents are read, and how.
         share: "train", "validation" or "test"; None takes all.
     """
@@ -38,7 +38,7 @@ class StreamDocuments:
         object.__setattr__(self, "_encoder", encoder)
 
     def __call__(self, epoch: int, first_document: int) -> Iterator[TokenStore]:
-        """Stores of consecutive documents; those of other shares and blank ones have no tokens."""
+        """Yield stores of consecutive documents; blank ones and those of other shares have no tokens."""
         records, number = _records(self.source, epoch, first_document), first_document
         while chunk := list(islice(records, _AT_ONCE)):
             yield self._store(chunk, number)
@@ -57,24 +57,24 @@ class StreamDocuments:
 
 
 def is_stream(source: Any) -> bool:
-    """Whether documents come one after another, and how many is not known."""
+    """Whether a source's documents arrive one after another, in unknown number."""
     if isinstance(source, (str, bytes)) or hasattr(source, "__len__"):
         return False
     return hasattr(source, "__iter__") or callable(source)
 
 
 def check_stream(source: Any) -> None:
-    """Raises where a stream can be read only once: an epoch, a resume and every share read it anew."""
+    """Raise if a stream can be read only once: every epoch, every share and a resume read it again."""
     if hasattr(source, "__next__"):
         raise ValueError(
-            f"source is {type(source).__name__}, which can be read only once, and every epoch, every share of the "
-            "documents and a resume read it anew; give the function that makes it: source=documents instead of "
+            f"source is {type(source).__name__}, which can be read only once, but every epoch, every share of the "
+            "documents and a resume read it again; give the function that makes it: source=documents instead of "
             "source=documents()."
         )
 
 
 def first_record(source: Any) -> Any:
-    """The first record of a stream; None where it is empty."""
+    """The first record of a stream; None if it is empty."""
     return next(_records(source, 0, 0), None)
 
 
@@ -82,7 +82,7 @@ def _records(source: Any, epoch: int, first: int) -> Iterator[Any]:
     records: Any = source if hasattr(source, "__iter__") else source()
     if hasattr(records, "set_epoch"):
         records.set_epoch(epoch)
-    if first and hasattr(records, "skip"):  # a stream of the datasets package may know a shorter way
+    if first and hasattr(records, "skip"):  # a stream of the datasets package may have a faster way
         return iter(records.skip(first))
     return islice(iter(records), first, None)
 
@@ -93,7 +93,7 @@ def _is_blank(record: Any, options: RecordOptions) -> bool:
 
 
 class _GivenStream(Source):
-    """Records that are there already."""
+    """A source whose parts already contain their records."""
 
     name, unit, work, identity = "the stream", "document", 0, None
 

@@ -1,6 +1,6 @@
 """Documents that are rows of a table: Parquet and Arrow files, and tables of the ``datasets`` package.
 
-Files are read by Arrow itself, a thousand rows at a time and without a copy on disk; no other package is needed.
+Arrow itself reads files, a thousand rows at a time and without a copy on disk; no other package is needed.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,20 +12,20 @@ from lightning_memkit.data.sources.source import RECORDS_A_PART, Numbered, Sourc
 
 
 class TextTable(Source):
-    """Rows of a table; a part travels as Arrow's own bytes.
+    """Rows of a table; a part is sent to other processes as Arrow's own bytes.
 
     Args:
-        name: Stands in the name of a cache and in errors.
-        identity: What the contents follow from.
-        rows: Their number.
-        read: Gives the rows in order, as Arrow tables or record batches.
+        name: Part of a cache's name and of errors.
+        identity: What determines the contents.
+        rows: The number of rows.
+        read: Yields the rows in order, as Arrow tables or record batches.
     """
 
     def __init__(self, name: str, identity: Any, rows: int, read: Callable[[], Iterator[Any]]) -> None:
         self.name, self.identity, self.work, self._read = name, identity, rows, read
 
     def parts(self) -> Iterator[SourcePart]:
-        """A thousand rows each."""
+        """Yield a thousand rows at a time."""
         first = 0
         for rows in self._read():
             for begin in range(0, rows.num_rows, RECORDS_A_PART):
@@ -34,17 +34,17 @@ class TextTable(Source):
                 first += some.num_rows
 
     def records(self, part: SourcePart) -> list[Numbered]:
-        """The rows, a mapping each."""
+        """The rows, each as a mapping."""
         return list(enumerate(_of_bytes(part.content).to_pylist(), part.first))
 
     def columns(self, part: SourcePart) -> Any:
-        """The rows as Arrow columns, where one holds token ids."""
+        """The rows as Arrow columns if one column holds token ids, else None."""
         rows = _of_bytes(part.content)
         return rows if "input_ids" in rows.column_names else None
 
 
 def is_table(source: Any) -> bool:
-    """Whether this is a ``datasets.Dataset``; does not load the package."""
+    """Whether a source is a ``datasets.Dataset``; does not import the package."""
     return (
         type(source).__module__.split(".")[0] == "datasets"
         and hasattr(source, "with_format")
@@ -53,15 +53,15 @@ def is_table(source: Any) -> bool:
 
 
 def table_of_dataset(table: Any) -> TextTable:
-    """A ``datasets.Dataset``, known by its fingerprint."""
+    """A ``datasets.Dataset``, identified by its fingerprint."""
     return TextTable("dataset", table._fingerprint, len(table), partial(_of_dataset, table))
 
 
 def table_of_files(files: list[Path], name: str) -> TextTable:
-    """Parquet or Arrow files (of either kind: stream or file), one behind the other.
+    """Parquet or Arrow files (in the stream or the file format), concatenated.
 
     Raises:
-        ValueError: one is none, or has other columns than the first.
+        ValueError: a file is neither, or has other columns than the first.
     """
     rows, first = 0, set()
     for path in files:
@@ -121,7 +121,7 @@ def _mapped(path: Path) -> Any:
 def _read_or_refused(read: Callable[[], Any], path: Path, name: str) -> Any:
     try:
         return read()
-    except Exception as error:  # Arrow's errors have no base of their own
+    except Exception as error:  # Arrow's errors have no common base class
         reason = next(iter(str(error).splitlines()), "")
         of_several = "" if path.name == name else f"{name}: "
         raise ValueError(

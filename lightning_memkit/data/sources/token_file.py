@@ -1,8 +1,9 @@
-"""Token stores in one Arrow file that processes map instead of reading: written whole, checked, never copied.
+"""Token stores in one Arrow file that processes map instead of reading: written whole, verified, never copied.
 
-The file is an Arrow stream of one record batch, so that every list of a column lies end to end: ``input_ids`` are the
-documents, and ``learned`` tells, where there is one, which tokens are labels. ``datasets.Dataset.from_file`` reads it,
-too. The schema's metadata has the size of the vocabulary and the CRC-32 of every array.
+The file is an Arrow stream of one record batch, so that all lists of a column are contiguous: ``input_ids``
+are the documents, and ``learned``, if present, marks the tokens that are labels.
+``datasets.Dataset.from_file`` can read it, too. The schema's metadata contains the size of the vocabulary and
+the CRC-32 of every array.
 """
 
 import contextlib
@@ -25,23 +26,25 @@ from torch.utils.data import get_worker_info
 from lightning_memkit.data.sources.checksums import checksum_of, crc_of
 from lightning_memkit.data.sources.store import TokenStore, learned_of, offsets_of, token_type
 
-FORMAT = 2  # raise it when the file's layout changes
+FORMAT = 2  # increase it when the file's layout changes
 _METADATA = b"lightning_memkit"
 _STALE_SECONDS = 24 * 3600
 _BLOCK = 2**22
-# The kernel maps up to 16 pages around a place that is read; they are given back once they may have come to this.
+# The kernel maps up to 16 pages around each position that is read; they are released once they may add up to
+# `_HELD`.
 _AROUND, _HELD = 16 * 4096, 2**26
 
-Place = tuple[str, int, int]  # of an array in the file: its type, its number of values, its first byte
+Place = tuple[str, int, int]  # of an array in the file: its dtype, its number of values, its first byte
 
 
 @dataclass(frozen=True, kw_only=True)
 class MappedStore(TokenStore):
-    """A store whose arrays lie in a file: no memory of its own, one copy for all processes of a machine.
+    """A store whose arrays are in a file: no memory of its own, one copy for all processes of a machine.
 
-    Pickling it (a worker process that is not forked) passes the path and where the arrays lie: the worker maps them
-    without Arrow, which would be 25 MiB of its own. What a reader has touched is given back to the kernel, by a worker
-    after every batch: the pages stay in its cache, but no longer count as the process's.
+    Pickling it (for a worker process that is not forked) passes the path and the arrays' positions: the
+    worker maps them without Arrow, which would cost it 25 MiB. Pages that were read are released to the
+    kernel, in a worker after every batch: they stay in the kernel's cache, but no longer count as memory of
+    the process.
     """
 
     path: Path
@@ -53,22 +56,23 @@ class MappedStore(TokenStore):
 
     @cached_property
     def checksum(self) -> str:
-        """Of all tokens, of where documents end, and of what is learned: as the file has it."""
+        """Checksum of all tokens, document ends and label marks, as stored in the file."""
         return checksum_of(self.crcs)
 
     def read(
         self, begins: NDArray[np.int64], sizes: NDArray[np.int64]
     ) -> tuple[NDArray[np.integer], NDArray[np.bool_] | None]:
-        """The tokens of these spans of the flat array, end to end, and which of them are labels (None: all)."""
+        """The tokens of these spans of the flat array, concatenated, and which of them are labels (None: all)."""
         found = super().read(begins, sizes)
         self._touched[0] += len(sizes) * _AROUND + int(sizes.sum()) * self.tokens.itemsize
-        # A worker gives them back after every batch: what only one process maps counts as its own memory.
+        # A worker releases pages after every batch, because pages that only one process maps count as its own
+        # memory.
         if self._touched[0] > (_HELD if get_worker_info() is None else 0):
             self.give_back()
         return found
 
     def give_back(self) -> None:
-        """Takes the file's pages out of this process; they stay in the kernel's cache."""
+        """Unmap the file's pages from this process; they stay in the kernel's cache."""
         self._touched[0] = 0
         if hasattr(mmap, "MADV_DONTNEED"):
             self.mapped.madvise(mmap.MADV_DONTNEED)
@@ -85,11 +89,11 @@ def read_store(path: Path, *, verify: bool = False) -> MappedStore:
     """The store in a file, mapped.
 
     Args:
-        path: of the file.
-        verify: compares every array with its checksum, about a second a gigabyte.
+        path: the file.
+        verify: compare every array with its checksum, about a second a gigabyte.
 
     Raises:
-        ValueError: the file is broken, cut short or of another format.
+        ValueError: the file is broken, truncated or of another format.
         OSError: it can't be opened.
     """
     import pyarrow
@@ -121,13 +125,13 @@ def read_store(path: Path, *, verify: bool = False) -> MappedStore:
 
 
 def write_store(stores: Iterable[TokenStore], path: Path) -> None:
-    """All documents of some stores into one file, as they come; it appears whole or not at all.
+    """Write all documents of some stores into one file, as they arrive; it appears whole or not at all.
 
-    Tokens and labels are collected in nameless files, which take as much room on the disk as the file once more, and
-    go with the process, however that ends.
+    Tokens and labels are first collected in unnamed temporary files, which need as much disk space as the
+    file itself and vanish with the process, however it ends.
 
     Raises:
-        UnwritableError: the folder can't be written to, or is full; or there is no Arrow.
+        UnwritableError: the folder can't be written to or is full, or pyarrow is missing.
     """
     if find_spec("pyarrow") is None:  # a bare machine, without the package's requirements
         raise UnwritableError(f"{path} can't be written (pyarrow is not installed)")
@@ -150,7 +154,7 @@ def write_store(stores: Iterable[TokenStore], path: Path) -> None:
 
 
 class _Spool:
-    """Tokens and what is learned wait in files, lengths in memory."""
+    """Collects tokens and label marks in files, lengths in memory."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -222,7 +226,7 @@ class _Spool:
 
 
 def _arrow(values: NDArray[Any]) -> Any:
-    """The values as Arrow has them, not copied; `pyarrow.array` would load pandas, which takes a second."""
+    """The values as an Arrow array, not copied; `pyarrow.array` would import pandas, which takes a second."""
     import pyarrow
 
     kind = pyarrow.from_numpy_dtype(values.dtype)
@@ -250,7 +254,7 @@ def _place(array: Any, address: int) -> Place:
 
 @contextlib.contextmanager
 def _writable(path: Path) -> Any:
-    """Tells an error of writing from one of the documents' source."""
+    """Distinguish an error of writing from one of the documents' source."""
     try:
         yield
     except OSError as error:
@@ -258,7 +262,7 @@ def _writable(path: Path) -> Any:
 
 
 def _drop_stale(path: Path) -> None:
-    """Remove what processes that were killed at the end of a build have left."""
+    """Remove files left by processes that were killed at the end of a build."""
     for part in path.parent.glob(f"{path.stem}*.part*"):
         with contextlib.suppress(OSError):
             if time.time() - part.stat().st_mtime > _STALE_SECONDS:

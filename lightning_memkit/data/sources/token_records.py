@@ -1,4 +1,4 @@
-"""Records that are token ids already: lists, arrays, tensors, or mappings with ``input_ids``."""
+"""Records that already are token ids: lists, arrays, tensors, or mappings with ``input_ids``."""
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,20 +16,20 @@ _MASKS = ("completion_mask", "assistant_masks")
 
 Column = tuple[
     NDArray[np.integer], NDArray[np.int64]
-]  # values of all records end to end, and each one's number
+]  # values of all records concatenated, and how many each record has
 
 
 def token_store(documents: Iterable[Any]) -> TokenStore:
-    """A store of documents that are tokens already.
+    """A store of documents that already are token ids.
 
-    A document is a sequence of token ids, or a mapping with ``input_ids``. Beside them may stand, of the same
-    length, ``attention_mask`` (tokens under 0 are padding and are dropped), and either ``labels`` (the tokens
-    themselves, -100 where they are not learned) or ``completion_mask`` or ``assistant_masks`` (0 where they are not
-    learned). A 2-D array is a document a row.
+    A document is a sequence of token ids, or a mapping with ``input_ids``. The mapping may also have, of the
+    same length, ``attention_mask`` (tokens with 0 are padding and are dropped), and either ``labels`` (the
+    tokens themselves, -100 if not learned) or ``completion_mask`` or ``assistant_masks`` (0 if not learned).
+    A 2-D array is one document per row.
 
     Raises:
         ValueError: a token id is negative or not an integer, a record has no ``input_ids``, columns differ in
-            length, or labels are other tokens than the input's.
+            length, or labels differ from the input's tokens.
     """
     if isinstance(documents, TokenStore):
         return documents
@@ -41,7 +41,7 @@ def token_store(documents: Iterable[Any]) -> TokenStore:
 
 
 def mixed(this: str, first: str) -> str:
-    """What to say of a document of one kind among those of the other: of whose vocabulary ids are is not known."""
+    """The message for a document of one kind among those of the other: the vocabulary of the ids is unknown."""
     return (
         f"is {this}, and the first document is {first}: of whose vocabulary the ids are is not known, so they don't "
         "stand beside texts, in whichever order. Tokenise all documents or none; of records that have both, "
@@ -50,7 +50,7 @@ def mixed(this: str, first: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as JSON has it, cut off, with its type."""
+    """A value as JSON, truncated, with its type."""
     if value is None:
         return "null"
     try:
@@ -61,17 +61,17 @@ def shown(value: Any) -> str:
 
 
 def records_of(documents: Any) -> Iterator[Any]:
-    """Every record; a torch ``Dataset`` has a length and numbers but need not end an iteration."""
+    """Every record; a torch ``Dataset`` is read by number, because iterating over it need not end."""
     if hasattr(documents, "__len__") and not hasattr(documents, "__iter__"):
         return (documents[number] for number in range(len(documents)))
     return iter(documents)
 
 
 def store_of_columns(columns: dict[str, Column], first: int = 0) -> TokenStore:
-    """A store of flat columns: ``input_ids``, and what may stand beside them.
+    """A store of flat columns: ``input_ids``, and the optional columns beside it.
 
     Args:
-        columns: for every name the values of all records end to end, and the number of each record's.
+        columns: by name, the values of all records concatenated, and how many each record has.
         first: the number of the first record, for errors.
     """
     ids, counts = columns["input_ids"]
@@ -123,7 +123,7 @@ def _stores(chunks: Iterable[list[Any]]) -> Iterator[TokenStore]:
 
 
 def store_of_records(records: Sequence[Any], first: int = 0) -> TokenStore:
-    """A store of some records; ``first`` is the number of the first of them, for errors."""
+    """A store of some records; ``first`` is the number of the first one, for errors."""
     fields = ("input_ids", "attention_mask", "labels", *_MASKS)
     rows: dict[str, list[NDArray]] = {"input_ids": []}
     for number, record in enumerate(records, first):

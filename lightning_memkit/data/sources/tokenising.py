@@ -1,4 +1,4 @@
-"""A source to tokens once: in several processes where it takes longer than a second, and with a progress bar."""
+"""Tokenizes a source once: in several processes if it takes longer than a second, and with a progress bar."""
 
 import os
 import time
@@ -15,18 +15,18 @@ from lightning_memkit.memory.processors import usable_processors
 from lightning_memkit.utilities.progress import ProgressBar
 
 _ALONE_SECONDS = 1.0  # starting processes takes a good part of a second
-_PARTS_AHEAD = 4  # a process
+_PARTS_AHEAD = 4  # for each process
 
 
 def tokenised(encoder: Encoder, *, processes: int | None = None, verify: bool = True) -> TokenStore:
-    """All documents of a source as tokens, mapped from the cache; tokenised where it isn't there.
+    """All documents of a source as tokens, mapped from the cache; tokenized if the cache does not have them.
 
-    What has no identity is read anew every time, and kept in memory.
+    A source without an identity is read every time, and its tokens are kept in memory.
 
     Args:
         encoder: The source, and how its records are read.
-        processes: At the most; None: one for every core that this process may use.
-        verify: compares a cached file with its checksums.
+        processes: The most processes; None: one for every core that this process may use.
+        verify: compare a cached file with its checksums.
     """
     identity = encoder.identity
 
@@ -43,7 +43,7 @@ def tokenised(encoder: Encoder, *, processes: int | None = None, verify: bool = 
 
 
 def encoded(encoder: Encoder, processes: int) -> Iterator[tuple[TokenStore, int]]:
-    """The parts of a source in order, each with its share of the source's work."""
+    """Yield the parts of a source in order, each with its contribution to the source's work."""
     parts, begin = encoder.source.parts(), time.perf_counter()
     for part in parts:
         if processes > 1 and time.perf_counter() - begin > _ALONE_SECONDS:
@@ -55,7 +55,7 @@ def encoded(encoder: Encoder, processes: int) -> Iterator[tuple[TokenStore, int]
 def _by_processes(
     encoder: Encoder, parts: Iterator[SourcePart], processes: int
 ) -> Iterator[tuple[TokenStore, int]]:
-    # A forked process need not import the user's script again, which may have no guard against that.
+    # Forked processes need not import the user's script again, which may have no guard against that.
     options = WorkerOptions(num_workers=processes, prefetch=_PARTS_AHEAD, on_start=_without_threads)
     workers = WorkerBatches(partial(_encode, encoder), options)
     try:
@@ -71,7 +71,7 @@ def _by_processes(
 
 
 def _or_error(parts: Iterator[SourcePart]) -> Iterator[tuple[int, SourcePart | Exception]]:
-    """The parts, and what went wrong in reading them: errors travel as values, so that they arrive as they were."""
+    """Yield the parts, or the error of reading them: errors are sent as values, so that they arrive unchanged."""
     try:
         yield from enumerate(parts)
     except Exception as error:
@@ -89,4 +89,4 @@ def _encode(encoder: Encoder, job: tuple[int, SourcePart | Exception]) -> tuple[
 
 
 def _without_threads(worker: int) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process a core is enough
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process per core is enough

@@ -1,4 +1,4 @@
-"""Texts to token ids: bytes with no vocabulary file, or a Hugging Face tokenizer by name."""
+"""Converts texts to token ids: bytes without a vocabulary file, or a Hugging Face tokenizer by name."""
 
 import hashlib
 import re
@@ -17,12 +17,12 @@ _MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class Tokenizer(Protocol):
-    """What memkit asks of a tokenizer.
+    """The interface that memkit needs of a tokenizer.
 
     Attributes:
-        key: Names the tokenizer and its vocabulary; part of the name of a cache.
-        vocabulary_size: Token ids are below this.
-        pad_id: The token that fills a row's end.
+        key: Identifies the tokenizer and its vocabulary; part of a cache's name.
+        vocabulary_size: An upper bound (exclusive) of the token ids.
+        pad_id: The token that fills the end of a row.
     """
 
     key: str
@@ -43,9 +43,9 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as tokens 0 to 255, between a begin (256) and an end (257); 258 pads: 259 in all.
+    """UTF-8 bytes as tokens 0 to 255, between a begin (256) and an end token (257); 258 is padding: 259 in all.
 
-    Any text has a tokenization and nothing is loaded, at 3 to 5 times the tokens of a trained vocabulary.
+    It can represent any text and loads nothing, at 3 to 5 times the tokens of a trained vocabulary.
     """
 
     key = "bytes"
@@ -57,7 +57,7 @@ class ByteTokenizer:
         return self._marked([_utf8(text) for text in texts])
 
     def tokenize_conversations(self, conversations: Sequence[Conversation]) -> TokenStore:
-        """Token ids of every prompt with its completion; the completion and the end are learned.
+        """Token ids of every prompt with its completion; the completion and the end token are learned.
 
         Raises:
             ValueError: there are messages, which need a chat template.
@@ -76,7 +76,7 @@ class ByteTokenizer:
         return TokenStore(tokens=store.tokens, offsets=store.offsets, learned=_flat(learned))
 
     def decode(self, ids: ArrayLike) -> str:
-        """The text of token ids; begin, end and padding have none."""
+        """The text of token ids, without begin, end and padding."""
         values = np.asarray(ids)
         return values[values < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
@@ -91,7 +91,7 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer of the ``transformers`` package, by name or path; an end token closes every document.
+    """A tokenizer of the ``transformers`` package, by name or path; every document ends with an end token.
 
     Raises:
         MissingPackageError: ``transformers`` is not installed.
@@ -125,7 +125,7 @@ class HuggingFaceTokenizer:
         pieces, lengths = [], []
         kind = token_type(self.vocabulary_size)
         for first in range(0, len(texts), _TEXTS_AT_ONCE):
-            # Half a surrogate pair, which JSON may hold, is no text to the tokenizers package.
+            # The tokenizers package refuses half a surrogate pair, which JSON may contain.
             batch = [_utf8(text).decode() for text in texts[first : first + _TEXTS_AT_ONCE]]
             for ids in self._tokenizer(batch, verbose=False)["input_ids"]:
                 if self.eos_id is not None and (not ids or ids[-1] != self.eos_id):
@@ -139,7 +139,7 @@ class HuggingFaceTokenizer:
         """Token ids of every conversation by the chat template, and which of them are learned.
 
         Raises:
-            ValueError: the tokenizer has no chat template, or can't tell which characters a token stands for.
+            ValueError: the tokenizer has no chat template, or can't map tokens to characters.
         """
         documents = [self._conversation(conversation) for conversation in conversations]
         kind = token_type(self.vocabulary_size)
@@ -183,7 +183,7 @@ class HuggingFaceTokenizer:
         try:
             if (
                 not messages and not options["tokenize"]
-            ):  # the header of an answer alone; in a batch it is allowed
+            ):  # the header of an answer alone: an empty conversation is allowed only in a batch
                 return self._tokenizer.apply_chat_template([[]], **options)[0]
             return self._tokenizer.apply_chat_template(messages, **options)
         except jinja2.TemplateError as error:

@@ -1,4 +1,4 @@
-"""Token ids that a model's embedding has no row for: on a GPU an assertion in a kernel, which names nothing."""
+"""Refuses token ids without a row in a model's embedding: on a GPU a kernel's assertion fails without a name."""
 
 from typing import Any
 
@@ -6,15 +6,15 @@ from torch import nn
 
 
 def refuse_ids_beyond_embedding(module: nn.Module, ids: int, tokenizer: str) -> None:
-    """Refuse documents with token ids that a transformers model within the module has no embedding for.
+    """Refuse documents with token ids for which a transformers model in the module has no embedding.
 
     Args:
-        module: searched for the outermost modules that tell their input embedding (`get_input_embeddings`).
-        ids: the documents' token ids are below this.
+        module: searched for the outermost modules that have `get_input_embeddings`.
+        ids: an upper bound (exclusive) of the documents' token ids.
         tokenizer: its name, for the message.
 
     Raises:
-        ValueError: an embedding has fewer rows; it says both numbers, and the remedy.
+        ValueError: an embedding has fewer rows; names both numbers and the remedy.
     """
     for name, rows in _embeddings(module):
         if rows < ids:
@@ -30,7 +30,7 @@ def _embeddings(module: nn.Module, name: str = "") -> list[tuple[str, int]]:
     if callable(tells):
         try:
             embedding: Any = tells()
-        except NotImplementedError:  # a part that has none
+        except NotImplementedError:  # a submodule without an embedding
             embedding = None
         rows = getattr(embedding, "num_embeddings", None)
         return [(f"{name} ({type(module).__name__})", rows)] if isinstance(rows, int) else []

@@ -1,1 +1,1 @@
-"""Whole optimizer steps over bfloat16 weights in one pass over the memory: AdamW, SGD and Lion."""
+"""Whole optimizer steps over bfloat16 weights in one pass over memory: AdamW, SGD and Lion."""

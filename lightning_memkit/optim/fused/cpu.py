@@ -1,4 +1,4 @@
-"""The fused steps on the CPU, in C++; 18 bytes a parameter move with AdamW and kahan or split."""
+"""The fused steps on the CPU, in C++; AdamW with kahan or split moves 18 bytes a parameter."""
 
 from collections.abc import Sequence
 
@@ -15,10 +15,10 @@ _FIRST_IS_STOCHASTIC, _DECOUPLED, _MAXIMIZE, _NESTEROV, _FIRST_STEP = 1, 2, 4, 8
 def step(
     rule: Rule, mode: Mode, operands: Sequence[Operand] | Operands, rounding: StochasticRounding
 ) -> None:
-    """Step every operand in one pass over its memory, in as many threads as torch uses; see `reference.step`.
+    """Step every operand in one pass over its memory, with as many threads as torch uses; see `reference.step`.
 
     Raises:
-        RuntimeError: there is no kernel; ask `native.available` first.
+        RuntimeError: there is no kernel; call `native.available` first.
     """
     number, numbers, flags = _numbers(rule)
     if first_is_stochastic(rule):
@@ -28,7 +28,7 @@ def step(
 
 
 def _packed(rule: Rule, operands: Operands, rounding: StochasticRounding) -> np.ndarray:
-    """The structs `Operand` of native.cpp, one a row."""
+    """The structs `Operand` of native.cpp, one per row."""
     packed = np.zeros((len(operands), 11), np.uint64)
     packed[:, :3], packed[:, 3] = operands.addresses[:, :3], operands.wide
     packed[:, 4:6] = operands.addresses[:, 3:]
@@ -40,7 +40,7 @@ def _packed(rule: Rule, operands: Operands, rounding: StochasticRounding) -> np.
 
 
 def _numbers(rule: Rule) -> tuple[int, tuple[float, ...], int]:
-    """The rule's number in native.cpp, its scalars in the order in which they are read there, and its flags."""
+    """The rule's number in native.cpp, its scalars in the order in which native.cpp reads them, and its flags."""
     if isinstance(rule, AdamW):
         scalars = (rule.shrink, rule.weight_decay, 1 - rule.beta1, rule.beta2, 1 - rule.beta2,
                    rule.root_correction, rule.eps, -rule.step_size)  # fmt: skip

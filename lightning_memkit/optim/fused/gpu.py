@@ -1,9 +1,9 @@
-"""The fused steps on CUDA, in Triton: one launch for all parameters, 18 bytes a parameter moved by AdamW.
+"""The fused steps on CUDA, in Triton: one launch for all parameters; AdamW moves 18 bytes a parameter.
 
-The kernels find the tensors through a table of their addresses on the device. It is written when an address
-changes, from pinned memory and without waiting for the device; weights and states stay where they are, and
-gradients mostly come back to the same place, so most steps copy nothing. A table knows addresses only: it keeps
-no tensor alive. Not yet verified on a GPU.
+The kernels find the tensors through a table of their addresses on the device. The table is rewritten when an
+address changes, from pinned memory and without waiting for the device. Weights and states stay where they
+are, and gradients mostly return to the same addresses, so most steps copy nothing. A table holds addresses
+only: it keeps no tensor alive. Not yet verified on a GPU.
 """
 
 import contextlib
@@ -30,14 +30,15 @@ from lightning_memkit.optim.fused.operands import (
 from lightning_memkit.optim.modes import Mode
 from lightning_memkit.optim.stochastic_rounding import StochasticRounding
 
-# Eight elements a thread are 16 bytes of bfloat16. At AdamW's 72 registers a thread, seven programs share a Hopper
-# multiprocessor and have 70 kB of reads under way. Fixed, not tuned at run time: the same launch every time.
+# Eight elements a thread are 16 bytes of bfloat16. At AdamW's 72 registers a thread, seven programs share a
+# Hopper multiprocessor and have 70 kB of reads in flight. Fixed rather than tuned at run time, so that every
+# launch is the same.
 BLOCK = 1024
 WARPS = 4
 
 _LOW_DTYPES: dict[Mode, torch.dtype | None] = {"kahan": torch.bfloat16, "split": torch.int16}
 _OLDEST_TRITON = (3, 4)
-_MOST_TABLES = 1024  # of one optimizer; more means that they aren't reused
+_MOST_TABLES = 1024  # per optimizer; more means that they are not reused
 
 _tables: "WeakKeyDictionary[StochasticRounding, dict[tuple, _Table]]" = WeakKeyDictionary()
 
@@ -45,14 +46,15 @@ _tables: "WeakKeyDictionary[StochasticRounding, dict[tuple, _Table]]" = WeakKeyD
 def step(
     rule: Rule, mode: Mode, operands: Sequence[Operand] | Operands, rounding: StochasticRounding
 ) -> None:
-    """Step every operand in one pass over its memory, in one launch a device and gradient dtype.
+    """Step every operand in one pass over its memory, with one launch for each device and gradient dtype.
 
-    The noise is a function of the seed, the step, the parameter's index and the element, but not the reference's.
+    The noise is a function of the seed, the step, the parameter's index and the element, but differs from the
+    reference's.
 
     Args:
         rule: the optimizer's rule and its numbers in this step.
-        mode: what keeps the bits that bfloat16 lacks.
-        operands: one a parameter.
+        mode: the compensation, which stores the bits that bfloat16 lacks.
+        operands: one per parameter.
         rounding: its seed and step number are the key of the kernels' noise.
 
     Raises:
@@ -81,11 +83,11 @@ def step(
 
 @cache
 def why_unavailable() -> str | None:
-    """Why there is no kernel here; None where there is one. The first call launches one on a single element.
+    """The reason why no kernel can run here, or None. The first call launches one on a single element.
 
     Raises:
-        torch.OutOfMemoryError: the device has no memory left for that now, which says nothing of the kernel: the next
-            call tries again.
+        torch.OutOfMemoryError: the device has no memory left for the test. Nothing is cached then, so that
+            the next call tests again.
     """
     if not torch.cuda.is_available() or torch.version.hip:
         return "the kernels are for CUDA, and torch sees no such device"
@@ -100,7 +102,7 @@ def why_unavailable() -> str | None:
         operand = Operand(index=0, weight=one, low=None, gradient=one.clone(), first=one.clone())
         rule = Lion(learning_rate=0.0, beta1=0.9, beta2=0.9, weight_decay=0.0)
         step(rule, "none", [operand], StochasticRounding())
-    except Exception as error:  # whatever keeps it from compiling or launching: a compiler, a driver
+    except Exception as error:  # any failure to compile or launch: a compiler, a driver
         if is_out_of_memory(error):
             raise
         return f"triton can't launch a kernel ({type(error).__name__}: {error})"
@@ -108,7 +110,7 @@ def why_unavailable() -> str | None:
 
 
 def numbers(rule: Rule) -> tuple[float, ...]:
-    """What the rule's kernel takes as numbers, in its order."""
+    """The scalars that the rule's kernel takes, in its order."""
     if isinstance(rule, AdamW):
         correction = 1 / rule.root_correction
         values = (rule.shrink, rule.weight_decay, 1 - rule.beta1, rule.beta2, 1 - rule.beta2)
@@ -117,15 +119,15 @@ def numbers(rule: Rule) -> tuple[float, ...]:
         values = (rule.weight_decay, rule.momentum, 1 - rule.dampening, rule.learning_rate)
     else:
         values = (rule.shrink, rule.beta1, 1 - rule.beta1, rule.beta2, 1 - rule.beta2, rule.learning_rate)
-    return tuple(map(float, values))  # an int, as lr=1 gives, would compile a kernel of its own
+    return tuple(map(float, values))  # an int, such as lr=1, would compile a second kernel
 
 
 def switches(rule: Rule, has_first: bool) -> dict[str, bool]:
-    """What the rule's kernel is compiled for, apart from the mode and the gradient's dtype."""
+    """The compile-time switches of the rule's kernel, apart from the mode and the gradient's dtype."""
     chosen = {"STOCHASTIC": first_is_stochastic(rule)}
     if isinstance(rule, Lion):
         return chosen
-    # Without decay an infinite weight stays infinite; zero times it would be NaN.
+    # Without decay the term is skipped: zero times an infinite weight would be NaN.
     chosen |= {"MAXIMIZE": rule.maximize, "DECAYS": rule.weight_decay != 0}
     if isinstance(rule, AdamW):
         return chosen | {"DECOUPLED": rule.decoupled}
@@ -133,7 +135,7 @@ def switches(rule: Rule, has_first: bool) -> dict[str, bool]:
 
 
 class _Table:
-    """Where the tensors of one launch lie, and which block belongs to which of them, on the device."""
+    """The addresses of one launch's tensors, and which block belongs to which tensor, on the device."""
 
     def __init__(self) -> None:
         self.rows = self.blocks = torch.empty(0)
@@ -141,7 +143,7 @@ class _Table:
         self._counts = np.empty(0, np.uint64)
 
     def update(self, operands: Operands) -> bool:
-        """Write what has moved since the last step; says whether anything but gradients has."""
+        """Rewrite the table if an address changed since the last step; True if anything but gradients moved."""
         addresses, known = operands.addresses, self._addresses
         same = addresses.shape == known.shape and np.array_equal(operands.counts, self._counts)
         if same and np.array_equal(addresses, known):
@@ -164,7 +166,7 @@ class _Table:
 
 
 def _table(rounding: StochasticRounding, rule: Rule, mode: Mode, operands: Operands) -> _Table:
-    """The table of these operands: of one launch on one stream, which is what orders its writing and its use."""
+    """The table of these operands for one launch on one stream; the stream orders writing before use."""
     tables = _tables.setdefault(rounding, {})
     device = operands.weights[0].device
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
@@ -180,7 +182,7 @@ def _table(rounding: StochasticRounding, rule: Rule, mode: Mode, operands: Opera
 
 
 def _check(rule: Rule, mode: Mode, operand: Operand) -> None:
-    """Refuse what would make a kernel read memory that isn't there."""
+    """Refuse operands that would make a kernel read memory out of bounds."""
     momentum = not isinstance(rule, SGD) or rule.momentum != 0
     expected: dict[str, tuple[Any, ...]] = {
         "weight": (torch.bfloat16,),
@@ -205,7 +207,7 @@ def _check(rule: Rule, mode: Mode, operand: Operand) -> None:
 
 
 def _launches(operands: Operands) -> Iterator[tuple[int, bool, Operands]]:
-    """The device's index, whether gradients are float32, and the operands of each launch; empty ones are left out."""
+    """Yield each launch's device index, whether gradients are float32, and operands; empty ones are left out."""
     if operands.is_uniform:
         yield _device_index(operands.weights[0]), bool(operands.wide[0]), operands
         return
@@ -222,7 +224,7 @@ def _device_index(weight: Tensor) -> int:
 
 
 def _sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """On the device, once its stream gets there."""
+    """Copy to the device, ordered by its stream."""
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)

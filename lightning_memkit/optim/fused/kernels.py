@@ -1,30 +1,34 @@
-"""The fused steps as Triton kernels: every bit of a parameter is read once and written once.
+"""The fused steps as Triton kernels: each bit of a parameter is read once and written once.
 
-One launch steps many parameters. A program owns ``BLOCK`` neighbouring elements of one of them: `blocks` names the
-program's row of `table`, and a row holds addresses as numbers (`gpu.py` writes both). Blocks that are full and
-whose tensors lie on 16 bytes move 16 bytes at a time, without a mask; the others move element by element.
+One launch steps many parameters. A program owns ``BLOCK`` neighbouring elements of one of them: `blocks`
+names the program's row of `table`, and a row holds addresses as integers (`gpu.py` writes both). Full blocks
+whose tensors are aligned to 16 bytes move 16 bytes at a time without a mask; the others move element by
+element.
 
-bfloat16 is read and written as int16. On an H200, whose memory feeds 240 billion elements a second, a step of more
-than about 100 instructions an element would be bound by them; AdamW with kahan takes 58 on sm_90. Hence the device's
-own rounding and its approximate root and quotient (2 in the last place of float32) instead of exact ones.
+bfloat16 is read and written as int16. On an H200, whose memory feeds 240 billion elements a second, a step
+with more than about 100 instructions an element would be bound by instructions; AdamW with kahan takes 58 on
+sm_90. Hence the device's own rounding and its approximate root and quotient (2 in the last place of float32)
+instead of exact ones.
 
-Multiplications and additions are not fused, so that Kahan's difference is what it says and every device agrees.
-Not yet verified on a GPU: compiled for sm_80, sm_90 and sm_120, and run by Triton's interpreter.
+Multiplications and additions are not fused, so that Kahan's difference is exact and every device agrees. Not
+yet verified on a GPU: compiled for sm_80, sm_90 and sm_120, and run by Triton's interpreter.
 """
 
-# To type checkers a constexpr parameter takes nothing but a constexpr, a kernel returns nothing, knobs are missing.
+# Type checkers believe that a constexpr parameter takes only constexprs, that a kernel returns nothing and
+# that knobs don't exist.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 
 import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-# Of the table: addresses of weight, low, gradient, first and second; count; place (see `_place`); index; start.
+# Columns: addresses of weight, low, gradient, first and second; count; place (see `_place`); index; start.
 _COLUMNS = tl.constexpr(9)
 _NAN = tl.constexpr(0x7FC0)  # bfloat16's canonical NaN
-# The interpreter's cast to bfloat16 truncates, and it lacks libdevice: there integers round, and a plain division.
+# The interpreter's cast to bfloat16 truncates, and it lacks libdevice: it rounds with integers and divides
+# plainly.
 _NATIVE = tl.constexpr(not triton.knobs.runtime.interpret)
-_KEYS = ["key_low", "key_high"]  # new numbers each step: no kernel is compiled for special ones
+_KEYS = ["key_low", "key_high"]  # they change every step: never specialize a kernel on their values
 
 
 @triton.jit(do_not_specialize=_KEYS)
@@ -34,7 +38,7 @@ def adamw(
     MODE: tl.constexpr, WIDE_GRADIENT: tl.constexpr, STOCHASTIC: tl.constexpr,
     MAXIMIZE: tl.constexpr, DECOUPLED: tl.constexpr, DECAYS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """AdamW's step: the twin of `reference._adamw`. The numbers are `gpu.numbers`'."""
+    """AdamW's step, the twin of `reference._adamw`; `gpu.numbers` gives its scalars."""
     row, start, count, fast = _place(table, blocks, BLOCK)
     if fast:
         _adamw(
@@ -57,12 +61,12 @@ def _adamw(
 ):  # fmt: skip
     high_at, low_at, gradient_at = tl.load(row), tl.load(row + 1), tl.load(row + 2)
     first_at, second_at, index = tl.load(row + 3), tl.load(row + 4), tl.load(row + 7)
-    place = start + tl.load(row + 8)  # in the whole parameter, of which this may be a shard
+    place = start + tl.load(row + 8)  # offset in the whole parameter, of which this may be a shard
     weight = _read_weight(high_at, low_at, start, count, MODE, FAST, BLOCK)
     gradient = _read_gradient(gradient_at, start, count, WIDE_GRADIENT, MAXIMIZE, FAST, BLOCK)
     first = _float(_read(first_at, start, count, FAST, BLOCK) << 16)
     second = _float(_read(second_at, start, count, FAST, BLOCK) << 16)
-    tl.debug_barrier()  # no program waits for one tensor before it has asked for all
+    tl.debug_barrier()  # issue all loads before waiting for any
     if DECOUPLED:
         weight = weight * shrink
     elif DECAYS:
@@ -84,7 +88,7 @@ def sgd(
     MAXIMIZE: tl.constexpr, MOMENTUM: tl.constexpr, FIRST_STEP: tl.constexpr, NESTEROV: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """SGD's step: the twin of `reference._sgd`. The numbers are `gpu.numbers`'."""
+    """SGD's step, the twin of `reference._sgd`; `gpu.numbers` gives its scalars."""
     row, start, count, fast = _place(table, blocks, BLOCK)
     if fast:
         _sgd(
@@ -107,13 +111,13 @@ def _sgd(
 ):  # fmt: skip
     high_at, low_at, gradient_at = tl.load(row), tl.load(row + 1), tl.load(row + 2)
     first_at, index = tl.load(row + 3), tl.load(row + 7)
-    place = start + tl.load(row + 8)  # in the whole parameter, of which this may be a shard
+    place = start + tl.load(row + 8)  # offset in the whole parameter, of which this may be a shard
     weight = _read_weight(high_at, low_at, start, count, MODE, FAST, BLOCK)
     gradient = _read_gradient(gradient_at, start, count, WIDE_GRADIENT, MAXIMIZE, FAST, BLOCK)
     first = gradient
     if MOMENTUM and not FIRST_STEP:
         first = _float(_read(first_at, start, count, FAST, BLOCK) << 16)
-    tl.debug_barrier()  # no program waits for one tensor before it has asked for all
+    tl.debug_barrier()  # issue all loads before waiting for any
     if DECAYS:
         gradient = gradient + weight * decay
     first = gradient if FIRST_STEP else first * momentum + gradient * gain
@@ -129,7 +133,7 @@ def lion(
     table, blocks, key_low, key_high, shrink, keep1, gain1, keep2, gain2, rate,
     MODE: tl.constexpr, WIDE_GRADIENT: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Lion's step: the twin of `reference._lion`. The numbers are `gpu.numbers`'."""
+    """Lion's step, the twin of `reference._lion`; `gpu.numbers` gives its scalars."""
     row, start, count, fast = _place(table, blocks, BLOCK)
     if fast:
         _lion(
@@ -151,11 +155,11 @@ def _lion(
 ):  # fmt: skip
     high_at, low_at, gradient_at = tl.load(row), tl.load(row + 1), tl.load(row + 2)
     first_at, index = tl.load(row + 3), tl.load(row + 7)
-    place = start + tl.load(row + 8)  # in the whole parameter, of which this may be a shard
+    place = start + tl.load(row + 8)  # offset in the whole parameter, of which this may be a shard
     weight = _read_weight(high_at, low_at, start, count, MODE, FAST, BLOCK)
     gradient = _read_gradient(gradient_at, start, count, WIDE_GRADIENT, False, FAST, BLOCK)
     first = _float(_read(first_at, start, count, FAST, BLOCK) << 16)
-    tl.debug_barrier()  # no program waits for one tensor before it has asked for all
+    tl.debug_barrier()  # issue all loads before waiting for any
     update = first * keep1 + gradient * gain1
     sign = tl.where(update > 0, 1.0, tl.where(update < 0, -1.0, 0.0))
     first = first * keep2 + gradient * gain2
@@ -166,9 +170,9 @@ def _lion(
 
 @triton.jit
 def _place(table, blocks, BLOCK: tl.constexpr):
-    """The program's row of the table, first element, and count of the row; whether 16 bytes move at a time.
+    """The program's row of the table, first element, element count, and whether it moves 16 bytes at a time.
 
-    A row's place is twice its first program, plus one where all addresses lie on 16 bytes.
+    The place column holds twice the row's first program, plus one if all addresses are aligned to 16 bytes.
     """
     program = tl.program_id(0)
     row = table + tl.load(blocks + program) * _COLUMNS
@@ -179,16 +183,17 @@ def _place(table, blocks, BLOCK: tl.constexpr):
 
 @triton.jit
 def _read_weight(high_at, low_at, start, count, MODE: tl.constexpr, FAST: tl.constexpr, BLOCK: tl.constexpr):
-    """The float32 weight: the twin of `modes.widen_`."""
+    """The float32 weight; the twin of `modes.widen_`."""
     high = _read(high_at, start, count, FAST, BLOCK)
     if MODE == "kahan":
         weight = _float(high << 16)
-        limit = tl.abs(weight) * 0.00390625  # 2^-8: the stale rest of a weight from outside, see kahan.py
+        # 2^-8: bounds a stale compensation after an outside write, see kahan.py
+        limit = tl.abs(weight) * 0.00390625
         rest = _float(_read(low_at, start, count, FAST, BLOCK) << 16)
         weight = weight + tl.minimum(tl.maximum(rest, -limit), limit)
     elif MODE == "split":
         low = _read(low_at, start, count, FAST, BLOCK)
-        # Zero with a negative low half: someone set the weight; together they would read as NaN.
+        # Zero with a negative low half: the weight was set from outside, and joining the two would give NaN.
         low = tl.where((((high & 0x7FFF) - 1) & low) < 0, 0, low)
         weight = _float((high << 16) + low)
     else:
@@ -200,7 +205,7 @@ def _read_weight(high_at, low_at, start, count, MODE: tl.constexpr, FAST: tl.con
 def _write_weight(
     high_at, low_at, start, count, weight, random, MODE: tl.constexpr, FAST: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The twin of `modes.narrow_`; the lower half of ``random`` is its noise."""
+    """Round and write the weight, the twin of `modes.narrow_`; the lower half of ``random`` is the noise."""
     if MODE == "split":
         known, bits = weight == weight, _bits(weight)
         high = tl.where(known, (bits + 0x8000) >> 16, _NAN)
@@ -209,7 +214,7 @@ def _write_weight(
         high = _rounded(weight, random, MODE == "stochastic")
     if MODE == "kahan":
         rest = weight - _float(high << 16)
-        rest = tl.where(tl.abs(rest) < float("inf"), rest, 0.0)  # infinity and NaN leave none
+        rest = tl.where(tl.abs(rest) < float("inf"), rest, 0.0)  # infinity and NaN have no compensation
         _write(low_at, start, count, _jittered(rest, random), FAST, BLOCK)
     _write(high_at, start, count, high, FAST, BLOCK)
 
@@ -227,7 +232,7 @@ def _read_gradient(
 
 @triton.jit
 def _read(address, start, count, FAST: tl.constexpr, BLOCK: tl.constexpr):
-    """16-bit numbers, sign-extended."""
+    """Read 16-bit integers, sign-extended."""
     return _load(address, start, count, tl.int16, FAST, BLOCK).to(tl.int32)
 
 
@@ -243,7 +248,7 @@ def _load(address, start, count, DTYPE: tl.constexpr, FAST: tl.constexpr, BLOCK:
 
 @triton.jit
 def _write(address, start, count, bits, FAST: tl.constexpr, BLOCK: tl.constexpr):
-    """The lower halves of ``bits``."""
+    """Write the lower halves of ``bits``."""
     base, element = address.to(tl.pointer_type(tl.int16)) + start, tl.arange(0, BLOCK)
     if FAST:
         tl.store(tl.multiple_of(base, 16) + element, bits.to(tl.int16))
@@ -253,7 +258,7 @@ def _write(address, start, count, bits, FAST: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit
 def _rounded(value, random, STOCHASTIC: tl.constexpr):
-    """Bits of a bfloat16: the nearest, or by the lower half of ``random``."""
+    """The bits of a bfloat16: the nearest, or stochastically rounded by the lower half of ``random``."""
     if STOCHASTIC:
         bits = tl.where(value == value, _jittered(value, random), _NAN)
     else:
@@ -263,13 +268,13 @@ def _rounded(value, random, STOCHASTIC: tl.constexpr):
 
 @triton.jit
 def _jittered(value, random):
-    """Noise is added below a bfloat16's last bit, which then is the last; ``value`` is not NaN."""
+    """Add noise below a bfloat16's last bit and truncate; ``value`` is not NaN."""
     return (_bits(value) + (random & 0xFFFF).to(tl.int32)) >> 16
 
 
 @triton.jit
 def _nearest(value):
-    """Bits of the nearest bfloat16, ties to even."""
+    """The bits of the nearest bfloat16, ties to even."""
     if _NATIVE:
         bits = value.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32)
     else:  # the interpreter's cast truncates

@@ -1,4 +1,4 @@
-"""What a fused step takes: the tensors of a parameter, and the numbers of an optimizer's rule."""
+"""The inputs of a fused step: a parameter's tensors, and the numbers of an optimizer's rule."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,13 +16,14 @@ class Operand:
     """One parameter's tensors, all of one length and order in memory, without gaps, on one device.
 
     Args:
-        index: the parameter's place among all of its optimizer's: which rounding noise is its own.
+        index: the parameter's place in its optimizer, which selects its rounding noise.
         weight: bfloat16, written.
         low: int16 low half (split), bfloat16 compensation (kahan), written; None for the other modes.
         gradient: bfloat16 or float32, read.
         first: bfloat16 momentum, written; None where the rule keeps none.
         second: bfloat16 second moment, written; None where the rule keeps none.
-        start: where these elements begin in the whole parameter, of which they may be a shard: noise goes by it.
+        start: the offset of these elements in the whole parameter, of which they may be a shard; selects the
+            noise.
     """
 
     index: int
@@ -36,20 +37,21 @@ class Operand:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Operands:
-    """Many parameters' tensors by columns, as the kernels take them.
+    """The tensors of many parameters in columns, as the kernels take them.
 
     Args:
-        indices: `Operand.index` of each, uint64.
-        weights: `Operand.weight` of each; and so on.
-        lows: of each, or None.
-        gradients: of each.
-        firsts: of each, or None.
-        seconds: of each, or None.
-        starts: `Operand.start` of each, uint64.
-        counts: elements of each, uint64.
-        addresses: where weight, low, gradient, first and second of each begin, uint64 [operands, 5]; 0 for None.
+        indices: each `Operand.index`, uint64.
+        weights: each `Operand.weight`.
+        lows: each `Operand.low`.
+        gradients: each `Operand.gradient`.
+        firsts: each `Operand.first`.
+        seconds: each `Operand.second`.
+        starts: each `Operand.start`, uint64.
+        counts: the number of elements of each, uint64.
+        addresses: of weight, low, gradient, first and second of each, uint64 [operands, 5]; 0 for None.
         wide: whether each gradient is float32.
-        is_uniform: all are on one device, not empty, and have the same tensors and dtypes: one launch takes them.
+        is_uniform: all are on one device, not empty, and have the same tensors and dtypes: one launch is
+            enough.
     """
 
     indices: np.ndarray
@@ -66,7 +68,7 @@ class Operands:
 
     @classmethod
     def of(cls, given: "Sequence[Operand] | Operands") -> "Operands":
-        """The columns of single operands."""
+        """Arrange single operands in columns."""
         if isinstance(given, Operands):
             return given
         fields = [(one.weight, one.low, one.gradient, one.first, one.second) for one in given]
@@ -102,7 +104,7 @@ class Operands:
             )
 
     def only(self, places: Sequence[int]) -> "Operands":
-        """Those at some places, in that order."""
+        """The operands at the given places, in that order."""
         chosen = list(places)
         return Operands(
             indices=self.indices[chosen],
@@ -153,7 +155,7 @@ class AdamW:
 
     @property
     def shrink(self) -> float:
-        """What decoupled decay leaves of a weight."""
+        """The factor by which decoupled weight decay scales a weight."""
         return 1 - self.learning_rate * self.weight_decay if self.decoupled else 1.0
 
     @property
@@ -174,10 +176,10 @@ class SGD:
     Args:
         learning_rate: of this step.
         momentum: decay of the momentum.
-        dampening: what the momentum leaves out of the gradient.
+        dampening: the fraction of the gradient that the momentum leaves out.
         weight_decay: factor of the weight, added to the gradient.
-        nesterov: look ahead by one momentum.
-        first_step: the momentum starts as the gradient.
+        nesterov: use Nesterov momentum.
+        first_step: initialize the momentum with the gradient.
         maximize: climb instead of descend.
     """
 
@@ -214,7 +216,7 @@ class Lion:
 
     @property
     def shrink(self) -> float:
-        """What the decay leaves of a weight."""
+        """The factor by which weight decay scales a weight."""
         return 1 - self.learning_rate * self.weight_decay
 
 

@@ -1,7 +1,8 @@
-"""The rule that a known optimizer's step follows, read off its options.
+"""Reads off a known optimizer's options which rule its step follows.
 
-Only exact classes count: a subclass may mean something else by its step. An optimizer that no recipe is for, or whose
-options ask for what no kernel does (`amsgrad`, a learning rate on an accelerator), is stepped by itself, on shadows.
+Only exact classes count, because a subclass may have another step. An optimizer without a recipe, or with
+options that no kernel implements (`amsgrad`, a learning rate on an accelerator), takes its own step on
+float32 shadows.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +19,7 @@ Numbers = tuple[float, ...]
 
 
 def _numbers(*values: Any) -> Numbers | None:
-    """Python numbers, also of tensors on the CPU; None where reading one would wait for a device."""
+    """Python numbers, also from tensors on the CPU; None if reading one would synchronize with a device."""
     if any(isinstance(value, Tensor) and value.device.type != "cpu" for value in values):
         return None
     return tuple(float(value) for value in values)
@@ -73,13 +74,13 @@ def _lion(numbers: Numbers, _: Group, __: int) -> Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecipe:
-    """How a class of optimizers is stepped by a kernel.
+    """How a kernel steps a class of optimizers.
 
     Args:
-        numbers: those of a group; None where it asks for what no kernel does.
-        rule: of a group's numbers, its options, and the stage: the number of the step where states count steps, else
-            whether a parameter has had no momentum before.
-        counts: the states count steps.
+        numbers: the scalars of a group; None if its options ask for what no kernel implements.
+        rule: makes the rule from a group's numbers, its options and the stage: the number of the step if
+            `counts`, otherwise whether the parameter has no momentum yet.
+        counts: whether the states count steps.
     """
 
     numbers: Callable[[Optimizer, Group], "Numbers | None"]

@@ -1,4 +1,4 @@
-"""The fused steps in plain torch, piece by piece: what the kernels must agree with, and what runs without them."""
+"""The fused steps in plain torch, chunk by chunk: the reference for the kernels, and the fallback without them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -19,20 +19,21 @@ from lightning_memkit.optim.fused.operands import (
 from lightning_memkit.optim.modes import Mode, narrow_, widen_
 from lightning_memkit.optim.stochastic_rounding import TILE, StochasticRounding
 
-PIECE_ELEMENTS_CPU = TILE  # ten float32 temporaries of it stay in a core's cache
+PIECE_ELEMENTS_CPU = TILE  # ten float32 temporaries of this size stay in a core's cache
 PIECE_ELEMENTS_ACCELERATOR = 256 * TILE
 
 
 def step(
     rule: Rule, mode: Mode, operands: Sequence[Operand] | Operands, rounding: StochasticRounding
 ) -> None:
-    """Step every operand; float32 temporaries are bounded by a piece.
+    """Step every operand; float32 temporaries are bounded by the size of a chunk.
 
     Args:
         rule: the optimizer's rule and its numbers in this step, the same for all operands.
-        mode: what keeps the bits that bfloat16 lacks.
-        operands: one a parameter.
-        rounding: the noise of second moments, of slow first moments, of Kahan's rest and of ``mode="stochastic"``.
+        mode: the compensation, which stores the bits that bfloat16 lacks.
+        operands: one per parameter.
+        rounding: the noise of second moments, of slow first moments, of Kahan's compensation and of
+            ``mode="stochastic"``.
     """
     for operand in operands:
         for begin, piece in _pieces(operand):
@@ -117,9 +118,9 @@ def _pieces(operand: Operand) -> Iterator[tuple[int, Operand]]:
 
 
 def _flat(operand: Operand) -> Operand:
-    """The same in one dimension."""
+    """The operand with one-dimensional tensors."""
     given = {name: getattr(operand, name) for name in ("weight", "low", "gradient", "first", "second")}
     tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
     flat = flat_views(*tensors.values())
-    assert flat is not None  # what has gaps is not taken
+    assert flat is not None  # operands with gaps are refused earlier
     return replace(operand, **dict(zip(tensors, flat, strict=True)))

@@ -1,4 +1,4 @@
-"""What was found to fit a fused step, so that the next one compares identities and addresses only, list by list."""
+"""Remembers which parameters fit a fused step, so that the next step only compares identities and addresses."""
 
 from collections.abc import Sequence
 from itertools import repeat
@@ -20,14 +20,15 @@ State = dict[str, Any]
 
 
 class SeatKind(NamedTuple):
-    """What parameters share that are looked at together.
+    """The properties shared by parameters that are checked together.
 
     Args:
-        group: the optimizer's.
-        device: theirs.
+        group: the index of the optimizer's group.
+        device: their device.
         is_sharded: they are DTensors.
-        is_contiguous: they, their gradients and their states are; else those of a parameter have the same strides.
-        names: of their states, as the rule orders them.
+        is_contiguous: they, their gradients and their states are contiguous; otherwise those of one parameter
+            have equal strides.
+        names: the names of their states, in the rule's order.
         has_low: the last of these is the low half.
     """
 
@@ -40,12 +41,12 @@ class SeatKind(NamedTuple):
 
 
 class Seat:
-    """A parameter that fits; keeps no tensor alive.
+    """A parameter that fits a fused step; keeps no tensor alive.
 
     Args:
-        slot: whose seat it is.
+        slot: the parameter's slot.
         states: its states, in the rule's order.
-        names: theirs.
+        names: the names of the states.
         has_low: the last of them is the low half.
     """
 
@@ -64,11 +65,11 @@ class Seat:
 
 
 class Seats:
-    """Parameters of one kind that are stepped together, by columns.
+    """Parameters of one kind that are stepped together, in columns.
 
     Args:
-        places: where they stand among all that are stepped.
-        seats: theirs.
+        places: their positions among all parameters that are stepped.
+        seats: their seats.
     """
 
     def __init__(self, places: Sequence[int], seats: Sequence[Seat]) -> None:
@@ -79,17 +80,17 @@ class Seats:
         self._numbers = np.array([(seat.index, seat.start, seat.count) for seat in seats], np.uint64)
         self._strides = [seat.strides for seat in seats]
         self._nothing = [None] * len(seats)
-        # The order is that of operands: weight, low half, gradient, first and second state.
+        # The columns are those of operands: weight, low half, gradient, first and second state.
         self._addresses = np.zeros((len(seats), 5), np.uint64)
         for place, column in zip(self._columns(), self._begin, strict=True):
             self._addresses[:, place] = column
 
     def find(self, parameters: list[Parameter], states: list[State | None]) -> Operands | None:
-        """The tensors as they are now; None where one was replaced, moved or turned since.
+        """The tensors as they are now; None if one was replaced, moved or restrided since.
 
         Args:
-            parameters: all that are stepped, and so have their gradients.
-            states: of each, as the optimizer has them.
+            parameters: all parameters that are stepped, with their gradients.
+            states: the optimizer's state of each.
         """
         places = self.places
         if len(places) != len(parameters):
@@ -107,13 +108,13 @@ class Seats:
         gradients = [parameter.grad for parameter in parameters]
         if self.kind.is_sharded:
             kept, gradients = [shards(column) for column in kept], shards(gradients)
-        # Writing to `.data` leaves a tensor what it is, elsewhere, of another dtype or on another device.
+        # Assigning to `.data` keeps a tensor's identity but may change its memory, dtype or device.
         if [native.addresses(column) for column in kept] != self._begin:
             return None
         return self._operands(kept, gradients) if self._is_alike(kept[0], gradients) else None
 
     def _is_alike(self, weights: list[Tensor], gradients: list[Any]) -> bool:
-        """Whether gradients lie as weights do."""
+        """Whether gradients have the same layout as weights."""
         if self.kind.is_contiguous:
             contiguous = Tensor.is_contiguous
             return all(map(contiguous, weights)) and all(map(contiguous, gradients))
@@ -148,7 +149,7 @@ class Seats:
         )
 
     def _columns(self) -> list[int]:
-        """Which of an operand's five tensors the weight and its states are."""
+        """The columns, among an operand's five tensors, of the weight and its states."""
         moments = len(self.kind.names) - self.kind.has_low
         return [0, *range(3, 3 + moments), *repeat(1, self.kind.has_low)]
 

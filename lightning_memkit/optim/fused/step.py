@@ -1,4 +1,4 @@
-"""One front door for fused steps: a kernel where there is one for the device, plain torch otherwise."""
+"""The entry to fused steps: a kernel if there is one for the device, plain torch otherwise."""
 
 import warnings
 from collections.abc import Iterable
@@ -15,11 +15,11 @@ from lightning_memkit.optim.stochastic_rounding import StochasticRounding
 
 
 def fused_step(taken: Iterable[tuple[Rule, Operands]], mode: Mode, rounding: StochasticRounding) -> None:
-    """Step all operands; 18 bytes a parameter move with AdamW, kahan or split, and bfloat16 gradients.
+    """Step all operands; AdamW with kahan or split and bfloat16 gradients moves 18 bytes a parameter.
 
     Args:
-        taken: rules, and the operands that follow each, on one device.
-        mode: what keeps the bits that bfloat16 lacks.
+        taken: pairs of a rule and the operands that follow it, on one device.
+        mode: the compensation, which stores the bits that bfloat16 lacks.
         rounding: its noise.
     """
     for rule, operands in taken:
@@ -28,7 +28,7 @@ def fused_step(taken: Iterable[tuple[Rule, Operands]], mode: Mode, rounding: Sto
         if _has_kernel(kind):
             step = cpu.step if kind == "cpu" else _gpu().step
         step(rule, mode, operands, rounding)
-        # Kernels write behind autograd's back; a graph that saved an old value must notice.
+        # Kernels write without autograd's knowledge; a graph that saved an old value must notice.
         torch.autograd.graph.increment_version(operands.written())
 
 
@@ -40,7 +40,7 @@ def _gpu() -> Any:
 
 @cache
 def _has_kernel(kind: str) -> bool:
-    """Whether there is a kernel for a kind of device; says once why not."""
+    """Whether there is a kernel for a kind of device; warns once if there is none."""
     if kind == "cpu":
         return native.available()
     why = _gpu().why_unavailable()

@@ -1,7 +1,7 @@
-"""Which parameters a fused step takes, sorted by the rule that their step follows.
+"""Selects the parameters that a fused step can take, grouped by the rule that their step follows.
 
-What is left over (states in another form after a resume, gradients of other strides, what no recipe is for) is stepped
-by the optimizer itself, on shadows.
+The optimizer itself steps the others on float32 shadows: states in another form after a resume, gradients
+with other strides, classes without a recipe.
 """
 
 from collections import defaultdict
@@ -27,38 +27,38 @@ _DEVICES = ("cpu", "cuda")
 _GRADIENTS = (torch.bfloat16, torch.float32)
 _COUNT = "step"
 _ONE = torch.tensor(1.0)
-_MOST_SEATINGS = 1024  # of one optimizer; more means that they aren't used again
+_MOST_SEATINGS = 1024  # per optimizer; more means that they are not reused
 _memories: "WeakKeyDictionary[Optimizer, dict[Mode, _Memory]]" = WeakKeyDictionary()
 
 
 def take(
     optimizer: Optimizer, mode: Mode, ready: Sequence[Slot]
 ) -> tuple[list[tuple[Rule, Operands]], list[Slot]]:
-    """Sort parameters into those that a fused step takes, by their rule, and the others.
+    """Split parameters into those that a fused step takes, grouped by rule, and the others.
 
-    States of those taken that don't exist yet are made (compact: bfloat16), and their step counts advance.
+    Missing states of those taken are created (compact: bfloat16), and their step counts advance.
 
     Args:
         optimizer: any.
-        mode: what keeps the bits that bfloat16 lacks.
+        mode: the compensation, which stores the bits that bfloat16 lacks.
         ready: bfloat16 parameters that have their gradients.
     """
     recipe = RECIPES.get(f"{type(optimizer).__module__}.{type(optimizer).__qualname__}")
     if not ready or recipe is None or getattr(optimizer, "grad_scale", None) is not None:
         return [], list(ready)
-    with torch.no_grad():  # shards of DTensors cost a node of the graph each, elsewhere
+    with torch.no_grad():  # otherwise each DTensor's shard would add a node to the graph
         return _Taking(optimizer, mode, recipe).take(ready)
 
 
 class _Seating(NamedTuple):
-    """The seats of parameters that are stepped together, by kind, and where those stand that have none."""
+    """The seats of parameters that are stepped together, by kind, and the positions of those without a seat."""
 
     seats: list[Seats]
     others: list[int]
 
 
 class _Memory:
-    """What was found of an optimizer's parameters; keeps no tensor alive."""
+    """What is known of an optimizer's parameters from earlier steps; keeps no tensor alive."""
 
     def __init__(self) -> None:
         self.seats: dict[int, Seat] = {}
@@ -66,23 +66,24 @@ class _Memory:
 
 
 class _Taking:
-    """One step's sorting."""
+    """The selection of one step."""
 
     def __init__(self, optimizer: Optimizer, mode: Mode, recipe: StepRecipe) -> None:
         self._optimizer, self._recipe = optimizer, recipe
         self._low = low_state_of(mode)
         self._memory = _memories.setdefault(optimizer, {}).setdefault(mode, _Memory())
         self._numbers = [recipe.numbers(optimizer, group) for group in optimizer.param_groups]
-        # What states there have to be: the rule tells by its class and by whether there is momentum.
+        # The states that a parameter must have; a rule's class and whether it has momentum decide.
         self._wanted = [
             None if numbers is None else _wanted_states(recipe.rule(numbers, group, 1), mode)
             for numbers, group in zip(self._numbers, optimizer.param_groups, strict=True)
         ]
-        self._first: set[Parameter] = set()  # without momentum before this step
+        self._first: set[Parameter] = set()  # parameters without momentum before this step
 
     def take(self, ready: Sequence[Slot]) -> tuple[list[tuple[Rule, Operands]], list[Slot]]:
         parameters, found = [slot.parameter for slot in ready], None
         known, key = self._memory.seatings, (ready[0].index, len(ready))
+        # Try the remembered seating, then remembered seats in a new seating, then new seats.
         for seat in (known.get, partial(self._seated, ready), partial(self._seated, ready, anew=True)):
             seating = seat(key)
             found = None if seating is None else self._find(seating, ready, parameters)
@@ -98,7 +99,7 @@ class _Taking:
     def _find(
         self, seating: _Seating, ready: Sequence[Slot], parameters: list[Parameter]
     ) -> list[Operands] | None:
-        """The operands by kind; None where the seating doesn't hold any more."""
+        """The operands by kind; None if the seating is out of date."""
         if any(self._fits(ready[place]) for place in seating.others):
             return None
         states, found = self._states_of(parameters), []
@@ -116,11 +117,11 @@ class _Taking:
         states = self._optimizer.state
         if 4 * len(parameters) < len(states):
             return [states.get(parameter) for parameter in parameters]
-        by_identity = dict(zip(map(id, states), states.values(), strict=True))  # a tensor's hash is slow
+        by_identity = dict(zip(map(id, states), states.values(), strict=True))  # hashing a tensor is slow
         return [by_identity.get(id(parameter)) for parameter in parameters]
 
     def _seated(self, ready: Sequence[Slot], _: Any, *, anew: bool = False) -> _Seating:
-        """Seat the parameters, unless they have seats; `anew` in any case."""
+        """A seating of the parameters that reuses the seats they have, or makes all of them anew if `anew`."""
         seated: defaultdict[SeatKind, list[tuple[int, Seat]]] = defaultdict(list)
         others: list[int] = []
         for place, slot in enumerate(ready):
@@ -138,7 +139,7 @@ class _Taking:
     def _by_rule(
         self, seated: list[Seats], found: list[Operands], parameters: list[Parameter]
     ) -> list[tuple[Rule, Operands]]:
-        """The operands by what their states say of the step; counts of steps advance."""
+        """The operands grouped by rule and stage; step counts advance."""
         taken: list[tuple[Rule, Operands]] = []
         steps = iter(self._counted([parameters[place] for seats in seated for place in seats.places]))
         for seats, operands in zip(seated, found, strict=True):
@@ -157,7 +158,7 @@ class _Taking:
         return taken
 
     def _counted(self, parameters: list[Parameter]) -> list[int]:
-        """The number of this step by the state of each; the counts advance."""
+        """The number of this step in each parameter's state; the counts advance."""
         if not self._recipe.counts or not parameters:
             return []
         states = [state for state in self._states_of(parameters) if state is not None]
@@ -165,21 +166,23 @@ class _Taking:
         if any(type(count) is not Tensor or not count.is_cpu for count in counts):
             counts = [_on_the_host(state) for state in states]
         if all(type(count) is Tensor for count in counts):
-            torch._foreach_add_(counts, _ONE, alpha=1.0)  # a number would be made a tensor for each
+            # A Python number would become one tensor for each count.
+            torch._foreach_add_(counts, _ONE, alpha=1.0)
             return [int(count) for count in torch.stack(counts).tolist()]
-        steps = [int(count.item()) + 1 for count in counts]  # in a prediction there is no memory to stack
+        # The fake tensors of a prediction have no memory to stack.
+        steps = [int(count.item()) + 1 for count in counts]
         torch._foreach_add_(counts, _ONE, alpha=1.0)
         return steps
 
     def _fits(self, slot: Slot) -> bool:
-        """Whether a fused step can take a parameter; states that lack are no obstacle."""
+        """Whether a fused step can take a parameter; missing states are no obstacle."""
         parameter, gradient, wanted = slot.parameter, slot.parameter.grad, self._wanted[slot.group]
         if wanted is None or gradient is None or gradient.dtype not in _GRADIENTS:
             return False
         if parameter.device.type not in _DEVICES or parameter.dim() == 0:  # scalars keep float32 moments
             return False
         state: State = self._optimizer.state.get(parameter) or {}
-        if any(name in state and name not in wanted for name in LOW_STATES):  # saved in another mode
+        if any(name in state and name not in wanted for name in LOW_STATES):  # saved under another mode
             return False
         if not all(_fits(state.get(name), dtype, parameter) for name, dtype in wanted.items()):
             return False
@@ -187,7 +190,7 @@ class _Taking:
         return flat_views(*map(local_part, (parameter, gradient, *there))) is not None
 
     def _seat(self, slot: Slot) -> Seat | None:
-        """A seat of a parameter, whose states are made where they lack; None where they have another form."""
+        """A seat for a parameter, whose missing states are created; None if a fused step can't take it."""
         if not self._fits(slot):
             return None
         parameter, wanted = slot.parameter, self._wanted[slot.group]
@@ -206,7 +209,7 @@ class _Taking:
 
 
 def _on_the_host(state: State) -> Tensor:
-    """The count of steps: reading it from a device would wait for the device, once a parameter."""
+    """The step count as a CPU tensor: reading one from a device would synchronize once for each parameter."""
     count = state.get(_COUNT)
     if isinstance(count, Tensor) and count.is_cpu:
         return count
@@ -216,7 +219,7 @@ def _on_the_host(state: State) -> Tensor:
 
 @lru_cache(maxsize=16)
 def _wanted_states(rule: Rule, mode: Mode) -> dict[str, torch.dtype]:
-    """The tensors that a step keeps, and their dtypes."""
+    """The state tensors that a step keeps, and their dtypes."""
     wanted: dict[str, torch.dtype] = {}
     if not (isinstance(rule, SGD) and rule.momentum == 0):
         wanted[rule.first_name] = torch.bfloat16
