@@ -1,11 +1,10 @@
 """Finishes an optimizer's step that runs out of memory, bit for bit as it would have been.
 
-A journaled step advances one bucket of parameters after the other and keeps copies of what the bucket's step
-changes. If memory runs out, the bucket is restored, caches are emptied, and smaller buckets are stepped: the
-gradients still exist, so forward and backward are not repeated. The order in which parameters are stepped
-does not change the result. An optimizer that combines values over the model, or may do so, is stepped as a
-whole. One that evaluates its closure within the step (SAM, LBFGS) gets the closure; if memory runs out in
-there, everything is restored for a retry.
+A journaled step advances one bucket of parameters after the other and keeps copies of what the bucket's step changes.
+If memory runs out, the bucket is restored, caches are emptied, and smaller buckets are stepped: the gradients still
+exist, so forward and backward are not repeated. The order in which parameters are stepped does not change the result.
+An optimizer that combines values over the model, or may do so, is stepped as a whole. One that evaluates its closure
+within the step (SAM, LBFGS) gets the closure; if memory runs out in there, everything is restored for a retry.
 """
 
 from collections.abc import Callable, Iterator
@@ -264,17 +263,15 @@ def journal_steps(
     in host memory. Compensated optimizers and those with offloaded states can be journaled; call this last.
 
     Args:
-        optimizer: any optimizer. If it uses its closure in a way of its own (SAM, LBFGS), everything it
-            changes is copied to host memory in every step, because forward and backward run within it. If
-            memory runs out there, the copies are restored and the error is raised, so that the caller may
-            retry the step.
+        optimizer: any optimizer. If it uses its closure in a way of its own (SAM, LBFGS), everything it changes is
+            copied to host memory in every step, because forward and backward run within it. If memory runs out there,
+            the copies are restored and the error is raised, so that the caller may retry the step.
         ready: called in every step after its closure, before anything is changed, so that an error it raises
             leaves nothing changed. Ranks may agree here whether to step. If the step evaluates the closure
             itself, this is called at the end, and if it runs out of memory everything is restored.
-        bundle_bytes: weights, gradients and states that are copied at a time. By default 8 MiB on a CPU;
-            elsewhere 64 MiB, or 1/32 of weights and moments if that is more. A larger parameter is stepped in
-            slices if the optimizer is known to treat each element by itself, and is a bucket of its own if
-            not.
+        bundle_bytes: weights, gradients and states that are copied at a time. By default 8 MiB on a CPU; elsewhere 64
+            MiB, or 1/32 of weights and moments if that is more. A larger parameter is stepped in slices if the
+            optimizer is known to treat each element by itself, and is a bucket of its own if not.
 
     Returns:
         The handle; `Journal.undo` restores the optimizer's step.

@@ -102,9 +102,8 @@ class Recipe:
     Args:
         precision: as in Lightning's `Trainer`, or ``"stored-copies"``.
         optimizer: a key of `MOMENTS`.
-        states: ``"plain"``: the weight's dtype, as in torch's optimizers; ``"compact"``: bfloat16;
-            ``"exact"``: float32; ``"8-bit"``: bitsandbytes', without its scales (1 in 64), float32 for
-            embeddings.
+        states: ``"plain"``: the weight's dtype, as in torch's optimizers; ``"compact"``: bfloat16; ``"exact"``:
+            float32; ``"8-bit"``: bitsandbytes', without its scales (1 in 64), float32 for embeddings.
         compensation: the compensation of bfloat16 weights; see `PureBF16Precision`.
         float32_gradients: whether gradients of 16-bit weights are accumulated in float32.
         frozen_weight_bytes: bytes of a frozen parameter: 4, 2, 1 (8-bit) or 0.5 (4-bit); None for those of a
@@ -196,10 +195,8 @@ class Blocks:
         length: tokens a row.
         rows: rows of a batch.
         value_bytes: bytes of an activation value.
-        mask_bytes: bytes of an element of dropout's mask: 1 on CUDA, `value_bytes` on the CPU, 0 without
-            dropout.
-        keeps_scores: whether attention is unfused and saves its scores; False for kernels such as flash
-            attention.
+        mask_bytes: bytes of an element of dropout's mask: 1 on CUDA, `value_bytes` on the CPU, 0 without dropout.
+        keeps_scores: whether attention is unfused and saves its scores; False for kernels such as flash attention.
         mlp_width: None for 4 times `hidden`.
         mlp_tensors: tensors of that width that the MLP saves: 2 with GELU (its input and result), 1 with
             ReLU, 4 with SwiGLU.

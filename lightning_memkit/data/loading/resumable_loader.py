@@ -142,8 +142,7 @@ class ResumableLoader(DataLoader[Any]):
         Whether the sampler reproduces the order is checked, with a ValueError, when the first batch is drawn.
 
         Raises:
-            ValueError: it was taken within an epoch of another number of batches or samples, or of another
-                sampler.
+            ValueError: it was taken within an epoch of another number of batches or samples, or of another sampler.
         """
         others = state.get("others", ())
         if len(others) + 1 == self._ranks and self._rank:

@@ -194,7 +194,7 @@ def _raise_only_here(iterator: Any) -> None:
 def _any_number_of_workers() -> Iterator[None]:
     """Suppress torch's warning, which counts cores; who chose the number may know what a worker needs."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="This DataLoader will create")
+        warnings.filterwarnings("ignore", message=_MANY_WORKERS)
         yield
 
 

@@ -47,8 +47,7 @@ class Trials:
         logged: what the step of the latest `gradient_of` logged.
         handed_on: the attributes that the step on the batch before (`after=`) has set.
         returned: what the step of the latest run returned besides its loss.
-        values: the numbers that the step of the latest `gradient_of` with `look=` has computed, by their
-            nodes.
+        values: the numbers that the step of the latest `gradient_of` with `look=` has computed, by their nodes.
         between: called after the step on the batch before (`after=`).
         capture: called within `gradient_of` after the step; its result is stored in `captured`.
         limited: probes must stay within the budget on a CPU.
@@ -267,9 +266,8 @@ class Trials:
             budget_bytes: the limit above which it counts as an OOM; None for no limit.
 
         Raises:
-            StepFailedError: the step raised on fewer rows than the batch has (batch normalization of one row,
-                say), so it does not run at this size. On the whole batch the user's own error is raised as it
-                is.
+            StepFailedError: the step raised on fewer rows than the batch has (batch normalization of one row, say),
+                so it does not run at this size. On the whole batch the user's own error is raised as it is.
         """
         if self._sees_too_little():
             self._watch_first(step, batch)

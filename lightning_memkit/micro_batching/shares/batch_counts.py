@@ -109,8 +109,7 @@ class Shown(Enum):
 class Foretelling:
     """Predicts the divisors of a loss's terms from numbers of the batch, and notes which are clamped.
 
-    A number that predicted wrongly is never used again: in rows of one kind, many numbers are proportional by
-    chance.
+    A number that predicted wrongly is never used again: in rows of one kind, many numbers are proportional by chance.
 
     Args:
         ways: for each term, the numbers to which its divisor was proportional so far.
@@ -218,8 +217,7 @@ class Foretelling:
     def is_silent(self, index: int, *, is_one: bool = True) -> bool:
         """Whether nothing distinguishes a divisor that is a count from a clamped one.
 
-        A divisor of 1 needs looks: in micro-batches of one row the number of rows is 1 as well, whatever is
-        counted.
+        A divisor of 1 needs looks: in micro-batches of one row the number of rows is 1 as well, whatever is counted.
 
         Args:
             index: the term's index.

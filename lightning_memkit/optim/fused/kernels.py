@@ -1,14 +1,12 @@
 """The fused steps as Triton kernels: each bit of a parameter is read once and written once.
 
-One launch steps many parameters. A program owns ``BLOCK`` neighbouring elements of one of them: `blocks`
-names the program's row of `table`, and a row holds addresses as integers (`gpu.py` writes both). Full blocks
-whose tensors are aligned to 16 bytes move 16 bytes at a time without a mask; the others move element by
-element.
+One launch steps many parameters. A program owns ``BLOCK`` neighbouring elements of one of them: `blocks` names the
+program's row of `table`, and a row holds addresses as integers (`gpu.py` writes both). Full blocks whose tensors are
+aligned to 16 bytes move 16 bytes at a time without a mask; the others move element by element.
 
-bfloat16 is read and written as int16. On an H200, whose memory feeds 240 billion elements a second, a step
-with more than about 100 instructions an element would be bound by instructions; AdamW with kahan takes 58 on
-sm_90. Hence the device's own rounding and its approximate root and quotient (2 in the last place of float32)
-instead of exact ones.
+bfloat16 is read and written as int16. On an H200, whose memory feeds 240 billion elements a second, a step with more
+than about 100 instructions an element would be bound by instructions; AdamW with kahan takes 58 on sm_90. Hence the
+device's own rounding and its approximate root and quotient (2 in the last place of float32) instead of exact ones.
 
 Multiplications and additions are not fused, so that Kahan's difference is exact and every device agrees. Not
 yet verified on a GPU: compiled for sm_80, sm_90 and sm_120, and run by Triton's interpreter.

@@ -42,27 +42,23 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 class FSDP2Strategy(ModelParallelStrategy):
     """Each of n ranks keeps 1/n of weights, gradients and optimizer states, and gathers blocks when needed.
 
-    It works with any LightningModule, without changes: repeated blocks are found and sharded with
-    `fully_shard`, and the rest as one unit. Optimizers are made afterwards, from the sharded parameters. A
-    module that shards itself in `configure_model` is left unchanged. By default all ranks of all nodes share
-    one copy of the model. The price: every block is gathered twice a step (stage 2: once) and its gradients
-    are reduced, which overlaps with computation if the links are fast. On one device it serves to offload
-    parameters and gradients. `Trainer(strategy="memkit_fsdp2")` works once this class is imported. Not yet
-    verified on a GPU.
+    It works with any LightningModule, without changes: repeated blocks are found and sharded with `fully_shard`, and
+    the rest as one unit. Optimizers are made afterwards, from the sharded parameters. A module that shards itself in
+    `configure_model` is left unchanged. By default all ranks of all nodes share one copy of the model. The price:
+    every block is gathered twice a step (stage 2: once) and its gradients are reduced, which overlaps with
+    computation if the links are fast. On one device it serves to offload parameters and gradients.
+    `Trainer(strategy="memkit_fsdp2")` works once this class is imported. Not yet verified on a GPU.
 
     Args:
-        stage: the ZeRO stage. 3 frees a block's gathered weights after its forward; 2 keeps them until its
-            backward.
+        stage: the ZeRO stage. 3 frees a block's gathered weights after its forward; 2 keeps them until its backward.
         blocks: the blocks to use instead of those found: globs over module names (`encoder.layers.*`) and
             class names.
         replicas: how many copies of the model there are (hybrid sharding); `"nodes"`: one on each node, so
             that weights are gathered within a node, and only gradients cross the network.
-        cpu_offload: keep shards of weights, gradients and states in host memory, and run the optimizer on the
-            CPU.
+        cpu_offload: keep shards of weights, gradients and states in host memory, and run the optimizer on the CPU.
         mixed_precision: the dtypes in which weights are gathered and used (`param_dtype`) and gradients
             reduced (`reduce_dtype`); by default the dtype of the weights.
-        save_distributed_checkpoint: each rank writes its shard into a folder; otherwise rank 0 writes one
-            file.
+        save_distributed_checkpoint: each rank writes its shard into a folder; otherwise rank 0 writes one file.
         process_group_backend: as in Lightning; by default NCCL on CUDA and gloo on the CPU.
         timeout: of collectives.
 
