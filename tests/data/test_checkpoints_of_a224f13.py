@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.data.a224f13.write import CASES, FOLDER, ON_TWO_RANKS, arithmetic, fitted
+from tests.data.a224f13.write import CASES, FOLDER, ON_TWO_RANKS, arithmetic, consolidated, fitted
 from tests.plugins.noise import NOISE
 
 ROOT = Path(__file__).parents[2]
@@ -65,6 +65,14 @@ def test_an_older_checkpoint_of_two_ranks_goes_on(
     name: str, two_ranks: dict[str, dict[str, torch.Tensor]]
 ) -> None:
     compare(name, two_ranks[name])
+
+
+@pytest.mark.parametrize("name", [*CASES, *ON_TWO_RANKS])
+def test_an_older_checkpoint_is_consolidated_to_the_same_float32_weights(name: str) -> None:
+    then = torch.load(FOLDER / f"{name}.after.pt", weights_only=True)["float32"]
+    weights = consolidated(FOLDER / f"{name}.ckpt")
+    assert weights.keys() == then.keys()
+    assert all(torch.equal(weights[key], value) for key, value in then.items())
 
 
 def test_every_checkpoint_that_was_written_is_resumed_from() -> None:

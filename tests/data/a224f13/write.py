@@ -7,9 +7,9 @@ They were written so, with the versions of constraints.txt; `test_checkpoints_of
     PYTHONPATH=/tmp/old OMP_NUM_THREADS=1 python -m torch.distributed.run --nproc-per-node=2 --standalone \
         tests/data/a224f13/write.py
 
-A case is a short fit that saves in mid-epoch and goes on. `NAME.ckpt` is its checkpoint, `NAME.after.pt` the weights
-that the uninterrupted run ended with, and what plain torch computes here (see `arithmetic`). Only public names are
-used, so that the same lines run on both versions.
+A case is a short fit that saves in mid-epoch and goes on. `NAME.ckpt` is its checkpoint. `NAME.after.pt` has the
+weights that the uninterrupted run ended with, what plain torch computes here (see `arithmetic`), and the float32
+weights of the checkpoint. Only public names are used, so that the same lines run on both versions.
 """
 
 import json
@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from lightning_memkit import (
     StreamingCheckpointIO,
     ZeRO1Strategy,
 )
+from lightning_memkit.cli import main
 
 FOLDER = Path(__file__).resolve().parent
 TEXTS = FOLDER / "texts.jsonl"
@@ -228,6 +230,14 @@ def arithmetic() -> Tensor:
     )
 
 
+def consolidated(path: Path) -> dict[str, Tensor]:
+    """The float32 weights that `memkit consolidate` makes of a checkpoint."""
+    with TemporaryDirectory() as folder:
+        target = Path(folder, "float32.ckpt")
+        assert main(["consolidate", str(path), str(target), "--weights-only"]) == 0
+        return torch.load(target, weights_only=True)["state_dict"]
+
+
 def write(names: dict[str, Callable[[], dict[str, Any]]]) -> None:
     """Write the cases' checkpoints and weights; say where this version's own resume differs."""
     for name, case in names.items():
@@ -236,7 +246,8 @@ def write(names: dict[str, Callable[[], dict[str, Any]]]) -> None:
         again = fitted(case(), resume=path)
         differing = [key for key, value in after.items() if not torch.equal(value, again[key])]
         if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-            torch.save({"weights": after, "arithmetic": arithmetic()}, FOLDER / f"{name}.after.pt")
+            found = {"weights": after, "arithmetic": arithmetic(), "float32": consolidated(path)}
+            torch.save(found, FOLDER / f"{name}.after.pt")
             print(
                 name,
                 "resumes bit for bit" if not differing else f"resumes otherwise: {differing}",
