@@ -8,11 +8,19 @@ FOR_DEMO := $(VENV)/.demo-$(PINS)
 FOR_TEST := $(VENV)/.test-$(PINS)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help demo test lint types docs unit slow clean
+# `make test ROOM=optim` is the fast loop: lint, and the tests of one room. K narrows these as pytest's -k does.
+ROOMS := $(sort $(notdir $(patsubst %/__init__.py,%,$(wildcard tests/*/__init__.py))))
+ROOM :=
+K :=
+# Files in order on each worker: tests that fork go before those that use an accelerator. One thread each: OpenMP spins.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+
+.PHONY: help demo test lint types docs unit room slow clean
 
 help:
 	@echo "make demo   train a small language model within a memory budget (a few minutes on 2 CPU cores)"
 	@echo "make test   all that CI runs: lint, types, docs, tests (one part alone: make lint|types|docs|unit)"
+	@echo "make test ROOM=optim [K=kahan]   lint, and the tests of one room: tests/optim (K: pytest's -k)"
 	@echo "make slow   the long sweeps"
 	@echo "make clean  remove the environment and what the tools left"
 
@@ -20,7 +28,14 @@ demo: $(FOR_DEMO)
 	$(BIN)/memkit fit --config examples/pretrain_causal_lm/budget.yaml --config examples/pretrain_causal_lm/demo.yaml \
 	  $$($(BIN)/python -c 'import torch; print("--config examples/pretrain_causal_lm/demo_on_gpu.yaml" * torch.cuda.is_available())')
 
+ifeq ($(strip $(ROOM)),)
 test: lint types docs unit
+else ifeq ($(words $(ROOM)) $(filter $(ROOM),$(ROOMS)),1 $(strip $(ROOM)))
+test: lint room
+else
+test:
+	@echo "ROOM=$(ROOM) is no room of tests/; there are: $(ROOMS)" >&2; exit 2
+endif
 
 lint: $(FOR_TEST)
 	$(BIN)/ruff check .
@@ -32,9 +47,11 @@ types: $(FOR_TEST)
 docs: $(FOR_TEST)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-# Files in order on each worker: tests that fork go before those that use an accelerator. One thread each: OpenMP spins.
 unit: $(FOR_TEST)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	$(PYTEST)
+
+room: $(FOR_TEST)
+	$(PYTEST) -m "not slow" tests/$(ROOM) $(if $(K),-k "$(K)")
 
 slow: $(FOR_TEST)
 	$(BIN)/python -m pytest -m slow

@@ -89,8 +89,8 @@ class House:
                 files[first] += 1
                 lines[first] += len(path.read_text(encoding="utf-8").splitlines())
         imports = defaultdict[str, set[str]](set)
-        for source, target, _ in self._imports:
-            imports[self.room_of(source)].add(self.room_of(target))
+        for source, target in self._room_imports:
+            imports[source].add(target)
         return [
             {
                 "room": room,
@@ -100,6 +100,15 @@ class House:
             }
             for room in sorted(files, key=lambda room: -lines[room])
         ]
+
+    @property
+    def imports_of_rooms(self) -> set[tuple[str, str]]:
+        """Which room imports which other; the package's own file is none."""
+        return {pair for pair in self._room_imports if len({*pair}) == 2 and "__init__" not in pair}
+
+    @cached_property
+    def _room_imports(self) -> set[tuple[str, str]]:
+        return {(self.room_of(source), self.room_of(target)) for source, target, _ in self._imports}
 
     @cached_property
     def _imports(self) -> list[tuple[str, str, bool]]:

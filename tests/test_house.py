@@ -1,11 +1,13 @@
 """The package's rooms: their order, and that no import goes upward or round, within functions or not."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 import lightning_memkit
 from benchmarks.house import ORDER, House
+from benchmarks.house_picture import PICTURE, picture
 
 PACKAGE = Path(lightning_memkit.__file__).parent
 
@@ -29,6 +31,24 @@ def test_no_import_goes_round(house: House) -> None:
 
 def test_every_file_lies_in_a_room(house: House) -> None:
     assert house.loose == []
+
+
+def test_the_picture_of_the_rooms_is_that_of_the_code(house: House) -> None:
+    drawn = PICTURE.read_text(encoding="utf-8")
+    assert drawn == picture(house), "draw it anew: python -m benchmarks.house_picture"
+    page = (PICTURE.parents[1] / "architecture.md").read_text(encoding="utf-8")
+    assert f"]({PICTURE.parent.name}/{PICTURE.name})" in page
+
+
+def test_the_picture_leaves_out_what_other_arrows_imply(tmp_path: Path) -> None:
+    house = package(
+        tmp_path,
+        optim__high="from planted.memory import low\nfrom planted.utilities import lowest\n",
+        memory__low="from planted.utilities import lowest\n",
+        utilities__lowest="",
+    )
+    arrows = re.findall("<title>(.*?)</title>", picture(house))
+    assert arrows == ["optim imports memory", "memory imports utilities"]
 
 
 def package(folder: Path, **files: str) -> House:
