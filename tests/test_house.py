@@ -1,4 +1,4 @@
-"""The package's rooms: their order, and that no import goes upward or round, within functions or not."""
+"""The package's rooms: their order, no import upward or in a circle; short files and signatures, names used once."""
 
 import re
 from pathlib import Path
@@ -49,6 +49,28 @@ def test_the_picture_leaves_out_what_other_arrows_imply(tmp_path: Path) -> None:
     )
     arrows = re.findall("<title>(.*?)</title>", picture(house))
     assert arrows == ["optim imports memory", "memory imports utilities"]
+
+
+# Others call these: transformers' attention, an autograd function's forward, torch's cross_entropy.
+GIVEN_SIGNATURES = {
+    "attention.hugging_face._attention",
+    "loss.head_function.LinearCrossEntropy.forward",
+    "loss.lazy_logits._loss",
+    "prediction.persona._attention",
+}
+
+
+def test_a_file_is_short_unless_it_holds_kernels(house: House) -> None:
+    assert [name for name, _ in house.long_files if not name.endswith(".kernels")] == []
+
+
+def test_a_class_name_means_one_thing(house: House) -> None:
+    assert house.names_twice == {}
+
+
+def test_a_function_takes_few_parameters_unless_others_call_it(house: House) -> None:
+    found = {name.removeprefix("lightning_memkit.") for name, _ in house.long_signatures}
+    assert found == GIVEN_SIGNATURES
 
 
 def package(folder: Path, **files: str) -> House:

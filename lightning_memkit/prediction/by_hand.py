@@ -106,8 +106,7 @@ class Recipe:
             float32; ``"8-bit"``: bitsandbytes', without its scales (1 in 64), float32 for embeddings.
         compensation: the compensation of bfloat16 weights; see `PureBF16Precision`.
         float32_gradients: whether gradients of 16-bit weights are accumulated in float32.
-        frozen_weight_bytes: bytes of a frozen parameter: 4, 2, 1 (8-bit) or 0.5 (4-bit); None for those of a
-            trained one.
+        frozen_weight_bytes: bytes of a frozen parameter: 4, 2, 1 (8-bit) or 0.5 (4-bit); None: a trained one's.
 
     Raises:
         ValueError: an option is unknown, or a compensation is given for weights that are not bfloat16.

@@ -60,8 +60,7 @@ class Simulation(AnatomyMeter):
         self._parameters: list[Callable[[], Iterable[Tensor]]] = []
         self._owners = Owners()
         self._device_steps = ExitStack()
-        self._timeline: list[int] = []
-        self._entered = ExitStack()
+        self._timeline, self._entered = list[int](), ExitStack()
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:

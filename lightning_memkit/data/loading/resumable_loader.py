@@ -8,14 +8,9 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from lightning_memkit.data.batching import sampling_order
 from lightning_memkit.data.batching.identity import differences
-from lightning_memkit.data.batching.sampling_order import (
-    GlobalNumbers,
-    Order,
-    State,
-    generators_of,
-    restore_generators,
-)
+from lightning_memkit.data.batching.sampling_order import GlobalNumbers, Order, State
 from lightning_memkit.data.loading.ahead import each_in_a_list
 from lightning_memkit.data.loading.host_memory import HostMemory
 from lightning_memkit.data.loading.load_times import LoadTimes
@@ -133,7 +128,9 @@ class ResumableLoader(DataLoader[Any]):
             "order": order,
             "order_crc": crc,
             "epoch": getattr(self._of_epochs(), "epoch", None),
-            "generators": [one.get_state() for one in generators_of(_sampler_of(self), self.generator)],
+            "generators": [
+                one.get_state() for one in sampling_order.generators_of(_sampler_of(self), self.generator)
+            ],
         }
 
     def load_state_dict(self, state: State) -> None:
@@ -162,7 +159,7 @@ class ResumableLoader(DataLoader[Any]):
         self._done = state["batches_done"]
         # Restored now, because Lightning may recreate this epoch's loader from the same generators.
         if not self._done:
-            restore_generators(state, _sampler_of(self), self.generator)
+            sampling_order.restore_generators(state, _sampler_of(self), self.generator)
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         # Lightning may request an iterator twice before it draws from one: that is still the same epoch.
@@ -207,7 +204,7 @@ class ResumableLoader(DataLoader[Any]):
             self._refuse_other_order(state, self._order)
         elif state is not None or self._order is None:
             if state is not None:
-                restore_generators(state, sampler, self.generator)
+                sampling_order.restore_generators(state, sampler, self.generator)
             self._done = 0
             self._order = Order(sampler, self.generator)
         return self._order

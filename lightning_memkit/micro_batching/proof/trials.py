@@ -22,15 +22,18 @@ from lightning_memkit.micro_batching.proof.noted_changes import NotedChanges
 from lightning_memkit.micro_batching.proof.optimizer_trial import allocate_gradients, states_on
 from lightning_memkit.micro_batching.proof.some_rows import count_of_rows, one_row
 from lightning_memkit.micro_batching.proof.trial_values import PassedOverError, StepFailedError, TrialValues
-from lightning_memkit.micro_batching.ranks.agreement import (
-    Ranks,
-    local_optimizer,
-)
+from lightning_memkit.micro_batching.ranks.agreement import Ranks, local_optimizer
 from lightning_memkit.micro_batching.run import Run, Step
 from lightning_memkit.micro_batching.shares.foreseen import ForeseenWronglyError
 from lightning_memkit.optim.methods import uses_closure_its_own_way
 from lightning_memkit.utilities.generators import Generators
 from lightning_memkit.utilities.tensors import tensors_of
+
+_Look = Callable[[Tensor], Tensor]  # gets the loss; what it returns is differentiated
+_LOST = (
+    "A trial step changed {names} by a kernel that PyTorch's dispatcher does not see: these keep what the trial left. "
+    "Register the kernel as an operator that names what it writes to (torch.library.custom_op with mutates_args)."
+)
 
 
 class Trials:
@@ -110,27 +113,15 @@ class Trials:
             for parameter, gradient in kept:
                 parameter.grad = gradient
         if lost:
-            warnings.warn(
-                f"A trial step changed {', '.join(sorted(label(*key) for key in lost))} by a kernel that PyTorch's "
-                "dispatcher does not see: these keep what the trial left. Register the kernel as an operator that "
-                "names what it writes to (torch.library.custom_op with mutates_args).",
-                stacklevel=2,
-            )
+            warnings.warn(_LOST.format(names=", ".join(sorted(label(*key) for key in lost))), stacklevel=2)
 
     def kept(self, step: Step, *parts: Any, changing: Keys | None = None) -> Rollback:
         """Record the state before a step, for a trial to restore."""
-        return Rollback(
-            self._module, changing, batches=[step.batch, *parts], beside=step.run.changed_beside()
-        )
+        batches, beside = [step.batch, *parts], step.run.changed_beside()
+        return Rollback(self._module, changing, batches=batches, beside=beside)
 
     def gradient_of(
-        self,
-        step: Step,
-        batch: Any,
-        *,
-        seed: int | None = None,
-        after: Any = None,
-        look: Callable[[Tensor], Tensor] | None = None,
+        self, step: Step, batch: Any, *, seed: int | None = None, after: Any = None, look: _Look | None = None
     ) -> Tensor:
         """A sample of the gradient of a batch's own loss (see `sampled_gradient`).
 
@@ -147,9 +138,7 @@ class Trials:
         """
         with self.no_trace(step, batch, after, seen=True) as self.logged:
             if seed is not None:
-                random.seed(seed)
-                np.random.seed(seed)
-                torch.manual_seed(seed)
+                _seed(seed)
             skipped = False
             if after is not None:
                 self._run_before(step, after)
@@ -228,13 +217,7 @@ class Trials:
         held += states_on(device, local_optimizer(step.optimizer))
         return peak_meter(device, held, self._budget_bytes)
 
-    def run(
-        self,
-        step: Step,
-        batch: Any,
-        meter: PeakMeter | None = None,
-        look: Callable[[Tensor], Tensor] | None = None,
-    ) -> bool:
+    def run(self, step: Step, batch: Any, meter: PeakMeter | None = None, look: _Look | None = None) -> bool:
         """Forward and backward of a micro-batch; False if the step returned None."""
 
         def run(part: Any) -> bool:
@@ -249,9 +232,7 @@ class Trials:
             return True
 
         def measured() -> bool:
-            if meter is None:
-                return run(batch)
-            with meter:
+            with meter or nullcontext():
                 return run(batch)
 
         return self.ranks.part(measured, smallest=lambda: run(one_row(batch)))
@@ -311,3 +292,9 @@ class Trials:
         with self.no_trace(step, batch), suppress(RuntimeError, MemoryError):
             self.run(step, batch)
             self._has_watched = True
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
