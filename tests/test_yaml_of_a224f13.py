@@ -50,7 +50,7 @@ def test_a_class_that_was_not_named_by_its_public_name_is_refused(
 ) -> None:
     text = (FOLDER / name).read_text(encoding="utf-8")
     assert parse_config(text, tmp_path) == 2
-    assert "lightning_memkit.plugins.contamination.ContaminationProbe" in capsys.readouterr().err
+    assert "write lightning_memkit.ContaminationProbe" in capsys.readouterr().err
     assert parse_config(text.replace("plugins.contamination.", ""), tmp_path) == 0, capsys.readouterr().err
 
 

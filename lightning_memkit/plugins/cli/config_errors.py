@@ -10,6 +10,8 @@ from typing import Any, get_type_hints
 
 from jsonargparse import Namespace
 
+import lightning_memkit
+
 _UNION = "Does not validate against any of the Union subtypes"
 _UNINFORMATIVE = ("Expected a", "Not a valid subclass", "Import path None")
 _BUILDERS = ("jsonargparse", "lightning.pytorch.cli", "lightning_memkit.plugins.cli.memkit_cli")
@@ -83,6 +85,9 @@ def _cause_in_class(path: str, text: str) -> str:
         return _unknown(match[1], _options(cls), owner=path)
     if match := re.fullmatch(r"Group '([^']+)' does not accept option '([^']+)'", text):
         return _unknown(match[2], _options(_hints(cls).get(match[1])), owner=f"{match[1]} of {path}")
+    name = path.rpartition(".")[2]
+    if cls is None and path.startswith("lightning_memkit.") and name in lightning_memkit.__all__:
+        return f"{path}: {text}; write lightning_memkit.{name}, which stays where it is"
     if re.fullmatch(r"No module named '[^']+'", text):
         return f"{path}: {text}; your own classes are looked for in the folder that memkit is started in"
     return f"{path}: {_cause(text)}"
