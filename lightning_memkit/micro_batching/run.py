@@ -144,6 +144,12 @@ class Run:
         """A context within which what a module sends to loggers directly is dropped."""
         return nullcontext()
 
+    @contextmanager
+    def nothing_logged(self) -> Iterator[list[Logged]]:
+        """A context for trials: collects what the module logs, and nothing reaches a logger or is reset."""
+        with self.loggers_silent(), self.logging_held() as held:
+            yield held
+
     def keep_scaler(self) -> Undo:
         """Returns a function that resets which gradients a gradient scaler has unscaled."""
         return lambda: None

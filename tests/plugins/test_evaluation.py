@@ -18,11 +18,11 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 from lightning_memkit.memory.measure import Capacity
 from lightning_memkit.memory.meter import ByteMeter
+from lightning_memkit.micro_batching.evaluation import predictions
+from lightning_memkit.micro_batching.evaluation.predictions import bytes_of
 from lightning_memkit.micro_batching.options import BudgetOptions
 from lightning_memkit.micro_batching.sizes.sizing import BudgetError
-from lightning_memkit.plugins.memory_budget import _predictions
 from lightning_memkit.plugins.memory_budget._evaluation import keep_budget_in_evaluation
-from lightning_memkit.plugins.memory_budget._predictions import bytes_of
 from lightning_memkit.utilities.tensors import tensors_of
 from tests.plugins.toys import TokenTagger, loader, trainer
 
@@ -566,7 +566,7 @@ def test_predictions_that_do_not_fit_the_host_are_refused_after_the_first_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     little = Capacity(total_bytes=2**30, free_bytes=3 * 8 * 12 * 50 * 4)
-    monkeypatch.setattr(_predictions, "capacity", lambda device: little)
+    monkeypatch.setattr(predictions, "capacity", lambda device: little)
     modules: list[Any] = []
 
     def module() -> LightningModule:
@@ -590,7 +590,7 @@ def test_predictions_that_pass_the_budget_are_warned_about_on_the_host() -> None
 
 
 def test_predictions_that_are_not_kept_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_predictions, "capacity", lambda device: Capacity(total_bytes=1, free_bytes=1))
+    monkeypatch.setattr(predictions, "capacity", lambda device: Capacity(total_bytes=1, free_bytes=1))
     quiet = trainer()
     keep_budget_in_evaluation(quiet, BudgetOptions(budget_bytes=PLENTY))
     assert quiet.predict(built(Returning), loader(8, count=28), return_predictions=False) is None

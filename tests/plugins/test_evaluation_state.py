@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import CatMetric, SumMetric
 
-from lightning_memkit.plugins.memory_budget import _evaluation_state as state
+from lightning_memkit.micro_batching.evaluation import state
 
 
 class Gathering(nn.Module):

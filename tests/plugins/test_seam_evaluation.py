@@ -14,6 +14,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.logger_connector impo
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 
 from lightning_memkit.plugins.seams import evaluation_loop as seam
+from lightning_memkit.plugins.seams.lightning_run import EvaluationRun
 from tests.plugins.toys import TokenTagger, loader, trainer
 
 
@@ -109,15 +110,16 @@ def test_held_entries_are_not_counted_and_trials_reset_nothing() -> None:
 
     class Twice(Watching):
         def run(self, step: seam.EvaluationStep) -> Any:
-            with seam.nothing_logged(step.trainer) as held:
+            with run.nothing_logged() as held:
                 step.forward(step.whole())
             seen.append(held)
-            before = seam.keep_results(step.trainer)
+            before = run.keep_results()
             step.forward(step.whole())
             before()
             return super().run(step)
 
     quiet = trainer()
+    run = EvaluationRun(quiet)
     seam.install(quiet, Twice())
     values = quiet.validate(Tagger(), loader(8, count=16), verbose=False)
     assert values == [{"rows": 16.0}]
@@ -132,7 +134,7 @@ def test_how_many_predictions_are_kept() -> None:
 
     class Asks(Watching):
         def run(self, step: seam.EvaluationStep) -> Any:
-            seen.append(seam.predictions_to_keep(step.trainer, 0))
+            seen.append(step.outputs_kept)
             return super().run(step)
 
     for returned in (True, False):

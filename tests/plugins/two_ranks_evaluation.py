@@ -23,9 +23,10 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_memkit import MemoryBudget
 from lightning_memkit.distributed.agreement import PeerEndedError
 from lightning_memkit.memory.meter import ByteMeter
+from lightning_memkit.micro_batching.evaluation.engine import Observer
 from lightning_memkit.micro_batching.options import BudgetOptions
 from lightning_memkit.micro_batching.sizes.sizing import BudgetError
-from lightning_memkit.plugins.memory_budget._evaluation import Observer, keep_budget_in_evaluation
+from lightning_memkit.plugins.memory_budget._evaluation import keep_budget_in_evaluation
 from tests.plugins.ranks import leave
 from tests.plugins.toys import ShardableTagger, tagged_rows, trainer
 from tests.plugins.two_ranks import Sharded

@@ -16,11 +16,12 @@ from lightning_memkit.memory.measure import budget_bytes, check_budget
 from lightning_memkit.memory.sizing import Sizing
 from lightning_memkit.micro_batching import WeighBy, Weigher
 from lightning_memkit.micro_batching.engine import Engine, Record
+from lightning_memkit.micro_batching.evaluation.engine import Observer
 from lightning_memkit.micro_batching.history import PartsChange
 from lightning_memkit.micro_batching.options import BudgetOptions, Enforce, check_options
 from lightning_memkit.micro_batching.parts.partition import Splitter
 from lightning_memkit.micro_batching.run import Step
-from lightning_memkit.plugins.memory_budget._evaluation import Observer, keep_budget_in_evaluation
+from lightning_memkit.plugins.memory_budget._evaluation import keep_budget_in_evaluation
 from lightning_memkit.plugins.memory_budget._forecast import foreseen
 from lightning_memkit.plugins.pickling import LeavesRunBehind, nothing
 from lightning_memkit.plugins.seams import strategy, training_loop

@@ -5,23 +5,22 @@ to the strategy twice: to move it to the device, and to run its step. `install` 
 that call a driver.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 
-from lightning_memkit.plugins.seams.logged import calls_held, keep_logged, loggers_silent
+from lightning_memkit.micro_batching.evaluation.step import EvaluationStep
 from lightning_memkit.plugins.seams.training_loop import finder_runs
 from lightning_memkit.utilities.patching import Undo
 
 HOOKS = ("validation_step", "test_step", "predict_step")
 
 
-class EvaluationStep:
-    """One batch of a validation, test or prediction loop, as operations that may run several times.
+class LightningEvaluationStep:
+    """One batch of a loop of Lightning's; members are documented at `EvaluationStep`.
 
     Args:
         trainer: the trainer whose loop it is.
@@ -58,6 +57,16 @@ class EvaluationStep:
         """Store the batch's index and the other arguments that the loop passes after the batch."""
         self._rest = rest
 
+    @property
+    def outputs_kept(self) -> float:
+        """How many batches' outputs Lightning keeps of this loader; 0 if none, or if it has begun to."""
+        writers = [one for one in vars(self.trainer)["callbacks"] if isinstance(one, BasePredictionWriter)]
+        loop = self.trainer.predict_loop
+        if not loop.return_predictions and not any(writer.interval.on_epoch for writer in writers):
+            return 0
+        begun = loop._predictions[self.dataloader_idx]
+        return 0 if begun else loop.max_batches[self.dataloader_idx]
+
     def whole(self) -> Any:
         """The unsplit batch on the device."""
         return self.transfer(self.batch) if self.given is self.batch else self.given
@@ -90,7 +99,7 @@ def install(trainer: Trainer, driver: EvaluationDriver) -> Undo:
     transfer, stands_aside = strategy.batch_to_device, finder_runs(trainer)
     stock = {hook: getattr(strategy, hook) for hook in HOOKS}
     before = {name: vars(strategy)[name] for name in ("batch_to_device", *HOOKS) if name in vars(strategy)}
-    arrived: list[EvaluationStep] = []
+    arrived: list[LightningEvaluationStep] = []
 
     def batch_to_device(batch: Any, *args: Any, **kwargs: Any) -> Any:
         hook, module = _evaluating(trainer), trainer.lightning_module
@@ -99,7 +108,7 @@ def install(trainer: Trainer, driver: EvaluationDriver) -> Undo:
             return transfer(batch, *args, **kwargs)
         index = kwargs.get("dataloader_idx", 0)
         move = partial(transfer, **{**kwargs, "dataloader_idx": index})
-        step = EvaluationStep(trainer, hook, batch, index, stock[hook], move)
+        step = LightningEvaluationStep(trainer, hook, batch, index, stock[hook], move)
         step.given = batch if driver.stays_on_host(step) else move(batch)
         arrived[:] = [step]
         return step.given
@@ -131,54 +140,3 @@ def _evaluating(trainer: Trainer) -> str | None:
     if trainer.testing:
         return "test_step"
     return "predict_step" if trainer.predicting else None
-
-
-@contextmanager
-def logging_held(trainer: Trainer) -> Iterator[list[dict[str, Any]]]:
-    """Collect the calls of `self.log` instead of counting them; each entry has the keywords of one call."""
-    results: Any = trainer._results
-    if results is None:  # prediction logs nothing
-        yield []
-        return
-    with calls_held(results) as held:
-        yield held
-
-
-@contextmanager
-def nothing_logged(trainer: Trainer) -> Iterator[list[dict[str, Any]]]:
-    """For trials: collect `self.log` calls, prevent resets of results, and silence loggers."""
-    results: Any = trainer._results
-    connector = trainer._logger_connector
-    current = connector._current_fx
-    if results is not None:
-        vars(results)["reset"] = lambda *args, **kwargs: None
-    try:
-        with loggers_silent(trainer), logging_held(trainer) as held:
-            yield held
-    finally:
-        connector._current_fx = current
-        if results is not None:
-            vars(results).pop("reset", None)
-
-
-def keep_results(trainer: Trainer) -> Undo:
-    """Return a function that restores the values logged so far."""
-    results: Any = trainer._results
-    return keep_logged(results) if results is not None else lambda: None
-
-
-def log_now(trainer: Trainer, entry: dict[str, Any]) -> None:
-    """Count one entry that `logging_held` has collected."""
-    results: Any = trainer._results
-    results.log(**entry)
-
-
-def predictions_to_keep(trainer: Trainer, dataloader_idx: int) -> float:
-    """How many batches' outputs Lightning will keep of a loader; 0 if none, or if it has begun already."""
-    writers = [
-        callback for callback in vars(trainer)["callbacks"] if isinstance(callback, BasePredictionWriter)
-    ]
-    loop = trainer.predict_loop
-    if not loop.return_predictions and not any(writer.interval.on_epoch for writer in writers):
-        return 0
-    return 0 if loop._predictions[dataloader_idx] else loop.max_batches[dataloader_idx]

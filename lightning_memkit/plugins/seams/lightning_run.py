@@ -1,7 +1,7 @@
 """The engine's `Run`, implemented for Lightning's training loop."""
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -231,6 +231,46 @@ class LightningRun(Run):
     @override
     def warn(self, text: str) -> None:
         rank_zero_warn(text)
+
+
+class EvaluationRun(LightningRun):
+    """A run whose logged values are those of the validation, test or prediction loop that is active."""
+
+    @override
+    @contextmanager
+    def logging_held(self) -> Iterator[list[Logged]]:
+        results = self.trainer._results
+        if results is None:  # prediction logs nothing
+            yield []
+            return
+        with logged.calls_held(results) as held:
+            yield held
+
+    @override
+    def log_now(self, entry: Logged) -> None:
+        results: Any = self.trainer._results
+        results.log(**entry)
+
+    @override
+    def keep_results(self) -> Undo:
+        results = self.trainer._results
+        return logged.keep_logged(results) if results is not None else lambda: None
+
+    @override
+    @contextmanager
+    def nothing_logged(self) -> Iterator[list[Logged]]:
+        results: Any = self.trainer._results
+        connector = self.trainer._logger_connector
+        current = connector._current_fx
+        if results is not None:
+            vars(results)["reset"] = lambda *args, **kwargs: None
+        try:
+            with super().nothing_logged() as held:
+                yield held
+        finally:
+            connector._current_fx = current
+            if results is not None:
+                vars(results).pop("reset", None)
 
 
 def averages_after_backward(trainer: Trainer, model: DistributedDataParallel) -> bool:

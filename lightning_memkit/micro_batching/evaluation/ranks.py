@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from lightning.pytorch import Trainer
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_memkit.distributed.catch_up import why_no_catch_up
@@ -12,20 +11,19 @@ from lightning_memkit.distributed.fsdp2 import sharded_states
 from lightning_memkit.micro_batching.ranks.agreement import Unretried
 from lightning_memkit.micro_batching.ranks.alone import Ranks
 from lightning_memkit.micro_batching.ranks.together import Announced, Sharded
-from lightning_memkit.plugins.seams.lightning_run import LightningRun
-from lightning_memkit.plugins.seams.strategy import communicates_in_every_part
+from lightning_memkit.micro_batching.run import Run
 
 
 class EvaluationRanks:
     """Creates the means of agreement once ranks need them; all ranks call it at the same batches.
 
     Args:
-        trainer: its strategy has set the model up.
+        run: the loop, whose model is set up.
         recover: whether batches are to be retried; otherwise FSDP2's collectives are not replaced.
     """
 
-    def __init__(self, trainer: Trainer, *, recover: bool) -> None:
-        self._trainer = trainer
+    def __init__(self, run: Run, *, recover: bool) -> None:
+        self._run = run
         self._recover = recover
         self._made: Ranks | None = None
 
@@ -35,9 +33,9 @@ class EvaluationRanks:
         Args:
             communicates: whether the user's step issues collectives; called on all ranks, under DDP only.
         """
-        if self._trainer.world_size == 1:
+        if self._run.world_size == 1:
             return Ranks()
-        sharded = communicates_in_every_part(self._trainer)
+        sharded = self._run.meets_in_every_micro_batch
         if not sharded and not communicates():
             return Ranks()
         if self._made is None:
@@ -45,23 +43,19 @@ class EvaluationRanks:
         return self._made
 
     def _announced(self) -> Ranks:
-        return (
-            Announced()
-            if self._recover
-            else Unretried(LightningRun(self._trainer), "recover=False", meets=True)
-        )
+        return Announced() if self._recover else Unretried(self._run, "recover=False", meets=True)
 
     def _sharded(self) -> Ranks:
-        model = self._trainer.strategy.model
+        model = self._run.wrapped
         if not self._recover or model is None:
-            return Unretried(LightningRun(self._trainer), "recover=False")
+            return Unretried(self._run, "recover=False")
         reason = why_no_catch_up(model) if sharded_states(model) else "it is not sharded by FSDP2"
-        return Unretried(LightningRun(self._trainer), reason) if reason else Sharded(model)
+        return Unretried(self._run, reason) if reason else Sharded(model)
 
     @contextmanager
     def batch(self, *, counts: bool) -> Iterator[None]:
         """Enclose a batch's forwards; DDP broadcasts rank 0's buffers only before a batch that counts."""
-        model = self._trainer.strategy.model
+        model = self._run.wrapped
         if not isinstance(model, DistributedDataParallel):
             yield
             return

@@ -4,9 +4,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_debug
-
 from lightning_memkit.distributed.collectives import collectives_issued
 from lightning_memkit.memory.measure import PeakMeter, peak_meter
 from lightning_memkit.memory.meter import unmetered
@@ -16,11 +13,12 @@ from lightning_memkit.micro_batching import (
     batch_size,
     split_batch,
 )
+from lightning_memkit.micro_batching.evaluation.state import EvaluationRollback
+from lightning_memkit.micro_batching.evaluation.step import EvaluationStep
 from lightning_memkit.micro_batching.parts.partition import Splitter
 from lightning_memkit.micro_batching.proof.optimizer_trial import states_on
 from lightning_memkit.micro_batching.ranks.alone import Ranks
-from lightning_memkit.plugins.memory_budget._evaluation_state import EvaluationRollback
-from lightning_memkit.plugins.seams.evaluation_loop import EvaluationStep, logging_held, nothing_logged
+from lightning_memkit.micro_batching.run import Run
 from lightning_memkit.utilities.tensors import tensors_of
 
 T = TypeVar("T")
@@ -30,22 +28,22 @@ class EvaluationTrials:
     """Runs an evaluation step's batch without leaving a trace in module, RNG or logs.
 
     Args:
-        trainer: the trainer, within one of its evaluation loops.
+        run: the loop, of which evaluation is a part.
         split: the user's own splitter.
     """
 
-    def __init__(self, trainer: Trainer, split: Splitter | None) -> None:
+    def __init__(self, run: Run, split: Splitter | None) -> None:
         self.changing: frozenset[tuple[str, str]] | None = (
             None  # the tensors that steps change; None: unknown
         )
         self.ranks = Ranks()
-        self._trainer = trainer
+        self._run = run
         self._split = split
 
     @property
     def _gets_batch_itself(self) -> bool:
         """Whether steps get the loader's own tensors instead of copies on a device."""
-        return self._trainer.strategy.root_device.type == "cpu"
+        return self._run.device.type == "cpu"
 
     def part(self, step: EvaluationStep, run: Callable[[], T]) -> T:
         """Run one forward; if ranks communicate in it, all of them run one, and one's failure is all's."""
@@ -56,7 +54,7 @@ class EvaluationTrials:
     def _smallest(self, step: EvaluationStep) -> None:
         """Run a forward of one row only for its collectives."""
         batch = self.rows_of(step.batch, 1)
-        with logging_held(self._trainer):
+        with self._run.logging_held():
             step.forward(step.transfer(batch))
 
     def forward(self, step: EvaluationStep, batch: Any) -> Any:
@@ -80,7 +78,7 @@ class EvaluationTrials:
             with self.no_trace(step):
                 self._smallest(step)
         except Exception as error:  # it may need hooks that run later, or more rows
-            rank_zero_debug(f"MemoryBudget can't try a row in {step.hook}: {error!r}")
+            self._run.debug(f"MemoryBudget can't try a row in {step.hook}: {error!r}")
         after = collectives_issued()
         return after is None or after != before
 
@@ -93,17 +91,17 @@ class EvaluationTrials:
         """The state before a batch runs: what trials saw steps change, including the batch if they do."""
         changes_batch = any(path == "batch" for path, _ in self.changing or ())
         batches = [step.batch] if changes_batch else []
-        return EvaluationRollback(self._trainer.lightning_module, self.changing, batches=batches)
+        return EvaluationRollback(self._run.module, self.changing, batches=batches)
 
     @contextmanager
     def no_trace(self, step: EvaluationStep, *batches: Any) -> Iterator[EvaluationRollback]:
         """Run a trial inside: changes are undone and nothing is logged; `batches` are restored, too."""
         given = [step.batch, *batches] if self._gets_batch_itself else []
-        rollback = EvaluationRollback(self._trainer.lightning_module, batches=given)
+        rollback = EvaluationRollback(self._run.module, batches=given)
         try:
             with (
                 unmetered(),
-                nothing_logged(self._trainer),
+                self._run.nothing_logged(),
                 rollback.watching() if self._gets_batch_itself else nullcontext(),
             ):
                 yield rollback
@@ -113,12 +111,12 @@ class EvaluationTrials:
 
     def meter(self, step: EvaluationStep, limit: int | None) -> PeakMeter:
         """A meter that counts what else is on the device, such as gradients, optimizer and metric states."""
-        device, module = self._trainer.strategy.root_device, self._trainer.lightning_module
+        device, module = self._run.device, self._run.module
         held = [tensor for owner in module.modules() for tensor in tensors_of(vars(owner))]
         held += [p.grad for p in module.parameters() if p.grad is not None]
         held += tensors_of([step.batch, step.given])
         held = [tensor for tensor in held if tensor.device.type == device.type]
-        for optimizer in self._trainer.optimizers:
+        for optimizer in self._run.optimizers:
             held += states_on(device, optimizer)
         return peak_meter(device, held, limit)
 

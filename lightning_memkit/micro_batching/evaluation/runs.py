@@ -3,11 +3,8 @@
 from functools import partial
 from typing import Any
 
-from lightning.pytorch import Trainer
-
 from lightning_memkit.micro_batching import batch_size, split_batch
-from lightning_memkit.micro_batching.parts.joining import Counted, JoinError, Joining
-from lightning_memkit.plugins.memory_budget._evaluation_comparison import (
+from lightning_memkit.micro_batching.evaluation.comparison import (
     ON_ANOTHER_RANK,
     RETURNS,
     Comparisons,
@@ -16,9 +13,11 @@ from lightning_memkit.plugins.memory_budget._evaluation_comparison import (
     logged_values,
     told_apart,
 )
-from lightning_memkit.plugins.memory_budget._evaluation_sizes import EvaluationSizes, Loader
-from lightning_memkit.plugins.memory_budget._evaluation_trials import EvaluationTrials
-from lightning_memkit.plugins.seams import evaluation_loop as seam
+from lightning_memkit.micro_batching.evaluation.sizes import EvaluationSizes, Loader
+from lightning_memkit.micro_batching.evaluation.step import EvaluationStep
+from lightning_memkit.micro_batching.evaluation.trials import EvaluationTrials
+from lightning_memkit.micro_batching.parts.joining import Counted, JoinError, Joining
+from lightning_memkit.micro_batching.run import Run
 
 _MOST_LOOKS = 4  # comparisons of one batch
 
@@ -29,36 +28,36 @@ class EvaluationRuns:
     """Runs batches; unlike in trials, each run's logged values and changes to the module are kept.
 
     Args:
-        trainer: the trainer whose evaluation loops these are.
+        run: the loop, of which evaluation is a part.
         sizes: compares more samples if it is in doubt how values are joined.
         trials: runs the forwards, together with other ranks if these communicate in them.
         comparisons: counts what micro-batches hold.
     """
 
     def __init__(
-        self, trainer: Trainer, sizes: EvaluationSizes, trials: EvaluationTrials, comparisons: Comparisons
+        self, run: Run, sizes: EvaluationSizes, trials: EvaluationTrials, comparisons: Comparisons
     ) -> None:
-        self._trainer = trainer
+        self._run = run
         self._sizes = sizes
         self._trials = trials
         self._comparisons = comparisons
 
-    def whole(self, step: seam.EvaluationStep) -> Any:
+    def whole(self, step: EvaluationStep) -> Any:
         """Run the batch whole, as Lightning does, and return its output."""
-        if self._trainer.world_size == 1:
+        if self._run.world_size == 1:
             return step.forward(step.whole())
 
         def run() -> tuple[Any, Entries]:
             # Rank-averaged values are logged after the batch succeeds, so a retry does not count them twice.
-            with seam.logging_held(self._trainer) as logged:
+            with self._run.logging_held() as logged:
                 return step.forward(step.whole()), logged
 
         output, logged = self._trials.part(step, run)
         for entry in logged:
-            seam.log_now(self._trainer, entry)
+            self._run.log_now(entry)
         return output
 
-    def in_parts(self, step: seam.EvaluationStep, known: Loader, count: int) -> None:
+    def in_parts(self, step: EvaluationStep, known: Loader, count: int) -> None:
         """Run the batch in micro-batches and log the joined values; the step returns nothing.
 
         Raises:
@@ -73,7 +72,7 @@ class EvaluationRuns:
             known.told_apart |= apart
 
         def run(part: Any) -> tuple[Entries, bool]:
-            with seam.logging_held(self._trainer) as entries:
+            with self._run.logging_held() as entries:
                 return entries, step.forward(step.transfer(part)) is not None
 
         ran = [self._trials.part(step, partial(run, part)) for part in parts]
@@ -86,7 +85,7 @@ class EvaluationRuns:
         )
 
     def _joined(
-        self, step: seam.EvaluationStep, known: Loader, parts: list[Any], logged: list[Logged], counts: Counts
+        self, step: EvaluationStep, known: Loader, parts: list[Any], logged: list[Logged], counts: Counts
     ) -> Logged:
         """The whole batch's values; while rules are in doubt, a micro-batch is compared to settle them."""
         if known.rules is None:
@@ -110,7 +109,7 @@ class EvaluationRuns:
         for entry in entries:
             for counted in waiting.pop(entry["name"], ()):
                 # If the user gave no batch_size, a mean gets the batch's count.
-                seam.log_now(self._trainer, {**entry, "value": counted.value, "batch_size": counted.count})
+                self._run.log_now({**entry, "value": counted.value, "batch_size": counted.count})
 
 
 def _join(rules: Joining, parts: list[Logged], counts: Counts) -> tuple[Logged, str]:

@@ -4,19 +4,17 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_debug, rank_zero_info
-
 from lightning_memkit.memory.sizing import NothingFitsError, largest_fitting
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.micro_batching import SplitError, batch_size
+from lightning_memkit.micro_batching.evaluation.comparison import RETURNS, Comparisons, Pairs
+from lightning_memkit.micro_batching.evaluation.step import EvaluationStep
+from lightning_memkit.micro_batching.evaluation.trials import EvaluationTrials
 from lightning_memkit.micro_batching.options import BudgetOptions
 from lightning_memkit.micro_batching.parts.joining import JoinError, Joining
 from lightning_memkit.micro_batching.ranks.alone import Ranks
+from lightning_memkit.micro_batching.run import Run
 from lightning_memkit.micro_batching.sizes.sizing import BudgetError
-from lightning_memkit.plugins.memory_budget._evaluation_comparison import RETURNS, Comparisons, Pairs
-from lightning_memkit.plugins.memory_budget._evaluation_trials import EvaluationTrials
-from lightning_memkit.plugins.seams.evaluation_loop import EvaluationStep
 from lightning_memkit.utilities.tensors import tensors_of
 
 _MOST_TRIALS = 8
@@ -60,16 +58,16 @@ class EvaluationSizes:
     """Finds out whether a loader's batches may be split, and the largest micro-batches that fit.
 
     Args:
-        trainer: the trainer whose evaluation loops these are.
+        run: the loop, of which evaluation is a part.
         options: the budget.
         trials: runs micro-batches without a trace.
         comparisons: finds out whether micro-batches reproduce a batch's results.
     """
 
     def __init__(
-        self, trainer: Trainer, options: BudgetOptions, trials: EvaluationTrials, comparisons: Comparisons
+        self, run: Run, options: BudgetOptions, trials: EvaluationTrials, comparisons: Comparisons
     ) -> None:
-        self._trainer = trainer
+        self._run = run
         self._options = options
         self._trials = trials
         self._comparisons = comparisons
@@ -81,7 +79,7 @@ class EvaluationSizes:
         try:
             peak = self._trials.peak_of(step, None, options.usable_bytes)
         except Exception as error:  # a step may need hooks that have not run yet
-            rank_zero_debug(f"MemoryBudget measures the first {step.hook} as it runs: {error!r}")
+            self._run.debug(f"MemoryBudget measures the first {step.hook} as it runs: {error!r}")
             known.ranks.forget_part()
             return
         known.pending, known.measured = False, float(extent.elements)
@@ -114,7 +112,7 @@ class EvaluationSizes:
             raise BudgetError(short) from None
         known.size, known.limited = sizing.micro_batch_size, True
         known.measured = extent.elements / extent.rows * known.size
-        rank_zero_info(f"MemoryBudget in {step.hook}: {sizing}; without gradients.")
+        self._run.info(f"MemoryBudget in {step.hook}: {sizing}; without gradients.")
 
     def can_split(self, step: EvaluationStep, known: Loader, extent: BatchExtent) -> bool:
         """Whether micro-batches reproduce the batch's results; determined once, with a warning if not."""
@@ -145,7 +143,7 @@ class EvaluationSizes:
         known.unsplittable = why
         rows = f" of {extent.rows} samples" if extent.rows else ""
         warnings.warn(
-            f"{type(self._trainer.lightning_module).__name__}.{step.hook} runs its batches{rows} whole, which exceeds "
+            f"{type(self._run.module).__name__}.{step.hook} runs its batches{rows} whole, which exceeds "
             f"the budget's usable {format_bytes(self._options.usable_bytes)}: {why}. {remedy(step)}",
             stacklevel=2,
         )

@@ -6,8 +6,6 @@ from itertools import accumulate, combinations, pairwise
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
-from torchmetrics import Metric
 
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.micro_batching import (
@@ -19,12 +17,14 @@ from lightning_memkit.micro_batching import (
     weigher,
 )
 from lightning_memkit.micro_batching.changes.composition import Left, compose
+from lightning_memkit.micro_batching.changes.own_objects import is_metric
+from lightning_memkit.micro_batching.evaluation.step import EvaluationStep
+from lightning_memkit.micro_batching.evaluation.trials import EvaluationTrials
 from lightning_memkit.micro_batching.options import BudgetOptions
 from lightning_memkit.micro_batching.parts.joining import Counted, JoinError, Joining
 from lightning_memkit.micro_batching.parts.logged_values import counted
 from lightning_memkit.micro_batching.proof.decomposability import TOLERANCE
-from lightning_memkit.plugins.memory_budget._evaluation_trials import EvaluationTrials
-from lightning_memkit.plugins.seams.evaluation_loop import EvaluationStep, logging_held
+from lightning_memkit.micro_batching.run import Run
 from lightning_memkit.utilities.generators import Generators
 
 ON_ANOTHER_RANK = "it differs on another rank (whose own warning says where)"
@@ -67,13 +67,13 @@ class Comparisons:
     """Checks whether micro-batches reproduce a batch's results, and how its logged values follow from theirs.
 
     Args:
-        trainer: the trainer, within one of its evaluation loops.
+        run: the loop, of which evaluation is a part.
         options: give the user's `split` and `weigh_by`.
         trials: runs steps without a trace.
     """
 
-    def __init__(self, trainer: Trainer, options: BudgetOptions, trials: EvaluationTrials) -> None:
-        self._trainer = trainer
+    def __init__(self, run: Run, options: BudgetOptions, trials: EvaluationTrials) -> None:
+        self._run = run
         self.split = options.split
         self._weigh_by = options.weigh_by
         self._trials = trials
@@ -104,7 +104,7 @@ class Comparisons:
 
     def rules(self) -> Joining:
         """New rules for joining logged values, with the tolerance of the module's precision."""
-        module, precision = self._trainer.lightning_module, str(self._trainer.precision_plugin.precision)
+        module, precision = self._run.module, self._run.precision
         dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
         coarsest = max((TOLERANCE.get(dtype, TOLERANCE[torch.bfloat16]) for dtype in dtypes), default=2e-3)
         if precision not in ("32-true", "64-true"):
@@ -190,7 +190,7 @@ class Comparisons:
                 rollback.restore()
                 generators, logged, returned = Generators(), list[Entries](), False
                 for batch in batches:
-                    with logging_held(self._trainer) as entries:
+                    with self._run.logging_held() as entries:
                         returned |= self._trials.forward(step, batch) is not None
                     logged.append(entries)
                 drew, left = any(generators.drawn_from()), rollback.left_behind()
@@ -207,7 +207,7 @@ class Comparisons:
             entry["name"]
             for entries in whole.logged
             for entry in entries
-            if isinstance(entry["value"], Metric) and entry.get("on_step")
+            if is_metric(entry["value"]) and entry.get("on_step")
         ]
         if shown:
             return f"it logs {shown[0]!r} on_step, a metric that would show its last micro-batch alone"

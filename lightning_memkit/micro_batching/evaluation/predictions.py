@@ -8,8 +8,8 @@ from torch import Tensor
 
 from lightning_memkit.memory.measure import capacity
 from lightning_memkit.memory.units import format_bytes
+from lightning_memkit.micro_batching.evaluation.step import EvaluationStep
 from lightning_memkit.micro_batching.sizes.sizing import BudgetError
-from lightning_memkit.plugins.seams.evaluation_loop import EvaluationStep, predictions_to_keep
 from lightning_memkit.utilities.tensors import tensors_of
 
 _REMEDY = (
@@ -18,7 +18,7 @@ _REMEDY = (
 )
 
 
-def check_predictions(step: EvaluationStep, output: Any, budget_bytes: int) -> None:
+def check_predictions(step: EvaluationStep, output: Any, device: torch.device, budget_bytes: int) -> None:
     """After a loader's first batch, check the estimated size of all outputs against host memory and budget.
 
     Lightning moves the outputs to the host and keeps them until the end, when they are returned or given to a
@@ -29,10 +29,10 @@ def check_predictions(step: EvaluationStep, output: Any, budget_bytes: int) -> N
     """
     if step.hook != "predict_step":
         return
-    batches = predictions_to_keep(step.trainer, step.dataloader_idx)
+    batches = step.outputs_kept
     if batches in (0, float("inf")):
         return
-    made, on_host = bytes_of(output), step.trainer.strategy.root_device.type == "cpu"
+    made, on_host = bytes_of(output), device.type == "cpu"
     total, free = int(made * batches), capacity(torch.device("cpu")).free_bytes
     what = (
         f"Trainer.predict keeps the outputs of {batches:.0f} batches, about {format_bytes(total)} at "
