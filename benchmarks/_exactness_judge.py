@@ -25,7 +25,7 @@ SPLIT = "split"  # where a batch was split that has no weights
 OUTCOMES = (WHOLE, EQUAL, WARNED, REFUSED, DIFFERENT)
 
 # What has no gradient in a loss: the warning, and what holds the loss
-_UNTOLD = "The loss that is reported of a batch in parts is not the whole batch's"
+_UNTOLD = "The loss that is reported of a batch in micro-batches is not the whole batch's"
 _NAMED = re.compile(r"(?:logs as|returns as) '([^']+)'")
 _LOSS = r"(outputs (loss|mean)|logged loss|state (newest|kept))"
 LOSS = "loss."  # among what a step returns

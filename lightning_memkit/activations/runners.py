@@ -166,7 +166,7 @@ def _run_opaque(
 ) -> Any:
     switch.say_once(
         f"{type(block).__name__} computes with tensors that stand for several (DTensor, quantized weights), of which "
-        'no single operator can be saved: it is made again as a whole. Write policy="full" to say so, or shard whole '
+        'no single operator can be saved: it is recomputed as a whole. Write policy="full" to say so, or shard whole '
         "blocks in place of what lies within them."
     )
     return run_checkpointed(block, plain, args, kwargs, switch)

@@ -93,7 +93,9 @@ def together(agreement: Agreement, run: Callable[[], T]) -> T:
     if failed:
         own = failure if agreement.rank in failed else ""
         others = ", ".join(str(rank) for rank in failed)
-        raise torch.OutOfMemoryError(own or f"Rank {others} ran out of memory; all ranks repeat the part.")
+        raise torch.OutOfMemoryError(
+            own or f"Rank {others} ran out of memory; all ranks repeat the micro-batch."
+        )
     return results[0]
 
 

@@ -159,8 +159,8 @@ class CatchUp:
         rests = {tape[len(issued) :] for tape in self._known() if tape[: len(issued)] == issued}
         if len(rests) > 1 or (not rests and (smallest_part is None or self._known())):
             raise CannotCatchUpError(
-                f"Memory ran out after {len(issued)} collectives of a part, and no earlier part tells which ones the "
-                "peers wait for. Start with a smaller micro_batch_size."
+                f"Memory ran out after {len(issued)} collectives of a micro-batch, and no earlier one tells which of "
+                "them the peers wait for. Start with a smaller micro_batch_size."
             )
         self.reset()
         try:
@@ -240,7 +240,7 @@ class _Recorded:
         if owner._left_out:
             if owner._left_out.pop(0) != entry:
                 raise CannotCatchUpError(
-                    "A smallest part issues other collectives than the part that failed."
+                    "The smallest micro-batch issues other collectives than the one that failed."
                 )
             owner._issued.append(entry)
             arguments["output_tensor"].zero_()

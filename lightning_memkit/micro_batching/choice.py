@@ -292,7 +292,9 @@ class PartsChoice:
             return
         self._runner.partition.resize(WHOLE)
         if options.micro_batch_size != "auto" and options.micro_batch_size < self._sized_for:
-            self._warn(f"MemoryBudget runs batches whole, not in parts of {options.micro_batch_size}: {text}")
+            self._warn(
+                f"MemoryBudget runs batches whole, not in micro-batches of {options.micro_batch_size}: {text}"
+            )
 
     def _warn(self, text: str) -> None:
         if text != self._warned:

@@ -223,7 +223,7 @@ class Recovery:
         step.run.info(
             f"MemoryBudget: out of memory at batch {step.batch_idx} {self._runner.phase} "
             f"with a micro-batch of {failed}; "
-            f"the state before the step is restored, and the batch runs again in parts of "
+            f"the state before the step is restored, and the batch is retried in micro-batches of "
             f"{self._runner.partition.micro_batch_size} ({failure})"
         )
 
@@ -261,7 +261,7 @@ class Recovery:
         if size > partition.micro_batch_size:
             self._grown = True
             step.run.info(
-                f"MemoryBudget: {self._patience} steps without an OOM; parts of {size} are tried again."
+                f"MemoryBudget: {self._patience} steps without an OOM; micro-batches of {size} are tried again."
             )
             partition.resize(size)
             self._resized(step, retry=False)

@@ -61,7 +61,11 @@ class GradientDtype:
         if not self._is_float32 or self._announced:
             return None
         self._announced = True
-        reason = f"{self._parts} parts add up to a step" if self._wanted == "auto" else "grad_dtype='float32'"
+        reason = (
+            f"{self._parts} micro-batches add up to a step"
+            if self._wanted == "auto"
+            else "grad_dtype='float32'"
+        )
         count = sum(parameter.numel() for parameter in parameters())
         return (
             f"Gradients of {count:,} bfloat16 parameters are float32, since {reason}: +2 bytes a parameter."
@@ -77,7 +81,7 @@ class GradientDtype:
         if not self._announced:
             self._announced = True
             warn(
-                f"The gradients of {self._parts} parts add up in bfloat16, where small parts get lost, "
+                f"The gradients of {self._parts} micro-batches add up in bfloat16, where small gradients get lost, "
                 f"since {self._why_not}. Write grad_dtype='bfloat16' to accept that."
             )
         return False

@@ -49,7 +49,7 @@ def second_gradient_error(parameter: Parameter) -> RuntimeError:
     return RuntimeError(
         f"A parameter of shape {tuple(parameter.shape)} gets a second gradient in one step, after the first "
         "was used and dropped: released gradients can't accumulate. Call optimizer.step() after every "
-        "backward (accumulate_grad_batches=1, one part a step), or don't release gradients. After an "
+        "backward (accumulate_grad_batches=1, one micro-batch a step), or don't release gradients. After an "
         "error within a backward, load a checkpoint: part of the weights are stepped."
     )
 

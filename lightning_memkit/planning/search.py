@@ -150,9 +150,8 @@ def _needs_no_more(row: Row) -> str:
     if row.parts == 1:
         return f"not needed: the whole batch fits with {row.family}"
     if row.gain <= _LITTLE:
-        return (
-            f"slower: {row.family} fits, and parts of more than its {row.micro_batch_size} rows gain nothing"
-        )
+        rows = f"{row.micro_batch_size} rows"
+        return f"slower: {row.family} fits, and micro-batches of more than its {rows} gain nothing"
     return ""
 
 

@@ -227,7 +227,7 @@ class Blocks:
         copies = 1 if self.checkpointed else self.layers
         category = "temporaries" if self.checkpointed else "saved_activations"
         names = (
-            ("one block made again", "its scores") if self.checkpointed else ("blocks", "attention scores")
+            ("one block recomputed", "its scores") if self.checkpointed else ("blocks", "attention scores")
         )
         tokens, shape = self.length * self.rows, f"{self.length:,}·{self.rows:,}"
         if self.checkpointed:

@@ -384,6 +384,6 @@ def test_a_block_that_gets_tensors_that_stand_for_several_is_made_again_as_a_who
     plain = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad()
     checkpoint_modules(model, policy)
-    with pytest.warns(UserWarning, match="stand for several .* made again as a whole"):
+    with pytest.warns(UserWarning, match="stand for several .* recomputed as a whole"):
         model(x).sum().backward()
     assert_same({name: p.grad for name, p in model.named_parameters()}, plain)

@@ -100,7 +100,7 @@ def test_blocks_of_sharded_tensors_say_that_they_are_made_again_as_a_whole(
     by_operator = key[2].startswith(("selective", "budget", "auto"))
     sharded = key[1] in ("tensor parallel", "fsdp2 inside the blocks")
     for rank in more:
-        said = [message for message in rank[key]["said"] if "made again as a whole" in message]
+        said = [message for message in rank[key]["said"] if "recomputed as a whole" in message]
         assert len(said) == (by_operator and sharded)
 
 

@@ -154,13 +154,13 @@ def test_a_user_s_own_count_weighs_its_value() -> None:
     ("whole", "parts", "words"),
     [
         ({"loss": 1.0}, [{"loss": 3.0}, {"loss": 4.0}], r"^loss is 1 for a few samples at once, and 3, 4"),
-        ({"a": 1.0}, [{"a": 1.0}, {"b": 1.0}], "^a is missing in some parts"),
+        ({"a": 1.0}, [{"a": 1.0}, {"b": 1.0}], "^a is missing in some micro-batches"),
         (
             torch.zeros(5, 4),
             [torch.zeros(2, 3), torch.zeros(3, 4)],
             r"shape \(5, 4\) does not come .* \(2, 3\)",
         ),
-        ("a", ["b", "b"], r"\(str\) is not the same in all parts"),
+        ("a", ["b", "b"], r"\(str\) is not the same in all micro-batches"),
     ],
 )
 def test_what_no_rule_gives_is_named(whole: Any, parts: list[Any], words: str) -> None:

@@ -211,7 +211,7 @@ def test_gradients_that_are_clamped_are_told_from_rounding(dtype: torch.dtype, c
 def test_a_mean_over_pairs_of_rows_follows_no_law() -> None:
     found = rules_of(lambda x, r: F.cross_entropy(x, LABELS[r]) + 0.001 * (x @ x.T).square().mean())
     assert isinstance(found, UnlikeDivisors)
-    assert found == "a term divided by 36000, and by 4000, 16000 in parts of the same rows"
+    assert found == "a term divided by 36000, and by 4000, 16000 in micro-batches of the same rows"
 
 
 def test_what_is_added_to_rows_is_no_place_of_a_term_s_value() -> None:

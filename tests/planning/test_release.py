@@ -1,4 +1,4 @@
-"""The search where gradients may be released: one part a step, and only where it is needed."""
+"""The search where gradients may be released: one micro-batch a step, and only where it is needed."""
 
 from collections.abc import Callable
 from dataclasses import replace

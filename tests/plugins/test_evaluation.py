@@ -292,7 +292,7 @@ def test_where_a_batch_is_split_no_part_is_larger_than_training_s() -> None:
 
 def test_where_not_even_one_sample_fits_the_error_says_by_how_much() -> None:
     with pytest.raises(
-        BudgetError, match=r"part of 1 sample needs .* in validation_step, .* more .* budget=\"1MiB\""
+        BudgetError, match=r"micro-batch of 1 sample needs .* in validation_step, .* more .* budget=\"1MiB\""
     ):
         evaluated("validate", BudgetOptions(budget_bytes=30_000), Wide)
 
@@ -353,7 +353,9 @@ def test_recovery_can_be_declined() -> None:
 
 
 def test_at_one_sample_the_error_names_remedies() -> None:
-    with pytest.raises(torch.OutOfMemoryError, match=r"A part of 1 sample runs out .*PureBF16Precision"):
+    with pytest.raises(
+        torch.OutOfMemoryError, match=r"A micro-batch of 1 sample runs out .*PureBF16Precision"
+    ):
         evaluated(
             "validate", BudgetOptions(budget_bytes=PLENTY), lambda: Failing(largest=0), loader(1, count=4)
         )

@@ -455,7 +455,7 @@ def test_a_memory_budget_of_one_part_goes_with_it():
     plain = run(module=Free, **NORM)
     both = run(MemoryBudget("1GiB", **budget), GradientRelease(**AT_ONCE), module=Free, **NORM)
     assert torch.equal(plain, both)
-    with pytest.raises(ValueError, match=r"micro_batch_size=4\) runs a batch of 8 in parts"):
+    with pytest.raises(ValueError, match=r"micro_batch_size=4\) splits a batch of 8, and"):
         run(MemoryBudget("1GiB", micro_batch_size=4, recover=False), GradientRelease(), module=Free)
 
 

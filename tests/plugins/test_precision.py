@@ -272,7 +272,7 @@ def test_a_schedule_of_accumulation_counts_too(tmp_path, caplog):
     schedule = GradientAccumulationScheduler({0: 1, 4: 8})
     with caplog.at_level(logging.INFO):
         trainer(PureBF16Precision(), tmp_path, callbacks=[schedule]).fit(Regression(), loader())
-    assert any("8 parts add up" in record.message for record in caplog.records)
+    assert any("8 micro-batches add up" in record.message for record in caplog.records)
 
 
 def test_parts_can_be_set_when_gradients_exist(tmp_path, caplog):
@@ -304,7 +304,7 @@ def test_ddp_keeps_bfloat16_gradients_and_says_so(one_process_group):
     model = nn.parallel.DistributedDataParallel(net)
     precision = PureBF16Precision()
     precision.connect(model, [torch.optim.SGD(net.parameters(), lr=0.1)], [])
-    with pytest.warns(UserWarning, match="3 parts add up in bfloat16.*DistributedDataParallel"):
+    with pytest.warns(UserWarning, match="3 micro-batches add up in bfloat16.*DistributedDataParallel"):
         precision.set_gradient_parts(3)
     model(torch.ones(2, 4, dtype=BF16)).sum().backward()
     assert set(gradient_dtypes(net)) == {BF16}

@@ -146,8 +146,8 @@ class EvaluationEngine:
         fewest = -int(ranks.largest_of([-batch_size(step.batch)])[0]) if ranks.meets else wanted
         if fewest < wanted and ranks.any(ranks.exchanges):
             raise BudgetError(
-                f"{step.hook} needs {wanted} parts, and a rank's batch has {fewest} samples: ranks exchange results "
-                "in each part. Let every rank's batches have the same size (drop_last=True)."
+                f"{step.hook} needs {wanted} micro-batches, and a rank's batch has {fewest} samples: ranks exchange "
+                "results in each micro-batch. Let every rank's batches have the same size (drop_last=True)."
             )
         return wanted
 
@@ -196,8 +196,8 @@ class EvaluationEngine:
         failed = -(-extent.rows // parts)
         if failed == 1:
             raise torch.OutOfMemoryError(
-                f"A part of 1 sample runs out of memory in {step.hook} ({failure}); no smaller one is possible. "
-                "Keep the model in fewer bytes (PureBF16Precision), or shorten the samples."
+                f"A micro-batch of 1 sample runs out of memory in {step.hook} ({failure}); no smaller one is "
+                "possible. Keep the model in fewer bytes (PureBF16Precision), or shorten the samples."
             )
         ran_whole = bool(known.unsplittable)
         if not self._sizes.can_split(step, known, extent):
@@ -211,6 +211,6 @@ class EvaluationEngine:
         else:
             known.size, known.limited = (failed + 1) // 2, True
         self._run.info(
-            f"MemoryBudget: out of memory in {step.hook} with {failed} samples; the batch runs again in parts of "
-            f"{known.size} ({failure})"
+            f"MemoryBudget: out of memory in {step.hook} with {failed} samples; the batch is retried in micro-batches "
+            f"of {known.size} ({failure})"
         )

@@ -176,10 +176,12 @@ def extent_of(batch: Any, ranks: Ranks) -> BatchExtent:
 
 def _shortfall(hook: str, peak: int | None, usable: int, headroom: float) -> str:
     if peak is None:
-        return f"A part of 1 sample runs out of memory in {hook} on the device itself, without gradients."
+        return (
+            f"A micro-batch of 1 sample runs out of memory in {hook} on the device itself, without gradients."
+        )
     enough = -(-peak / (1 - headroom) // 2**20)
     return (
-        f"A part of 1 sample needs {format_bytes(peak)} in {hook}, {format_bytes(peak - usable)} more than the "
+        f"A micro-batch of 1 sample needs {format_bytes(peak)} in {hook}, {format_bytes(peak - usable)} more than the "
         f"budget's usable {format_bytes(usable)}. What would help: weights in bf16, shorter samples, or budget=\""
         f'{enough:.0f}MiB".'
     )

@@ -198,7 +198,7 @@ def _rule(
     if least > 0 and abs(sum(parts) - sum(empty) - whole) <= allowed:
         return TermRule(name=name, index=index, branch=branch, law=Law.MEAN)
     theirs = ", ".join(f"{part:g}" for part in parts)
-    return UnlikeDivisors(f"a term divided by {whole:g}, and by {theirs} in parts of the same rows")
+    return UnlikeDivisors(f"a term divided by {whole:g}, and by {theirs} in micro-batches of the same rows")
 
 
 def _is_own(terms: Sequence[LossTerm], dtype: torch.dtype) -> bool:

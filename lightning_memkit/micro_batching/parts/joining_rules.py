@@ -103,10 +103,12 @@ def applied(rule: Rule, parts: Sequence[Any], counts: Counts, path: Path) -> Any
     if kind == "cat":
         if not _fits(values, options[0]):
             shapes = ", ".join(str(tuple(value.shape)) for value in values)
-            raise JoinError(f"{name_of(path)} has parts of shapes {shapes}, which don't go together")
+            raise JoinError(
+                f"{name_of(path)} has in micro-batches the shapes {shapes}, which don't go together"
+            )
         return _like(parts[0], torch.cat(values, dim=options[0]))
     if len({value.shape for value in values}) > 1:
-        raise JoinError(f"{name_of(path)} has parts of different shapes")
+        raise JoinError(f"{name_of(path)} has different shapes in micro-batches")
     if kind == "mean":
         return _like(parts[0], _mean(values, counts[options[0]]))
     if kind in _POWER_MEANS:
@@ -207,19 +209,22 @@ def _error_of_numbers(value: float, target: float) -> float:
 
 def why_not(path: Path, whole: Any, parts: Sequence[Any], error: float) -> str:
     """Describe why no rule gives a value; `error` is the relative error of the best rule."""
+    name = name_of(path)
     if isinstance(whole, Tensor) and whole.ndim:
         shapes = " and ".join(
             str(tuple(p.shape)) if isinstance(p, Tensor) else type(p).__name__ for p in parts
         )
         if error < float("inf"):
-            return f"{name_of(path)} of a few samples is not that of their parts: it is {error:.1e} off at the least"
+            return f"{name} of a few samples is not that of their micro-batches: it is {error:.1e} off at the least"
         return (
-            f"{name_of(path)} of shape {tuple(whole.shape)} does not come from its parts, of shapes {shapes}"
+            f"{name} of shape {tuple(whole.shape)} does not come from its micro-batches', of shapes {shapes}"
         )
     if not is_number_like(whole) and all(type(part) is type(whole) for part in parts):
-        return f"{name_of(path)} ({type(whole).__name__}) is not the same in all parts, and no rule joins it"
+        return f"{name_of(path)} ({type(whole).__name__}) is not the same in all micro-batches, and no rule joins it"
     shown = ", ".join(_shown(part) for part in parts)
-    return f"{name_of(path)} is {_shown(whole)} for a few samples at once, and {shown} for their parts"
+    return (
+        f"{name_of(path)} is {_shown(whole)} for a few samples at once, and {shown} for their micro-batches"
+    )
 
 
 def _shown(item: Any) -> str:

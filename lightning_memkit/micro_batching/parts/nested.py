@@ -46,7 +46,7 @@ def branch(item: Any, key: Any, path: Path) -> Any:
     try:
         return item[key] if isinstance(item, (Mapping, list, tuple)) else getattr(item, key)
     except (LookupError, AttributeError):
-        raise JoinError(f"{name_of((*path, key))} is missing in some parts") from None
+        raise JoinError(f"{name_of((*path, key))} is missing in some micro-batches") from None
 
 
 def check_same_keys(path: Path, first: Any, parts: Sequence[Any]) -> None:
@@ -58,7 +58,7 @@ def check_same_keys(path: Path, first: Any, parts: Sequence[Any]) -> None:
     wanted = [key for key, _ in branches(first, len(path)) or ()]
     for part in parts:
         if [key for key, _ in branches(part, len(path)) or ()] != wanted:
-            raise JoinError(f"{name_of(path)} holds other entries in its parts than in the whole")
+            raise JoinError(f"{name_of(path)} holds other entries in micro-batches than in the whole")
 
 
 def rebuilt_result(first: Any, joined: dict[Any, Any]) -> Any:

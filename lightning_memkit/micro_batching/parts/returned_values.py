@@ -49,7 +49,7 @@ class ReturnedValues:
             own = [part[name] for part in parts if name in part]
             try:
                 if len(own) != len(parts):
-                    raise JoinError(f"{name} is not returned for every part")
+                    raise JoinError(f"{name} is not returned for every micro-batch")
                 self._joinings.setdefault(name, Joining(allowed)).compare(value, own, counts)
             except JoinError:
                 self._wrong.add(name)

@@ -20,15 +20,15 @@ from lightning_memkit.micro_batching.shares.foreseen import MistakenTotalsError,
 from lightning_memkit.micro_batching.shares.step_shares import StepShares
 
 _UNTOLD_REST = (
-    "The loss holds a number without a gradient of which it can't be told how those of parts make the batch's: it is "
-    "no mean over rows, nor one over what a term of the loss counts, nor a sum, or it stands beside a mean over "
-    "nothing. The loss that is reported of a batch in parts is not the whole batch's to the digit; gradients are. Log "
-    "that number by itself."
+    "A part of the loss has no gradient, and how it combines from micro-batches is unknown: it is neither a mean over "
+    "rows, nor a mean over what a term of the loss counts, nor a sum, or it stands beside a mean over nothing. The "
+    "loss that is reported of a batch in micro-batches is not the whole batch's to the digit; gradients are. Log that "
+    "number by itself."
 )
 _UNTOLD_TERMS = (
-    "The terms of the loss weigh unlike in the parts of a batch, and what each adds to it is computed within a "
-    "function that does not show it. The loss that is reported of a batch in parts is not the whole batch's to the "
-    "digit; gradients are. Log the terms by themselves."
+    "The terms of the loss weigh unlike in the micro-batches, and what each adds to the loss is computed within a "
+    "function that does not show it. The loss that is reported of a batch in micro-batches is not the whole batch's "
+    "to the digit; gradients are. Log the terms by themselves."
 )
 
 
@@ -132,7 +132,7 @@ class PartsRunner:
         if state is not None:
             state.begin()
         for position, index in enumerate(kept):
-            which = f"of part {position + 1} of {len(kept)}"
+            which = f"of micro-batch {position + 1} of {len(kept)}"
             repeated = index is None
             if state is not None:
                 state.begin_part()

@@ -54,7 +54,7 @@ class ValueLooks:
             try:
                 told = self._run(step, whole, parts, sizes, level, gradient=gradient)
             except StepFailedError as error:  # a user's step may fail in any way on rows joined like this
-                step.run.debug(f"MemoryBudget can't look at two parts: {error.cause!r}")
+                step.run.debug(f"MemoryBudget can't look at two micro-batches: {error.cause!r}")
                 if error.skipped or is_out_of_memory(error.cause):
                     return None
                 continue

@@ -130,7 +130,7 @@ class NotedChanges:
                     self._trials.run(step, one)
             return composed - doubtful | (doubtful & compose(left, rollback.left_behind()))
         except Exception as error:  # a micro-batch may have too few rows for the module
-            self._run.debug(f"MemoryBudget can't try a step in parts: {error!r}")
+            self._run.debug(f"MemoryBudget can't try a step in micro-batches: {error!r}")
             return frozenset()
 
 

@@ -155,7 +155,7 @@ def why_whole(weighing: Weighed, *, by_itself: bool) -> str:
         return f"Batches are not split: {verdict.cause}. To mend it, {verdict.remedy}."
     by = f" by {verdict.relative_error:.1%}" if isfinite(verdict.relative_error) else ""
     return (
-        f"The weighted gradients of a batch's parts miss the whole batch's{by}: {verdict.cause}. To mend it, "
+        f"The weighted gradients of a batch's micro-batches miss the whole batch's{by}: {verdict.cause}. To mend it, "
         f"{verdict.remedy}."
     )
 

@@ -99,8 +99,8 @@ class GradientRelease(LeavesRunBehind, Callback):
                 return
             if rows > int(budget.micro_batch_size):
                 raise ValueError(
-                    f"MemoryBudget(micro_batch_size={budget.micro_batch_size}) runs a batch of {rows} in parts, and "
-                    "GradientRelease takes one part a step: raise micro_batch_size, or remove one of the two."
+                    f"MemoryBudget(micro_batch_size={budget.micro_batch_size}) splits a batch of {rows}, and "
+                    "GradientRelease takes one micro-batch a step: raise micro_batch_size, or remove one of the two."
                 )
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
@@ -260,14 +260,14 @@ def _check_budget(trainer: Trainer) -> None:
     for budget in budgets_among(callbacks_of(trainer)):
         if budget.recover:
             raise ValueError(
-                "MemoryBudget(recover=True) repeats a step that runs out of memory, and with GradientRelease part of "
+                "MemoryBudget(recover=True) retries a step that runs out of memory, and with GradientRelease part of "
                 "the weights are stepped by then; write MemoryBudget(recover=False), or remove GradientRelease."
             )
         if budget.micro_batch_size == "auto" or budget.effective_batch_size is not None:
             raise ValueError(
                 f"MemoryBudget(micro_batch_size={budget.micro_batch_size!r}, effective_batch_size="
-                f"{budget.effective_batch_size!r}) may run a step in parts, and GradientRelease takes one; write "
-                "the loader's batch size as micro_batch_size, and no effective_batch_size."
+                f"{budget.effective_batch_size!r}) may run a step in micro-batches, and GradientRelease takes one; "
+                "write the loader's batch size as micro_batch_size, and no effective_batch_size."
             )
 
 

@@ -209,7 +209,7 @@ def _sizes(
             return rows, tuple(part_sizes(rows)), [f"{note}, its micro-batch is found by itself."]
         return rows, (min(int(budget.micro_batch_size), rows),), [f"{note}, its micro-batch kept."]
     if any(isinstance(one, _BatchNorm) for one in module.modules()):
-        note = "Batch normalization takes the statistics of each part: results change with the micro-batch."
+        note = "Batch normalization takes the statistics of each micro-batch: results change with the micro-batch."
         return rows, tuple(size for size in part_sizes(rows) if size > 1 or rows == 1), [note]
     return rows, tuple(part_sizes(rows)), []
 
@@ -222,7 +222,7 @@ def _why_whole(given: Mapping[str, Any], module: torch.nn.Module) -> str:
     if not getattr(module, "automatic_optimization", True):
         return f"{type(module).__name__} optimizes manually, and splits by itself (micro_batches)"
     if _releases(given):
-        return "GradientRelease takes one part a step"
+        return "GradientRelease takes one micro-batch a step"
     return ""
 
 

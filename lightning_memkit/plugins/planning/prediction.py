@@ -225,7 +225,7 @@ def _checked(options: dict[str, Any]) -> tuple[dict[str, Any], int]:
     if budgets_among(given):
         raise ValueError(
             "trainer has a MemoryBudget among its callbacks, which measures for itself: leave it out, give the "
-            "micro-batch as the batch, and accumulate_grad_batches=2 where a step has more than one part."
+            "micro-batch as the batch, and accumulate_grad_batches=2 where a step has more than one micro-batch."
         )
     kept = {name: value for name, value in options.items() if name not in (*_OWN, *_OF_NO_MATTER)}
     callbacks = [one for one in given if not (isinstance(one, _WATCHERS) or says(one, "watches_only"))]

@@ -19,8 +19,8 @@ def warn_of_inexactness(trainer: Trainer, module: LightningModule) -> None:
     if names:
         shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         warnings.warn(
-            f"{shown} normalize with statistics of the batch: in parts they see each part's, as under any "
-            "gradient accumulation, and update their running averages once a part.",
+            f"{shown} normalize with statistics of the batch: of a split batch they see each micro-batch's, as under "
+            "any gradient accumulation, and update their running averages once a micro-batch.",
             stacklevel=3,
         )
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
