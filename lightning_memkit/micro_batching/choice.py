@@ -224,10 +224,12 @@ class PartsChoice:
 
     def dry(self, step: Step, failure: str) -> Exception:
         """The error to raise when no smaller micro-batch can help."""
-        runner, trials = self._runner, self.sizing.trials if self.sizing is not None else ()
+        trials, why = (
+            self.sizing.trials if self.sizing is not None else (),
+            self._runner.partition.unsplittable,
+        )
         smallest = min(trials, key=lambda trial: trial.micro_batch_size, default=None)
-        why = runner.partition.unsplittable
-        return torch.OutOfMemoryError(ran_dry(step, runner.phase, failure, smallest, why))
+        return torch.OutOfMemoryError(ran_dry(step, self._runner.phase, failure, smallest, why))
 
     @property
     def _splits_by_itself(self) -> bool:
@@ -291,10 +293,9 @@ class PartsChoice:
         if not self._runs_whole:
             return
         self._runner.partition.resize(WHOLE)
-        if options.micro_batch_size != "auto" and options.micro_batch_size < self._sized_for:
-            self._warn(
-                f"MemoryBudget runs batches whole, not in micro-batches of {options.micro_batch_size}: {text}"
-            )
+        size = options.micro_batch_size
+        if size != "auto" and size < self._sized_for:
+            self._warn(f"MemoryBudget runs batches whole, not in micro-batches of {size}: {text}")
 
     def _warn(self, text: str) -> None:
         if text != self._warned:
