@@ -117,10 +117,8 @@ class PartsChoice:
         """
         with step.run.scanned_once():
             self.sizing = sizing = self._first(step)
-        step.run.info(
-            f"MemoryBudget: {sizing}; budget {format_bytes(self._options.budget_bytes)}, weighed by "
-            f"{weighed_by(self.weighing)}."
-        )
+        budget, weighed = format_bytes(self._options.budget_bytes), weighed_by(self.weighing)
+        step.run.info(f"MemoryBudget: {sizing}; budget {budget}, weighed by {weighed}.")
         return sizing
 
     def _first(self, step: Step) -> Sizing:
@@ -198,8 +196,8 @@ class PartsChoice:
             return
         if isinstance(error, LoneCountError):
             # If it ends an accumulation window, the batches before it run again, too.
-            accumulated = max(step.run.batches_a_step, self._window.loader_batches)
-            partition.look_up_in(range(step.batch_idx - accumulated + 1, step.batch_idx + 1))
+            before = max(step.run.batches_a_step, self._window.loader_batches) - 1
+            partition.look_up_in(range(step.batch_idx - before, step.batch_idx + 1))
             # With a divisor that is no count, the reported loss is no mean of the micro-batches' losses.
             if self._window.loader_batches < 2:
                 partition.note_values()
@@ -224,11 +222,9 @@ class PartsChoice:
 
     def dry(self, step: Step, failure: str) -> Exception:
         """The error to raise when no smaller micro-batch can help."""
-        trials, why = (
-            self.sizing.trials if self.sizing is not None else (),
-            self._runner.partition.unsplittable,
-        )
+        trials = self.sizing.trials if self.sizing is not None else ()
         smallest = min(trials, key=lambda trial: trial.micro_batch_size, default=None)
+        why = self._runner.partition.unsplittable
         return torch.OutOfMemoryError(ran_dry(step, self._runner.phase, failure, smallest, why))
 
     @property
