@@ -6,7 +6,8 @@ a journal. The gradients stay the same from step to step, and zero_grad is not t
 What a step costs its host is measured on parameters of 16 elements, of which the arithmetic takes nothing:
 `host_ms_201` for 201 of them, `host_us_per_parameter` for each of the next 201, `host_ratio_to_torch` for 201 over
 torch's fused step; `_shards` are of DTensors, as FSDP2 has them, and `_release` of a step that goes along with its
-backward.
+backward. `host_ms_noise` is a part of each: on a CPU a step draws the noise that rounds its states, whatever it steps;
+on a GPU the kernel draws it.
 """
 
 import tempfile
@@ -38,6 +39,7 @@ from benchmarks.harness import (
 from lightning_memkit.optim.compensation import compensate
 from lightning_memkit.optim.gradient_release import release_gradients
 from lightning_memkit.optim.journal import journal_steps
+from lightning_memkit.optim.stochastic_rounding import StochasticRounding
 
 LEARNING_RATE = 1e-3
 FULL_SHAPES = [(1024, 3072)] * 16 + [(3072,)] * 16  # 50.4 million parameters
@@ -116,6 +118,15 @@ def _host_times(options: Options, rows: list[dict[str, object]]) -> dict[str, fl
                 f"host_ratio_to_torch{suffix}": once.median,
                 f"host_ratio_to_torch{suffix}_high": once.high,
             }
+    noise = StochasticRounding()
+
+    def draw() -> None:
+        noise.begin_step()
+        noise.tile_int16()
+
+    drawn = paired_ratio(draw, draw, seed=options.seed)
+    rows.append(drawn.row("the noise of one step, drawn on the CPU, against itself"))
+    figures["host_ms_noise"] = drawn.ours_ms
     extra = []
     for count in (HOST_PARAMETERS, 2 * HOST_PARAMETERS):
         ratio = paired_ratio(
