@@ -28,6 +28,7 @@ from lightning_memkit.micro_batching.shares.foreseen import (
     KeptConstantError,
     LoneCountError,
     MistakenTotalsError,
+    NewFunctionsError,
     NothingCountedError,
     UnknownTotalsError,
     VaryingFactorError,
@@ -116,10 +117,10 @@ class PartsChoice:
             BudgetError: nothing fits the budget, or the loss can't be split.
         """
         with step.run.scanned_once():
-            self.sizing = sizing = self._first(step)
+            self.sizing = self._first(step)
         budget, weighed = format_bytes(self._options.budget_bytes), weighed_by(self.weighing)
-        step.run.info(f"MemoryBudget: {sizing}; budget {budget}, weighed by {weighed}.")
-        return sizing
+        step.run.info(f"MemoryBudget: {self.sizing}; budget {budget}, weighed by {weighed}.")
+        return self.sizing
 
     def _first(self, step: Step) -> Sizing:
         options, partition = self._options, self._runner.partition
@@ -215,6 +216,8 @@ class PartsChoice:
             weighing.refuse(verdicts.scaled_by(VARYING_FACTOR))
             self._take_over(step)
         elif any_rank(step.run, batch_size(step.batch) > 1 and not partition.whole):
+            if isinstance(error, NewFunctionsError):
+                weighing.head |= error.edges  # some rows may not show them: ask once
             weighing.again(step, self._trials, min(partition.micro_batch_size, batch_size(step.batch)))
             self._take_over(step)
         if self._mismatch:

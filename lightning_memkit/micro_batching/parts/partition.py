@@ -14,6 +14,7 @@ from lightning_memkit.micro_batching import (
     split_batch,
 )
 from lightning_memkit.micro_batching.changes.composed_state import ComposedState
+from lightning_memkit.micro_batching.graph.loss_head import Edges
 from lightning_memkit.micro_batching.graph.loss_rules import LossRules
 from lightning_memkit.micro_batching.graph.rests import RestRules
 from lightning_memkit.micro_batching.parts.token_parts import (
@@ -43,6 +44,7 @@ class Combination:
         foretold: what the numbers of a batch tell of each rule's divisor before it runs.
         rests: how the parts of the loss without a gradient combine, with `rules`.
         state: attributes and lists that the step changes, which micro-batches leave as the batch would.
+        head: the functions next to the losses that were compared; None where nothing was.
     """
 
     weigh: Weigher = batch_size
@@ -51,6 +53,7 @@ class Combination:
     foretold: Foretelling = field(default_factory=Foretelling)
     rests: RestRules | None = None
     state: ComposedState | None = None
+    head: Edges | None = None
 
 
 @dataclass(kw_only=True)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_memkit.micro_batching import batch_size, split_batch
+from lightning_memkit.micro_batching.graph.loss_head import head_of
 from lightning_memkit.micro_batching.graph.term_rules import UnseenValueError
 from lightning_memkit.micro_batching.graph.term_values import TermValues
 from lightning_memkit.micro_batching.parts.attempt import Attempt, BatchRun, put_together, reported
@@ -16,7 +17,11 @@ from lightning_memkit.micro_batching.parts.part_values import PartValues
 from lightning_memkit.micro_batching.parts.partition import Partition
 from lightning_memkit.micro_batching.ranks.agreement import Ranks
 from lightning_memkit.micro_batching.run import Run, Step
-from lightning_memkit.micro_batching.shares.foreseen import MistakenTotalsError, NothingCountedError
+from lightning_memkit.micro_batching.shares.foreseen import (
+    MistakenTotalsError,
+    NewFunctionsError,
+    NothingCountedError,
+)
 from lightning_memkit.micro_batching.shares.step_shares import StepShares
 
 _UNTOLD_REST = (
@@ -188,6 +193,8 @@ class PartsRunner:
                 step.zero_grad()
             if loss is None:
                 return None, extra, logged, weight
+            if first and len(batch.cut.parts) > 1:
+                self._compare_functions(loss)
             self.phase = f"in backward {which}"
             if batch.shares is not None and weight > 0:
                 scaled, weight = self._observed(batch, loss, index, None if noted is None else noted.values)
@@ -196,6 +203,17 @@ class PartsRunner:
             if scaled is not None:
                 step.backward(scaled)
         return loss.detach(), extra, logged, weight
+
+    def _compare_functions(self, loss: Tensor) -> None:
+        """Check that the loss is computed by functions whose results were compared.
+
+        Raises:
+            NewFunctionsError: it is not.
+        """
+        known = self.partition.combination.head
+        new = frozenset[tuple[str, str]]() if known is None else head_of(loss) - known
+        if new:
+            raise NewFunctionsError(edges=new)
 
     def _observed(
         self, batch: BatchRun, loss: Tensor, index: int, values: dict[tuple[Any, int], Tensor] | None

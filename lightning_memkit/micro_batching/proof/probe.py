@@ -7,6 +7,7 @@ from typing import Any
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.micro_batching import WeighBy, Weigher, batch_size, split_batch, weigher
 from lightning_memkit.micro_batching.changes.composed_state import ComposedState
+from lightning_memkit.micro_batching.graph.loss_head import Edges
 from lightning_memkit.micro_batching.graph.loss_rules import LossRules
 from lightning_memkit.micro_batching.graph.rests import RestRules
 from lightning_memkit.micro_batching.parts.logged_values import LoggedValues
@@ -16,8 +17,9 @@ from lightning_memkit.micro_batching.proof import verdicts
 from lightning_memkit.micro_batching.proof.decomposability import Verdict
 from lightning_memkit.micro_batching.proof.judged import candidates, changes_verdict, mismatch_verdict
 from lightning_memkit.micro_batching.proof.learning import learn_counts, learn_values
-from lightning_memkit.micro_batching.proof.novelty import Novelties
+from lightning_memkit.micro_batching.proof.novelty import Novelties, is_revised_after
 from lightning_memkit.micro_batching.proof.probed_rows import (
+    FEW_ROWS,
     in_order_of,
     numbers_of_rows,
     probed_rows,
@@ -39,11 +41,14 @@ from lightning_memkit.micro_batching.run import Step
 from lightning_memkit.micro_batching.shares.batch_counts import Foretelling
 from lightning_memkit.micro_batching.shares.foreseen import ForeseenWronglyError
 
-_PAIR, _UNLIKE_PAIRS = 2, (1, 3, 5)  # pairs of rows are chosen by the first tensors that differ between rows
 _ROUNDED_PAIR = (
     0.01  # a pair's miss below this may be noise that two rows of a deep net are too few to measure
 )
-_PROBED_SAMPLES = (5, 2)  # rows to compare; the second number if the first runs out of memory
+_PROBED_SAMPLES = (
+    5,
+    2,
+)  # rows to compare before a size is known; the second number if the first runs out of memory
+_MOST_SAMPLES = 32  # rows to compare once a size is known
 # Rows of one batch may be too alike to show that they act on each other, or to tell candidates apart.
 _PROBED_BATCHES = 3
 _MOST_PROBES = 24  # in a run in which every batch is new in something
@@ -74,6 +79,7 @@ class Weighing:
         probes: how many comparisons were made.
         fewest: the fewest rows that the step runs on, as far as known.
         skipped: the module passes over the batch at hand: as a whole it has no loss.
+        head: the functions next to the losses that were compared, see `head_of`.
     """
 
     def __init__(self, weigh_by: WeighBy | Weigher, split: Splitter | None) -> None:
@@ -91,12 +97,14 @@ class Weighing:
         self.probes = 0
         self.fewest = 1
         self.skipped = False
+        self.head: Edges = frozenset()
         self._given: WeighBy | Weigher = weigh_by
         self._open: list[WeighBy | Weigher] = []
         self._batches = 0
         self._smallest = 0  # rows of the smallest micro-batch that was compared
         self._is_mixed = False  # two micro-batches were compared that both count something
         self._novelties = Novelties()
+        self._is_new = False  # the batch at hand has something that no batch before it had
 
     @property
     def proven(self) -> bool:
@@ -118,18 +126,21 @@ class Weighing:
         is_first = self.probes == 0
         # Once a size is chosen, a probe compares no more rows: it must not need more memory than training.
         self._probe(step, trials, _PROBED_SAMPLES[0] if is_first else micro_batch_size)
-        if is_first and self.probes and self.verdict is not None and self.verdict.adds_up:
+        if is_first or self._is_new:
             self._contradict(step, trials)
 
     def _contradict(self, step: Step, trials: Trials) -> None:
-        """Compare pairs of the most unlike rows before the first split: among five rows their effect may drown."""
+        """Compare pairs of rows that are most unlike, or equal in an id: among more rows their effect may drown."""
+        if not self.probes or self.verdict is None or not self.verdict.adds_up:
+            return
         total = -int(largest_of_ranks(step.run, [-batch_size(step.batch)])[0])
-        if self.fewest > 1 or total <= _PAIR or not trials.ranks.compares:
+        if self.fewest > 1 or total <= FEW_ROWS[0][0] or not trials.ranks.compares:
             return
         known = dict(vars(self))
-        for place in _UNLIKE_PAIRS:
+        for rows, place in FEW_ROWS:
+            trials.limited = rows > _PROBED_SAMPLES[-1]
             with suppress(NothingCountsError, StepFailedError):
-                probed = self._rows_of(step, trials, _PAIR, place, alone=True)
+                probed = self._rows_of(step, trials, rows, place, alone=True)
                 self._settled_by(step, trials, probed, is_last=True)
             verdict = self.verdict
             if verdict is None or not (verdict.adds_up or verdict.relative_error < _ROUNDED_PAIR):
@@ -139,8 +150,9 @@ class Weighing:
 
     def again(self, step: Step, trials: Trials, micro_batch_size: int) -> None:
         """Probe this batch, whose loss was not the one that was proven."""
-        self._open = candidates(self._given, step.batch)
+        self._open, self._is_new = candidates(self._given, step.batch), True
         self._probe(step, trials, micro_batch_size)
+        self._contradict(step, trials)
 
     def combination(self, batch: Any) -> Combination:
         """How a batch's loss comes from its micro-batches', as far as known."""
@@ -151,6 +163,7 @@ class Weighing:
             foretold=self.foretold,
             rests=self.rests,
             state=self.state,
+            head=self.head or None,
         )
 
     def refuse(self, verdict: Verdict) -> None:
@@ -158,7 +171,7 @@ class Weighing:
         self.rules, self.verdict = None, verdict
 
     def _wanted(self, step: Step, micro_batch_size: int) -> bool:
-        new = self._novelties.are_in(step.batch, values=self.rules is None)
+        new = self._is_new = self._novelties.are_in(step.batch)
         if self.probes == 0:
             return not self.unproven or new
         if self.verdict is not None and not self.verdict.adds_up:
@@ -168,7 +181,7 @@ class Weighing:
         # Losses that show their divisors, too: rules for logged values may hold by chance in one batch.
         if self.probes < _PROBED_BATCHES or new or not self._is_mixed:
             return True
-        if micro_batch_size == 1 and self._smallest > 1:
+        if (micro_batch_size == 1 and self._smallest > 1) or is_revised_after(self._batches):
             return True
         return self.rules is None and weigh_differently(self._open, step.batch, micro_batch_size, self.split)
 
@@ -180,7 +193,8 @@ class Weighing:
             return
         # All ranks compare the same number of rows, each of its own batch.
         total = -int(largest_of_ranks(step.run, [-batch_size(step.batch)])[0])
-        numbers = numbers_of_rows(_PROBED_SAMPLES, most, total, fewest=self.fewest)
+        samples = (_MOST_SAMPLES, *_PROBED_SAMPLES) if self.probes else _PROBED_SAMPLES
+        numbers = numbers_of_rows(samples, most, total, fewest=self.fewest)
         for rows in numbers:
             # The smallest comparison is not limited on the host: without one, nothing is known.
             trials.limited = rows > _PROBED_SAMPLES[-1]
@@ -213,11 +227,7 @@ class Weighing:
         """Split as the user says, or as the batch's labels suggest, with a warning: nothing can be compared."""
         self.probes, self._open, self.verdict = _PROBED_BATCHES, self._open[:1], None
         if self.weigh_by != "auto" and not callable(self.weigh_by):
-            warnings.warn(
-                f"MemoryBudget can't check that the loss may be split, since {reason}: it is taken to be a mean over "
-                f"{self.weigh_by}. Write weigh_by= to say what it is a mean over.",
-                stacklevel=2,
-            )
+            warnings.warn(verdicts.unchecked(reason, self.weigh_by), stacklevel=2)
 
     def _compare(self, step: Step, trials: Trials, rows: int, places: int, *, alone: bool) -> None:
         """Compare some rows whole and in micro-batches; other rows, if too few of these count.
@@ -238,7 +248,7 @@ class Weighing:
     def _rows_of(self, step: Step, trials: Trials, rows: int, place: int, *, alone: bool) -> Rows:
         small = probed_rows(step.batch, rows, self.split, place)
         sizes = [1, rows - 1] if alone else [rows // 2, rows - rows // 2]
-        if self.probes == 0 and self.split is None and step.run.world_size == 1:
+        if (self.probes == 0 or self._is_new) and self.split is None and step.run.world_size == 1:
             small = in_order_of(small, lambda row: trials.loss_of(step, row))
         if len(self._open) > 1:
             small = told_apart(small, sizes[0], step.batch)
@@ -254,6 +264,8 @@ class Weighing:
                 rows = RowTrials(RowRuns(step, trials, probed, draws))
                 outcome = rows.compare(self._open, reads=self._given == "auto", known=self.rules)
                 self.unlike = self.unlike or outcome.unlike
+                compared = [part.head for part in outcome.parts if part is not None]
+                self.head = self.head.union(outcome.whole.head, *compared)
                 # Ranks see different samples, and must come to one answer.
                 if largest_of_ranks(step.run, [outcome.miss.excess])[0] <= 1:
                     is_mixed = not any_rank(step.run, not outcome.is_mixed)

@@ -12,6 +12,7 @@ from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.micro_batching import WeighBy, Weigher
 from lightning_memkit.micro_batching.changes.composed_state import ComposedState
 from lightning_memkit.micro_batching.changes.step_changes import StepChange
+from lightning_memkit.micro_batching.graph.loss_head import Edges, head_of
 from lightning_memkit.micro_batching.graph.loss_rules import LossRules
 from lightning_memkit.micro_batching.graph.loss_terms import LossTerms
 from lightning_memkit.micro_batching.graph.loss_walk import terms_of
@@ -43,6 +44,7 @@ class TrialStep:
     gradient: Tensor
     terms: LossTerms
     loss: Tensor
+    head: Edges
     logged: list[dict[str, Any]]
     returned: dict[str, Any]
     values: dict[tuple[Any, int], Tensor]
@@ -174,19 +176,20 @@ class RowRuns:
         return self.together(partial(self._run_here, batch, change))
 
     def _run_here(self, batch: Any, change: Callable[[Tensor], Tensor] | None) -> TrialStep:
-        seen: list[tuple[Tensor, LossTerms]] = []
+        seen: list[tuple[Tensor, LossTerms, Edges]] = []
 
         def look(loss: Tensor) -> Tensor:
-            seen.append((loss.detach(), terms_of(loss)))
+            seen.append((loss.detach(), terms_of(loss), head_of(loss)))
             return loss if change is None else change(loss)
 
         trials = self.trials
         gradient = trials.gradient_of(self.step, batch, look=look)
-        loss, terms = seen[0]
+        loss, terms, head = seen[0]
         return TrialStep(
             gradient=gradient,
             terms=terms,
             loss=loss,
+            head=head,
             logged=trials.logged,
             returned=trials.returned,
             values=trials.values,

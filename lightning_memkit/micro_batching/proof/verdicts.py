@@ -168,3 +168,11 @@ def weighed_by(weighing: Weighed) -> str:
     if not isinstance(weigh_by, str):
         return "the given callable"
     return "the batch's own count" if weigh_by == "auto" else weigh_by
+
+
+def unchecked(reason: str, weigh_by: object) -> str:
+    """The warning where nothing can be compared."""
+    return (
+        f"MemoryBudget can't check that the loss may be split, since {reason}: it is taken to be a mean over "
+        f"{weigh_by}. Write weigh_by= to say what it is a mean over."
+    )

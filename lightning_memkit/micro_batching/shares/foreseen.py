@@ -33,6 +33,19 @@ class UnforeseenLossError(ForeseenWronglyError):
     """A micro-batch's loss has other terms than those that were proven to add up."""
 
 
+class NewFunctionsError(UnforeseenLossError):
+    """A loss is computed by other functions than those whose results were compared.
+
+    Args:
+        edges: the pairs of functions, see `head_of`.
+    """
+
+    def __init__(self, message: str = "", edges: frozenset[tuple[str, str]] = frozenset()) -> None:
+        shown = ", ".join(sorted(f"{first} of {second}" for first, second in edges)[:3])
+        super().__init__(message or f"a loss with functions that were not compared ({shown})")
+        self.edges = edges
+
+
 class KeptConstantError(UnforeseenLossError):
     """A learned factor scales a constant and a mean whose shares exceed 1, because divisors are clamped."""
 
