@@ -313,3 +313,46 @@ def test_two_reductions_of_one_view_are_split_exactly(loss: Callable[[Net, Batch
         assert error is None
         for mine, theirs in zip(ours, plain_weights, strict=True):
             assert (mine - theirs).norm() <= 1e-12 * theirs.norm()
+
+
+def one_draw_for_all(module: Net, batch: Batch) -> Tensor:
+    """Trained at several scales: one is drawn for the whole batch."""
+    scale = torch.randint(1, 10, (1,)).double()
+    return functional.cross_entropy(module.net(batch["x"] / scale), batch["y"])
+
+
+def mixed_up(module: Net, batch: Batch) -> Tensor:
+    weight = torch.distributions.Beta(1.0, 1.0).sample().double()
+    logits = module.net(batch["x"])
+    first, second = (
+        functional.cross_entropy(logits, batch["y"]),
+        functional.cross_entropy(logits, 3 - batch["y"]),
+    )
+    return weight * first + (1 - weight) * second
+
+
+@pytest.mark.parametrize("loss", [one_draw_for_all, mixed_up])
+def test_a_number_that_is_drawn_for_the_whole_batch_is_drawn_once(
+    loss: Callable[[Net, Batch], Tensor],
+) -> None:
+    """Micro-batches would draw one each: the batch runs whole."""
+    torch.manual_seed(3)
+    plain_weights, _ = fitted(loss)
+    for size in (1, 3, "auto"):
+        torch.manual_seed(3)
+        ours, error = fitted(loss, size=size)
+        assert error is None
+        for mine, theirs in zip(ours, plain_weights, strict=True):
+            assert (mine - theirs).norm() <= 1e-12 * theirs.norm()
+
+
+def test_dropout_draws_for_rows_and_is_split() -> None:
+    def dropped(module: Net, batch: Batch) -> Tensor:
+        hidden = functional.dropout(module.net[0](batch["x"]), 0.3)
+        return functional.cross_entropy(module.net[2](hidden), batch["y"])
+
+    seen = MemoryBudget("1GiB", micro_batch_size=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer(seen).fit(Net(dropped), DataLoader(Data(nothing, ROWS), batch_size=None))
+    assert [change[1] for change in seen.history] == [3]

@@ -273,6 +273,9 @@ class Weighing:
                         return False
                     if not is_mixed and (self._is_mixed or any_rank(step.run, outcome.is_lone)):
                         raise NothingCountsError  # earlier comparisons know more than these rows show
+                    # Comparisons begin with one random state: whole and micro-batches drew the same for all rows.
+                    if any_rank(step.run, level < 2 and outcome.whole.drew) and rows.draws_for_all_rows():
+                        break
                     self._is_mixed = is_mixed
                     self._holds(step, probed, rows, outcome)
                     return True

@@ -27,6 +27,7 @@ from lightning_memkit.micro_batching.proof.trials import Trials
 from lightning_memkit.micro_batching.proof.without_noise import SharedDraws
 from lightning_memkit.micro_batching.ranks.agreement import largest_of_ranks
 from lightning_memkit.micro_batching.run import Step
+from lightning_memkit.utilities.generators import Generators
 
 _OK, _PASSED_OVER, _OUT_OF_MEMORY, _FAILED = range(4)  # outcomes of a trial on a rank, the worst last
 
@@ -45,6 +46,7 @@ class TrialStep:
     terms: LossTerms
     loss: Tensor
     head: Edges
+    drew: bool  # numbers of torch's generators
     logged: list[dict[str, Any]]
     returned: dict[str, Any]
     values: dict[tuple[Any, int], Tensor]
@@ -176,20 +178,22 @@ class RowRuns:
         return self.together(partial(self._run_here, batch, change))
 
     def _run_here(self, batch: Any, change: Callable[[Tensor], Tensor] | None) -> TrialStep:
-        seen: list[tuple[Tensor, LossTerms, Edges]] = []
+        seen: list[tuple[Tensor, LossTerms, Edges, bool]] = []
+        before = Generators()
 
         def look(loss: Tensor) -> Tensor:
-            seen.append((loss.detach(), terms_of(loss), head_of(loss)))
+            seen.append((loss.detach(), terms_of(loss), head_of(loss), before.drawn_from()[0]))
             return loss if change is None else change(loss)
 
         trials = self.trials
         gradient = trials.gradient_of(self.step, batch, look=look)
-        loss, terms, head = seen[0]
+        loss, terms, head, drew = seen[0]
         return TrialStep(
             gradient=gradient,
             terms=terms,
             loss=loss,
             head=head,
+            drew=drew,
             logged=trials.logged,
             returned=trials.returned,
             values=trials.values,
@@ -200,6 +204,15 @@ class RowRuns:
         """Run the whole again, with the same random numbers."""
         self.hand_out(None)
         return self.run(self.rows.whole, change)
+
+    def draw_without_rows(self) -> bool:
+        """Whether the whole draws numbers that belong to no row; runs it again to see."""
+        draws, rows = self.draws, sum(self.rows.sizes)
+        if draws is None:
+            with SharedDraws() as draws:
+                draws.record()
+                self.run(self.rows.whole)
+        return draws.has_draws_without_rows(rows)
 
     def part(self, index: int, change: Callable[[Tensor], Tensor] | None = None) -> TrialStep | None:
         """Run a micro-batch; None if the step returns None for it, though not for the whole."""
