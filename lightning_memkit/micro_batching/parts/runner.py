@@ -221,7 +221,7 @@ class PartsRunner:
 
     def _run_smallest(self, step: Step) -> None:
         """Forward and backward of one row with weight zero, so that no rank waits."""
-        rows = 1 if self.partition.whole else batch_size(step.batch)
+        rows = 1 if self.partition.keeps_whole else batch_size(step.batch)
         part = step.batch
         if rows > 1:
             part = split_batch(step.batch, [1, rows - 1], split=self.partition.split)[0]
