@@ -23,7 +23,11 @@ from lightning_memkit.micro_batching.ranks.agreement import any_rank, largest_of
 from lightning_memkit.micro_batching.ranks.worst import worst_of_ranks
 from lightning_memkit.micro_batching.repeats import is_surveyed_next
 from lightning_memkit.micro_batching.run import Step
-from lightning_memkit.micro_batching.shares.foreseen import ForeseenWronglyError, UnknownTotalsError
+from lightning_memkit.micro_batching.shares.foreseen import (
+    ForeseenWronglyError,
+    UnequalDrawsError,
+    UnknownTotalsError,
+)
 from lightning_memkit.micro_batching.sizes.known import KnownSizes
 from lightning_memkit.micro_batching.sizes.shortfall import ran_dry
 from lightning_memkit.micro_batching.sizes.sizing import BudgetError, Foreseen
@@ -193,7 +197,12 @@ class PartsChoice:
             partition.survey_each_batch()
             return
         verdict = verdicts.of_error(error)
-        if verdict is not None:
+        if isinstance(error, UnequalDrawsError):
+            weighing.unproven = (
+                "training_step draws from Python's or NumPy's generators, more often for some rows"
+            )
+            self._take_over(step)
+        elif verdict is not None:
             weighing.refuse(verdict)
             self._take_over(step)
         elif any_rank(step.run, batch_size(step.batch) > 1 and not partition.whole):
@@ -249,6 +258,8 @@ class PartsChoice:
         combination = weighing.combination(step.batch)
         partition.combine_by(combination, held=weighing.skipped, unlike=weighing.unlike)
         self._window.check(weighing.rules, is_unlike=partition.unlike)
+        self._runner.draws = draws = self._trials.draws
+        draws.required = self._splits_by_itself and self._trials.ranks.compares
         self._runner.values.logs, self._runner.values.returned = weighing.logs, weighing.returned
 
     @property

@@ -33,6 +33,10 @@ class UnforeseenLossError(ForeseenWronglyError):
     """A micro-batch's loss has other terms than those that were proven to add up."""
 
 
+class UnequalDrawsError(UnforeseenLossError):
+    """Micro-batches draw from Python's or NumPy's generators unequally often: their draws depend on rows."""
+
+
 class KeptConstantError(UnforeseenLossError):
     """A learned factor scales a constant and a mean whose shares exceed 1, because divisors are clamped."""
 
