@@ -229,13 +229,13 @@ class Recovery:
 
     def _shrink(self, step: Step, failure: str) -> int:
         partition = self._runner.partition
-        failed = 1 if partition.whole else min(partition.micro_batch_size, batch_size(step.batch))
+        failed = 1 if partition.keeps_whole else min(partition.micro_batch_size, batch_size(step.batch))
         failed = self._runner.ranks.largest(failed)
         if failed == 1 and partition.row_tokens is not None:
             partition.form_by_rows()  # a micro-batch by tokens may hold several short rows
             self._resized(step, retry=True)
             return failed
-        if failed == 1 or partition.unsplittable:
+        if failed == 1 or partition.unsplittable or partition.misfit:
             if self._repeated:
                 raise self._dry(step, failure)
             self._repeated = (

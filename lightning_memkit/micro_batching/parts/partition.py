@@ -69,6 +69,7 @@ class Partition:
         whole: batches can't be split at all: their structure does not allow it.
         unsplittable: why the loss can't be split, once that is known; else empty.
         held: the batch at hand is not split: as a whole it has no loss.
+        misfit: why the batch at hand can't be split, where its structure does not allow it; else empty.
         combination: how the loss comes from the micro-batches'.
         unlike: terms of the loss may weigh unlike. Their values are noted, and the reported loss is put together from
             them.
@@ -84,6 +85,7 @@ class Partition:
     whole: bool = False
     unsplittable: str = ""
     held: bool = False
+    misfit: str = ""
     combination: Combination = field(default_factory=Combination)
     unlike: bool = False
     row_tokens: int | None = None
@@ -117,6 +119,10 @@ class Partition:
         """
         self.combination, self.held = combination, held
         self.unlike = self.unlike or unlike
+
+    def fit(self, misfit: str) -> None:
+        """Run the batch at hand whole for this reason; split it where the reason is empty."""
+        self.misfit = misfit
 
     def note_values(self) -> None:
         """Note the values of the loss's terms from here on: the loss is no mean of its micro-batches' losses."""
@@ -162,6 +168,11 @@ class Partition:
 
     # What it tells
 
+    @property
+    def keeps_whole(self) -> bool:
+        """Whether the batch at hand is not split, whatever its size."""
+        return self.whole or self.held or bool(self.misfit)
+
     def looks_up(self, batch_idx: int) -> bool:
         """Whether divisors in a whole batch are looked up before it runs: another attempt at it would ask for them."""
         rules, foretold = self.combination.rules, self.combination.foretold
@@ -174,7 +185,7 @@ class Partition:
 
     def cut(self, batch: Any) -> "Cut":
         """The micro-batches of a batch."""
-        if self.whole or self.held:
+        if self.keeps_whole:
             return Cut(parts=[batch], sizes=[1])
         sizes = even_sizes(batch_size(batch), self.micro_batch_size, self.fewest)
         if len(sizes) == 1:

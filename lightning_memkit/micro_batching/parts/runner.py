@@ -13,6 +13,7 @@ from lightning_memkit.micro_batching.graph.term_rules import UnseenValueError
 from lightning_memkit.micro_batching.graph.term_values import TermValues
 from lightning_memkit.micro_batching.parts.attempt import Attempt, BatchRun, put_together, reported
 from lightning_memkit.micro_batching.parts.batch_weights import BatchWeights, Survey, parameters_of
+from lightning_memkit.micro_batching.parts.equal_draws import EqualDraws
 from lightning_memkit.micro_batching.parts.part_values import PartValues
 from lightning_memkit.micro_batching.parts.partition import Partition
 from lightning_memkit.micro_batching.ranks.agreement import Ranks
@@ -49,6 +50,7 @@ class PartsRunner:
         phase: what is running, for messages about a failure.
         values: combines what micro-batches log and return.
         ranks: what the ranks agree on in each step.
+        draws: gives each micro-batch the numbers that the batch would draw from Python's and NumPy's generators.
     """
 
     def __init__(self, run: Run, partition: Partition, *, exact_window: bool) -> None:
@@ -56,6 +58,7 @@ class PartsRunner:
         self.phase = ""
         self.values = PartValues()
         self.ranks = Ranks()
+        self.draws: EqualDraws = EqualDraws(run.module)
         self._weights = BatchWeights(run, partition, exact_window=exact_window)
         self._warned = set[str]()
         self._run = run
@@ -134,8 +137,11 @@ class PartsRunner:
     def _run_parts(self, batch: BatchRun, attempt: Attempt, kept: list[int | None]) -> None:
         ran: list[int] = []  # which entries of `attempt.logged` are of micro-batches with a loss
         cut, step, state = batch.cut, batch.step, self.partition.combination.state
+        is_split = len(kept) > 1
         if state is not None:
             state.begin()
+        if is_split:
+            self.draws.begin()
         for position, index in enumerate(kept):
             which = f"of micro-batch {position + 1} of {len(kept)}"
             repeated = index is None
@@ -143,8 +149,8 @@ class PartsRunner:
                 state.begin_part()
             weight, index = 0.0 if repeated else batch.weights[index or 0], index or 0
             loss, extra, logged, weight = self.ranks.part(
-                lambda index=index, weight=weight, which=which, first=position == 0: self._run_part(
-                    batch, index, weight, which, first=first
+                lambda index=index, weight=weight, which=which, first=position == 0: self._run_drawing(
+                    batch, index, weight, which, first=first, is_split=is_split
                 ),
                 counts=weight > 0,
                 last=position == len(kept) - 1 and step.ends_window,
@@ -168,6 +174,17 @@ class PartsRunner:
         if state is not None:
             sizes = [float(size) for size in attempt.sizes]
             state.finish({"loss": attempt.weights, "samples": sizes}, ran)
+
+    def _run_drawing(
+        self, batch: BatchRun, index: int, weight: float, which: str, *, first: bool, is_split: bool
+    ) -> tuple[Tensor | None, dict[str, Any], list[dict[str, Any]], float]:
+        """Run one micro-batch; if the batch has several, each draws the numbers that the batch would draw."""
+        if not is_split:
+            return self._run_part(batch, index, weight, which, first=first)
+        self.draws.begin_part()
+        result = self._run_part(batch, index, weight, which, first=first)
+        self.draws.end_part()
+        return result
 
     def _run_part(
         self, batch: BatchRun, index: int, weight: float, which: str, *, first: bool
@@ -239,7 +256,7 @@ class PartsRunner:
 
     def _run_smallest(self, step: Step) -> None:
         """Forward and backward of one row with weight zero, so that no rank waits."""
-        rows = 1 if self.partition.whole else batch_size(step.batch)
+        rows = 1 if self.partition.keeps_whole else batch_size(step.batch)
         part = step.batch
         if rows > 1:
             part = split_batch(step.batch, [1, rows - 1], split=self.partition.split)[0]

@@ -40,7 +40,10 @@ class NothingCountsError(Exception):
 
 @dataclass(kw_only=True)
 class TrialStep:
-    """The results of one trial step: gradient, loss, logs, returned values, and the state that it left."""
+    """The results of one trial step: gradient, loss, logs, returned values, and the state that it left.
+
+    `drawn` is the state of Python's and NumPy's generators after it; None if it drew nothing from them.
+    """
 
     gradient: Tensor
     terms: LossTerms
@@ -51,6 +54,7 @@ class TrialStep:
     returned: dict[str, Any]
     values: dict[tuple[Any, int], Tensor]
     left: dict[str, Any]
+    drawn: Any = None
 
     @property
     def counts(self) -> bool:
@@ -86,6 +90,7 @@ class ComparisonOutcome:
         kept: means with clamped divisors in micro-batches; they predict nothing.
         changes: what the step changes besides gradients.
         state: those of the changes that may be composed from micro-batches.
+        is_random: numbers are drawn that can't be the same in the whole and in its micro-batches.
     """
 
     miss: Miss
@@ -102,6 +107,7 @@ class ComparisonOutcome:
     kept: frozenset[int] = frozenset()
     changes: Sequence[StepChange] = ()
     state: ComposedState | None = None
+    is_random: bool = False
 
     @property
     def is_mixed(self) -> bool:
@@ -198,6 +204,7 @@ class RowRuns:
             returned=trials.returned,
             values=trials.values,
             left=trials.captured or {},
+            drawn=trials.drawn,
         )
 
     def whole(self, change: Callable[[Tensor], Tensor] | None = None) -> TrialStep:

@@ -1,13 +1,11 @@
 """Trial steps that leave no trace, to get the gradient of a batch or the peak of a micro-batch."""
 
-import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -17,6 +15,7 @@ from lightning_memkit.micro_batching.changes.rollback import Rollback
 from lightning_memkit.micro_batching.changes.state_walk import Keys
 from lightning_memkit.micro_batching.changes.step_changes import StepChange, label
 from lightning_memkit.micro_batching.graph.term_values import TermValues
+from lightning_memkit.micro_batching.parts.equal_draws import EqualDraws
 from lightning_memkit.micro_batching.proof import decomposability
 from lightning_memkit.micro_batching.proof.noted_changes import NotedChanges
 from lightning_memkit.micro_batching.proof.optimizer_trial import allocate_gradients, states_on
@@ -26,7 +25,7 @@ from lightning_memkit.micro_batching.ranks.agreement import Ranks, local_optimiz
 from lightning_memkit.micro_batching.run import Run, Step
 from lightning_memkit.micro_batching.shares.foreseen import ForeseenWronglyError
 from lightning_memkit.optim.methods import uses_closure_its_own_way
-from lightning_memkit.utilities.generators import Generators
+from lightning_memkit.utilities.generators import Generators, seed_all
 from lightning_memkit.utilities.tensors import tensors_of
 
 _Look = Callable[[Tensor], Tensor]  # gets the loss; what it returns is differentiated
@@ -53,6 +52,8 @@ class Trials:
         values: the numbers that the step of the latest `gradient_of` with `look=` has computed, by their nodes.
         between: called after the step on the batch before (`after=`).
         capture: called within `gradient_of` after the step; its result is stored in `captured`.
+        drawn: what the latest `gradient_of` left of Python's and NumPy's generators, None if it drew nothing.
+        draws: puts these generators back to where a step began.
         limited: probes must stay within the budget on a CPU.
     """
 
@@ -65,6 +66,8 @@ class Trials:
         self.values: dict[tuple[Any, int], Tensor] = {}
         self.capture: Callable[[], Any] | None = None
         self.captured: Any = None
+        self.drawn: Any = None
+        self.draws = EqualDraws(run.module)
         self.between: Callable[[], None] | None = None
         self.limited = False
         self.ranks = Ranks()
@@ -138,10 +141,12 @@ class Trials:
         """
         with self.no_trace(step, batch, after, seen=True) as self.logged:
             if seed is not None:
-                _seed(seed)
+                seed_all(seed)
             skipped = False
+            self.draws.begin()
             if after is not None:
                 self._run_before(step, after)
+                self.draws.restore()
             try:
                 skipped = not self.run(step, batch, self._limit(step), look)
                 if skipped:
@@ -150,6 +155,7 @@ class Trials:
                 raise StepFailedError(error, skipped=skipped) from error
             gradient = decomposability.sampled_gradient(self._module.parameters())
             self.captured = None if self.capture is None else self.capture()
+            self.drawn = self.draws.drawn()
             returned, values = self.returned, self.values
             self._noted.note(step, batch, self._rollback, self.logged)
             self.returned, self.values = returned, values  # not those of further steps, which `note` runs
@@ -292,9 +298,3 @@ class Trials:
         with self.no_trace(step, batch), suppress(RuntimeError, MemoryError):
             self.run(step, batch)
             self._has_watched = True
-
-
-def _seed(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)

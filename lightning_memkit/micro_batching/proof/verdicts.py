@@ -8,11 +8,12 @@ from torch import Tensor
 
 from lightning_memkit.micro_batching import WeighBy, Weigher, normalized
 from lightning_memkit.micro_batching.changes.step_changes import StepChange
-from lightning_memkit.micro_batching.graph.loss_rules import LossRules
+from lightning_memkit.micro_batching.graph.loss_rules import VARYING_FACTOR, LossRules
 from lightning_memkit.micro_batching.proof import decomposability
 from lightning_memkit.micro_batching.proof.comparison import Miss
 from lightning_memkit.micro_batching.proof.decomposability import Verdict
 from lightning_memkit.micro_batching.run import Run
+from lightning_memkit.micro_batching.shares.foreseen import KeptConstantError, VaryingFactorError
 
 _SIZE = "micro_batch_size = the loader's batch size"
 _WHOLE = f"keep the batch whole ({_SIZE})"
@@ -25,6 +26,13 @@ def scaled_by(shown: str) -> Verdict:
         f"the samples of a batch act on each other in the loss, which is scaled by {shown}",
         f"{_WHOLE_AND_FIT}, or pass split= so that each micro-batch holds a complete group",
     )
+
+
+def of_error(error: Exception) -> Verdict | None:
+    """The verdict on a loss of which a micro-batch has shown that it can't be split; None if it may still be."""
+    if isinstance(error, KeptConstantError):
+        return constant_beside_a_kept_mean()
+    return scaled_by(VARYING_FACTOR) if isinstance(error, VaryingFactorError) else None
 
 
 def fails_on_parts(cause: Exception) -> Verdict:

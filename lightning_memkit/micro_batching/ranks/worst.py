@@ -10,6 +10,7 @@ from lightning_memkit.micro_batching.shares.foreseen import (
     MistakenTotalsError,
     NewFunctionsError,
     NothingCountedError,
+    UnequalDrawsError,
     UnforeseenLossError,
     UnknownTotalsError,
     VaryingFactorError,
@@ -24,6 +25,7 @@ FORESEEN_WRONGLY: tuple[type[ForeseenWronglyError], ...] = (
     UnknownTotalsError,
     NewFunctionsError,
     UnforeseenLossError,
+    UnequalDrawsError,
     VaryingFactorError,
     KeptConstantError,
 )

@@ -46,6 +46,10 @@ class NewFunctionsError(UnforeseenLossError):
         self.edges = edges
 
 
+class UnequalDrawsError(UnforeseenLossError):
+    """Micro-batches draw from Python's or NumPy's generators unequally often: their draws depend on rows."""
+
+
 class KeptConstantError(UnforeseenLossError):
     """A learned factor scales a constant and a mean whose shares exceed 1, because divisors are clamped."""
 
