@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from lightning_memkit.memory.measure import AllocatorMeter, PeakMeter, peak_meter
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.micro_batching.changes.rollback import Rollback
-from lightning_memkit.micro_batching.changes.state_walk import Keys
 from lightning_memkit.micro_batching.changes.step_changes import StepChange, label
+from lightning_memkit.micro_batching.changes.value_walk import Keys
 from lightning_memkit.micro_batching.graph.term_values import TermValues
 from lightning_memkit.micro_batching.proof import decomposability
 from lightning_memkit.micro_batching.proof.noted_changes import NotedChanges
