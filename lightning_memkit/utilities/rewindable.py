@@ -78,6 +78,7 @@ class Rewindable:
         self._drawn: deque[_Drawn] = deque()  # the last items before the position
         self._again: deque[_Drawn] = deque()  # items to yield again after going back
         self._marks: weakref.WeakSet[Mark] = weakref.WeakSet()
+        self._has_warned = False
 
     def __iter__(self) -> "Rewindable":
         return self
@@ -141,7 +142,9 @@ class Rewindable:
         return drawn
 
     def _warn(self, words: str) -> None:
-        warnings.warn(words.format(kind=type(self.source).__name__), stacklevel=4)
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(words.format(kind=type(self.source).__name__), stacklevel=4)
 
 
 _WRAPPERS: "weakref.WeakValueDictionary[int, Rewindable]" = weakref.WeakValueDictionary()

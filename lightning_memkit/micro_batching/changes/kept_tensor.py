@@ -83,6 +83,11 @@ class KeptTensor:
         return tuple(name for name in TENSOR_HOOKS if getattr(self.tensor, name, None) is None)
 
     @property
+    def gets_gradients(self) -> bool:
+        """Whether it was a leaf that gradients are accumulated in."""
+        return self._requires_grad is True
+
+    @property
     def was_frozen(self) -> bool:
         """Whether its `requires_grad` is another one now."""
         tensor = self.tensor

@@ -55,6 +55,7 @@ class Rollback(StateWalk):
     ) -> None:
         self._random = Generators()
         super().__init__(module, changing, apart)
+        self._root = module
         self._lost_before: set[tuple[str, str]] = set()
         self._mode: CopyOnWrite | None = None
         self._uncloned: list[KeptTensor] = []
@@ -64,6 +65,14 @@ class Rollback(StateWalk):
             self._keep_value(Place(path="batch", name="", kind="batch"), batch)
         for name, value in (beside or {}).items():
             self._keep_given(Place(path="", name=name, kind="object"), value)
+
+    def leaves(self) -> list[Tensor]:
+        """The tensors that get gradients: the module's parameters, and what else its state holds."""
+        parameters = list(self._root.parameters())
+        known = {id(parameter) for parameter in parameters}
+        # Of sharded modules the walk finds shards, which get no gradients.
+        found = () if self._sharded else (one for one in self._tensors if one.gets_gradients)
+        return [*parameters, *(one.tensor for one in found if id(one.tensor) not in known)]
 
     @contextmanager
     def watching(self) -> Iterator[None]:
