@@ -9,8 +9,9 @@ from typing_extensions import override
 
 from lightning_memkit.micro_batching.changes.alike import alike
 from lightning_memkit.micro_batching.changes.kept_tensor import Place
-from lightning_memkit.micro_batching.changes.own_objects import class_attributes, slots_of
+from lightning_memkit.micro_batching.changes.own_objects import slots_of
 from lightning_memkit.micro_batching.changes.step_changes import ABSENT, StepChange, kind_of
+from lightning_memkit.utilities.class_attributes import class_attributes, restore_class_attributes
 
 
 class Kept(Protocol):
@@ -243,12 +244,7 @@ class KeptClassAttributes(Kept):
 
     @override
     def restore(self) -> None:
-        for name in self._names():
-            before = self.items.get(name, ABSENT)
-            if before is ABSENT:
-                delattr(self._owner, name)
-            elif vars(self._owner).get(name, ABSENT) is not before:
-                setattr(self._owner, name, before)
+        restore_class_attributes(self._owner, self.items)
 
 
 class KeptClass(Kept):

@@ -1,7 +1,6 @@
 """Decide which objects in a module's attributes are recorded, and which belong to a library."""
 
 import functools
-import inspect
 import re
 import sys
 import sysconfig
@@ -155,19 +154,6 @@ def own_classes(kind: type, own_roots: frozenset[str]) -> Iterator[type]:
     for base in kind.__mro__[:-1]:
         if is_users(base, own_roots) and not issubclass(base, Enum):
             yield base
-
-
-def class_attributes(kind: type) -> dict[str, Any]:
-    """A class's attributes except functions, descriptors and Python's own."""
-    return {
-        name: value
-        for name, value in vars(kind).items()
-        if not (name.startswith("__") and name.endswith("__"))
-        and name not in ("_abc_impl", "_is_protocol")
-        and not callable(value)
-        and not inspect.isdatadescriptor(value)
-        and not hasattr(type(value), "__get__")
-    }
 
 
 def functions_with_state(kind: type) -> dict[str, Any]:

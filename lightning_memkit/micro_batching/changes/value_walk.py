@@ -38,6 +38,7 @@ from lightning_memkit.micro_batching.changes.kept_state import (
 )
 from lightning_memkit.micro_batching.changes.kept_tensor import TENSOR_HOOKS, KeptTensor, Place
 from lightning_memkit.micro_batching.changes.step_changes import CONTAINERS, ChangeKind, label
+from lightning_memkit.utilities.class_attributes import class_attributes
 from lightning_memkit.utilities.generators import GENERATORS
 from lightning_memkit.utilities.rewindable import Rewindable, make_rewindable
 
@@ -87,7 +88,7 @@ class ValueWalk(ABC):
                 continue
             self._seen.add(id(base))
             self._kept.append(KeptClassAttributes(place, base))
-            for name, value in own.class_attributes(base).items():
+            for name, value in class_attributes(base).items():
                 if type(value) not in PLAIN_KINDS:
                     self._keep_value(Place(path=base.__name__, name=name, kind="attribute"), value)
             for name, function in own.functions_with_state(base).items():
