@@ -38,6 +38,12 @@ def is_iterator(value: Any) -> bool:
     return isinstance(value, Rewindable) or _is_known(type(value))
 
 
+@lru_cache(maxsize=4096)
+def _may_draw(kind: type) -> bool:
+    """Whether a value of this class may be an iterator, a method of one, or a tuple that holds one."""
+    return _is_known(kind) or kind in (BuiltinMethodType, MethodWrapperType) or issubclass(kind, tuple)
+
+
 @dataclass(eq=False)
 class Mark:
     """A position that its iterator can go back to, as long as the mark is alive."""
@@ -166,7 +172,8 @@ def make_rewindable(holder: Any) -> None:
     Methods of iterators (`itertools.count().__next__`) and tuples of iterators are replaced, too.
     """
     if isinstance(holder, (dict, list, deque)):
-        places = list(holder.items()) if isinstance(holder, dict) else list(enumerate(holder))
+        items = holder.items() if isinstance(holder, dict) else enumerate(holder)
+        places = [(key, value) for key, value in items if _may_draw(type(value))]
         base: Any = dict if isinstance(holder, dict) else list if isinstance(holder, list) else deque
         for key, value in places:
             other = _replacement(value)

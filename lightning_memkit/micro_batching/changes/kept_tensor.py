@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -84,8 +84,8 @@ class KeptTensor:
 
     @property
     def gets_gradients(self) -> bool:
-        """Whether it was a leaf that gradients are accumulated in."""
-        return self._requires_grad is True
+        """Whether gradients are accumulated in it, or may be once it is no longer frozen."""
+        return self._requires_grad is True or isinstance(self.tensor, nn.Parameter)
 
     @property
     def was_frozen(self) -> bool:

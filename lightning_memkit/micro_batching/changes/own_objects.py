@@ -157,12 +157,12 @@ def own_classes(kind: type, own_roots: frozenset[str]) -> Iterator[type]:
 
 
 def functions_with_state(kind: type) -> dict[str, Any]:
-    """A class's functions that hold something: a cache, attributes, closure variables."""
+    """A class's functions that hold a cache or attributes. Variables of its surroundings are no state of the class."""
     found = {}
     for name, value in vars(kind).items():
         function = getattr(value, "__func__", value)  # of a static or class method
         is_function = isinstance(function, FunctionType)
-        if (is_function and (function.__dict__ or function.__closure__)) or hasattr(function, "cache_info"):
+        if (is_function and function.__dict__.keys() - {"__wrapped__"}) or hasattr(function, "cache_info"):
             found[name] = function
     return found
 
@@ -182,7 +182,7 @@ def closure_of(value: object, own_roots: frozenset[str]) -> tuple[list[Any], lis
     if isinstance(value, functools.partial):
         return [], [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, MethodType):
-        return [], [value.__self__, value.__func__]
+        return [], [value.__self__]
     if isinstance(value, FunctionType) and is_users_function(value, own_roots):
         return list(value.__closure__ or ()), [
             *(value.__defaults__ or ()),

@@ -68,11 +68,9 @@ class Rollback(StateWalk):
 
     def leaves(self) -> list[Tensor]:
         """The tensors that get gradients: the module's parameters, and what else its state holds."""
-        parameters = list(self._root.parameters())
-        known = {id(parameter) for parameter in parameters}
-        # Of sharded modules the walk finds shards, which get no gradients.
-        found = () if self._sharded else (one for one in self._tensors if one.gets_gradients)
-        return [*parameters, *(one.tensor for one in found if id(one.tensor) not in known)]
+        if self._sharded:  # the walk has found shards, which get no gradients
+            return list(self._root.parameters())
+        return [one.tensor for one in self._tensors if one.gets_gradients]
 
     @contextmanager
     def watching(self) -> Iterator[None]:

@@ -3,7 +3,8 @@
 import dis
 import inspect
 import warnings
-from functools import partial
+from functools import lru_cache, partial
+from types import CodeType
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -67,7 +68,12 @@ def _only_zeroes(method: Any) -> bool:
     if str(getattr(function, "__module__", "")).startswith(_OWN):
         return True
     code = getattr(function, "__code__", None)
-    if code is None or not set(code.co_names) <= {"zero_grad", "optimizer_zero_grad", "super"}:
+    return code is not None and _only_calls_zero_grad(code)
+
+
+@lru_cache(maxsize=64)
+def _only_calls_zero_grad(code: CodeType) -> bool:
+    if not set(code.co_names) <= {"zero_grad", "optimizer_zero_grad", "super"}:
         return False
     always = not any("JUMP" in one.opname or "FOR_ITER" in one.opname for one in dis.get_instructions(code))
     return always and bool({"zero_grad", "optimizer_zero_grad"} & set(code.co_names))
