@@ -132,6 +132,8 @@ class Engine:
                         gc.collect()  # as after the first
                 else:
                     self._prepare_first(step)
+            outlive = self.trials.adds_up or not self.loop.zeroes_gradients(step.optimizer)
+            self.runner.gradients_outlive(outlive)
             if self.choice.sizing is not None:
                 self.runner.partition.need_rows(self.choice.sizing.fewest)
         finally:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from lightning_memkit.memory.out_of_memory import free_memory, is_out_of_memory
 from lightning_memkit.micro_batching import batch_size
+from lightning_memkit.micro_batching.changes.kept_gradients import KeptGradients
 from lightning_memkit.micro_batching.changes.rollback import Rollback
 from lightning_memkit.micro_batching.changes.step_changes import label
 from lightning_memkit.micro_batching.parts.runner import PartsRunner
@@ -49,11 +50,18 @@ class SafePoint:
             step.run.keep_scaler(),
         ]
         kept = {**step.run.changed_beside(), **_step_hooks(step)}
-        self._rollback = Rollback(step.run.module, changing, batches=[step.batch], beside=kept)
+        apart = step.run.steppers(step)
+        self._rollback = Rollback(step.run.module, changing, batches=[step.batch], beside=kept, apart=apart)
+        self._gradients = KeptGradients(step, self._rollback.leaves()) if step.starts_window else None
 
     def optimizer_steps(self) -> frozenset[tuple[str, str]]:
         """The optimizer changes weights from here on; returns the tensors that the step itself has changed."""
         return self._rollback.optimizer_steps()
+
+    def restore_gradients(self) -> None:
+        """Restore the gradients before the window; those of its own batches are gone."""
+        if self._gradients is not None:
+            self._gradients.restore()
 
     def restore(self) -> frozenset[tuple[str, str]]:
         """Restore the state, any number of times; returns the tensors that were changed in place and not cloned."""
@@ -201,9 +209,12 @@ class Recovery:
         return alone and isinstance(error, StepOutOfMemoryError) and not error.half_stepped
 
     def _put_back(self, step: Step, point: SafePoint | None) -> None:
-        """Restore the state before the step, without gradients."""
+        """Restore the state before the step, with those gradients only that were there before its window."""
         for parameter in step.run.module.parameters():
             parameter.grad = None
+        first = self._past[0].point if self._past else point
+        if first is not None:
+            first.restore_gradients()
         lost = point.restore() if point is not None else frozenset()
         if lost:
             names = ", ".join(sorted(label(*key) for key in lost))

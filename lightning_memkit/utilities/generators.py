@@ -52,6 +52,10 @@ class Generators:
         elsewhere = self._python != now._python or not all(np.array_equal(a, b) for a, b in numpys)
         return not all(torch.equal(a, b) for a, b in ours), elsewhere
 
+    def stand_as_now(self) -> bool:
+        """Whether no number was drawn since."""
+        return self.drawn_from() == (False, False)
+
     def restore(self) -> None:
         """Restore all generators."""
         random.setstate(self._python)

@@ -68,6 +68,10 @@ class PartsRunner:
         self.ranks = self._weights.ranks = ranks
         self._weights.survey = survey
 
+    def gradients_outlive(self, outlive: bool) -> None:
+        """Say whether gradients of earlier steps stay when a batch begins."""
+        self._weights.outlive = outlive
+
     def run(self, step: Step) -> tuple[Tensor | None, dict[str, Any]]:
         """Forward, zero_grad and backward of the step's batch in micro-batches; gradients are the whole batch's.
 
@@ -208,6 +212,7 @@ class PartsRunner:
                 loss, extra = step.forward(part)
             if first:
                 step.zero_grad()
+                self._weights.zeroed(step)
             if loss is None:
                 return None, extra, logged, weight
             if first and len(batch.cut.parts) > 1:

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from lightning_memkit.memory.measure import AllocatorMeter, PeakMeter, peak_meter
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
+from lightning_memkit.micro_batching.changes.kept_gradients import in_no_optimizer, outliving, set_aside
 from lightning_memkit.micro_batching.changes.rollback import Rollback
-from lightning_memkit.micro_batching.changes.state_walk import Keys
 from lightning_memkit.micro_batching.changes.step_changes import StepChange, label
+from lightning_memkit.micro_batching.changes.value_walk import Keys
 from lightning_memkit.micro_batching.graph.term_values import TermValues
 from lightning_memkit.micro_batching.parts.equal_draws import EqualDraws
 from lightning_memkit.micro_batching.proof import decomposability
@@ -54,6 +55,7 @@ class Trials:
         capture: called within `gradient_of` after the step; its result is stored in `captured`.
         drawn: what the latest `gradient_of` left of Python's and NumPy's generators, None if it drew nothing.
         draws: puts these generators back to where a step began.
+        adds_up: steps give gradients to tensors in no optimizer, where they add up over steps.
         limited: probes must stay within the budget on a CPU.
     """
 
@@ -69,7 +71,8 @@ class Trials:
         self.drawn: Any = None
         self.draws = EqualDraws(run.module)
         self.between: Callable[[], None] | None = None
-        self.limited = False
+        self.adds_up = self.limited = False
+        self._leaves: list[Tensor] = []
         self.ranks = Ranks()
         self._has_watched = False
         self._noted = NotedChanges(run, self)
@@ -97,31 +100,27 @@ class Trials:
         # The previous step's gradients will be zeroed before use; keeping them beside the trial's would cost
         # their bytes twice. An optimizer that calls its closure in its own way may read them before.
         zeroed = step.starts_window and not after_backward and not uses_closure_its_own_way(step.optimizer)
-        kept = [] if zeroed else [(p, p.grad) for p in self._module.parameters()]
-        for parameter in self._module.parameters():
-            parameter.grad = None
-        try:
-            with (
-                self._run.logging_held() as logged,
-                self._run.loggers_silent(),
-                torch.enable_grad(),
-                nullcontext() if unwatched else rollback.watching(),
-            ):
-                yield logged
-        finally:
-            self.changing |= rollback.changed()
-            lost = rollback.restore()
-            for parameter in self._module.parameters():
-                parameter.grad = None
-            for parameter, gradient in kept:
-                parameter.grad = gradient
+        leaves = self._leaves = rollback.leaves()
+        with set_aside(leaves, outliving(step, leaves) if zeroed else leaves):
+            try:
+                with (
+                    self._run.logging_held() as logged,
+                    self._run.loggers_silent(),
+                    torch.enable_grad(),
+                    nullcontext() if unwatched else rollback.watching(),
+                ):
+                    yield logged
+            finally:
+                self.changing |= rollback.changed()
+                lost = rollback.restore()
         if lost:
             warnings.warn(_LOST.format(names=", ".join(sorted(label(*key) for key in lost))), stacklevel=2)
 
     def kept(self, step: Step, *parts: Any, changing: Keys | None = None) -> Rollback:
         """Record the state before a step, for a trial to restore."""
         batches, beside = [step.batch, *parts], step.run.changed_beside()
-        return Rollback(self._module, changing, batches=batches, beside=beside)
+        apart = step.run.steppers(step)
+        return Rollback(self._module, changing, batches=batches, beside=beside, apart=apart)
 
     def gradient_of(
         self, step: Step, batch: Any, *, seed: int | None = None, after: Any = None, look: _Look | None = None
@@ -154,6 +153,7 @@ class Trials:
             except Exception as error:
                 raise StepFailedError(error, skipped=skipped) from error
             gradient = decomposability.sampled_gradient(self._module.parameters())
+            self.adds_up |= any(leaf.grad is not None for leaf in in_no_optimizer(step, self._leaves))
             self.captured = None if self.capture is None else self.capture()
             self.drawn = self.draws.drawn()
             returned, values = self.returned, self.values
@@ -207,8 +207,8 @@ class Trials:
         if self.between is not None:
             self.between()
         self.handed_on = self._rollback.replaced()
-        for parameter in self._module.parameters():
-            parameter.grad = None
+        for leaf in self._leaves:
+            leaf.grad = None
 
     def _limit(self, step: Step) -> PeakMeter | None:
         """The meter that stops a probe above the budget; None if none applies."""

@@ -5,6 +5,7 @@ from lightning_memkit.micro_batching.run import Run
 from lightning_memkit.micro_batching.shares.foreseen import (
     ForeseenElsewhereError,
     ForeseenWronglyError,
+    GradientsOutliveError,
     KeptConstantError,
     LoneCountError,
     MistakenTotalsError,
@@ -21,6 +22,7 @@ FORESEEN_WRONGLY: tuple[type[ForeseenWronglyError], ...] = (
     ForeseenElsewhereError,
     MistakenTotalsError,
     NothingCountedError,
+    GradientsOutliveError,
     LoneCountError,
     UnknownTotalsError,
     NewFunctionsError,

@@ -25,6 +25,10 @@ class NothingCountedError(UnknownTotalsError):
     """No micro-batch counted anything: which one stands for the batch must be decided before."""
 
 
+class GradientsOutliveError(NothingCountedError):
+    """Earlier steps' gradients are there, which no factor may scale: totals must be known before."""
+
+
 class MistakenTotalsError(UnknownTotalsError):
     """Predicted totals were wrong, or terms have different shares for the first time; this is noted."""
 
