@@ -58,9 +58,8 @@ _PLACES = 3  # in the batch, where rows are looked for that count in the loss
 class Weighing:
     """How micro-batches are weighed: by the divisors that each loss shows, as the user says, or as gradients confirm.
 
-    A loss whose graph shows the divisors of its terms is weighed by these, in every micro-batch of every batch. A loss
-    that shows none is compared: candidates of `weigh_by` that the gradients can't tell apart stay open until a batch
-    weighs differently under them; that batch is probed again.
+    A loss whose graph shows its divisors is weighed by these, in every micro-batch. For others, candidates of
+    `weigh_by` are compared; those that gradients can't tell apart stay open until a batch tells them apart.
 
     Args:
         weigh_by: the user's choice; `"auto"` compares all candidates.
@@ -73,8 +72,7 @@ class Weighing:
         unlike: terms of the loss weigh unlike in a micro-batch.
         rests: how the parts of the loss without a gradient combine, with `rules`.
         state: attributes and lists that the step changes, where micro-batches leave them as the batch would.
-        logs: how logged values come from those of micro-batches.
-        returned: how returned values come from those of micro-batches.
+        logs, returned: how logged and returned values come from those of micro-batches.
         unproven: why nothing could be proven; empty where it was.
         probes: how many comparisons were made.
         fewest: the fewest rows that the step runs on, as far as known.
@@ -91,12 +89,9 @@ class Weighing:
         self.unlike = False
         self.rests: RestRules | None = None
         self.state: ComposedState | None = None
-        self.logs = LoggedValues()
-        self.returned = ReturnedValues()
-        self.unproven = ""
-        self.probes = 0
-        self.fewest = 1
-        self.skipped = False
+        self.logs, self.returned = LoggedValues(), ReturnedValues()
+        self.unproven, self.skipped = "", False
+        self.probes, self.fewest = 0, 1
         self.head: Edges = frozenset()
         self._given: WeighBy | Weigher = weigh_by
         self._open: list[WeighBy | Weigher] = []
@@ -109,9 +104,8 @@ class Weighing:
     @property
     def proven(self) -> bool:
         """Whether enough has been seen of the loss to split a batch that fits whole."""
-        enough = self._batches >= _PROBED_BATCHES and (
-            self.rules is not None or self.probes >= _PROBED_BATCHES
-        )
+        probes = _PROBED_BATCHES if self.rules is not None else self.probes
+        enough = min(self._batches, probes) >= _PROBED_BATCHES
         holds = self.verdict is not None and self.verdict.adds_up and self._is_mixed
         return enough and holds and not self.skipped
 
@@ -261,7 +255,8 @@ class Weighing:
         """
         for level in LEVELS:
             with quiet(step.run.module, level) as draws:
-                rows = RowTrials(RowRuns(step, trials, probed, draws))
+                runs = RowRuns(step, trials, probed, draws)
+                rows = RowTrials(runs)
                 outcome = rows.compare(self._open, reads=self._given == "auto", known=self.rules)
                 self.unlike = self.unlike or outcome.unlike
                 compared = [part.head for part in outcome.parts if part is not None]
@@ -273,8 +268,9 @@ class Weighing:
                         return False
                     if not is_mixed and (self._is_mixed or any_rank(step.run, outcome.is_lone)):
                         raise NothingCountsError  # earlier comparisons know more than these rows show
-                    # Comparisons begin with one random state: whole and micro-batches drew the same for all rows.
-                    if any_rank(step.run, level < 2 and outcome.whole.drew) and rows.draws_for_all_rows():
+                    # Comparisons begin with one random state: what rows share was drawn alike in all of them.
+                    drew = any_rank(step.run, level < 2 and outcome.whole.drew)
+                    if drew and any_rank(step.run, runs.draw_without_rows()):
                         break
                     self._is_mixed = is_mixed
                     self._holds(step, probed, rows, outcome)

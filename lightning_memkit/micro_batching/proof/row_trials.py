@@ -135,10 +135,6 @@ class RowTrials:
         unlike = largest_of_ranks(self._runs.step.run, [float(one) for one in unlike])
         return [index for index in rules.means if unlike[index]]
 
-    def draws_for_all_rows(self) -> bool:
-        """Whether the step draws numbers that a batch's rows share: each micro-batch would draw its own."""
-        return any_rank(self._runs.step.run, self._runs.draw_without_rows())
-
     def noise_explains(self, outcome: ComparisonOutcome) -> bool:
         """Whether random numbers alone may explain a difference, so that noise must be removed or shared."""
         if outcome.is_random:
