@@ -139,7 +139,7 @@ class Weighing:
             verdict = self.verdict
             if verdict is None or not (verdict.adds_up or verdict.relative_error < _ROUNDED_PAIR):
                 return
-            # A pair proves no more than five rows did: its findings are dropped, and it counts as no probe.
+            # A few rows prove no more than five did: what they show is dropped.
             vars(self).update(known)
 
     def again(self, step: Step, trials: Trials, micro_batch_size: int) -> None:
@@ -185,7 +185,6 @@ class Weighing:
         if not trials.ranks.compares:
             self._trusted(f"ranks reduce gradients in every backward and {trials.ranks.reason}")
             return
-        # All ranks compare the same number of rows, each of its own batch.
         total = -int(largest_of_ranks(step.run, [-batch_size(step.batch)])[0])
         samples = (_MOST_SAMPLES, *_PROBED_SAMPLES) if self.probes else _PROBED_SAMPLES
         numbers = numbers_of_rows(samples, most, total, fewest=self.fewest)
@@ -224,11 +223,7 @@ class Weighing:
             warnings.warn(verdicts.unchecked(reason, self.weigh_by), stacklevel=2)
 
     def _compare(self, step: Step, trials: Trials, rows: int, places: int, *, alone: bool) -> None:
-        """Compare some rows whole and in micro-batches; other rows, if too few of these count.
-
-        Raises:
-            NothingCountsError: no row counts in any of the places.
-        """
+        """Compare some rows whole and in micro-batches; other rows, if too few of these count, or none."""
         for place in range(self.probes, self.probes + places):
             is_last = place == self.probes + places - 1
             probed = self._rows_of(step, trials, rows, place, alone=alone)
