@@ -117,10 +117,13 @@ def _unlike(singles: list[Any], rows: int, probes: int) -> list[int]:
 
 def _equal(single: Any, counted: dict[BatchCount, dict[int, float]]) -> list[int]:
     """Two rows with one id: equal in the column of integers with the most values; empty where all differ."""
-    tensors = [tensor for _, tensor in named_tensors(single, "")]
+    ids = {
+        path
+        for path, tensor in named_tensors(single, "")
+        if tensor.numel() == 1 and not tensor.is_floating_point()
+    }
     for count, numbers in sorted(counted.items(), key=lambda item: -_different(item[1])):
-        is_id = count.kind == "sum" and tensors[count.place].numel() == 1
-        if is_id and not tensors[count.place].is_floating_point() and _different(numbers) > 1:
+        if count.kind == "sum" and count.path in ids and _different(numbers) > 1:
             first: dict[float, int] = {}
             for row, number in numbers.items():
                 if number in first:
