@@ -7,6 +7,7 @@ import enum
 import functools
 import io
 import itertools
+import logging
 import multiprocessing
 import queue
 import threading
@@ -213,7 +214,7 @@ OBJECTS: dict[str, Callable[[], tuple[Any, Count]]] = {
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 @pytest.mark.parametrize("kind", OBJECTS)
 def test_objects_of_other_classes_are_put_back(kind: str) -> None:
-    module = nn.Module()
+    module: Any = nn.Module()
     module.held, count = OBJECTS[kind]()
     rollback = Rollback(module)
     assert [count(), count()] == [1, 2]
@@ -240,7 +241,7 @@ def test_a_class_attribute_that_a_step_adds_is_removed() -> None:
 def test_files_go_back(tmp_path: Path, mode: str) -> None:
     path = tmp_path / "lines.txt"
     path.write_text("a\nb\n")
-    module = nn.Module()
+    module: Any = nn.Module()
     with path.open(mode) as file:
         module.file = file
         before = file.readline() if mode == "r" else file.write("one\n")
@@ -280,7 +281,7 @@ SOURCES: dict[str, Callable[[], Iterator[int]]] = {
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("held", HELD)
 def test_iterators_go_back_wherever_they_are(held: str, source: str) -> None:
-    module = nn.Module()
+    module: Any = nn.Module()
     module.held, draw = HELD[held](SOURCES[source]())
     rollback = Rollback(module)
     assert [draw(module.held), draw(module.held)] == [0, 1]
@@ -298,7 +299,7 @@ def test_generators_that_are_sent_values_go_back() -> None:
         while True:
             total += yield total
 
-    module = nn.Module()
+    module: Any = nn.Module()
     module.controller = controller()
     next(module.controller)
     rollback = Rollback(module)
@@ -310,7 +311,7 @@ def test_generators_that_are_sent_values_go_back() -> None:
 
 
 def test_items_that_draw_random_numbers_draw_them_again() -> None:
-    module = nn.Module()
+    module: Any = nn.Module()
     module.noise = (torch.randn(3) for _ in range(9))
     rollback = Rollback(module)
     first, then = next(module.noise), torch.rand(3)
@@ -341,7 +342,7 @@ def test_caches_forget_what_a_trial_has_drawn(place: str, warm: bool) -> None:
 
 
 def test_a_limited_cache_that_held_results_is_named() -> None:
-    module = nn.Module()
+    module: Any = nn.Module()
     module.noise = functools.lru_cache(8)(lambda n: torch.randn(n))
     module.noise(2)
     rollback = Rollback(module)
@@ -372,9 +373,7 @@ def test_requires_grad_is_put_back_and_named() -> None:
 
 
 def test_locks_threads_and_loggers_are_left_alone() -> None:
-    import logging
-
-    module = nn.Module()
+    module: Any = nn.Module()
     module.log, module.lock, module.thread = logging.getLogger("one"), threading.Lock(), threading.Thread()
     module.log.setLevel(10)
     rollback = Rollback(module)
