@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_memkit import MemoryBudget
+from lightning_memkit.micro_batching.sizes.sizing import BudgetError
 from lightning_memkit.plugins.seams._checks import zeroes_gradients
 from lightning_memkit.testing import fail_at
 from tests.plugins.toys import trained, weights
@@ -145,3 +146,18 @@ def test_a_zero_grad_that_zeroes_is_recognized(kind: type[Plain]) -> None:
 def test_a_zero_grad_that_may_keep_gradients_is_recognized(kind: type[Plain]) -> None:
     module = kind()
     assert not zeroes_gradients(module, module.configure_optimizers())  # pyright: ignore[reportArgumentType]
+
+
+class Reads(Plain):
+    """Scales its loss by the last step's gradient, which Lightning zeroes only after `training_step`."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        gradient = self.net[0].weight.grad
+        scale = 1.0 if not isinstance(gradient, Tensor) else 1.0 + float(gradient.norm())
+        return super().training_step(batch, batch_idx) * scale
+
+
+def test_a_step_that_reads_the_last_ones_gradients_runs_whole() -> None:
+    assert_close(run(Reads, MemoryBudget("1GiB", micro_batch_size=8)), run(Reads))
+    with pytest.raises(BudgetError, match=r"training_step reads net\.0\.weight\.grad"):
+        run(Reads, MemoryBudget("1GiB", micro_batch_size=3))
