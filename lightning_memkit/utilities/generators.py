@@ -63,3 +63,10 @@ class Generators:
         torch.set_rng_state(self._cpu)
         if self._cuda:
             torch.cuda.set_rng_state_all(self._cuda)
+
+
+def seed_all(seed: int) -> None:
+    """Seed the global random number generators of Python, NumPy and torch."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)

@@ -194,7 +194,8 @@ def make_rewindable(holder: Any) -> None:
         same = all(keywords[name] is value for name, value in holder.keywords.items())
         if arguments is not holder.args or function is not holder.func or not same:
             state: Any = (function, arguments, keywords, vars(holder))
-            holder.__setstate__(state)
+            setstate: Any = holder.__setstate__  # pyright: ignore[reportAttributeAccessIssue]
+            setstate(state)
     elif isinstance(holder, FunctionType):
         defaults = _replacement(holder.__defaults__)
         if defaults is not holder.__defaults__:
@@ -224,4 +225,5 @@ def _is_same(a: Any, b: Any) -> bool:
     return a is b or (isinstance(a, plain) and isinstance(b, plain) and a == b)
 
 
-Generator.register(Rewindable)
+_GENERATORS: Any = Generator
+_GENERATORS.register(Rewindable)  # to code that asks, it is what it wraps

@@ -20,6 +20,7 @@ from lightning_memkit.micro_batching.parts.equal_draws import EqualDraws
 from lightning_memkit.micro_batching.proof import decomposability
 from lightning_memkit.micro_batching.proof.noted_changes import NotedChanges
 from lightning_memkit.micro_batching.proof.optimizer_trial import allocate_gradients, states_on
+from lightning_memkit.micro_batching.proof.read_gradients import ReadGradients
 from lightning_memkit.micro_batching.proof.some_rows import count_of_rows, one_row
 from lightning_memkit.micro_batching.proof.trial_values import PassedOverError, StepFailedError, TrialValues
 from lightning_memkit.micro_batching.ranks.agreement import Ranks, local_optimizer
@@ -46,6 +47,7 @@ class Trials:
     Attributes:
         changes: what the step of the latest `gradient_of` or `peak_of` changes besides gradients, every time
             that it runs; not what only a first step sets up (a mask that is built lazily).
+        read: the gradients of the step before that steps were seen to read.
         changing: the keys of all tensors that trials saw changed in place; a `Rollback` clones these.
         logged: what the step of the latest `gradient_of` logged.
         handed_on: the attributes that the step on the batch before (`after=`) has set.
@@ -62,6 +64,7 @@ class Trials:
     def __init__(self, run: Run, budget_bytes: int | None = None) -> None:
         self.changing: frozenset[tuple[str, str]] = frozenset()
         self.changes: tuple[StepChange, ...] = ()
+        self.read: dict[StepChange, None] = {}
         self.logged: list[dict[str, Any]] = []
         self.handed_on: list[str] = []
         self.returned: dict[str, Any] = {}
@@ -98,8 +101,9 @@ class Trials:
         unwatched = self._has_watched and self._sees_too_little() and not seen
         rollback = self._rollback = self.kept(step, *parts, changing=self.changing if unwatched else None)
         # The previous step's gradients will be zeroed before use; keeping them beside the trial's would cost
-        # their bytes twice. An optimizer that calls its closure in its own way may read them before.
-        zeroed = step.starts_window and not after_backward and not uses_closure_its_own_way(step.optimizer)
+        # their bytes twice. The step, or an optimizer with an own way to its closure, may read them before.
+        zeroed = step.starts_window and not after_backward and not self.read
+        zeroed = zeroed and not uses_closure_its_own_way(step.optimizer)
         leaves = self._leaves = rollback.leaves()
         with set_aside(leaves, outliving(step, leaves) if zeroed else leaves):
             try:
@@ -158,6 +162,7 @@ class Trials:
             self.drawn = self.draws.drawn()
             returned, values = self.returned, self.values
             self._noted.note(step, batch, self._rollback, self.logged)
+            self.changes += tuple(self.read)
             self.returned, self.values = returned, values  # not those of further steps, which `note` runs
             return gradient
 
@@ -225,11 +230,13 @@ class Trials:
 
     def run(self, step: Step, batch: Any, meter: PeakMeter | None = None, look: _Look | None = None) -> bool:
         """Forward and backward of a micro-batch; False if the step returned None."""
+        reads = None if look is None else ReadGradients(step)
 
         def run(part: Any) -> bool:
-            with TermValues() if look is not None else nullcontext() as noted:
+            with TermValues() if look is not None else nullcontext() as noted, reads or nullcontext():
                 loss, self.returned = step.forward(self._run.transfer(part))
             self.values = {} if noted is None else noted.values
+            self.read |= dict.fromkeys(() if reads is None else reads.changes)
             if loss is None:
                 if self.ranks.meets:  # the others wait in a backward that this rank does not run
                     raise PassedOverError("training_step returned None")

@@ -63,8 +63,9 @@ def constant_beside_a_kept_mean() -> Verdict:
 def changes_in_parts(changes: Sequence[StepChange]) -> Verdict:
     """The step changes more than gradients, and micro-batches would not leave what the whole batch leaves."""
     names = ", ".join(str(change) for change in changes[:5]) or "what another rank's message names"
+    verb = "reads" if any(change.kind == "gradient" for change in changes) else "changes"
     return _refused(
-        f"training_step changes {names}: it would do so once in every micro-batch",
+        f"training_step {verb} {names}: it would do so once in every micro-batch",
         f"{_WHOLE}, or change it once a step: in on_train_batch_end, or on_before_zero_grad",
         0.0,
     )
