@@ -170,3 +170,26 @@ def seven_by_batch(module: Net, batch: Batch, losses: Tensor) -> Any:
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_constant_batch_size_counts_a_batch_once_however_it_is_split(step: Any, size: int) -> None:
     same(step, size)
+
+
+def positives(module: Net, batch: Batch, losses: Tensor) -> Any:
+    """A second mean, which is there only if rows count in it."""
+    kept = batch["m"] > 0
+    return {"loss": losses.mean() + losses[kept].square().mean() if kept.any() else losses.mean()}
+
+
+def by_image(module: Net, batch: Batch, losses: Tensor) -> Any:
+    kept = [row[mask > 0].mean() for row, mask in zip(losses, batch["m"], strict=True) if mask.any()]
+    return {"loss": sum(kept) / len(kept) if kept else losses.sum() * 0}
+
+
+def by_image_over_all(module: Net, batch: Batch, losses: Tensor) -> Any:
+    """Divided by all rows, also by those that a micro-batch without positives does not show."""
+    kept = [row[mask > 0].mean() for row, mask in zip(losses, batch["m"], strict=True) if mask.any()]
+    return {"loss": sum(kept) / len(losses) if kept else losses.sum() * 0}
+
+
+@pytest.mark.parametrize("step", [positives, by_image, by_image_over_all])
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_term_that_a_micro_batch_lacks_counts_nothing_in_it(step: Any, size: int) -> None:
+    same(step, size)
