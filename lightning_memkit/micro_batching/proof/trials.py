@@ -31,6 +31,7 @@ from lightning_memkit.utilities.generators import Generators, seed_all
 from lightning_memkit.utilities.tensors import tensors_of
 
 _Look = Callable[[Tensor], Tensor]  # gets the loss; what it returns is differentiated
+_NOTHING: Any = None
 _LOST = (
     "A trial step changed {names} by a kernel that PyTorch's dispatcher does not see: these keep what the trial left. "
     "Register the kernel as an operator that names what it writes to (torch.library.custom_op with mutates_args)."
@@ -45,8 +46,7 @@ class Trials:
         budget_bytes: the most bytes of a probe on the host; an accelerator's allocator has its own limit.
 
     Attributes:
-        changes: what the step of the latest `gradient_of` or `peak_of` changes besides gradients, every time
-            that it runs; not what only a first step sets up (a mask that is built lazily).
+        changes: what the latest `gradient_of` or `peak_of` changed besides gradients, less what a first step sets up.
         read: the gradients of the step before that steps were seen to read.
         changing: the keys of all tensors that trials saw changed in place; a `Rollback` clones these.
         logged: what the step of the latest `gradient_of` logged.
@@ -55,8 +55,7 @@ class Trials:
         values: the numbers that the step of the latest `gradient_of` with `look=` has computed, by their nodes.
         between: called after the step on the batch before (`after=`).
         capture: called within `gradient_of` after the step; its result is stored in `captured`.
-        drawn: what the latest `gradient_of` left of Python's and NumPy's generators, None if it drew nothing.
-        draws: puts these generators back to where a step began.
+        drawn: what the latest `gradient_of` left of Python's and NumPy's generators (`draws`), None for nothing.
         adds_up: steps give gradients to tensors in no optimizer, where they add up over steps.
         limited: probes must stay within the budget on a CPU.
     """
@@ -65,22 +64,16 @@ class Trials:
         self.changing: frozenset[tuple[str, str]] = frozenset()
         self.changes: tuple[StepChange, ...] = ()
         self.read: dict[StepChange, None] = {}
-        self.logged: list[dict[str, Any]] = []
-        self.handed_on: list[str] = []
+        self.logged, self.handed_on = list[dict[str, Any]](), list[str]()
         self.returned: dict[str, Any] = {}
         self.values: dict[tuple[Any, int], Tensor] = {}
         self.capture: Callable[[], Any] | None = None
-        self.captured: Any = None
-        self.drawn: Any = None
-        self.draws = EqualDraws(run.module)
+        self.captured, self.drawn, self.draws = _NOTHING, _NOTHING, EqualDraws(run.module)
         self.between: Callable[[], None] | None = None
         self.adds_up = self.limited = False
-        self._leaves: list[Tensor] = []
-        self.ranks = Ranks()
-        self._has_watched = False
-        self._noted = NotedChanges(run, self)
-        self._run = run
-        self._budget_bytes = budget_bytes
+        self._leaves, self.ranks = list[Tensor](), Ranks()
+        self._has_watched, self._noted = False, NotedChanges(run, self)
+        self._run, self._budget_bytes = run, budget_bytes
 
     @property
     def _module(self) -> nn.Module:
@@ -102,8 +95,8 @@ class Trials:
         rollback = self._rollback = self.kept(step, *parts, changing=self.changing if unwatched else None)
         # The previous step's gradients will be zeroed before use; keeping them beside the trial's would cost
         # their bytes twice. The step, or an optimizer with an own way to its closure, may read them before.
-        zeroed = step.starts_window and not after_backward and not self.read
-        zeroed = zeroed and not uses_closure_its_own_way(step.optimizer)
+        reads = bool(self.read) or uses_closure_its_own_way(step.optimizer)
+        zeroed = step.starts_window and not after_backward and not reads
         leaves = self._leaves = rollback.leaves()
         with set_aside(leaves, outliving(step, leaves) if zeroed else leaves):
             try:
