@@ -382,3 +382,13 @@ def test_locks_threads_and_loggers_are_left_alone() -> None:
         warnings.simplefilter("error")
         rollback.restore()
     assert module.log.level == 20
+
+
+def test_the_first_buffer_parameter_and_child_of_a_module_are_removed() -> None:
+    module: Any = nn.Module()
+    rollback = Rollback(module)
+    module.register_buffer("mean", torch.ones(2))
+    module.weight = nn.Parameter(torch.ones(2))
+    module.child = nn.Linear(1, 1)
+    rollback.restore()
+    assert not [*module._buffers, *module._parameters, *module._modules]

@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from lightning_memkit.micro_batching.changes import own_objects as own
 from lightning_memkit.micro_batching.changes.kept_access import KeptScript, is_script
-from lightning_memkit.micro_batching.changes.kept_state import KeptClass, KeptDict
+from lightning_memkit.micro_batching.changes.kept_state import KeptClass, KeptDict, KeptHooks
 from lightning_memkit.micro_batching.changes.kept_tensor import Place
 from lightning_memkit.micro_batching.changes.sharded_state import are_sharded, shards_of
 from lightning_memkit.micro_batching.changes.step_changes import ChangeKind
@@ -81,6 +81,9 @@ class StateWalk(ValueWalk):
                 continue
             below = Place(path=place.path, name="", kind=kind, said=place.said)
             self._kept.append(KeptDict(below, values, attributes=True))
+        empty = [vars(owner)[table] for table, _ in kinds if not vars(owner)[table]]
+        if empty:  # what a first step registers there is removed
+            self._kept.append(KeptHooks(place, empty))
         for table, kind in kinds[:2]:
             for name, tensor in vars(owner)[table].items():
                 # A gathered parameter is freed in the step and gathered again from its shard: keep the shard.
