@@ -67,7 +67,8 @@ def is_random(outcome: ComparisonOutcome, *, is_exact: bool) -> bool:
     """
     runs = [part for part in outcome.parts if part is not None]
     unequal = any(not alike(part.drawn, outcome.whole.drawn) for part in runs)
-    return unequal or (is_exact and outcome.comparison.level > _UNREPEATED)
+    # Gradients that bend differ from those of a scaled loss without being random.
+    return unequal or (is_exact and not outcome.bends and outcome.comparison.level > _UNREPEATED)
 
 
 def candidates(weigh_by: WeighBy | Weigher, batch: Any) -> list[WeighBy | Weigher]:
