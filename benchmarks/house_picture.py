@@ -2,6 +2,9 @@
 
 `python -m benchmarks.house_picture` writes it anew. Each room stands below those that import it. An arrow that other
 arrows imply is left out: where A imports B, and B imports C, that A also imports C is not drawn.
+
+Mermaid would draw this in the browser, by a script that it loads from elsewhere, which our pages don't; Graphviz is no
+Python package.
 """
 
 import sys

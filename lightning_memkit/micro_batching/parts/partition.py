@@ -78,17 +78,17 @@ class Partition:
 
     micro_batch_size: int
     split: Splitter | None = None
-    whole: bool = False
-    unsplittable: str = ""
-    held: bool = False
-    combination: Combination = field(default_factory=Combination)
-    unlike: bool = False
-    row_tokens: int | None = None
-    wide: frozenset[str] = frozenset()
-    fewest: int = 1
-    _surveys_each: bool = False
-    _counts_nothing: int | None = None
-    _has_lone: range = range(0)
+    whole: bool = field(default=False, init=False)
+    unsplittable: str = field(default="", init=False)
+    held: bool = field(default=False, init=False)
+    combination: Combination = field(default_factory=Combination, init=False)
+    unlike: bool = field(default=False, init=False)
+    row_tokens: int | None = field(default=None, init=False)
+    wide: frozenset[str] = field(default=frozenset(), init=False)
+    fewest: int = field(default=1, init=False)
+    _surveys_each: bool = field(default=False, init=False)
+    _counts_nothing: int | None = field(default=None, init=False)
+    _has_lone: range = field(default=range(0), init=False)
 
     # What changes it
 
