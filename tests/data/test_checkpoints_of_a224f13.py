@@ -1,4 +1,4 @@
-"""Checkpoints that an older version wrote (commit a224f13) go on as that version went on itself."""
+"""Fits resumed from checkpoints of an older version (commit a224f13) end with the weights that it ended with."""
 
 import shutil
 import subprocess
@@ -31,7 +31,7 @@ pytestmark = [
 
 
 def compare(name: str, weights: dict[str, torch.Tensor]) -> None:
-    """Ask for the older version's weights, bit for bit where this machine's arithmetic is that machine's."""
+    """Check for the older version's weights, bit for bit if this machine computes as that one did."""
     then = torch.load(FOLDER / f"{name}.after.pt", weights_only=True)
     is_alike = torch.equal(then["arithmetic"], arithmetic())
     assert weights.keys() == then["weights"].keys()
