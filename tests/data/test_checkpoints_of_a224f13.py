@@ -1,4 +1,4 @@
-"""Checkpoints that an older version wrote (commit a224f13) go on as that version went on itself."""
+"""Fits resumed from checkpoints of an older version (commit a224f13) end with the weights that it ended with."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""How batches are split, and who owns that: into runs of rows, or by tokens where rows can drop their padding."""
+"""How batches are split: into runs of rows, or by tokens where rows can drop their padding; and who may change it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -65,7 +65,7 @@ class Partition:
         split: the user's own splitter.
         whole: batches can't be split at all: their structure does not allow it.
         unsplittable: why the loss can't be split, once that is known; else empty.
-        held: the batch at hand is not split: as a whole it has no loss.
+        held: the batch at hand is not split: as a whole it has no loss, or nothing in it counts.
         combination: how the loss comes from the micro-batches'.
         unlike: terms of the loss may weigh unlike. Their values are noted, and the reported loss is put together from
             them.
@@ -150,7 +150,7 @@ class Partition:
 
     @contextmanager
     def formed(self, form: tuple[int, int | None]) -> Iterator[None]:
-        """Within it, split as before."""
+        """A context in which batches are split as they were when `form` was read."""
         now, (self.micro_batch_size, self.row_tokens) = self.form, form
         try:
             yield
@@ -160,7 +160,7 @@ class Partition:
     # What it tells
 
     def looks_up(self, batch_idx: int) -> bool:
-        """Whether divisors in a whole batch are looked up before it runs: another attempt at it would ask for them."""
+        """Whether divisors in the whole batch are looked up before it runs, as its micro-batches need them."""
         rules, foretold = self.combination.rules, self.combination.foretold
         sums = rules.looked_up if rules is not None else ()
         return batch_idx in self._has_lone or not all(map(foretold.is_constant, sums))

@@ -43,7 +43,7 @@ class PartsRunner:
     Attributes:
         phase: what is running, for messages about a failure.
         values: combines what micro-batches log and return.
-        ranks: what the ranks agree on in each step.
+        ranks: coordinates the ranks in each step.
     """
 
     def __init__(self, run: Run, partition: Partition, *, exact_window: bool) -> None:
