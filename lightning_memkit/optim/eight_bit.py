@@ -155,7 +155,7 @@ def adapt_bitsandbytes(
       and so do float32 parameters beside bfloat16 ones. ``optim_bits`` in a parameter group (8 or 32) and
       bitsandbytes' own overrides take precedence.
     - bitsandbytes' overrides (`GlobalOptimManager`, `StableEmbedding`) apply to compensated steps, too.
-    - Off CUDA a paged optimizer warns and does not page. Not yet verified on a GPU.
+    - Off CUDA and XPU a paged optimizer warns and does not page. Not yet verified on a GPU.
     - A compensated optimizer resumes bit for bit; if a checkpoint holds 8-bit states for parameters that keep
       32 bits, they are widened.
 
