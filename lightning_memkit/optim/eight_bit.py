@@ -250,8 +250,8 @@ def _leave_paging(optimizer: Any) -> None:
     optimizer.is_paged = False
     name = type(optimizer).__name__
     warnings.warn(
-        f"{name} moves its states between GPU and host memory as needed, which takes CUDA; its parameters are on "
-        f"{on}, so nothing is paged; write {name.removeprefix('Paged')} to choose that.",
+        f"{name} moves its states between GPU and host memory as needed, which takes CUDA or XPU; its parameters are "
+        f"on {on}, so nothing is paged; write {name.removeprefix('Paged')} to choose that.",
         NoEffectWarning,
         stacklevel=2,
     )
