@@ -33,8 +33,8 @@ class LoggedValues:
     joined by its `reduce_fx`: a mean is weighed by the user's `batch_size`, else as the loss.
 
     Attributes:
-        doubtful: the values of the last `merged` for which several rules, or none, are left.
-        unsure: those with one rule left, after too few comparisons to be certain.
+        doubtful: the values of the last `merged` for which the remaining rules differ, or none is known.
+        unsure: those for which they agree, after too few comparisons to be certain.
         varying: those that differ among micro-batches and are joined by a rule.
         seen: the facets of the micro-batches in comparisons, see `facets_of`.
     """

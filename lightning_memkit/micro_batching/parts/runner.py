@@ -49,7 +49,7 @@ class PartsRunner:
     Attributes:
         phase: what is running, for messages about a failure.
         values: combines what micro-batches log and return.
-        ranks: what the ranks agree on in each step.
+        ranks: coordinates the ranks in each step.
         draws: gives each micro-batch the numbers that the batch would draw from Python's and NumPy's generators.
     """
 

@@ -41,9 +41,8 @@ from lightning_memkit.micro_batching.run import Step
 from lightning_memkit.micro_batching.shares.batch_counts import Foretelling
 from lightning_memkit.micro_batching.shares.foreseen import ForeseenWronglyError
 
-_ROUNDED_PAIR = (
-    0.01  # a pair's miss below this may be noise that two rows of a deep net are too few to measure
-)
+# A pair's miss below this may be noise that two rows of a deep net are too few to measure.
+_ROUNDED_PAIR = 0.01
 _PROBED_SAMPLES = (
     5,
     2,
@@ -51,7 +50,7 @@ _PROBED_SAMPLES = (
 _MOST_SAMPLES = 32  # rows to compare once a size is known
 # Rows of one batch may be too alike to show that they act on each other, or to tell candidates apart.
 _PROBED_BATCHES = 3
-_MOST_PROBES = 24  # in a run in which every batch is new in something
+_MOST_PROBES = 24  # in a run in which every batch holds something new
 _PLACES = 3  # in the batch, where rows are looked for that count in the loss
 
 
@@ -76,7 +75,7 @@ class Weighing:
         unproven: why nothing could be proven; empty where it was.
         probes: how many comparisons were made.
         fewest: the fewest rows that the step runs on, as far as known.
-        skipped: the module passes over the batch at hand: as a whole it has no loss.
+        skipped: the batch at hand tells nothing: as a whole it has no loss, or nothing in it counts.
         head: the functions next to the losses that were compared, see `head_of`.
     """
 
@@ -199,7 +198,7 @@ class Weighing:
                 self.skipped = self.verdict is None
                 return
             except StepFailedError as error:
-                # A batch that the module passes over tells nothing.
+                # The step returned None for these rows, or its loss was not as predicted: they tell nothing.
                 if error.skipped or isinstance(error.cause, ForeseenWronglyError):
                     self.skipped = True
                     return
