@@ -10,12 +10,12 @@ import torch
 from lightning_memkit.memory.sizing import Sizing
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.micro_batching import SplitError, batch_size
-from lightning_memkit.micro_batching.graph.loss_rules import VARYING_FACTOR
 from lightning_memkit.micro_batching.options import BudgetOptions
 from lightning_memkit.micro_batching.parts.by_tokens import form_by_tokens
 from lightning_memkit.micro_batching.parts.partition import WHOLE
 from lightning_memkit.micro_batching.parts.runner import PartsRunner
 from lightning_memkit.micro_batching.proof import verdicts
+from lightning_memkit.micro_batching.proof.late_changes import look_again
 from lightning_memkit.micro_batching.proof.probe import Weighing
 from lightning_memkit.micro_batching.proof.trials import Trials
 from lightning_memkit.micro_batching.proof.verdicts import weighed_by, why_whole
@@ -25,12 +25,11 @@ from lightning_memkit.micro_batching.run import Step
 from lightning_memkit.micro_batching.shares.foreseen import (
     ForeseenElsewhereError,
     ForeseenWronglyError,
-    KeptConstantError,
     LoneCountError,
     MistakenTotalsError,
     NothingCountedError,
+    StateChangedError,
     UnknownTotalsError,
-    VaryingFactorError,
 )
 from lightning_memkit.micro_batching.sizes.known import KnownSizes
 from lightning_memkit.micro_batching.sizes.shortfall import ran_dry
@@ -208,11 +207,12 @@ class PartsChoice:
             self._window.check(self.weighing.rules, is_unlike=True)
             partition.survey_each_batch()
             return
-        if isinstance(error, KeptConstantError):
-            weighing.refuse(verdicts.constant_beside_a_kept_mean())
+        verdict = verdicts.shown_by(error)
+        if verdict is not None:
+            weighing.refuse(verdict)
             self._take_over(step)
-        elif isinstance(error, VaryingFactorError):
-            weighing.refuse(verdicts.scaled_by(VARYING_FACTOR))
+        elif isinstance(error, StateChangedError):
+            look_again(step, error, weighing, self._trials, partition.micro_batch_size)
             self._take_over(step)
         elif any_rank(step.run, batch_size(step.batch) > 1 and not partition.whole):
             weighing.again(step, self._trials, min(partition.micro_batch_size, batch_size(step.batch)))

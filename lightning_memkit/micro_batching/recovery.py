@@ -49,17 +49,17 @@ class SafePoint:
             step.run.keep_scaler(),
         ]
         kept = {**step.run.changed_beside(), **_step_hooks(step)}
-        self._rollback = Rollback(step.run.module, changing, batches=[step.batch], beside=kept)
+        self.rollback = Rollback(step.run.module, changing, batches=[step.batch], beside=kept)
 
     def optimizer_steps(self) -> frozenset[tuple[str, str]]:
         """The optimizer changes weights from here on; returns the tensors that the step itself has changed."""
-        return self._rollback.optimizer_steps()
+        return self.rollback.optimizer_steps()
 
     def restore(self) -> frozenset[tuple[str, str]]:
         """Restore the state, any number of times; returns the tensors that were changed in place and not cloned."""
         for put_back in self._undo:
             put_back()
-        return self._rollback.restore()
+        return self.rollback.restore()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +156,7 @@ class Recovery:
                 ranks.begin_step(starts_window=step.starts_window)
                 if point is None:
                     point = self._point = SafePoint(step, self.changing)
+                    self._runner.watch.start(point.rollback)
                 if retries and self._past:
                     self._replay()
                     point.restore()

@@ -49,6 +49,11 @@ class KeptCell(Kept):
         self.place, self._owner, self.content = place, owner, _content(owner)
 
     @override
+    def moved(self) -> Iterator[StepChange]:
+        if _content(self._owner) is not self.content:
+            yield self.place.change()
+
+    @override
     def changes(self) -> Iterator[StepChange]:
         if not alike(self.content, _content(self._owner)):
             yield self.place.change()

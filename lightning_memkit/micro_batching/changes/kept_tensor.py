@@ -61,6 +61,7 @@ class KeptTensor:
             wanted = (cloned or not counts) and not self.uninitialized and not storage_is_freed(self.alias)
             with torch.inference_mode(not counts):
                 self.copy = self.alias.detach().clone() if wanted else None
+            self._address = _address_of(tensor) if counts and not self.uninitialized else None
 
     @property
     def uninitialized(self) -> bool:
@@ -114,6 +115,15 @@ class KeptTensor:
         """Whether it was written to, and can't be restored because it was not copied."""
         return self.copy is None and self.was_written and not self.was_replaced and not self.was_freed
 
+    def moved(self) -> Iterator[StepChange]:
+        """A change if it was written to or replaced: by its version counter and address, without a look at values."""
+        if self.version is None:
+            return
+        tensor, address = self.tensor, self._address
+        if address is None or tensor._version != self.version or tensor.data_ptr() != address:
+            if self.was_set:
+                yield self.place.change()
+
     def changes(self) -> Iterator[StepChange]:
         """A change if it differs; for parameters and buffers any write: an average may start as a copy."""
         if self.differs or (self.place.kind in ("parameter", "buffer") and self.was_set):
@@ -141,3 +151,13 @@ class KeptTensor:
                 self.alias.copy_(self.copy) if replaced else tensor.copy_(self.copy)
         if self.version is not None and not tensor.is_inference():
             self.version = tensor._version
+
+
+def _address_of(tensor: Tensor) -> int | None:
+    """Where its values lie; None for a tensor that has no address, or one for each shard."""
+    if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided:
+        return None
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # a fake tensor
+        return None

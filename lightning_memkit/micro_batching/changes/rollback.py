@@ -15,6 +15,9 @@ from lightning_memkit.micro_batching.changes.state_walk import OF_EVERY_MODULE, 
 from lightning_memkit.micro_batching.changes.step_changes import StepChange, label
 from lightning_memkit.utilities.generators import Generators
 
+# What micro-batches may change: each its own rows; and batch statistics, which a warning names.
+_NO_STATE = ("batch", "batch_statistics")
+
 
 class Rollback(StateWalk):
     """Snapshot of a module's mutable state before a step, restored exactly if the step fails or was a trial.
@@ -58,6 +61,7 @@ class Rollback(StateWalk):
             self._keep_module(path, owner)
         for batch in batches:
             self._keep_value(Place(path="batch", name="", kind="batch"), batch)
+        self._of_step = len(self._tensors), len(self._kept)
         for name, value in (beside or {}).items():
             self._keep_given(Place(path="", name=name, kind="object"), value)
 
@@ -96,6 +100,15 @@ class Rollback(StateWalk):
         self._collect()
         found = {change: None for one in (*self._tensors, *self._kept) for change in one.changes()}
         return tuple(found)
+
+    def touched(self) -> frozenset[str]:
+        """The names of all that was written to, or is another object than before, whatever its value.
+
+        Cheap enough for every step. The batch, running averages, and what is `beside` are not among them.
+        """
+        tensors, kept = self._of_step
+        found = (change for one in (*self._tensors[:tensors], *self._kept[:kept]) for change in one.moved())
+        return frozenset(change.name for change in found if change.kind not in _NO_STATE)
 
     def left_behind(self) -> Left:
         """The values that the step has left in what it changed, to be compared by `compose`."""

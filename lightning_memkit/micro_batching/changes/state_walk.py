@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from lightning_memkit.micro_batching.changes import own_objects as own
+from lightning_memkit.micro_batching.changes.kept_classes import KeptClass, KeptClassAttributes
 from lightning_memkit.micro_batching.changes.kept_contents import (
     BYTES,
     KeptArray,
@@ -25,8 +26,6 @@ from lightning_memkit.micro_batching.changes.kept_contents import (
 from lightning_memkit.micro_batching.changes.kept_iterator import KeptIterator, is_iterator
 from lightning_memkit.micro_batching.changes.kept_state import (
     Kept,
-    KeptClass,
-    KeptClassAttributes,
     KeptDict,
     KeptHooks,
     KeptItems,

@@ -2,22 +2,30 @@
 
 import warnings
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from lightning_memkit.micro_batching import batch_size, split_batch
+from lightning_memkit.micro_batching.changes.step_watch import StepWatch
 from lightning_memkit.micro_batching.graph.term_rules import UnseenValueError
 from lightning_memkit.micro_batching.graph.term_values import TermValues
 from lightning_memkit.micro_batching.parts.attempt import Attempt, BatchRun, put_together, reported
 from lightning_memkit.micro_batching.parts.batch_weights import BatchWeights, Survey, parameters_of
 from lightning_memkit.micro_batching.parts.part_values import PartValues
 from lightning_memkit.micro_batching.parts.partition import Partition
-from lightning_memkit.micro_batching.ranks.agreement import Ranks
+from lightning_memkit.micro_batching.ranks.agreement import Ranks, any_rank
 from lightning_memkit.micro_batching.run import Run, Step
-from lightning_memkit.micro_batching.shares.foreseen import MistakenTotalsError, NothingCountedError
+from lightning_memkit.micro_batching.shares.foreseen import (
+    ForeseenElsewhereError,
+    MistakenTotalsError,
+    NothingCountedError,
+    StateChangedError,
+)
 from lightning_memkit.micro_batching.shares.step_shares import StepShares
+
+T = TypeVar("T")
 
 _UNTOLD_REST = (
     "A part of the loss has no gradient, and how it combines from micro-batches is unknown: it is neither a mean over "
@@ -44,6 +52,7 @@ class PartsRunner:
         phase: what is running, for messages about a failure.
         values: combines what micro-batches log and return.
         ranks: what the ranks agree on in each step.
+        watch: knows what state trials have seen steps change.
     """
 
     def __init__(self, run: Run, partition: Partition, *, exact_window: bool) -> None:
@@ -51,6 +60,7 @@ class PartsRunner:
         self.phase = ""
         self.values = PartValues()
         self.ranks = Ranks()
+        self.watch = StepWatch()
         self._weights = BatchWeights(run, partition, exact_window=exact_window)
         self._warned = set[str]()
         self._run = run
@@ -131,18 +141,22 @@ class PartsRunner:
         cut, step, state = batch.cut, batch.step, self.partition.combination.state
         if state is not None:
             state.begin()
+        several = len(kept) > 1
+        if several:
+            self.watch.begin()
         for position, index in enumerate(kept):
             which = f"of micro-batch {position + 1} of {len(kept)}"
             repeated = index is None
             if state is not None:
                 state.begin_part()
             weight, index = 0.0 if repeated else batch.weights[index or 0], index or 0
+            last = position == len(kept) - 1
             loss, extra, logged, weight = self.ranks.part(
-                lambda index=index, weight=weight, which=which, first=position == 0: self._run_part(
-                    batch, index, weight, which, first=first
+                lambda index=index, weight=weight, which=which, first=position == 0, last=last: self._watched(
+                    self._run_part(batch, index, weight, which, first=first), several, first=first, last=last
                 ),
                 counts=weight > 0,
-                last=position == len(kept) - 1 and step.ends_window,
+                last=last and step.ends_window,
                 smallest=lambda: self._run_smallest(step),
             )
             if repeated:
@@ -163,6 +177,24 @@ class PartsRunner:
         if state is not None:
             sizes = [float(size) for size in attempt.sizes]
             state.finish({"loss": attempt.weights, "samples": sizes}, ran)
+
+    def _watched(self, ran: T, several: bool, *, first: bool, last: bool) -> T:
+        """Refuse state that the micro-batches so far have changed, and no trial has seen a step change.
+
+        After the first, because what can't be restored has then changed only once.
+        """
+        # Without retries, a rank alone must not leave the others in their reduction: all decide after the last.
+        apart = bool(self.ranks.reason) and self._run.world_size > 1
+        if not (last if apart else several and (first or last)):
+            return ran
+        names = self.watch.unknown() if several else frozenset[str]()
+        if apart and not any_rank(self._run, bool(names)):
+            return ran
+        if names:
+            raise StateChangedError(f"its micro-batches change {', '.join(sorted(names))}", names)
+        if apart:
+            raise ForeseenElsewhereError("on another rank")
+        return ran
 
     def _run_part(
         self, batch: BatchRun, index: int, weight: float, which: str, *, first: bool

@@ -16,6 +16,7 @@ from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.micro_batching.changes.rollback import Rollback
 from lightning_memkit.micro_batching.changes.state_walk import Keys
 from lightning_memkit.micro_batching.changes.step_changes import StepChange, label
+from lightning_memkit.micro_batching.changes.step_watch import StepWatch
 from lightning_memkit.micro_batching.graph.term_values import TermValues
 from lightning_memkit.micro_batching.proof import decomposability
 from lightning_memkit.micro_batching.proof.noted_changes import NotedChanges
@@ -54,6 +55,7 @@ class Trials:
         between: called after the step on the batch before (`after=`).
         capture: called within `gradient_of` after the step; its result is stored in `captured`.
         limited: probes must stay within the budget on a CPU.
+        watch: knows what trials saw steps change.
     """
 
     def __init__(self, run: Run, budget_bytes: int | None = None) -> None:
@@ -67,9 +69,10 @@ class Trials:
         self.captured: Any = None
         self.between: Callable[[], None] | None = None
         self.limited = False
-        self.ranks = Ranks()
+        self.ranks, self.watch = Ranks(), StepWatch()
         self._has_watched = False
         self._noted = NotedChanges(run, self)
+        self.forget = self._noted.forget
         self._run = run
         self._budget_bytes = budget_bytes
 
@@ -106,7 +109,7 @@ class Trials:
             ):
                 yield logged
         finally:
-            self.changing |= rollback.changed()
+            self.changing |= self.watch.seen(rollback)
             lost = rollback.restore()
             for parameter in self._module.parameters():
                 parameter.grad = None

@@ -8,11 +8,16 @@ from torch import Tensor
 
 from lightning_memkit.micro_batching import WeighBy, Weigher, normalized
 from lightning_memkit.micro_batching.changes.step_changes import StepChange
-from lightning_memkit.micro_batching.graph.loss_rules import LossRules
+from lightning_memkit.micro_batching.graph.loss_rules import VARYING_FACTOR, LossRules
 from lightning_memkit.micro_batching.proof import decomposability
 from lightning_memkit.micro_batching.proof.comparison import Miss
 from lightning_memkit.micro_batching.proof.decomposability import Verdict
 from lightning_memkit.micro_batching.run import Run
+from lightning_memkit.micro_batching.shares.foreseen import (
+    ForeseenWronglyError,
+    KeptConstantError,
+    VaryingFactorError,
+)
 
 _SIZE = "micro_batch_size = the loader's batch size"
 _WHOLE = f"keep the batch whole ({_SIZE})"
@@ -33,6 +38,13 @@ def fails_on_parts(cause: Exception) -> Verdict:
         f"training_step fails on a micro-batch ({type(cause).__name__}: {cause})",
         f"{_WHOLE}, or pass split=",
     )
+
+
+def shown_by(error: ForeseenWronglyError) -> Verdict | None:
+    """The verdict on a loss that a micro-batch has shown not to add up; None for errors that don't settle it."""
+    if isinstance(error, KeptConstantError):
+        return constant_beside_a_kept_mean()
+    return scaled_by(VARYING_FACTOR) if isinstance(error, VaryingFactorError) else None
 
 
 def never_as_foreseen(shown: str) -> Verdict:

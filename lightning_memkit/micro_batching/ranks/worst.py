@@ -9,6 +9,7 @@ from lightning_memkit.micro_batching.shares.foreseen import (
     LoneCountError,
     MistakenTotalsError,
     NothingCountedError,
+    StateChangedError,
     UnforeseenLossError,
     UnknownTotalsError,
     VaryingFactorError,
@@ -22,6 +23,7 @@ FORESEEN_WRONGLY: tuple[type[ForeseenWronglyError], ...] = (
     LoneCountError,
     UnknownTotalsError,
     UnforeseenLossError,
+    StateChangedError,
     VaryingFactorError,
     KeptConstantError,
 )

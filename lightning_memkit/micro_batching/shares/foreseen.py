@@ -29,6 +29,18 @@ class MistakenTotalsError(UnknownTotalsError):
     """Predicted totals were wrong, or terms have different shares for the first time; this is noted."""
 
 
+class StateChangedError(ForeseenWronglyError):
+    """Micro-batches change state that no trial has seen a step change.
+
+    Attributes:
+        names: what they change on this rank; empty if another rank's do.
+    """
+
+    def __init__(self, text: str, names: frozenset[str] = frozenset()) -> None:
+        super().__init__(text)
+        self.names = names
+
+
 class UnforeseenLossError(ForeseenWronglyError):
     """A micro-batch's loss has other terms than those that were proven to add up."""
 
