@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_memkit.memory.meter import ByteMeter, unmetered
 from lightning_memkit.memory.sizing import Sizing
 from lightning_memkit.micro_batching import SplitError, batch_size
+from lightning_memkit.micro_batching.changes.spare_copies import SpareCopies
 from lightning_memkit.micro_batching.choice import PartsChoice
 from lightning_memkit.micro_batching.history import PartsChange, noted
 from lightning_memkit.micro_batching.options import BudgetOptions
@@ -98,6 +99,7 @@ class Engine:
             self.runner, resized=self._resized, dry=self.choice.dry, reconsider=self._reconsidered
         )
         self.recovery.retries = options.recover
+        self.recovery.spares = SpareCopies(int(options.budget_bytes * _COPIED))
         self._resumed, self._retried = resumed, retried
         self._has_split = False
         self._undo: list[Undo] = [self.window.close]

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from lightning_memkit.memory.out_of_memory import free_memory, is_out_of_memory
 from lightning_memkit.micro_batching import batch_size
 from lightning_memkit.micro_batching.changes.rollback import Rollback
+from lightning_memkit.micro_batching.changes.spare_copies import SpareCopies
 from lightning_memkit.micro_batching.changes.step_changes import label
 from lightning_memkit.micro_batching.parts.runner import PartsRunner
 from lightning_memkit.micro_batching.run import Run, Step
@@ -38,18 +39,18 @@ class SafePoint:
     """The state before a step, besides gradients and the optimizer: counters, buffers, attributes, the batch.
 
     Only tensors that trials or earlier steps were seen to change are cloned: a teacher that is updated within the
-    step costs its bytes once more. A tensor that the failed step was the first to change can't be restored; `restore`
-    returns its name.
+    step costs its bytes once more. One that the failed step was the first to change is restored if it has a spare
+    copy; else `restore` returns its name.
     """
 
-    def __init__(self, step: Step, changing: frozenset[tuple[str, str]] | None) -> None:
+    def __init__(self, step: Step, changing: frozenset[tuple[str, str]] | None, spares: SpareCopies) -> None:
         self._undo = [
             step.keep_counters(),
             step.run.keep_results(),
             step.run.keep_scaler(),
         ]
         kept = {**step.run.changed_beside(), **_step_hooks(step)}
-        self.rollback = Rollback(step.run.module, changing, batches=[step.batch], beside=kept)
+        self.rollback = Rollback(step.run.module, changing, batches=[step.batch], beside=kept, spares=spares)
 
     def optimizer_steps(self) -> frozenset[tuple[str, str]]:
         """The optimizer changes weights from here on; returns the tensors that the step itself has changed."""
@@ -86,6 +87,7 @@ class Recovery:
     Attributes:
         retries: whether an OOM is retried. A batch whose loss was not as proven runs again in any case.
         changing: the tensors that steps were seen to change; None where that is unknown.
+        spares: copies of small tensors that steps have not changed so far.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class Recovery:
         self.retries = True
         self._reconsider = reconsider
         self.changing: frozenset[tuple[str, str]] | None = None
+        self.spares = SpareCopies(0)
         self._runner = runner
         self._resized = resized
         self._dry = dry
@@ -155,7 +158,7 @@ class Recovery:
             try:
                 ranks.begin_step(starts_window=step.starts_window)
                 if point is None:
-                    point = self._point = SafePoint(step, self.changing)
+                    point = self._point = SafePoint(step, self.changing, self.spares)
                     self._runner.watch.start(point.rollback)
                 if retries and self._past:
                     self._replay()

@@ -1,7 +1,7 @@
 """Snapshot of a tensor before a step, and the place where it was found."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -39,6 +39,14 @@ class Place:
         own = kind if kind is not None and self.kind == "attribute" else self.kind
         return StepChange(kind=own, name=self.said or label(self.path, self.name + suffix))
 
+    def below(self, suffix: str) -> "Place":
+        """The place of what it holds under `suffix`."""
+        return replace(self, name=self.name + suffix)
+
+    def of_kind(self, kind: ChangeKind) -> "Place":
+        """The same place, whose changes are reported as another kind."""
+        return replace(self, kind=kind)
+
 
 class KeptTensor:
     """Snapshot of a tensor, with a copy only on request; its version counter tells whether it was written to.
@@ -52,6 +60,8 @@ class KeptTensor:
 
     def __init__(self, place: Place, tensor: Tensor, *, cloned: bool) -> None:
         self.place, self.tensor = place, tensor
+        self.spare: Tensor | None = None  # values of the snapshot, copied in an earlier step
+        self.compares = False  # whether it is compared with `spare` in every step
         self.was_copied = False  # by a `CopyOnWrite`, because an operator was about to write to it
         self._kind = type(tensor)
         with torch._C.DisableTorchFunctionSubclass():
@@ -80,6 +90,13 @@ class KeptTensor:
         return self.version is not None and not tensor.is_inference() and tensor._version != self.version
 
     @property
+    def was_written_unseen(self) -> bool:
+        """Whether it was written to past its version counter (through `.data`), as far as values are compared."""
+        if not self.compares or self.spare is None or self.version is None:
+            return False
+        return not same_bits(self.spare, self.alias)
+
+    @property
     def was_replaced(self) -> bool:
         """Whether it has another storage, shape or class now."""
         if self._kind is not type(self.tensor):
@@ -97,7 +114,8 @@ class KeptTensor:
     @property
     def was_set(self) -> bool:
         """Whether it was written to or replaced, even by equal values; False if it was freed since."""
-        return (self.was_written or self.was_copied or self.was_replaced) and not self.was_freed
+        written = self.was_written or self.was_copied or self.was_replaced or self.was_written_unseen
+        return written and not self.was_freed
 
     @property
     def differs(self) -> bool:
@@ -107,20 +125,23 @@ class KeptTensor:
         if self.was_freed:
             return False
         if self.copy is None:
-            return self.was_written or (self.was_replaced and not alike(self.alias, self.tensor.data))
+            written = self.was_written or self.was_written_unseen
+            return written or (self.was_replaced and not alike(self.alias, self.tensor.data))
         return not alike(self.copy, self.tensor.data)
 
     @property
     def is_lost(self) -> bool:
         """Whether it was written to, and can't be restored because it was not copied."""
-        return self.copy is None and self.was_written and not self.was_replaced and not self.was_freed
+        kept = self.copy is not None or self.spare is not None
+        return not kept and self.was_written and not self.was_replaced and not self.was_freed
 
     def moved(self) -> Iterator[StepChange]:
         """A change if it was written to or replaced: by its version counter and address, without a look at values."""
         if self.version is None:
             return
         tensor, address = self.tensor, self._address
-        if address is None or tensor._version != self.version or tensor.data_ptr() != address:
+        moved = address is None or tensor._version != self.version or tensor.data_ptr() != address
+        if moved or self.compares:
             if self.was_set:
                 yield self.place.change()
 
@@ -141,6 +162,8 @@ class KeptTensor:
         """Restore its class, its storage and, if they were copied, its values."""
         tensor = self.tensor
         replaced = self.was_replaced
+        if self.copy is None and (self.was_written or self.was_written_unseen):
+            self.copy = self.spare
         with torch._C.DisableTorchFunctionSubclass():
             if self._kind is not type(tensor):
                 tensor.__class__ = self._kind

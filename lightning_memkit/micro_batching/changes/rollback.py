@@ -9,8 +9,14 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_memkit.micro_batching.changes.composition import Left, left_behind
 from lightning_memkit.micro_batching.changes.copy_on_write import CopyOnWrite
-from lightning_memkit.micro_batching.changes.kept_contents import KeptArray, KeptBytes, KeptLength
+from lightning_memkit.micro_batching.changes.kept_contents import (
+    KeptArray,
+    KeptBytes,
+    KeptLength,
+    KeptSample,
+)
 from lightning_memkit.micro_batching.changes.kept_tensor import KeptTensor, Place
+from lightning_memkit.micro_batching.changes.spare_copies import SpareCopies
 from lightning_memkit.micro_batching.changes.state_walk import OF_EVERY_MODULE, Keys, StateWalk
 from lightning_memkit.micro_batching.changes.step_changes import StepChange, label
 from lightning_memkit.utilities.generators import Generators
@@ -42,6 +48,7 @@ class Rollback(StateWalk):
         changing: the results of `changed()` of earlier rollbacks: the tensors that steps change in place.
         batches: the step's micro-batch, and the batch that contains it.
         beside: by name, other objects that the step's hooks change.
+        spares: copies from earlier steps of small tensors that no step has changed, for one that is the first to.
     """
 
     def __init__(
@@ -51,9 +58,10 @@ class Rollback(StateWalk):
         *,
         batches: Sequence[Any] = (),
         beside: Mapping[str, Any] | None = None,
+        spares: SpareCopies | None = None,
     ) -> None:
         self._random = Generators()
-        super().__init__(module, changing)
+        super().__init__(module, changing, spares)
         self._lost_before: set[tuple[str, str]] = set()
         self._mode: CopyOnWrite | None = None
         self._uncloned: list[KeptTensor] = []
@@ -135,7 +143,9 @@ class Rollback(StateWalk):
             The tensors, and the long containers, that were changed before.
         """
         # By version counters: comparing values takes memory, and there may be none left.
-        changed = frozenset(one.place.key for one in self._tensors if one.was_written)
+        changed = frozenset(
+            one.place.key for one in self._tensors if one.was_written or one.was_written_unseen
+        )
         for one in self._tensors:
             if one.copy is None and isinstance(one.tensor, nn.Parameter):
                 if one.is_lost:
@@ -143,16 +153,15 @@ class Rollback(StateWalk):
                 one.version = None
         return changed | {one.place.key for one in self._uncopied() if any(one.changes())}
 
-    def _uncopied(self) -> list[KeptLength]:
-        """The snapshots of long containers whose items were not copied."""
-        return [one for one in self._long if isinstance(one, KeptLength)]
+    def _uncopied(self) -> list[KeptLength | KeptSample]:
+        """The snapshots of long containers whose items were not copied, and of large arrays."""
+        return [one for one in self._long if isinstance(one, (KeptLength, KeptSample))]
 
     def restore(self, *, but: frozenset[str] = frozenset()) -> Keys:
         """Restore everything, except in the modules at the paths in `but`.
 
         Returns:
-            The tensors and long containers that changed but were not copied; if there are none, the restored
-            state is exact.
+            The tensors, long containers and large arrays that were seen to change but were not copied.
         """
         unkept = [*self._tensors, *self._uncopied()]
         lost = {one.place.key for one in unkept if one.is_lost} | self._lost_before

@@ -4,7 +4,6 @@ A snapshot is an object of a `Kept...` class: it remembers one value, tells whet
 restores it.
 """
 
-from array import array
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,14 +13,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from lightning_memkit.micro_batching.changes import own_objects as own
+from lightning_memkit.micro_batching.changes.array_walk import ArrayWalk
 from lightning_memkit.micro_batching.changes.kept_classes import KeptClass, KeptClassAttributes
 from lightning_memkit.micro_batching.changes.kept_contents import (
     BYTES,
-    KeptArray,
-    KeptBytes,
     KeptCell,
     KeptGenerator,
     KeptLength,
+    KeptSample,
 )
 from lightning_memkit.micro_batching.changes.kept_iterator import KeptIterator, is_iterator
 from lightning_memkit.micro_batching.changes.kept_state import (
@@ -33,6 +32,7 @@ from lightning_memkit.micro_batching.changes.kept_state import (
 )
 from lightning_memkit.micro_batching.changes.kept_tensor import KeptTensor, Place
 from lightning_memkit.micro_batching.changes.sharded_state import are_sharded, shards_of
+from lightning_memkit.micro_batching.changes.spare_copies import SpareCopies
 from lightning_memkit.micro_batching.changes.step_changes import CONTAINERS, ChangeKind, label
 from lightning_memkit.utilities.generators import GENERATORS
 
@@ -44,7 +44,6 @@ _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _PLAIN = frozenset(
     {int, float, str, bytes, bool, complex, type(None), torch.dtype, torch.device, torch.Size, type}
 )
-_SMALL_ARRAY = 2**16  # bytes; larger arrays are copied in a step only if earlier steps have changed them
 _BATCH_STATISTICS = nn.modules.batchnorm._NormBase
 
 
@@ -54,9 +53,11 @@ class StateWalk:
     Args:
         module: the module that takes the step.
         changing: the tensors to clone; if None, buffers and attributes that are tensors.
+        spares: copies of other tensors from earlier steps.
     """
 
-    def __init__(self, module: nn.Module, changing: Keys | None) -> None:
+    def __init__(self, module: nn.Module, changing: Keys | None, spares: SpareCopies | None = None) -> None:
+        self._spares, self._arrays = spares, ArrayWalk(changing, spares)
         self._changing = changing
         self._modules: dict[str, nn.Module] = {}
         self._attributes: dict[str, dict[str, Any]] = {}
@@ -152,7 +153,7 @@ class StateWalk:
             self._keep_tensor(place, value)
         elif isinstance(value, (tuple, frozenset)):
             for index, item in enumerate(value if len(value) <= own.MOST_ITEMS else ()):
-                self._keep_value(_below(place, f"[{index}]"), item, depth + 1)
+                self._keep_value(place.below(f"[{index}]"), item, depth + 1)
         elif id(value) in self._seen:
             return
         elif isinstance(value, nn.Module):
@@ -160,18 +161,16 @@ class StateWalk:
                 self._keep_module(
                     ".".join(part for part in (label(place.path, place.name), below) if part), child
                 )
-        elif isinstance(value, np.ndarray):
+        elif isinstance(value, (np.ndarray, *BYTES)):
             self._keep_array(place, value)
-        elif isinstance(value, BYTES):
-            self._keep_bytes(place, value)
         elif isinstance(value, GENERATORS):
             self._seen.add(id(value))
             kind: ChangeKind = "generator" if place.kind == "attribute" else place.kind
-            self._kept.append(KeptGenerator(_of_kind(place, kind), value))
+            self._kept.append(KeptGenerator(place.of_kind(kind), value))
         elif self._objects < own.MOST_OBJECTS:
             if isinstance(value, CONTAINERS):
                 self._keep_contents(
-                    _of_kind(place, "container") if place.kind == "attribute" else place, value, depth
+                    place.of_kind("container") if place.kind == "attribute" else place, value, depth
                 )
             else:
                 self._keep_object(place, value, depth)
@@ -186,26 +185,24 @@ class StateWalk:
             cloned = (
                 not isinstance(tensor, nn.Parameter) and place.kind != "batch" and not tensor.requires_grad
             )
-        self._tensors.append(KeptTensor(place, tensor, cloned=cloned))
+        kept = KeptTensor(place, tensor, cloned=cloned)
+        self._tensors.append(kept)
+        if self._spares is not None and kept.copy is None and place.kind != "batch" and not _is_lazy(tensor):
+            kept.spare = self._spares.of(tensor)
+            kept.compares = kept.spare is not None and self._spares.compares(kept.spare, tensor)
         if not _is_lazy(tensor):
             self._keep_hooks(place, {name: getattr(tensor, name, None) for name in _TENSOR_HOOKS})
 
-    def _keep_array(self, place: Place, value: np.ndarray) -> None:
+    def _keep_array(self, place: Place, value: Any) -> None:
         self._seen.add(id(value))
-        wanted = self._changing is None or place.key in self._changing or value.nbytes <= _SMALL_ARRAY
-        # A memory-mapped file and a read-only array are not state of the step.
-        if wanted and value.flags.writeable and not isinstance(value, np.memmap):
-            self._kept.append(KeptArray(place, value))
-        if value.dtype == object and value.size <= own.MOST_ITEMS:
+        one = self._arrays.snapshot(place, value)
+        if one is not None:
+            self._kept.append(one)
+        if isinstance(one, KeptSample):
+            self._long.append(one)
+        if isinstance(value, np.ndarray) and value.dtype == object and value.size <= own.MOST_ITEMS:
             for index, item in enumerate(value.flat):
-                self._keep_value(_below(place, f".flat[{index}]"), item)
-
-    def _keep_bytes(self, place: Place, value: bytearray | array) -> None:
-        self._seen.add(id(value))
-        small = memoryview(value).nbytes <= _SMALL_ARRAY
-        if self._changing is None or place.key in self._changing or small:
-            plain = place.kind in ("attribute", "container")
-            self._kept.append(KeptBytes(_of_kind(place, "object") if plain else place, value))
+                self._keep_value(place.below(f".flat[{index}]"), item)
 
     def _keep_contents(self, place: Place, value: Any, depth: int = 0) -> None:
         """Snapshot a container and, unless it is too long, its items."""
@@ -223,7 +220,7 @@ class StateWalk:
         if not is_long and self._looks_into(value):
             for name, item in _named_items(value):
                 if type(item) not in _PLAIN:
-                    self._keep_value(_below(place, name), item, depth + 1)
+                    self._keep_value(place.below(name), item, depth + 1)
         if type(value).__module__ not in ("builtins", "collections"):
             self._keep_attributes(place, value, depth)
 
@@ -241,7 +238,7 @@ class StateWalk:
         elif (place.kind == "batch" and hasattr(value, "__dict__")) or own.is_own(value, self._roots):
             self._seen.add(id(value))
             self._objects += 1
-            self._keep_attributes(place if place.kind == "batch" else _of_kind(place, "object"), value, depth)
+            self._keep_attributes(place if place.kind == "batch" else place.of_kind("object"), value, depth)
 
     def _keep_given(self, place: Place, value: Any) -> None:
         """Snapshot an object, whatever its class."""
@@ -252,27 +249,27 @@ class StateWalk:
             self._keep_attributes(place, value, 0)
 
     def _keep_attributes(self, place: Place, value: Any, depth: int) -> None:
-        place = _of_kind(place, "object") if place.kind in ("attribute", "container") else place
+        place = place.of_kind("object") if place.kind in ("attribute", "container") else place
         if isinstance(getattr(value, "__dict__", None), dict):
             self._kept.append(KeptDict(place, vars(value), attributes=True))
         if own.slots_of(type(value)):
             self._kept.append(KeptSlots(place, value))
         self._keep_class_attributes(place, value)
         for name, item in own.state_of(value).items():
-            self._keep_value(_below(place, f".{name}"), item, depth + 1)
+            self._keep_value(place.below(f".{name}"), item, depth + 1)
 
     def _keep_function(
         self, place: Place, value: Any, cells: list[Any], carried: list[Any], depth: int
     ) -> None:
         if place.kind == "attribute":
-            place = _of_kind(place, "object")
+            place = place.of_kind("object")
         self._seen.add(id(value))
         self._objects += 1
         names = getattr(getattr(value, "__code__", None), "co_freevars", ())
         for name, cell in zip(names, cells, strict=False):
             if id(cell) not in self._seen:
                 self._seen.add(id(cell))
-                one = KeptCell(_below(place, f".{name}"), cell)
+                one = KeptCell(place.below(f".{name}"), cell)
                 self._kept.append(one)
                 self._keep_value(one.place, one.content, depth + 1)
         for item in carried:
@@ -283,14 +280,6 @@ def _named_items(container: Any) -> Iterable[tuple[str, Any]]:
     if isinstance(container, dict):
         return [(f"[{key!r}]", item) for key, item in container.items()]
     return [(f"[{index}]", item) for index, item in enumerate(container)]
-
-
-def _below(place: Place, suffix: str) -> Place:
-    return Place(path=place.path, name=place.name + suffix, kind=place.kind, said=place.said)
-
-
-def _of_kind(place: Place, kind: ChangeKind) -> Place:
-    return Place(path=place.path, name=place.name, kind=kind, said=place.said)
 
 
 def _is_lazy(tensor: Tensor) -> bool:

@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Iterable
 
 from lightning_memkit.micro_batching.changes.rollback import Rollback
-from lightning_memkit.micro_batching.changes.state_walk import Keys
 
 _TRUSTED = 3  # times that trials have found a change to be one that the next step does not repeat
 
@@ -19,11 +18,13 @@ class StepWatch:
         known: the names of what steps were seen to change.
         once: of these, what a further step does not change again (a mask that is built lazily): it may change once
             more, in training.
+        looked_at: the names that trials of the batch at hand have looked at again.
     """
 
     def __init__(self) -> None:
         self.known: set[str] = set()
         self.once: frozenset[str] = frozenset()
+        self.looked_at: frozenset[str] = frozenset()
         self._has_seen = False
         self._rollback: Rollback | None = None
         self._before: frozenset[str] = frozenset()
@@ -31,17 +32,16 @@ class StepWatch:
         self._spent: set[str] = set()
         self._judged: Counter[str] = Counter()
 
-    def seen(self, rollback: Rollback) -> Keys:
-        """Note what a trial has changed; returns the tensors among it, to be cloned from now on."""
+    def seen(self, rollback: Rollback) -> None:
+        """Note what a trial has changed whose changes are judged."""
         self._has_seen = True
         self.known |= rollback.touched()
-        return rollback.changed()
 
     def start(self, rollback: Rollback) -> None:
         """A step begins, whose state is kept in `rollback`; not called again when it is retried."""
         self._spent |= self._changing
         self._changing = set()
-        self._rollback, self._before = rollback, frozenset()
+        self._rollback, self._before, self.looked_at = rollback, frozenset(), frozenset()
 
     def begin(self) -> None:
         """Its micro-batches begin: what hooks or an optimizer have changed before is not theirs."""
@@ -72,6 +72,7 @@ class StepWatch:
         names = frozenset(names)
         self._judged.update(names & self.once)
         self.known |= names
+        self.looked_at |= names
         self._spent -= names
         self._changing -= names
 

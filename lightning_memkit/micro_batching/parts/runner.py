@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_memkit.micro_batching import batch_size, split_batch
+from lightning_memkit.micro_batching.changes.composed_state import ComposedState
 from lightning_memkit.micro_batching.changes.step_watch import StepWatch
 from lightning_memkit.micro_batching.graph.term_rules import UnseenValueError
 from lightning_memkit.micro_batching.graph.term_values import TermValues
@@ -37,6 +38,11 @@ _UNTOLD_TERMS = (
     "The terms of the loss weigh unlike in the micro-batches, and what each adds to the loss is computed within a "
     "function that does not show it. The loss that is reported of a batch in micro-batches is not the whole batch's "
     "to the digit; gradients are. Log the terms by themselves."
+)
+_UNTOLD_STATE = (
+    "training_step changes {names}, and what the whole batch would leave in it can't be told from what this batch's "
+    "micro-batches leave: its value may differ. Change it in on_train_batch_end, or keep the batch whole "
+    "(micro_batch_size = the loader's batch size)."
 )
 
 
@@ -176,7 +182,21 @@ class PartsRunner:
         attempt.rows = cut.rows(attempt.parts)
         if state is not None:
             sizes = [float(size) for size in attempt.sizes]
-            state.finish({"loss": attempt.weights, "samples": sizes}, ran)
+            self._settle(state, state.finish({"loss": attempt.weights, "samples": sizes}, ran))
+
+    def _settle(self, state: ComposedState, doubtful: frozenset[str]) -> None:
+        """Look again at state for which the learned rules give no answer; warn where looking again did not help.
+
+        Raises:
+            StateChangedError: no trial has compared such values, or they are counts, on which a loss may depend.
+        """
+        if not doubtful:
+            return
+        names = ", ".join(sorted(doubtful))
+        together = self._run.world_size == 1 or not (self.ranks.meets or self.ranks.reason)
+        if together and (not doubtful <= self.watch.looked_at or state.counts(doubtful)):
+            raise StateChangedError(f"how {names} adds up over micro-batches is unknown", doubtful)
+        self._warn(_UNTOLD_STATE.format(names=names))
 
     def _watched(self, ran: T, several: bool, *, first: bool, last: bool) -> T:
         """Refuse state that the micro-batches so far have changed, and no trial has seen a step change.

@@ -27,6 +27,9 @@ def look_again(
         micro_batch_size: the rows of a trial if all rows run out of memory.
     """
     watch, run = trials.watch, step.run
+    if any_rank(run, bool(error.names) and error.names <= watch.looked_at):
+        _refuse(weighing, error.names)
+        return
     known = watch.known - error.names
     total = int(largest_of_ranks(run, [batch_size(step.batch)])[0])
     for rows in sorted({total, min(total, max(micro_batch_size, 2))}, reverse=True):
@@ -51,5 +54,9 @@ def look_again(
             stacklevel=2,
         )
         return
-    changes = [StepChange(kind="attribute", name=name) for name in sorted(unseen)]
+    _refuse(weighing, unseen)
+
+
+def _refuse(weighing: Weighing, names: frozenset[str]) -> None:
+    changes = [StepChange(kind="attribute", name=name) for name in sorted(names)]
     weighing.refuse(verdicts.changes_in_parts(changes))

@@ -62,7 +62,7 @@ class NotedChanges:
 
         Costs three more steps, once for each name; none if a step changes nothing.
         """
-        self._trials.changing |= self._trials.watch.seen(rollback)  # before further runs restore something
+        self._trials.changing |= rollback.changed()  # before further runs restore something
         found, rows, count = rollback.changes(), count_of_rows(batch), len(logged)
         # One or two rows can't be split into micro-batches of different size: judge again with more rows.
         known = self._once | self._judged | (self._always.keys() if rows < 3 else set())
@@ -95,7 +95,7 @@ class NotedChanges:
             self._run.debug(f"MemoryBudget can't try a second step: {error!r}")
             return None
         again, left = rollback.changes(), rollback.left_behind()
-        self._trials.changing |= self._trials.watch.seen(rollback)
+        self._trials.changing |= rollback.changed()
         composed = self._composed(step, rows, rollback, left) if again else frozenset()
         if set(again) - composed:
             composed |= self._composed_without_noise(step, rows)
@@ -112,7 +112,7 @@ class NotedChanges:
         except Exception as error:  # as in a second step
             self._run.debug(f"MemoryBudget can't try a step again: {error!r}")
             return {}
-        self._trials.changing |= self._trials.watch.seen(rollback)
+        self._trials.changing |= rollback.changed()
         return {_named(change): change for change in rollback.changes() if _named(change) in wanted}
 
     def _composed_without_noise(self, step: Step, rows: Any) -> frozenset[StepChange]:

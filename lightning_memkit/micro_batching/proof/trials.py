@@ -109,7 +109,7 @@ class Trials:
             ):
                 yield logged
         finally:
-            self.changing |= self.watch.seen(rollback)
+            self.changing |= rollback.changed()
             lost = rollback.restore()
             for parameter in self._module.parameters():
                 parameter.grad = None
@@ -154,6 +154,7 @@ class Trials:
             gradient = decomposability.sampled_gradient(self._module.parameters())
             self.captured = None if self.capture is None else self.capture()
             returned, values = self.returned, self.values
+            self.watch.seen(self._rollback)
             self._noted.note(step, batch, self._rollback, self.logged)
             self.returned, self.values = returned, values  # not those of further steps, which `note` runs
             return gradient
