@@ -30,6 +30,7 @@ from lightning_memkit.micro_batching.shares.foreseen import (
     NothingCountedError,
     StateChangedError,
     UnknownTotalsError,
+    WholeSkippedError,
 )
 from lightning_memkit.micro_batching.sizes.known import KnownSizes
 from lightning_memkit.micro_batching.sizes.shortfall import ran_dry
@@ -190,12 +191,13 @@ class PartsChoice:
             self._take_over(step)
             self.sizing = self._sized(step, None)
             return
-        if isinstance(error, NothingCountedError):
-            partition.survey_batch(step.batch_idx)
+        if isinstance(error, (WholeSkippedError, NothingCountedError)):
+            skips = isinstance(error, WholeSkippedError)
+            partition.skip_batch() if skips else partition.survey_batch(step.batch_idx)
             return
         if isinstance(error, LoneCountError):
-            # If it ends an accumulation window, the batches before it run again, too.
             before = max(step.run.batches_a_step, self._window.loader_batches) - 1
+            # If it ends an accumulation window, the batches before it run again, too.
             partition.look_up_in(range(step.batch_idx - before, step.batch_idx + 1))
             # With a divisor that is no count, the reported loss is no mean of the micro-batches' losses.
             if self._window.loader_batches < 2:

@@ -22,6 +22,7 @@ from lightning_memkit.micro_batching.parts.value_looks import ValueLooks
 from lightning_memkit.micro_batching.proof.lazy_modules import materialized
 from lightning_memkit.micro_batching.proof.survey import Surveys
 from lightning_memkit.micro_batching.proof.trials import Trials
+from lightning_memkit.micro_batching.proof.whole_looks import WholeLooks
 from lightning_memkit.micro_batching.ranks.agreement import local_optimizer, ranks_of
 from lightning_memkit.micro_batching.recovery import Recovery
 from lightning_memkit.micro_batching.run import Run, Step
@@ -168,6 +169,7 @@ class Engine:
             )
         self.trials.ranks = ranks
         self.runner.connect(ranks, self._survey)
+        self.runner.look_at_whole = WholeLooks(self.loop, self.trials) if self.loop.world_size == 1 else None
         self.runner.values.look = ValueLooks(self.trials) if self.loop.world_size == 1 else None
         if self.loop.world_size > 1:
             self._undo += [ranks.close, self.loop.clip_by(ranks.clip)]

@@ -66,6 +66,7 @@ class Partition:
         whole: batches can't be split at all: their structure does not allow it.
         unsplittable: why the loss can't be split, once that is known; else empty.
         held: the batch at hand is not split: as a whole it has no loss.
+        skipped: a trial has shown that; its forward needs no graph.
         combination: how the loss comes from the micro-batches'.
         unlike: terms of the loss may weigh unlike. Their values are noted, and the reported loss is put together from
             them.
@@ -81,6 +82,7 @@ class Partition:
     whole: bool = False
     unsplittable: str = ""
     held: bool = False
+    skipped: bool = False
     combination: Combination = field(default_factory=Combination)
     unlike: bool = False
     row_tokens: int | None = None
@@ -112,8 +114,12 @@ class Partition:
             held: the batch at hand is not split.
             unlike: terms of the loss weigh unlike; once true, it stays so.
         """
-        self.combination, self.held = combination, held
+        self.combination, self.held, self.skipped = combination, held, False
         self.unlike = self.unlike or unlike
+
+    def skip_batch(self) -> None:
+        """Run the batch at hand whole and without a graph: the step returns None for it."""
+        self.held = self.skipped = True
 
     def note_values(self) -> None:
         """Note the values of the loss's terms from here on: the loss is no mean of its micro-batches' losses."""

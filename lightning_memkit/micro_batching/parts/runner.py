@@ -12,10 +12,12 @@ from lightning_memkit.micro_batching.changes.composed_state import ComposedState
 from lightning_memkit.micro_batching.changes.step_watch import StepWatch
 from lightning_memkit.micro_batching.graph.term_rules import UnseenValueError
 from lightning_memkit.micro_batching.graph.term_values import TermValues
+from lightning_memkit.micro_batching.parts import untold
 from lightning_memkit.micro_batching.parts.attempt import Attempt, BatchRun, put_together, reported
 from lightning_memkit.micro_batching.parts.batch_weights import BatchWeights, Survey, parameters_of
 from lightning_memkit.micro_batching.parts.part_values import PartValues
 from lightning_memkit.micro_batching.parts.partition import Partition
+from lightning_memkit.micro_batching.parts.skipped_parts import LookAtWhole, check_skipped
 from lightning_memkit.micro_batching.ranks.agreement import Ranks, any_rank
 from lightning_memkit.micro_batching.run import Run, Step
 from lightning_memkit.micro_batching.shares.foreseen import (
@@ -23,27 +25,11 @@ from lightning_memkit.micro_batching.shares.foreseen import (
     MistakenTotalsError,
     NothingCountedError,
     StateChangedError,
+    UnforeseenLossError,
 )
 from lightning_memkit.micro_batching.shares.step_shares import StepShares
 
 T = TypeVar("T")
-
-_UNTOLD_REST = (
-    "A part of the loss has no gradient, and how it combines from micro-batches is unknown: it is neither a mean over "
-    "rows, nor a mean over what a term of the loss counts, nor a sum, or it stands beside a mean over nothing. The "
-    "loss that is reported of a batch in micro-batches is not the whole batch's to the digit; gradients are. Log that "
-    "number by itself."
-)
-_UNTOLD_TERMS = (
-    "The terms of the loss weigh unlike in the micro-batches, and what each adds to the loss is computed within a "
-    "function that does not show it. The loss that is reported of a batch in micro-batches is not the whole batch's "
-    "to the digit; gradients are. Log the terms by themselves."
-)
-_UNTOLD_STATE = (
-    "training_step changes {names}, and what the whole batch would leave in it can't be told from what this batch's "
-    "micro-batches leave: its value may differ. Change it in on_train_batch_end, or keep the batch whole "
-    "(micro_batch_size = the loader's batch size)."
-)
 
 
 class PartsRunner:
@@ -58,6 +44,7 @@ class PartsRunner:
         phase: what is running, for messages about a failure.
         values: combines what micro-batches log and return.
         ranks: what the ranks agree on in each step.
+        look_at_whole: tells what a batch's loss is if the step returned None for some of its micro-batches.
         watch: knows what state trials have seen steps change.
     """
 
@@ -67,6 +54,7 @@ class PartsRunner:
         self.values = PartValues()
         self.ranks = Ranks()
         self.watch = StepWatch()
+        self.look_at_whole: LookAtWhole | None = None
         self._weights = BatchWeights(run, partition, exact_window=exact_window)
         self._warned = set[str]()
         self._run = run
@@ -112,7 +100,7 @@ class PartsRunner:
             attempt.contributions = [None if c is None else c * factor for c in shares.contributions]
             attempt.rest = self._rest(shares)
             if shares.was_unlike and put_together(attempt) is None:
-                self._warn(_UNTOLD_TERMS)
+                self._warn(untold.TERMS)
             if attempt.losses and shares.totals is None and shares.rules.means and not weights.exact_window:
                 raise NothingCountedError  # a mean over nothing, whose gradient and loss are still the batch's
         if attempt.losses:
@@ -125,7 +113,7 @@ class PartsRunner:
             return None
         rest = rests.joined(shares.rests)
         if rests.untold:
-            self._warn(_UNTOLD_REST)
+            self._warn(untold.REST)
         return rest
 
     def _warn(self, words: str) -> None:
@@ -180,6 +168,9 @@ class PartsRunner:
                 ran.append(len(attempt.logged) - 1)
             del loss, extra
         attempt.rows = cut.rows(attempt.parts)
+        skips = len(attempt.parts_logged) > max(len(attempt.parts), 1)
+        if skips and not check_skipped(batch, attempt, self.partition, self.look_at_whole):
+            self._warn(untold.SKIP)
         if state is not None:
             sizes = [float(size) for size in attempt.sizes]
             self._settle(state, state.finish({"loss": attempt.weights, "samples": sizes}, ran))
@@ -196,7 +187,7 @@ class PartsRunner:
         together = self._run.world_size == 1 or not (self.ranks.meets or self.ranks.reason)
         if together and (not doubtful <= self.watch.looked_at or state.counts(doubtful)):
             raise StateChangedError(f"how {names} adds up over micro-batches is unknown", doubtful)
-        self._warn(_UNTOLD_STATE.format(names=names))
+        self._warn(untold.STATE.format(names=names))
 
     def _watched(self, ran: T, several: bool, *, first: bool, last: bool) -> T:
         """Refuse state that the micro-batches so far have changed, and no trial has seen a step change.
@@ -235,7 +226,12 @@ class PartsRunner:
         )
         with self._run.logging_held() as logged:
             with TermValues() if watched else nullcontext() as noted:
-                loss, extra = step.forward(part)
+                with torch.set_grad_enabled(not self.partition.skipped):
+                    loss, extra = step.forward(part)
+            if self.partition.skipped and loss is not None:
+                raise UnforeseenLossError(
+                    "training_step returned None for the whole batch in a trial, and not now"
+                )
             if first:
                 step.zero_grad()
             if loss is None:

@@ -16,6 +16,7 @@ from lightning_memkit.micro_batching.run import Run
 from lightning_memkit.micro_batching.shares.foreseen import (
     ForeseenWronglyError,
     KeptConstantError,
+    PartSkippedError,
     VaryingFactorError,
 )
 
@@ -44,6 +45,13 @@ def shown_by(error: ForeseenWronglyError) -> Verdict | None:
     """The verdict on a loss that a micro-batch has shown not to add up; None for errors that don't settle it."""
     if isinstance(error, KeptConstantError):
         return constant_beside_a_kept_mean()
+    if isinstance(error, PartSkippedError):
+        return _refused(
+            "training_step returns None for some micro-batches whose rows count in the whole batch's loss",
+            f"{_WHOLE_AND_FIT}, or decide by something that is the same for any rows (a loss of zero instead of None "
+            "for rows that count nothing)",
+            0.0,
+        )
     return scaled_by(VARYING_FACTOR) if isinstance(error, VaryingFactorError) else None
 
 

@@ -9,15 +9,18 @@ from lightning_memkit.micro_batching.shares.foreseen import (
     LoneCountError,
     MistakenTotalsError,
     NothingCountedError,
+    PartSkippedError,
     StateChangedError,
     UnforeseenLossError,
     UnknownTotalsError,
     VaryingFactorError,
+    WholeSkippedError,
 )
 
 # In order of what the reaction costs: from running the batch again to whole batches.
 FORESEEN_WRONGLY: tuple[type[ForeseenWronglyError], ...] = (
     ForeseenElsewhereError,
+    WholeSkippedError,
     MistakenTotalsError,
     NothingCountedError,
     LoneCountError,
@@ -26,6 +29,7 @@ FORESEEN_WRONGLY: tuple[type[ForeseenWronglyError], ...] = (
     StateChangedError,
     VaryingFactorError,
     KeptConstantError,
+    PartSkippedError,
 )
 
 

@@ -41,12 +41,20 @@ class StateChangedError(ForeseenWronglyError):
         self.names = names
 
 
+class WholeSkippedError(ForeseenWronglyError):
+    """The step returns None for the whole batch, though not for all micro-batches."""
+
+
 class UnforeseenLossError(ForeseenWronglyError):
     """A micro-batch's loss has other terms than those that were proven to add up."""
 
 
 class KeptConstantError(UnforeseenLossError):
     """A learned factor scales a constant and a mean whose shares exceed 1, because divisors are clamped."""
+
+
+class PartSkippedError(UnforeseenLossError):
+    """The step returned None for micro-batches whose rows count in the whole batch's loss."""
 
 
 class VaryingFactorError(UnforeseenLossError):
