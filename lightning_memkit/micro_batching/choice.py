@@ -117,8 +117,8 @@ class PartsChoice:
         """
         with step.run.scanned_once():
             self.sizing = sizing = self._first(step)
-        budget, weighed = format_bytes(self._options.budget_bytes), weighed_by(self.weighing)
-        step.run.info(f"MemoryBudget: {sizing}; budget {budget}, weighed by {weighed}.")
+        budget = format_bytes(self._options.budget_bytes)
+        step.run.info(f"MemoryBudget: {sizing}; budget {budget}, weighed by {weighed_by(self.weighing)}.")
         return sizing
 
     def _first(self, step: Step) -> Sizing:
@@ -192,8 +192,7 @@ class PartsChoice:
             self.sizing = self._sized(step, None)
             return
         if isinstance(error, (WholeSkippedError, NothingCountedError)):
-            skips = isinstance(error, WholeSkippedError)
-            partition.skip_batch() if skips else partition.survey_batch(step.batch_idx)
+            partition.skip_or_survey(step.batch_idx, skips=isinstance(error, WholeSkippedError))
             return
         if isinstance(error, LoneCountError):
             before = max(step.run.batches_a_step, self._window.loader_batches) - 1

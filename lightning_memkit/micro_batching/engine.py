@@ -92,9 +92,9 @@ class Engine:
         self.runner = PartsRunner(
             run,
             Partition(micro_batch_size=WHOLE, split=options.split),
+            self.trials.watch,
             exact_window=options.effective_batch_size is not None,
         )
-        self.runner.watch = self.trials.watch
         self.choice = PartsChoice(options, self.runner, self.trials, self.window, resumed, foresee)
         self.recovery = Recovery(
             self.runner, resized=self._resized, dry=self.choice.dry, reconsider=self._reconsidered

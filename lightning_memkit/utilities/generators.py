@@ -28,6 +28,13 @@ def set_state(generator: Any, state: Any) -> None:
         generator.set_state(state)
 
 
+def seed_all(seed: int) -> None:
+    """Seed the global generators of Python, NumPy and torch."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
 class Generators:
     """The state of every global random number generator that a step may use: Python, NumPy, torch."""
 

@@ -118,6 +118,10 @@ class Rollback(StateWalk):
         found = (change for one in (*self._tensors[:tensors], *self._kept[:kept]) for change in one.moved())
         return frozenset(change.name for change in found if change.kind not in _NO_STATE)
 
+    def tensors_of(self, names: frozenset[str]) -> list[Tensor]:
+        """The tensors whose changes have these names."""
+        return [one.tensor for one in self._tensors if one.place.change().name in names]
+
     def left_behind(self) -> Left:
         """The values that the step has left in what it changed, to be compared by `compose`."""
         self._collect()

@@ -3,6 +3,8 @@
 from collections import Counter
 from collections.abc import Iterable
 
+from torch import Tensor
+
 from lightning_memkit.micro_batching.changes.rollback import Rollback
 
 _TRUSTED = 3  # times that trials have found a change to be one that the next step does not repeat
@@ -50,6 +52,10 @@ class StepWatch:
     def touched(self) -> frozenset[str]:
         """What was written to or set since the step began."""
         return frozenset() if self._rollback is None else self._rollback.touched()
+
+    def tensors(self, names: frozenset[str]) -> list[Tensor]:
+        """The tensors among what has these names."""
+        return [] if self._rollback is None else self._rollback.tensors_of(names)
 
     def passes_over(self, names: Iterable[str]) -> None:
         """What a hook has changed that runs once a step, between the micro-batches."""

@@ -117,9 +117,12 @@ class Partition:
         self.combination, self.held, self.skipped = combination, held, False
         self.unlike = self.unlike or unlike
 
-    def skip_batch(self) -> None:
-        """Run the batch at hand whole and without a graph: the step returns None for it."""
-        self.held = self.skipped = True
+    def skip_or_survey(self, batch_idx: int, *, skips: bool) -> None:
+        """Run the batch at hand whole and without a graph, as the step returns None for it; or survey it."""
+        if skips:
+            self.held = self.skipped = True
+        else:
+            self.survey_batch(batch_idx)
 
     def note_values(self) -> None:
         """Note the values of the loss's terms from here on: the loss is no mean of its micro-batches' losses."""

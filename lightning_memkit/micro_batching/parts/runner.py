@@ -15,6 +15,7 @@ from lightning_memkit.micro_batching.graph.term_values import TermValues
 from lightning_memkit.micro_batching.parts import untold
 from lightning_memkit.micro_batching.parts.attempt import Attempt, BatchRun, put_together, reported
 from lightning_memkit.micro_batching.parts.batch_weights import BatchWeights, Survey, parameters_of
+from lightning_memkit.micro_batching.parts.before_zero_grad import BeforeZeroGrad
 from lightning_memkit.micro_batching.parts.part_values import PartValues
 from lightning_memkit.micro_batching.parts.partition import Partition
 from lightning_memkit.micro_batching.parts.skipped_parts import LookAtWhole, check_skipped
@@ -38,6 +39,7 @@ class PartsRunner:
     Args:
         run: the loop whose step it is.
         partition: how to split.
+        watch: knows what state trials have seen steps change.
         exact_window: weigh the batches of an accumulation window by what they count (`effective_batch_size`).
 
     Attributes:
@@ -45,15 +47,15 @@ class PartsRunner:
         values: combines what micro-batches log and return.
         ranks: what the ranks agree on in each step.
         look_at_whole: tells what a batch's loss is if the step returned None for some of its micro-batches.
-        watch: knows what state trials have seen steps change.
     """
 
-    def __init__(self, run: Run, partition: Partition, *, exact_window: bool) -> None:
+    def __init__(self, run: Run, partition: Partition, watch: StepWatch, *, exact_window: bool) -> None:
         self.partition = partition
         self.phase = ""
         self.values = PartValues()
         self.ranks = Ranks()
-        self.watch = StepWatch()
+        self.watch = watch
+        self._hooks = BeforeZeroGrad(run, watch)
         self.look_at_whole: LookAtWhole | None = None
         self._weights = BatchWeights(run, partition, exact_window=exact_window)
         self._warned = set[str]()
@@ -226,14 +228,14 @@ class PartsRunner:
         )
         with self._run.logging_held() as logged:
             with TermValues() if watched else nullcontext() as noted:
-                with torch.set_grad_enabled(not self.partition.skipped):
+                with torch.set_grad_enabled(not self.partition.skipped), self._hooks.next_forward():
                     loss, extra = step.forward(part)
             if self.partition.skipped and loss is not None:
                 raise UnforeseenLossError(
                     "training_step returned None for the whole batch in a trial, and not now"
                 )
             if first:
-                step.zero_grad()
+                self._hooks.zero(step, several=len(batch.cut.parts) > 1)
             if loss is None:
                 return None, extra, logged, weight
             self.phase = f"in backward {which}"

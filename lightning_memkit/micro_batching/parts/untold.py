@@ -13,9 +13,9 @@ TERMS = (
 )
 SKIP = (
     "training_step returned None for some micro-batches, and whether it would return None for the whole batch can't "
-    "be told, since that does not fit, draws random numbers, or is one of several ranks'. If it would, or if those rows "
-    "count in its loss, the result is not the whole batch's: return a loss of zero for rows that count nothing, or "
-    "keep the batch whole (micro_batch_size = the loader's batch size)."
+    "be told, since that does not fit, draws random numbers, or is one of several ranks'. If it would, or if those "
+    "rows count in its loss, the result is not the whole batch's: return a loss of zero for rows that count nothing, "
+    "or keep the batch whole (micro_batch_size = the loader's batch size)."
 )
 STATE = (
     "training_step changes {names}, and what the whole batch would leave in it can't be told from what this batch's "

@@ -1,13 +1,11 @@
 """Trial steps that leave no trace, to get the gradient of a batch or the peak of a micro-batch."""
 
-import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -27,7 +25,7 @@ from lightning_memkit.micro_batching.ranks.agreement import Ranks, local_optimiz
 from lightning_memkit.micro_batching.run import Run, Step
 from lightning_memkit.micro_batching.shares.foreseen import ForeseenWronglyError
 from lightning_memkit.optim.methods import uses_closure_its_own_way
-from lightning_memkit.utilities.generators import Generators
+from lightning_memkit.utilities.generators import Generators, seed_all
 from lightning_memkit.utilities.tensors import tensors_of
 
 _Look = Callable[[Tensor], Tensor]  # gets the loss; what it returns is differentiated
@@ -141,7 +139,7 @@ class Trials:
         """
         with self.no_trace(step, batch, after, seen=True) as self.logged:
             if seed is not None:
-                _seed(seed)
+                seed_all(seed)
             skipped = False
             if after is not None:
                 self._run_before(step, after)
@@ -296,9 +294,3 @@ class Trials:
         with self.no_trace(step, batch), suppress(RuntimeError, MemoryError):
             self.run(step, batch)
             self._has_watched = True
-
-
-def _seed(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)

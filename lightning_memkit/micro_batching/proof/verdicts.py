@@ -15,6 +15,7 @@ from lightning_memkit.micro_batching.proof.decomposability import Verdict
 from lightning_memkit.micro_batching.run import Run
 from lightning_memkit.micro_batching.shares.foreseen import (
     ForeseenWronglyError,
+    HookStateError,
     KeptConstantError,
     PartSkippedError,
     VaryingFactorError,
@@ -45,6 +46,12 @@ def shown_by(error: ForeseenWronglyError) -> Verdict | None:
     """The verdict on a loss that a micro-batch has shown not to add up; None for errors that don't settle it."""
     if isinstance(error, KeptConstantError):
         return constant_beside_a_kept_mean()
+    if isinstance(error, HookStateError):
+        return _refused(
+            f"{error}: micro-batches after the first would see it changed, and the whole batch would not",
+            f"{_WHOLE_AND_FIT}, or change it in on_train_batch_end",
+            0.0,
+        )
     if isinstance(error, PartSkippedError):
         return _refused(
             "training_step returns None for some micro-batches whose rows count in the whole batch's loss",
@@ -77,7 +84,7 @@ def changes_in_parts(changes: Sequence[StepChange]) -> Verdict:
     names = ", ".join(str(change) for change in changes[:5]) or "what another rank's message names"
     return _refused(
         f"training_step changes {names}: it would do so once in every micro-batch",
-        f"{_WHOLE}, or change it once a step: in on_train_batch_end, or on_before_zero_grad",
+        f"{_WHOLE}, or change it once a step, in on_train_batch_end",
         0.0,
     )
 

@@ -5,6 +5,7 @@ from lightning_memkit.micro_batching.run import Run
 from lightning_memkit.micro_batching.shares.foreseen import (
     ForeseenElsewhereError,
     ForeseenWronglyError,
+    HookStateError,
     KeptConstantError,
     LoneCountError,
     MistakenTotalsError,
@@ -30,6 +31,7 @@ FORESEEN_WRONGLY: tuple[type[ForeseenWronglyError], ...] = (
     VaryingFactorError,
     KeptConstantError,
     PartSkippedError,
+    HookStateError,
 )
 
 

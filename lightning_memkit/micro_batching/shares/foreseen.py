@@ -53,6 +53,10 @@ class KeptConstantError(UnforeseenLossError):
     """A learned factor scales a constant and a mean whose shares exceed 1, because divisors are clamped."""
 
 
+class HookStateError(UnforeseenLossError):
+    """A hook before gradients are zeroed changes what later micro-batches read."""
+
+
 class PartSkippedError(UnforeseenLossError):
     """The step returned None for micro-batches whose rows count in the whole batch's loss."""
 

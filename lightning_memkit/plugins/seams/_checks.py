@@ -55,6 +55,15 @@ def hooks_run_by_micro_batch(trainer: Trainer, module: LightningModule) -> list[
     return list(dict.fromkeys(found))
 
 
+def hooks_run_before_zero_grad(trainer: Trainer, module: LightningModule) -> list[str]:
+    """The user's hooks that run between the first micro-batch's forward and the others'."""
+    owners: list[Any] = [*vars(trainer)["callbacks"], module]
+    hooks = [(owner, "on_before_zero_grad") for owner in owners] + [(module, "optimizer_zero_grad")]
+    return [
+        f"{type(owner).__name__}.{name}" for owner, name in hooks if not _is_known(getattr(type(owner), name))
+    ]
+
+
 def _is_known(hook: Any) -> bool:
     """Whether a hook was defined by Lightning, torch or us."""
     while isinstance(hook, partial):
