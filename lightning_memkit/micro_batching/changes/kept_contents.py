@@ -205,10 +205,10 @@ def _checksum(owner: Any) -> int:
         seen = np.frombuffer(owner, np.uint8)
     runs = len(seen) // _RUN_BYTES
     if runs <= _MOST_RUNS:
-        return zlib.crc32(seen)
+        return zlib.crc32(seen.data)
     rest = len(seen) - runs * _RUN_BYTES
     spaced = seen[: len(seen) - rest].reshape(runs, _RUN_BYTES)[:: -(-runs // _MOST_RUNS)]
-    return zlib.crc32(np.ascontiguousarray(spaced))
+    return zlib.crc32(np.ascontiguousarray(spaced).data)
 
 
 def _content(cell: Any) -> Any:

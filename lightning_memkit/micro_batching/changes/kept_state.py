@@ -22,6 +22,11 @@ class Kept(Protocol):
         """What has changed since the snapshot."""
         ...
 
+    @property
+    def is_still(self) -> bool:
+        """Whether `moved` is known at once to tell nothing."""
+        return False
+
     def moved(self) -> Iterator[StepChange]:
         """What is no longer the same object, whatever its value: cheap enough for every step."""
         return self.changes()
@@ -61,10 +66,15 @@ class KeptDict(Kept):
         self.items = {key: value for key, value in owner.items() if key not in passed_over}
         self._values = list(owner.values()) if passed_over else self.items.values()
 
+    @property
+    @override
+    def is_still(self) -> bool:
+        values = self._owner.values()
+        return len(values) == len(self._values) and all(map(is_, values, self._values))
+
     @override
     def moved(self) -> Iterator[StepChange]:
-        values = self._owner.values()
-        if len(values) == len(self._values) and all(map(is_, values, self._values)):
+        if self.is_still:
             return
         if not self._attributes:
             yield self.place.change()

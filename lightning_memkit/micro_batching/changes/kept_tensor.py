@@ -61,7 +61,9 @@ class KeptTensor:
     def __init__(self, place: Place, tensor: Tensor, *, cloned: bool) -> None:
         self.place, self.tensor = place, tensor
         self.spare: Tensor | None = None  # values of the snapshot, copied in an earlier step
-        self.compares = False  # whether it is compared with `spare` in every step
+        self.pair: tuple[Tensor, Tensor] | None = (
+            None  # its bits and those of `spare`, to be compared in every step
+        )
         self.was_copied = False  # by a `CopyOnWrite`, because an operator was about to write to it
         self._kind = type(tensor)
         with torch._C.DisableTorchFunctionSubclass():
@@ -92,9 +94,7 @@ class KeptTensor:
     @property
     def was_written_unseen(self) -> bool:
         """Whether it was written to past its version counter (through `.data`), as far as values are compared."""
-        if not self.compares or self.spare is None or self.version is None:
-            return False
-        return not same_bits(self.spare, self.alias)
+        return self.pair is not None and self.version is not None and not torch.equal(*self.pair)
 
     @property
     def was_replaced(self) -> bool:
@@ -137,13 +137,18 @@ class KeptTensor:
 
     def moved(self) -> Iterator[StepChange]:
         """A change if it was written to or replaced: by its version counter and address, without a look at values."""
+        if not self.is_still and self.was_set:
+            yield self.place.change()
+
+    @property
+    def is_still(self) -> bool:
+        """Whether its counter and address are those of the snapshot, and values need no look."""
         if self.version is None:
-            return
+            return True
         tensor, address = self.tensor, self._address
-        moved = address is None or tensor._version != self.version or tensor.data_ptr() != address
-        if moved or self.compares:
-            if self.was_set:
-                yield self.place.change()
+        if address is None or tensor._version != self.version or tensor.data_ptr() != address:
+            return False
+        return self.pair is None or torch.equal(*self.pair)
 
     def changes(self) -> Iterator[StepChange]:
         """A change if it differs; for parameters and buffers any write: an average may start as a copy."""

@@ -9,12 +9,14 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_memkit.micro_batching.changes.composition import Left, left_behind
 from lightning_memkit.micro_batching.changes.copy_on_write import CopyOnWrite
+from lightning_memkit.micro_batching.changes.kept_classes import KeptClass
 from lightning_memkit.micro_batching.changes.kept_contents import (
     KeptArray,
     KeptBytes,
     KeptLength,
     KeptSample,
 )
+from lightning_memkit.micro_batching.changes.kept_state import Kept, KeptHooks
 from lightning_memkit.micro_batching.changes.kept_tensor import KeptTensor, Place
 from lightning_memkit.micro_batching.changes.spare_copies import SpareCopies
 from lightning_memkit.micro_batching.changes.state_walk import OF_EVERY_MODULE, Keys, StateWalk
@@ -65,6 +67,7 @@ class Rollback(StateWalk):
         self._lost_before: set[tuple[str, str]] = set()
         self._mode: CopyOnWrite | None = None
         self._uncloned: list[KeptTensor] = []
+        self._watched: list[Kept] | None = None  # without those that tell no change
         for path, owner in module.named_modules():
             self._keep_module(path, owner)
         for batch in batches:
@@ -115,7 +118,11 @@ class Rollback(StateWalk):
         Cheap enough for every step. The batch, running averages, and what is `beside` are not among them.
         """
         tensors, kept = self._of_step
-        found = (change for one in (*self._tensors[:tensors], *self._kept[:kept]) for change in one.moved())
+        if self._watched is None:
+            self._watched = [one for one in self._kept[:kept] if not isinstance(one, (KeptClass, KeptHooks))]
+        moved: list[Kept | KeptTensor] = [one for one in self._tensors[:tensors] if not one.is_still]
+        moved += [one for one in self._watched if not one.is_still]
+        found = (change for one in moved for change in one.moved())
         return frozenset(change.name for change in found if change.kind not in _NO_STATE)
 
     def tensors_of(self, names: frozenset[str]) -> list[Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_memkit.memory.meter import storage_is_freed, unmetered
-from lightning_memkit.micro_batching.changes.alike import same_bits
+from lightning_memkit.micro_batching.changes.alike import BITS
 
 _COMPARED_BYTES = 2**14  # of a tensor on the host, whose values are compared in every step
 _MOST_COMPARED = 256  # tensors
@@ -23,6 +23,7 @@ class _Entry:
     address: int
     version: int
     copy: Tensor | None
+    pair: tuple[Tensor, Tensor] | None
     copies: int = 1
 
 
@@ -61,14 +62,22 @@ class SpareCopies:
                 tensor=weakref.ref(tensor),
                 address=tensor.data_ptr(),
                 version=tensor._version,
-                copy=_copy_of(tensor),
+                copy=None,
+                pair=None,
             )
             self._entries[id(tensor)] = entry
+            self._fill(entry, tensor)
         elif entry.copy is not None and not self._holds(entry, tensor):
             entry.copies += 1
-            entry.copy = _copy_of(tensor) if entry.copies <= _MOST_COPIES else None
             entry.address, entry.version = tensor.data_ptr(), tensor._version
+            self._fill(entry, tensor)
         return entry.copy
+
+    def _fill(self, entry: _Entry, tensor: Tensor) -> None:
+        entry.copy = _copy_of(tensor) if entry.copies <= _MOST_COPIES else None
+        entry.pair = None
+        if entry.copy is not None and len(self._entries) <= _MOST_COMPARED:
+            entry.pair = _bits_of(entry.copy, tensor.detach())
 
     def of_array(self, owner: np.ndarray, checksum: int) -> np.ndarray | None:
         """A copy of an array's values of now, whose checksum this is; None where it is often changed otherwise."""
@@ -85,19 +94,22 @@ class SpareCopies:
             entry.checksum = checksum
         return entry.copy
 
-    def compares(self, copy: Tensor, tensor: Tensor) -> bool:
-        """Whether values are compared in every step, so that a write through `.data` is seen."""
-        return is_comparable(copy, tensor) and len(self._entries) <= _MOST_COMPARED
+    def pair(self, tensor: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The bits of a copy and of its tensor, if they are compared in every step: writes to `.data` are seen."""
+        return self._entries[id(tensor)].pair
 
     def _holds(self, entry: _Entry, tensor: Tensor) -> bool:
         if entry.version != tensor._version or entry.address != tensor.data_ptr() or entry.copy is None:
             return False
-        return not self.compares(entry.copy, tensor) or same_bits(entry.copy, tensor.detach())
+        return entry.pair is None or torch.equal(*entry.pair)
 
 
-def is_comparable(copy: Tensor, tensor: Tensor) -> bool:
-    """Whether comparing costs microseconds."""
-    return tensor.device == copy.device and tensor.nbytes <= _COMPARED_BYTES
+def _bits_of(copy: Tensor, tensor: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Both as integers, where comparing them costs microseconds; nan equals nan."""
+    bits = BITS.get(tensor.element_size())
+    if tensor.device != copy.device or tensor.nbytes > _COMPARED_BYTES or bits is None or tensor.is_quantized:
+        return None
+    return copy.view(bits), tensor.view(bits)
 
 
 def _copy_of(tensor: Tensor) -> Tensor:

@@ -189,7 +189,7 @@ class StateWalk:
         self._tensors.append(kept)
         if self._spares is not None and kept.copy is None and place.kind != "batch" and not _is_lazy(tensor):
             kept.spare = self._spares.of(tensor)
-            kept.compares = kept.spare is not None and self._spares.compares(kept.spare, tensor)
+            kept.pair = None if kept.spare is None else self._spares.pair(tensor)
         if not _is_lazy(tensor):
             self._keep_hooks(place, {name: getattr(tensor, name, None) for name in _TENSOR_HOOKS})
 
