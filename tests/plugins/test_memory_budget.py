@@ -89,7 +89,7 @@ def test_a_logged_value_that_does_not_come_from_parts_is_named() -> None:
 def test_parts_without_a_loss_are_skipped_as_batches_are() -> None:
     class Skips(TokenTagger):
         def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-            if batch_idx == 1 or int(batch["x"][0, 0]) % 7 == 0:
+            if batch_idx == 1 or bool((batch["labels"] == -100).all()):
                 return None
             return super().training_step(batch, batch_idx)
 

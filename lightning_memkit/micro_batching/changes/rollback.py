@@ -45,6 +45,10 @@ class Rollback(StateWalk):
     `watching()`. With `changing`, only the tensors that it names are cloned, because clones of all weights in
     every step would cost more memory than micro-batches save.
 
+    With `spares`, small tensors and arrays that no earlier step has changed are restored from copies made once. Not
+    seen are writes past a version counter (`.data`) on an accelerator or of more than 16 KiB, and changes of few items
+    of an array of more than 256 KiB.
+
     Args:
         module: the module that takes the step.
         changing: the results of `changed()` of earlier rollbacks: the tensors that steps change in place.

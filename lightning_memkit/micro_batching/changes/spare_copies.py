@@ -18,7 +18,7 @@ _MOST_COPIES = 3  # of one tensor, which something outside of the step changes
 
 
 @dataclass(kw_only=True)
-class _Entry:
+class _TensorCopy:
     tensor: Any  # a weak reference
     address: int
     version: int
@@ -28,7 +28,7 @@ class _Entry:
 
 
 @dataclass(kw_only=True)
-class _ArrayEntry:
+class _ArrayCopy:
     array: Any  # a weak reference
     checksum: int
     copy: np.ndarray | None
@@ -44,8 +44,8 @@ class SpareCopies:
 
     def __init__(self, most_bytes: int) -> None:
         self._left = most_bytes
-        self._entries: dict[int, _Entry] = {}
-        self._arrays: dict[int, _ArrayEntry] = {}
+        self._entries: dict[int, _TensorCopy] = {}
+        self._arrays: dict[int, _ArrayCopy] = {}
 
     def of(self, tensor: Tensor) -> Tensor | None:
         """A copy of a tensor's values of now; None where it is trained, too large, or often changed otherwise."""
@@ -58,7 +58,7 @@ class SpareCopies:
             if tensor.nbytes > self._left:
                 return None
             self._left -= tensor.nbytes
-            entry = _Entry(
+            entry = _TensorCopy(
                 tensor=weakref.ref(tensor),
                 address=tensor.data_ptr(),
                 version=tensor._version,
@@ -73,7 +73,7 @@ class SpareCopies:
             self._fill(entry, tensor)
         return entry.copy
 
-    def _fill(self, entry: _Entry, tensor: Tensor) -> None:
+    def _fill(self, entry: _TensorCopy, tensor: Tensor) -> None:
         entry.copy = _copy_of(tensor) if entry.copies <= _MOST_COPIES else None
         entry.pair = None
         if entry.copy is not None and len(self._entries) <= _MOST_COMPARED:
@@ -86,7 +86,7 @@ class SpareCopies:
             if owner.nbytes > self._left:
                 return None
             self._left -= owner.nbytes
-            entry = _ArrayEntry(array=weakref.ref(owner), checksum=checksum, copy=owner.copy())
+            entry = _ArrayCopy(array=weakref.ref(owner), checksum=checksum, copy=owner.copy())
             self._arrays[id(owner)] = entry
         elif entry.checksum != checksum and entry.copy is not None:
             entry.copies += 1
@@ -98,7 +98,7 @@ class SpareCopies:
         """The bits of a copy and of its tensor, if they are compared in every step: writes to `.data` are seen."""
         return self._entries[id(tensor)].pair
 
-    def _holds(self, entry: _Entry, tensor: Tensor) -> bool:
+    def _holds(self, entry: _TensorCopy, tensor: Tensor) -> bool:
         if entry.version != tensor._version or entry.address != tensor.data_ptr() or entry.copy is None:
             return False
         return entry.pair is None or torch.equal(*entry.pair)
