@@ -1,7 +1,11 @@
 """Draws the package's rooms and which imports which, from the code; `docs/pictures/rooms.svg` holds the drawing.
 
-`python -m benchmarks.house_picture` writes it anew. Each room stands below those that import it. An arrow that other
+A room is a folder of the package, or its command line (see `benchmarks/house.py`).
+`python -m benchmarks.house_picture` draws it again. Each room is below those that import it. An arrow that other
 arrows imply is left out: where A imports B, and B imports C, that A also imports C is not drawn.
+
+Mermaid would draw this in the browser, by a script that it loads from elsewhere, which our pages don't; Graphviz is no
+Python package.
 """
 
 import sys
@@ -66,7 +70,7 @@ def _imports(house: House) -> networkx.DiGraph:
 
 
 def _rows(arrows: networkx.DiGraph) -> tuple[list[Row], list[tuple[Node, Node]]]:
-    """Rooms by the longest way down from them, the highest first, and the bends of arrows that pass rows."""
+    """Rows of rooms by the longest chain of imports below them, with bends where arrows pass a row; and the links."""
     heights: dict[str, int] = {}
     for room in reversed(list(networkx.topological_sort(arrows))):
         heights[room] = 1 + max((heights[below] for below in arrows.successors(room)), default=-1)
@@ -85,7 +89,7 @@ def _rows(arrows: networkx.DiGraph) -> tuple[list[Row], list[tuple[Node, Node]]]
 
 
 def _with_few_crossings(rows: list[Row], links: list[tuple[Node, Node]]) -> list[Row]:
-    """Each node by where its neighbours stand, in sweeps down and up (Sugiyama's barycentres); the best sweep."""
+    """Sort rows by the mean place of neighbours, in sweeps down and up (Sugiyama's barycentres); the best sweep."""
     above, below = _neighbours(links)
     best, fewest = rows, _crossings(rows, below)
     for sweep in range(SWEEPS):

@@ -22,7 +22,8 @@ def twin_of(model: Any) -> Any | None:
     depends on them.
 
     Args:
-        model: a model of the transformers package; its weights may be on any device, sharded or quantized.
+        model: a model of the transformers package; its weights may be on any device or the meta device, sharded or
+            quantized.
 
     Returns:
         A copy of the model itself if it is small, otherwise a model of its class from a smaller config; None

@@ -59,8 +59,8 @@ def build_empty(
 
     Rotary tables, masks and position ids are those of plain construction, and ties stay tied. A parameter
     whose constructor computes its values has memory until the module registers it. Give the parameters memory
-    and values with `weights.load_weights(module, ..., device=)` or `materialization.materialize`. Shard first
-    if the module is to be sharded: then each rank allocates only its shard.
+    and values with `load_weights(module, ..., device=)` or `materialize(module, device)`. Shard first if the
+    module is to be sharded: then each rank allocates only its shard.
 
     Args:
         device: where buffers are created; None leaves the current default device.

@@ -64,7 +64,8 @@ def use_chunked_loss(
         The undo: a function that restores the forwards.
 
     Raises:
-        ValueError: no head was found, or one is not a plain `nn.Linear`, is patched already, or is compiled.
+        ValueError: no head was found; one is not a plain `nn.Linear`, is quantised, is patched already, or is
+            compiled, alone or with the module that holds it; or an option is unknown.
     """
     refuse_options(heads, backend)
     models = list(_models(module)) if heads is None else []

@@ -136,7 +136,7 @@ class StepMeter(TemporariesMeter):
         self.operators = 0
 
     def _is_made_again(self) -> bool:
-        """Whether an operator is recomputed: unlike autograd's own operators, it runs with grad enabled."""
+        """Whether an operator is recomputed: by a tape, or in a backward with grad enabled, unlike autograd's own."""
         if self.phase != "backward":
             return False
         return recomputation.is_running() or (

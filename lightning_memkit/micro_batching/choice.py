@@ -40,14 +40,14 @@ from lightning_memkit.micro_batching.sizes.window import AccumulationWindow
 
 
 class PartsChoice:
-    """Decides how a runner splits: before step 1 by probe and measurement, later where a batch is new in something.
+    """Decides how a runner splits: before step 1 by probe and measurement, later if a batch has `Novelties`.
 
     Args:
         options: what the user asks for.
-        runner: runs batches in micro-batches; its partition is told here.
+        runner: runs batches in micro-batches; its partition is updated here.
         trials: run steps that leave no trace.
         window: how many loader batches make an optimizer step.
-        resumed: the state of the run that is resumed, whose size is repeated.
+        resumed: the state of the run that is resumed, whose size is used again.
         foresee: predicts the peaks of sizes; None where a prediction is impossible or costs more than it saves.
 
     Attributes:
@@ -79,7 +79,7 @@ class PartsChoice:
         self._sized_for = 0  # samples of the largest batch that a size was measured for
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run repeats: the size in use, or the sizes that are still being timed."""
+        """What a resumed run uses again: the size in use, or the sizes that are still being timed."""
         partition, tuning = self._runner.partition, self.tuning
         under_way = tuning is not None and tuning.fastest.settled is None
         return {
@@ -93,7 +93,7 @@ class PartsChoice:
 
     @property
     def size_in_use(self) -> int:
-        """The most samples in a micro-batch so far."""
+        """The most samples in a micro-batch; while batches run whole, those of the largest one so far."""
         return self._at_most_whole(self._runner.partition.micro_batch_size)
 
     def _at_most_whole(self, size: int) -> int:
@@ -155,7 +155,7 @@ class PartsChoice:
         return sizing
 
     def before_later(self, step: Step) -> None:
-        """Probe a batch that is new in something; measure one that is larger than all before, unless it is split.
+        """Probe a batch that has `Novelties`; measure one that is larger than all before, unless it is split.
 
         Raises:
             BudgetError: the batch shows that the loss can't be split, and whole it does not fit.

@@ -111,7 +111,7 @@ class Engine:
             self._undo.pop()()
 
     def state_dict(self) -> dict[str, Any]:
-        """The sizes in use, which a resumed run repeats; while tuning is under way, those it goes on to time."""
+        """The sizes in use, which a resumed run uses again; while tuning is under way, those it goes on to time."""
         return {
             **self.choice.state_dict(),
             "retries": self.record.retries,
@@ -119,14 +119,13 @@ class Engine:
         }
 
     def prepare(self, step: Step) -> None:
-        """Before the first step probe, measure and choose a size; later probe a batch that is new in something.
+        """Before the first step probe, measure and choose a size; later probe a batch that holds something new.
 
         Raises:
             BudgetError: nothing fits the budget, or the loss can't be split.
         """
-        generators = (
-            Generators()
-        )  # a data set may draw random numbers while it is scanned for its largest sample
+        # A data set may draw random numbers while it is scanned for its largest sample.
+        generators = Generators()
         try:
             with unmetered():  # a meter around the step must see the step alone
                 if self.prepared:
@@ -255,7 +254,7 @@ class Engine:
             generators.restore()
 
     def _resized(self, step: Step, *, retry: bool) -> None:
-        """Tell the loop over how many micro-batches gradients are summed; count a retry."""
+        """Tell the loop over how many micro-batches gradients are accumulated; count a retry."""
         self.loop.set_gradient_parts(-(-batch_size(step.batch) // self.runner.partition.micro_batch_size))
         if retry:
             self.record.retries += 1

@@ -110,8 +110,8 @@ class Recovery:
         self._larger: list[int] = []  # sizes that ran out of memory, the smallest last
         self._calm, self._patience = 0, _CALM_STEPS
         self._stepping = False
-        self._repeated = False  # the step at hand ran out of memory in its smallest parts
-        self._grown = False  # larger parts are on trial
+        self._repeated = False  # the step at hand ran out of memory in its smallest micro-batches
+        self._grown = False  # a larger size is tried again
 
     def state_dict(self) -> dict[str, Any]:
         """What decides when a larger size is tried again."""
@@ -214,7 +214,7 @@ class Recovery:
             if self.changing is not None:
                 self.changing |= lost
             warnings.warn(
-                f"The step that is repeated had changed {names} in place for the first time; these "
+                f"The step that is retried had changed {names} in place for the first time; these "
                 "keep the failed step's values, and the retry is not exact in them.",
                 stacklevel=2,
             )
@@ -242,9 +242,8 @@ class Recovery:
         if failed == 1 or partition.unsplittable:
             if self._repeated:
                 raise self._dry(step, failure)
-            self._repeated = (
-                True  # this size was measured to fit: a fragmented cache or another process may be the cause
-            )
+            # This size was measured to fit: a fragmented cache or another process may be the cause.
+            self._repeated = True
             self._resized(step, retry=True)
             return failed
         self._patience = 2 * self._patience if self._grown else _CALM_STEPS

@@ -16,7 +16,7 @@ def joined(
     doubtful: list[str] | None = None,
     name: str = "",
 ) -> Any:
-    """Join outputs: concatenate tensors and lists that have one entry a row, average float scalars by weight.
+    """Join outputs: concatenate tensors and lists that have one entry a row, sum float scalars times their weights.
 
     A value that is the same in all micro-batches is kept. Of any other (counts, lists of another length,
     other objects) the last micro-batch's is returned, which may differ from what the whole batch would have

@@ -146,7 +146,7 @@ class Run:
 
     @contextmanager
     def nothing_logged(self) -> Iterator[list[Logged]]:
-        """A context for trials: collects what the module logs, and nothing reaches a logger or is reset."""
+        """A context for trials: collects what the module logs; nothing of it counts or reaches a logger."""
         with self.loggers_silent(), self.logging_held() as held:
             yield held
 

@@ -51,6 +51,8 @@ def micro_batches(
 ) -> Iterator[tuple[Any, float]]:
     """Yields (micro-batch, weight); the sum of weight x loss has the full batch's gradient. Copies no tensor.
 
+    A micro-batch of weight 0 is left out.
+
     Args:
         batch: tensors, mappings, tuples, lists or dataclasses of them, or a batch with its own `split`.
         micro_batch_size: the most samples in a micro-batch; micro-batches are as even as possible.

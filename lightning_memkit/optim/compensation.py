@@ -178,9 +178,10 @@ def compensate(
             keeps every state in float32.
         low_halves: int16 low halves of float32 weights, as `cast_module` collects them.
         seed: seeds stochastic rounding, which leaves torch's random state alone.
-        bucket_bytes: float32 temporaries of a step, 8 MiB on a CPU and 256 MiB elsewhere by default. Optimizers
-            that are known to treat every element alike (AdamW and most of torch.optim) step large parameters
-            in slices; for any other, a parameter that exceeds it is a bucket of its own.
+        bucket_bytes: float32 temporaries of a step, by default 8 MiB on a CPU and 256 MiB elsewhere. Optimizers
+            that are known to treat every element alike (AdamW and most of torch.optim) step larger parameters
+            in slices of the default size, even if ``bucket_bytes`` is less; for any other, a parameter that
+            exceeds it is a bucket of its own.
 
     Returns:
         The handle; `Compensation.undo` restores the optimizer.

@@ -155,7 +155,7 @@ def adapt_bitsandbytes(
       and so do float32 parameters beside bfloat16 ones. ``optim_bits`` in a parameter group (8 or 32) and
       bitsandbytes' own overrides take precedence.
     - bitsandbytes' overrides (`GlobalOptimManager`, `StableEmbedding`) apply to compensated steps, too.
-    - Off CUDA a paged optimizer warns and does not page. Not yet verified on a GPU.
+    - Off CUDA and XPU a paged optimizer warns and does not page. Not yet verified on a GPU.
     - A compensated optimizer resumes bit for bit; if a checkpoint holds 8-bit states for parameters that keep
       32 bits, they are widened.
 
@@ -250,8 +250,8 @@ def _leave_paging(optimizer: Any) -> None:
     optimizer.is_paged = False
     name = type(optimizer).__name__
     warnings.warn(
-        f"{name} moves its states between GPU and host memory as needed, which takes CUDA; its parameters are on "
-        f"{on}, so nothing is paged; write {name.removeprefix('Paged')} to choose that.",
+        f"{name} moves its states between GPU and host memory as needed, which takes CUDA or XPU; its parameters are "
+        f"on {on}, so nothing is paged; write {name.removeprefix('Paged')} to choose that.",
         NoEffectWarning,
         stacklevel=2,
     )

@@ -259,8 +259,8 @@ def journal_steps(
     """Make an optimizer's steps survive running out of memory; copies of one bucket are alive at a time.
 
     Weights, states and gradients are bitwise those of a step that did not run out. Optimizers that combine
-    values over the model, and classes that may do so, are stepped as a whole, with copies of all they change
-    in host memory. Compensated optimizers and those with offloaded states can be journaled; call this last.
+    values over the model, and classes not known to step each parameter by itself, are stepped as a whole, with copies
+    of all they change in host memory. Compensated optimizers and offloaded states work, too; call this last.
 
     Args:
         optimizer: any optimizer. If it uses its closure in a way of its own (SAM, LBFGS), everything it changes is

@@ -6,8 +6,8 @@ al., "Revisiting BFloat16 Training", arXiv:2010.06192). Unlike in their kernels,
 float32 on the sum, weight decay included.
 
 The compensation is rounded stochastically. Rounding it to nearest, as others do, loses or doubles updates
-below 2^-17 of the weight: after 10,000 updates of 1e-5 a weight of 1 is off by 11 % of their sum, after
-10,000 of 1e-6 by 97 % (`python -m benchmarks.drift`).
+below 2^-17 of the weight. After 10,000 updates of 1e-5, a weight of 1 under optimi's SGD with Kahan summation
+is off by 96 % of their sum, and by less than 0.01 % here (the mean of 256 weights; `python -m benchmarks drift`).
 """
 
 from torch import Tensor

@@ -111,7 +111,7 @@ class StateOffload:
                     state[name] = self._home.take_home(state[name])
 
     def _load(self, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Load states without device memory: `load_state_dict` puts them on the parameters' device."""
+        """Load states to the host: CPU stand-ins replace the parameters, whose device `load_state_dict` would use."""
         self._home.settle()
         optimizer = self.optimizer
         originals = [group["params"] for group in optimizer.param_groups]

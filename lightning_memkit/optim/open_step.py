@@ -84,7 +84,7 @@ class OpenStep:
         return found
 
     def _advance_at_once(self, ready: Sequence[Slot]) -> None:
-        """Step the whole model in one bucket, unless the caller set a bucket size and the optimizer allows it."""
+        """Step the whole model in one bucket, unless `bucket_bytes` is set and `state` holds all values."""
         if self._engine.bucket_bytes is None or has_own_values(self._optimizer):
             self.evaluate(None)
         else:

@@ -182,10 +182,10 @@ class Recipe:
 class Blocks:
     """A transformer's blocks, and what each saves for the backward.
 
-    In 16 bits, with dropout, unfused attention and a GELU MLP of 4 hidden widths, a layer saves s·b·h·(34 +
-    5·a·s/h) bytes (s tokens a row, b rows, h hidden values, a heads). Of the 34, norms take 4, attention 11
-    and the MLP 19; the 5 are scores after softmax (2), dropout's mask (1) and scores after dropout (2). Flash
-    attention saves only one float32 for each row of scores.
+    In 16 bits, with dropout, unfused attention and a GELU MLP of 4 hidden widths, a layer saves
+    s·b·h·(34 + 5·a·s/h) bytes (s tokens a row, b rows, h hidden values, a heads). Of the 34, norms take 4,
+    attention 11 and the MLP 19; the 5 are scores after softmax (2), dropout's mask (1) and scores after
+    dropout (2). Flash attention saves only one float32 for each row of scores.
 
     Args:
         layers: the number of blocks.

@@ -167,7 +167,7 @@ def _lists_by_default() -> Iterator[None]:
 
 @contextmanager
 def _in_large_pieces() -> Iterator[None]:
-    """Make compensated steps use pieces as large as on an accelerator, each with its own memory."""
+    """Make compensated steps take slices as large as on an accelerator, in newly allocated memory for each bucket."""
     before = pieces.PIECE_ELEMENTS_CPU, reference.PIECE_ELEMENTS_CPU
     pieces.PIECE_ELEMENTS_CPU = pieces.PIECE_ELEMENTS_ACCELERATOR
     reference.PIECE_ELEMENTS_CPU = reference.PIECE_ELEMENTS_ACCELERATOR

@@ -96,7 +96,7 @@ def fail_at(
     An allocation is every storage that an operator creates, on any device: the error is raised after the
     operator has run. Costs tens of microseconds an operator while armed. Workspaces that a kernel allocates
     and frees inside one operator are not seen, nor are threads started by Python code; autograd's are. With
-    `on=` an allocation is every call of that device's allocator, at no cost.
+    `on=` an allocation is every call of that device's allocator; costs some microseconds an operator.
 
     Args:
         n: the index of the allocation, 0 for the first.

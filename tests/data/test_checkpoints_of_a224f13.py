@@ -1,4 +1,4 @@
-"""Checkpoints that an older version wrote (commit a224f13) go on as that version went on itself."""
+"""Fits resumed from checkpoints of an older version (commit a224f13) end with the weights that it ended with."""
 
 import shutil
 import subprocess
@@ -8,13 +8,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.data.a224f13.write import CASES, FOLDER, ON_TWO_RANKS, arithmetic, consolidated, fitted
+from tests.data.a224f13.write import (
+    CASES,
+    FOLDER,
+    ON_TWO_RANKS,
+    Language,
+    arithmetic,
+    consolidated,
+    fitted,
+)
 from tests.plugins.noise import NOISE
 
 ROOT = Path(__file__).parents[2]
 LIMIT_SECONDS = 480  # of one launch on a busy machine
-# A processor that rounds otherwise may move each of two steps of lr=1e-2 by some of bfloat16's 2**-8.
-RTOL, ATOL = 2**-6, 2e-2
+# Another processor may round gradients otherwise. Noise of a rounding in each moved weights by 4e-5 in the mean and
+# 8e-3 at most, in four seeds; a resume that forgets its moments moves them by 3e-3 in the mean.
+MEAN, MOST = 5e-4, 2e-2
 
 pytestmark = [
     *NOISE,
@@ -30,20 +39,45 @@ pytestmark = [
 ]
 
 
-def compare(name: str, weights: dict[str, torch.Tensor]) -> None:
-    """Ask for the older version's weights, bit for bit where this machine's arithmetic is that machine's."""
+def differing(name: str, weights: dict[str, torch.Tensor]) -> list[str]:
+    """What differs from the older version: by a bit, if this machine computes as that one did, else beyond noise."""
     then = torch.load(FOLDER / f"{name}.after.pt", weights_only=True)
-    is_alike = torch.equal(then["arithmetic"], arithmetic())
-    assert weights.keys() == then["weights"].keys()
-    for key, value in then["weights"].items():
-        rtol, atol = (0.0, 0.0) if is_alike else (RTOL, ATOL)
-        torch.testing.assert_close(weights[key], value, rtol=rtol, atol=atol)
+    if weights.keys() != then["weights"].keys():
+        return sorted(weights.keys() ^ then["weights"].keys())
+    if torch.equal(then["arithmetic"], arithmetic()):
+        return [key for key, value in then["weights"].items() if not torch.equal(weights[key], value)]
+    return beyond_noise(weights, then["weights"])
+
+
+def beyond_noise(weights: dict[str, torch.Tensor], then: dict[str, torch.Tensor]) -> list[str]:
+    """By how much weights differ, where that is more than other roundings explain."""
+    apart = torch.cat(
+        [(weights[key].double() - value.double()).abs().flatten() for key, value in then.items()]
+    )
+    is_near = apart.mean() <= MEAN and apart.max() <= MOST
+    return [] if is_near else [f"{float(apart.mean()):.1e} in the mean, {float(apart.max()):.1e} at most"]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_an_older_checkpoint_goes_on(name: str, tmp_path: Path) -> None:
     path = shutil.copy(FOLDER / f"{name}.ckpt", tmp_path)
-    compare(name, fitted(CASES[name](), resume=Path(path)))
+    assert differing(name, fitted(CASES[name](), resume=Path(path))) == []
+
+
+class Forgets(Language):
+    """Loses the optimizer's moments as training goes on."""
+
+    def on_train_start(self) -> None:
+        for state in self.trainer.optimizers[0].state.values():
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name].zero_()
+
+
+def test_moments_that_are_forgotten_are_seen_on_any_processor() -> None:
+    weights = fitted({**CASES["kahan_exact"](), "module": Forgets}, resume=FOLDER / "kahan_exact.ckpt")
+    then = torch.load(FOLDER / "kahan_exact.after.pt", weights_only=True)
+    assert beyond_noise(weights, then["weights"]) != []
+    assert differing("kahan_exact", weights) != []
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +98,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, t
 def test_an_older_checkpoint_of_two_ranks_goes_on(
     name: str, two_ranks: dict[str, dict[str, torch.Tensor]]
 ) -> None:
-    compare(name, two_ranks[name])
+    assert differing(name, two_ranks[name]) == []
 
 
 @pytest.mark.parametrize("name", [*CASES, *ON_TWO_RANKS])

@@ -55,7 +55,7 @@ def test_what_can_not_be_caught_up_is_named(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "why"), [("meets", "collectives that are not FSDP2's"), ("first", "no earlier part tells")]
+    ("how", "why"), [("meets", "collectives that are not FSDP2's"), ("first", "no earlier one tells")]
 )
 def test_a_rank_that_can_not_catch_up_ends_and_its_peers_with_it(tmp_path: Path, how: str, why: str) -> None:
     """The launch's own limit is what a hang would run into."""

@@ -193,7 +193,7 @@ def test_where_larger_parts_gain_nothing_what_computes_more_is_not_searched():
     rows, _ = search(all_families(), problem(formula, 1650))
     assert rows[0].family["checkpointing"].name == "none"
     assert 1 < rows[0].parts
-    assert any("fits, and parts of more than its" in row.rejected for row in rows)
+    assert any("fits, and micro-batches of more than its" in row.rejected for row in rows)
     assert len(formula.asked) <= 20
 
 

@@ -580,13 +580,13 @@ def test_predictions_that_do_not_fit_the_host_are_refused_after_the_first_batch(
     assert modules[0].sizes.seen == [8, 8]  # measured, and run
 
 
-def test_predictions_that_pass_the_budget_are_warned_about_on_the_host() -> None:
+def test_predictions_that_exceed_the_budget_are_warned_about_on_the_host() -> None:
     class Outputs(Wide):
         def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
             return self.linear(batch["x"] / 50)
 
     with pytest.warns(
-        UserWarning, match=r"outputs of 20 batches, about 320.0 KiB .* passes the budget of 244.1 KiB"
+        UserWarning, match=r"outputs of 20 batches, about 320.0 KiB .* exceeds the budget of 244.1 KiB"
     ):
         evaluated("predict", BudgetOptions(budget_bytes=250_000), Outputs, loader(8, count=160))
 

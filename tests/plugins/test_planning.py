@@ -247,7 +247,7 @@ def test_what_can_not_run_is_a_row_that_says_so():
     assert failed  # Lightning refuses to clip under autocast what a fused optimizer unscales
     assert all("does not allow for gradient clipping" in reason for reason in failed)
     assert {row.family["precision"].name for row in found.fitting} >= {"float32"}
-    assert any("Batch normalization takes the statistics of each part" in note for note in found.notes)
+    assert any("Batch normalization takes the statistics of each micro-batch" in note for note in found.notes)
 
     class Broken(Language):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:

@@ -171,7 +171,7 @@ def test_a_number_of_which_nothing_can_be_told_is_named(size: int) -> None:
         return labels(logp, m) + (entropy(t) * t[:, 0]).sum() / t[:, 0].sum()
 
     module = Reporting(weighed)
-    with pytest.warns(UserWarning, match="a number without a gradient of which it can't be told"):
+    with pytest.warns(UserWarning, match="A part of the loss has no gradient"):
         trainer(MemoryBudget("1GiB", micro_batch_size=size), max_steps=STEPS, enable_progress_bar=False).fit(
             module, rows(3, 2)
         )
@@ -185,7 +185,7 @@ def test_a_number_that_differs_among_rows_is_named_where_no_rows_were_compared_w
         chosen = torch.where(m > 0, t.argmax(-1), -100)
         return F.cross_entropy(logp, chosen, label_smoothing=0.1) + entropy(t).mean()
 
-    runs, names = [], "a number without a gradient of which it can't be told"
+    runs, names = [], "A part of the loss has no gradient"
     for callbacks in ([], [MemoryBudget("1GiB", micro_batch_size=1)]):
         module = Reporting(smoothed)
         with warnings.catch_warnings(record=True) as said:

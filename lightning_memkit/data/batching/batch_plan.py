@@ -83,11 +83,11 @@ class BatchPlan:
     """Every row once an epoch, in batches within the limits.
 
     * With ``batch_size`` alone, or if rows are nearly full, all batches but the last have the same size, and
-    rows are assigned to ranks by their attention work.
+      rows are assigned to ranks by their attention work.
     * With ``padding="bucket"``, batches go from the longest rows to the shortest, and the steps are then
-    shuffled.
+      shuffled.
     * Rows of many lengths under ``padding="longest"`` and ``batch_tokens`` are grouped once, by the seed;
-    epochs differ in the order of the batches.
+      epochs differ in the order of the batches.
 
     Args:
         packing: The rows.

@@ -52,7 +52,7 @@ class ResumableLoader(DataLoader[Any]):
     Attributes:
         times: Is told how long batches take to build, if set.
         on_the_way: Applied to the iterator of batches, such as a copy to the device one batch ahead.
-        epoch_batches: The batch at which the loop ends an epoch, which may be before the loader's end.
+        epoch_batches: Number of batches after which the loop ends an epoch, if the loader does not end before.
     """
 
     def __init__(self, loader: DataLoader[Any], *, rank: int = 0, ranks: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""Counters, stored losses and lists that a step changes: each micro-batch starts from the step's start.
+"""Counters, stored losses and lists that a step changes: each micro-batch begins with those before the step.
 
 What the whole batch would have left is joined from what the micro-batches leave, by rules that a comparison
 has confirmed (`lightning_memkit.micro_batching.parts.joining`): the same count, the mean of losses, all rows.

@@ -36,7 +36,7 @@ def left_behind(entries: Sequence[Kept]) -> Left:
 
 
 def compose(whole: Left, parts: Left) -> frozenset[StepChange]:
-    """The changes that micro-batches leave as the whole batch does, up to rounding; of lists, all rows."""
+    """The changes that micro-batches leave as the whole batch does, up to rounding; of lists, all rows in order."""
     return frozenset(change for change, values in whole.items() if _match(values, parts.get(change)))
 
 

@@ -52,8 +52,8 @@ class KeptTensor:
     """Snapshot of a tensor, with a copy only on request; its version counter tells whether it was written to.
 
     Attributes:
-        alias: shares the tensor's storage and keeps it alive, even if the tensor gets another one (`p.data =
-            ...`).
+        alias: shares the tensor's storage and keeps it alive, even if the tensor gets another one
+            (`p.data = ...`).
         copy: the values of the snapshot; None if they were not copied.
         version: the version at the snapshot; None if writes don't count as the step's (any more).
     """
@@ -119,7 +119,7 @@ class KeptTensor:
 
     @property
     def differs(self) -> bool:
-        """Whether its values differ from the snapshot's; without a copy, whether it was written to."""
+        """Whether its values differ from the snapshot's; without a copy, whether it was written to or has others."""
         if self._kind is not type(self.tensor):
             return True
         if self.was_freed:

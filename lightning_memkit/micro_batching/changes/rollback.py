@@ -103,7 +103,10 @@ class Rollback(StateWalk):
                 one.was_copied = one.copy is not None
 
     def changed(self) -> Keys:
-        """The tensors and arrays that were written to or replaced since, even with equal values."""
+        """The tensors, arrays, bytes and long containers whose values have changed since.
+
+        Parameters and buffers count as changed also if they were written to or replaced with equal values.
+        """
         self._collect()
         tensors = {one.place.key for one in self._tensors if any(one.changes())}
         arrays = (one for one in self._kept if isinstance(one, (KeptArray, KeptBytes)))
@@ -111,7 +114,7 @@ class Rollback(StateWalk):
         return frozenset(tensors) | others | self._lost_before
 
     def changes(self) -> tuple[StepChange, ...]:
-        """All values that differ from the snapshot's; one that was set to an equal value is not included."""
+        """All values that differ from the snapshot's; and parameters and buffers that were set to equal values."""
         self._collect()
         found = {change: None for one in (*self._tensors, *self._kept) for change in one.changes()}
         return tuple(found)

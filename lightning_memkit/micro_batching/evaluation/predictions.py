@@ -42,7 +42,7 @@ def check_predictions(step: EvaluationStep, output: Any, device: torch.device, b
         raise BudgetError(f"{what}, and the host has {format_bytes(free)} free. What would help: {_REMEDY}.")
     if on_host and total > budget_bytes:
         warnings.warn(
-            f"{what}, which passes the budget of {format_bytes(budget_bytes)}; it counts what steps need, not what "
+            f"{what}, which exceeds the budget of {format_bytes(budget_bytes)}; it counts what steps need, not what "
             f"is gathered. What would help: {_REMEDY}.",
             stacklevel=2,
         )

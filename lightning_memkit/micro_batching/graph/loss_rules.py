@@ -116,7 +116,7 @@ class LossRules:
     def counts(
         self, reading: Reading, loss: Tensor, values: Mapping[tuple[Any, int], Tensor] | None = None
     ) -> tuple[float, ...]:
-        """The count of a micro-batch in each term: its divisor for a mean (0 if it counts nothing), else 1.
+        """The count of a micro-batch in each term: a mean's divisor less its epsilon (or 0), else 1.
 
         A divisor of 1, or one near zero, may only guard against a division by zero
         (`mask.sum().clamp(min=1)`): if the term is exactly zero as well, it counts nothing.

@@ -74,7 +74,7 @@ def same_number(loss: Tensor, value: Any) -> bool:
 def reported(
     step: Step, attempt: Attempt, partition: Partition, values: PartValues
 ) -> tuple[Tensor | None, dict[str, Any]]:
-    """The batch's loss, what the step returned of it, and its logged values, which are counted now."""
+    """Log the batch's joined values; return its loss, and what the step returned besides the loss."""
     whole = put_together(attempt)
     total = sum(attempt.weights)
     combination = partition.combination
@@ -83,9 +83,9 @@ def reported(
     shares = shares or attempt.weights
     loss = whole
     if whole is None and attempt.losses:
-        first, *_ = attempt.losses  # a number, of one dimension perhaps: none of its entries is a row
+        first, *_ = attempt.losses  # one number, perhaps of shape (1,): it must not be joined as a row
         loss = joined([one.reshape(()) for one in attempt.losses], shares, attempt.sizes).reshape(first.shape)
-    # Numbers of an accelerator are not compared where rules will do: that waits for it.
+    # Comparing numbers on an accelerator would wait for it: not if the rules of `values` are enough.
     is_compared = whole is not None or (loss is not None and loss.device.type == "cpu")
     known = names_of_the_loss(attempt) if is_compared else set[tuple[str, str]]()
     entries, extra = values.of_batch(step, attempt, shares, known)

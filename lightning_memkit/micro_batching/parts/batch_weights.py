@@ -45,10 +45,10 @@ class Window:
 class BatchWeights:
     """Weighs the micro-batches of each batch of a run.
 
-    Three sources, in this order: each micro-batch's own loss, whose graph shows its divisors (`Combination.rules`);
-    the counts that `Combination.weigh` reads off the micro-batches; 1 for a loss that is a sum. Where totals are known
-    before the batch runs, gradients have the right scale at once. Otherwise they are relative to the first
-    micro-batch (or to the first batch of a window), and `finish` multiplies them once.
+    Three sources: each micro-batch's own loss, if its graph shows its divisors (`Combination.rules`); else 1 for a
+    loss that is a sum (`Combination.summed`), or the counts that `Combination.weigh` reads off the micro-batches.
+    Where totals are known before the batch runs, gradients have the right scale at once. Otherwise they are relative
+    to the first micro-batch (or to the first batch of a window), and `finish` multiplies them once.
 
     Args:
         run: the loop.
@@ -149,7 +149,7 @@ class BatchWeights:
         """Check what the micro-batches counted against the totals that they were weighed by; mend the scale.
 
         Returns:
-            What this batch's gradients were multiplied with.
+            What this batch's gradients were multiplied with; 1 within a window, which is scaled at its end.
 
         Raises:
             MistakenTotalsError: one factor can't mend the scale.

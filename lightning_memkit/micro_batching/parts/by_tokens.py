@@ -1,4 +1,4 @@
-"""Decide before step 1 whether padded batches may be split by tokens instead of rows: the module is asked."""
+"""Decide before step 1 whether padded batches may be split by tokens instead of rows, by comparing gradients."""
 
 from functools import partial
 from typing import Any
@@ -39,7 +39,7 @@ def form_by_tokens(
     Args:
         step: the first step.
         trials: run forwards and backwards that leave no trace.
-        partition: what is told.
+        partition: the partition to change.
         usable_bytes: a micro-batch by tokens must fit into these.
         resumed: the row length and the wide tensors of the run that is resumed: taken without a comparison, if they
             fit.
@@ -115,7 +115,7 @@ def _miss(step: Step, trials: Trials, partition: Partition) -> Miss:
                 if combination.rules is None:
                     counts = [float(combination.weigh(part)) for part in apart]
                 miss = comparison.miss(gradients, normalized(counts))
-                # On one rank's answer alone no other may wait: each tries as many levels as there are.
+                # Ranks decide together whether to try the next level: one that stopped alone would let others wait.
                 random = comparison.differs(trials.gradient_of(step, both, seed=1))
             if not any_rank(step.run, miss.excess > 1 and random):
                 break

@@ -33,8 +33,8 @@ class LoggedValues:
     joined by its `reduce_fx`: a mean is weighed by the user's `batch_size`, else as the loss.
 
     Attributes:
-        doubtful: the values of the last `merged` for which several rules, or none, are left.
-        unsure: those with one rule left, after too few comparisons to be certain.
+        doubtful: the values of the last `merged` for which the remaining rules differ, or none is known.
+        unsure: those for which they agree, after too few comparisons to be certain.
     """
 
     def __init__(self) -> None:

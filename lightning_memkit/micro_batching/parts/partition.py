@@ -1,4 +1,4 @@
-"""How batches are split, and who owns that: into runs of rows, or by tokens where rows can drop their padding."""
+"""How batches are split: into runs of rows, or by tokens where rows can drop their padding; and who may change it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -65,7 +65,7 @@ class Partition:
         split: the user's own splitter.
         whole: batches can't be split at all: their structure does not allow it.
         unsplittable: why the loss can't be split, once that is known; else empty.
-        held: the batch at hand is not split: as a whole it has no loss.
+        held: the batch at hand is not split: as a whole it has no loss, or nothing in it counts.
         skipped: a trial has shown that; its forward needs no graph.
         combination: how the loss comes from the micro-batches'.
         unlike: terms of the loss may weigh unlike. Their values are noted, and the reported loss is put together from
@@ -79,18 +79,18 @@ class Partition:
 
     micro_batch_size: int
     split: Splitter | None = None
-    whole: bool = False
-    unsplittable: str = ""
-    held: bool = False
-    skipped: bool = False
-    combination: Combination = field(default_factory=Combination)
-    unlike: bool = False
-    row_tokens: int | None = None
-    wide: frozenset[str] = frozenset()
-    fewest: int = 1
-    _surveys_each: bool = False
-    _counts_nothing: int | None = None
-    _has_lone: range = range(0)
+    whole: bool = field(default=False, init=False)
+    unsplittable: str = field(default="", init=False)
+    held: bool = field(default=False, init=False)
+    skipped: bool = field(default=False, init=False)
+    combination: Combination = field(default_factory=Combination, init=False)
+    unlike: bool = field(default=False, init=False)
+    row_tokens: int | None = field(default=None, init=False)
+    wide: frozenset[str] = field(default=frozenset(), init=False)
+    fewest: int = field(default=1, init=False)
+    _surveys_each: bool = field(default=False, init=False)
+    _counts_nothing: int | None = field(default=None, init=False)
+    _has_lone: range = field(default=range(0), init=False)
 
     # What changes it
 
@@ -159,7 +159,7 @@ class Partition:
 
     @contextmanager
     def formed(self, form: tuple[int, int | None]) -> Iterator[None]:
-        """Within it, split as before."""
+        """A context in which batches are split as they were when `form` was read."""
         now, (self.micro_batch_size, self.row_tokens) = self.form, form
         try:
             yield
@@ -169,7 +169,7 @@ class Partition:
     # What it tells
 
     def looks_up(self, batch_idx: int) -> bool:
-        """Whether divisors in a whole batch are looked up before it runs: another attempt at it would ask for them."""
+        """Whether divisors in the whole batch are looked up before it runs, as its micro-batches need them."""
         rules, foretold = self.combination.rules, self.combination.foretold
         sums = rules.looked_up if rules is not None else ()
         return batch_idx in self._has_lone or not all(map(foretold.is_constant, sums))

@@ -22,8 +22,8 @@ class ReturnedValues:
     """Joins returned values: rows in their order, all others by rules that the probe has confirmed.
 
     Attributes:
-        doubtful: the values of the last `merged` for which several rules, or none, are left.
-        unsure: those with one rule left, after too few comparisons to be certain.
+        doubtful: the values of the last `merged` for which the remaining rules differ, or none is known.
+        unsure: those for which they agree, after too few comparisons to be certain.
     """
 
     def __init__(self) -> None:

@@ -45,7 +45,7 @@ class PartsRunner:
     Attributes:
         phase: what is running, for messages about a failure.
         values: combines what micro-batches log and return.
-        ranks: what the ranks agree on in each step.
+        ranks: coordinates the ranks in each step.
         look_at_whole: tells what a batch's loss is if the step returned None for some of its micro-batches.
     """
 

@@ -30,7 +30,7 @@ class Verdict:
 
 
 def sampled_gradient(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """About 4096 evenly spaced elements of every parameter's gradient, as one float64 vector on the host.
+    """4096 to 8191 evenly spaced elements of every parameter's gradient (or all), as one float64 vector on the host.
 
     A missing gradient counts as zero: a micro-batch may not use a parameter that the whole batch uses. Of a
     sharded parameter this rank's shard is sampled.

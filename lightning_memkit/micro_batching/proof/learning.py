@@ -53,7 +53,7 @@ def learn_values(
     Args:
         step: the step whose rows were compared.
         probed: the rows.
-        outcome: of the comparison.
+        outcome: the result of the comparison.
         logs: learns how logged values combine.
         returned: learns how returned values combine.
         rests: what is known of the parts of the loss without a gradient, None before the first comparison.

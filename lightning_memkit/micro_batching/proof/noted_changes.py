@@ -60,7 +60,8 @@ class NotedChanges:
     def note(self, step: Step, batch: Any, rollback: Rollback, logged: list[dict[str, Any]]) -> None:
         """Set the changes that every step makes, and whether they compose.
 
-        Costs three more steps, once for each name; none if a step changes nothing.
+        Costs about three more steps when a name is new, and as many in eval mode if a change does not compose in
+        train mode; none if a step changes nothing.
         """
         self._trials.changing |= rollback.changed()  # before further runs restore something
         found, rows, count = rollback.changes(), count_of_rows(batch), len(logged)

@@ -29,7 +29,7 @@ from lightning_memkit.utilities.tensors import tensors_of
 
 @contextmanager
 def optimizer_state(step: Step) -> Iterator[tuple[list[Tensor], int]]:
-    """A context in which the optimizer's states exist, after a step of zero gradients; yields both.
+    """A context in which the optimizer's states exist, after a trial step of zero gradients.
 
     Yields the states and the peak of the step. Weights, states, group scalars and compensation are restored
     bitwise from copies on the host after the step; states that it has made are removed at the end.

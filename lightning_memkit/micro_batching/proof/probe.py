@@ -39,14 +39,14 @@ from lightning_memkit.micro_batching.run import Step
 from lightning_memkit.micro_batching.shares.batch_counts import Foretelling
 from lightning_memkit.micro_batching.shares.foreseen import ForeseenWronglyError
 
-_PAIR, _UNLIKE_PAIRS = 2, (1, 3, 5)  # pairs of rows are chosen by the first tensors that differ between rows
-_ROUNDED_PAIR = (
-    0.01  # a pair's miss below this may be noise that two rows of a deep net are too few to measure
-)
+# The rows of a pair; and its places, each of which chooses rows by another number (see `probed_rows`).
+_PAIR, _UNLIKE_PAIRS = 2, (1, 3, 5)
+# A pair's miss below this may be noise that two rows of a deep net are too few to measure.
+_ROUNDED_PAIR = 0.01
 _PROBED_SAMPLES = (5, 2)  # rows to compare; the second number if the first runs out of memory
 # Rows of one batch may be too alike to show that they act on each other, or to tell candidates apart.
 _PROBED_BATCHES = 3
-_MOST_PROBES = 24  # in a run in which every batch is new in something
+_MOST_PROBES = 24  # in a run in which every batch holds something new
 _PLACES = 3  # in the batch, where rows are looked for that count in the loss
 
 
@@ -73,7 +73,7 @@ class Weighing:
         unproven: why nothing could be proven; empty where it was.
         probes: how many comparisons were made.
         fewest: the fewest rows that the step runs on, as far as known.
-        skipped: the module passes over the batch at hand: as a whole it has no loss.
+        skipped: the batch at hand tells nothing: as a whole it has no loss, or nothing in it counts.
     """
 
     def __init__(self, weigh_by: WeighBy | Weigher, split: Splitter | None) -> None:
@@ -192,7 +192,7 @@ class Weighing:
                 self.skipped = self.verdict is None
                 return
             except StepFailedError as error:
-                # A batch that the module passes over tells nothing.
+                # The step returned None for these rows, or its loss was not as predicted: they tell nothing.
                 if error.skipped or isinstance(error.cause, ForeseenWronglyError):
                     self.skipped = True
                     return

@@ -108,6 +108,7 @@ class Surveys:
     def _look(self, step: Step, cut: Cut, partition: Partition, found: LoneCounts) -> None:
         """Run the looks that are needed; one that can't be run gives nothing."""
         rules = partition.combination.rules
+        assert rules is not None
         looks, rows = [], []
         for look in found.looks():
             together = _rows_of(step.batch, cut, partition, look, adjacent=found.adjacent)

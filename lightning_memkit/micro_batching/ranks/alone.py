@@ -75,7 +75,7 @@ class Ranks:
                 backward.
             smallest: forward and backward of one row. Under sharding, a rank runs it to catch up with the
                 others if its very first micro-batch fails.
-            kind: the kind of pass ("train", "validate"), because passes communicate differently.
+            kind: the kind of pass ("train", "survey", "validation_step 0"), because they communicate differently.
 
         Raises:
             OutOfMemoryError: under sharding on all ranks if one ran out of memory; else only on this rank.

@@ -78,7 +78,7 @@ class OwnDivisors:
 
     Args:
         rules: how the loss's terms add up.
-        looked_up: by term, what seeming sums are divided by in the whole batch; None where that was not looked up.
+        looked_up: by term, the divisor in the whole batch of a term that seems a sum; None if it was not looked up.
         by_itself: the batch's loss is its own, not a part of one over further batches or ranks.
     """
 
@@ -93,7 +93,8 @@ class OwnDivisors:
 
         Raises:
             UnforeseenLossError: it does not.
-            LoneCountError: nor does one that seemed to be a sum; the step divides it by a number of its own.
+            LoneCountError: the divisor of a term that seemed to be a sum differs, so it is a number of the step's own:
+                it must be looked up in the whole batch.
         """
         for index, rule in enumerate(self._rules.rules):
             if rule.law is Law.MEAN or index in lone:

@@ -41,9 +41,9 @@ class StepShares:
     Attributes:
         lone: by term, 1 where a divisor of 1 may be no count, so that `counted` can't be trusted.
         fractions: by mean, how much of it the micro-batches have accumulated; more than 1 where their divisors are
-            kept from being less.
+            clamped.
         beside: by mean, 1 where a learned factor scales it together with a number that has no gradient.
-        shared: how much of a term that looks at no row has been accumulated; None where the loss has no such term.
+        shared: how much of a term that depends on no row has been accumulated; None where the loss has no such term.
         contributions: what the terms of each micro-batch add to the batch's loss, where values were noted.
         rests: the parts of the micro-batches' losses that have no gradient, where values were noted.
 
@@ -51,8 +51,8 @@ class StepShares:
         rules: how the loss's terms add up.
         totals: what each term counts in the whole batch, over all ranks and divided by their number; None if unknown.
         is_known: the totals are the batch's own, not those of a batch that was accumulated before.
-        looked_up: what each term counts in this batch, whatever its least divisors stand for, and what seeming sums
-            are divided by in it; None where that was not looked up.
+        looked_up: what each term counts in this batch, whether its least divisors are clamped or not, and the divisor
+            in it of terms that seem sums; None where that was not looked up.
         by_itself: the batch's loss is its own, not a part of one over further batches or ranks.
         ranks: the number of ranks that have one batch between them.
     """
@@ -96,10 +96,10 @@ class StepShares:
 
         Args:
             loss: of the micro-batch.
-            rows: its fraction of the batch's rows, for a loss that looks at none.
+            rows: its fraction of the batch's rows, for a loss that depends on none.
             over: how many batches are accumulated, each a mean of its own.
             values: the numbers that the step computed, from which `contributions` are made.
-            foretelling: tells a divisor that is a count from one that is kept from being less.
+            foretelling: tells a divisor that is a count from one that is clamped.
             part: the micro-batch.
 
         Raises:
@@ -209,11 +209,11 @@ class StepShares:
 
         Raises:
             MistakenTotalsError: terms that weigh unlike were scaled by wrong totals, or totals of zero although
-                something counts, or a term that looks at no row was accumulated more or less than once.
+                something counts, or a term that depends on no row was accumulated more or less than once.
             KeptConstantError: see `refuse_constants`.
         """
         factor = self._factor(self.counted_of(overall), unlike=overall.unlike > 0)
-        # Whatever each micro-batch counted, a term that looks at no row is accumulated once.
+        # Whatever each micro-batch counted, a term that depends on no row is accumulated once.
         if self.shared is not None and not self._is_one(overall.shared * factor):
             raise MistakenTotalsError
         self.refuse_constants(overall.fractions, overall.beside, factor)
@@ -228,7 +228,7 @@ class StepShares:
             factor: what gradients are multiplied with.
 
         Raises:
-            KeptConstantError: it was not, since the mean's divisor is kept from being less.
+            KeptConstantError: it was not, since the mean's divisor is clamped.
         """
         for index in self.rules.means:
             if beside[index] > 0 and not self._is_one(fractions[index] * factor):

@@ -133,7 +133,7 @@ class _Peaks:
         of_part_here: the peak of the last trial's forward and backward on this rank; None if it ran out of
             memory.
         of_part: the largest of all ranks' peaks.
-        fewest: the fewest samples on which the step is known to run, at least 1.
+        fewest: the fewest samples on which the step may run, as far as known; above 1, it has failed on one less.
     """
 
     def __init__(self, step: Step, trials: Trials, states: list[Tensor], step_peak: int, total: int) -> None:
@@ -156,7 +156,7 @@ class _Peaks:
                 self.of(1)
 
     def of(self, size: int, limit: int | None = None) -> int | None:
-        """The peak with micro-batches of `size`, or of the optimizer's step; None after an OOM on any rank.
+        """The larger peak of a micro-batch of `size` and of the optimizer's step; None after an OOM on any rank.
 
         Raises:
             StepFailedError: the step does not run on so few samples, on this rank or another.

@@ -33,7 +33,7 @@ class TunedSize:
     Args:
         micro_batch_size: the fastest size that fits.
         peak_bytes: the peak of the largest size that was measured.
-        elements_per_second: by size, the elements of batches that were trained on a second.
+        elements_per_second: by size, how many elements of batches were trained on per second.
     """
 
     micro_batch_size: int

@@ -18,10 +18,10 @@ from lightning_memkit.utilities.tensors import tensors_of
 
 
 def clock_may_choose(run: Run) -> bool:
-    """Whether smaller parts may be taken because they are faster.
+    """Whether smaller micro-batches may be chosen because they are faster.
 
-    Not where algorithms are to be deterministic, nor where a module normalizes with the batch's statistics: there
-    the size of the parts is more than a matter of rounding.
+    Not if algorithms must be deterministic, as times are not; nor if a module normalizes with the batch's
+    statistics, so that the size changes results by more than rounding.
     """
     module = run.module
     return not torch.are_deterministic_algorithms_enabled() and not with_batch_statistics(module)
@@ -36,10 +36,10 @@ class SizeTuning:
 
     Args:
         step: the first step.
-        runner: runs batches in parts; its partition's size is set before each optimizer step.
+        runner: runs batches in micro-batches; its partition's size is set before each optimizer step.
         sizing: the largest size that fits, and those that may be timed.
         proven: whether enough has been seen of the loss to split a batch that fits whole; asked before each step.
-        kept: where the answer is kept for later runs.
+        kept: the cache that keeps the answer for later runs; None if it is not kept.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class SizeTuning:
 
     @property
     def size(self) -> int:
-        """What a resumed run is to repeat: the size in use, or the likeliest to be chosen."""
+        """What a resumed run uses again: the size in use, or while tuning the best so far."""
         return self._runner.partition.micro_batch_size if self._is_over else self.fastest.best
 
     @property
     def probed_size(self) -> int:
-        """The size that the loss's probes are to reckon with: a batch that fits whole may soon be split."""
+        """The size for which the loss is probed: a batch that fits whole may be split soon, to time that."""
         if self.fits_whole and not self._is_over:
             return self.sizes[1]
         return self._runner.partition.micro_batch_size
@@ -102,7 +102,7 @@ class SizeTuning:
             self._observe(step)
 
     def _begin(self, step: Step) -> None:
-        """The size of the optimizer step that begins; None where nothing may be split yet."""
+        """Set the size of the optimizer step that begins; none where nothing may be split yet."""
         if self.fits_whole and (self._runner.partition.unsplittable or not self._proven()):
             self._size = None
             return

@@ -29,9 +29,9 @@ class ActivationCheckpointing(LeavesRunBehind, Callback):
             `budget:2GiB`) keeps the saved activations within a fraction of their size without checkpointing,
             or within a number of bytes, with as little recomputation as possible. `auto` derives that limit
             from the MemoryBudget in the same Trainer, and corrects it once if the peak that MemoryBudget
-            measures is off by more than 5 %; `auto:22GiB` derives it from a whole step of that size.
-            `compile:x` compiles each block with torch's own activation memory budget of x; if x does not
-            lower the peak, another value is used and a warning says so.
+            measures exceeds the budget or leaves more than 5 % of it unused; `auto:22GiB` derives it from a
+            whole step of that size. `compile:x` compiles each block with torch's own activation memory budget
+            of x; if x does not lower the peak, another value is used and a warning says so.
         blocks: the blocks to use instead of those found: globs over module names (`encoder.layers.*`) and
             class names (`Llama*Layer`).
 

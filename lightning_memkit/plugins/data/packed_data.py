@@ -216,7 +216,7 @@ class PackedDataModule(pl.LightningDataModule):
         return {} if self._train_loader is None else {"train_loader": self._train_loader.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the position for the next training loader; ignored outside a fit."""
+        """Keep the position for the next training loader; a trainer that does not fit ignores it."""
         if self.trainer is None or self.trainer.state.fn == TrainerFn.FITTING:
             self._state_to_load = state_dict.get("train_loader")
 

@@ -21,7 +21,7 @@ _SCANS: ContextVar[dict[int, tuple[DataLoader, list[Any]]] | None] = ContextVar(
 
 @contextmanager
 def scanned_once() -> Iterator[None]:
-    """Within the context, a loader's samples are read only once and kept; up to 256 are held meanwhile."""
+    """Within the context, a loader's samples are read only once; up to 511 are kept until it ends."""
     token = _SCANS.set({})
     try:
         yield
@@ -33,8 +33,8 @@ def worst_batch(trainer: Trainer, batch: Any, rows: int) -> Any:
     """A batch of `rows` samples as large as any that training may meet.
 
     A datamodule or LightningModule with a `worst_batch(rows)` method provides it (`PackedDataModule` does).
-    For a map-style data set, the largest of up to 256 evenly spaced items are collated. Otherwise the current
-    batch is used.
+    For a map-style data set, the largest of 256 to 511 evenly spaced items are collated (of all items if there are
+    fewer, and of those that are read within 2 seconds). Otherwise the current batch is used.
     """
     owners: tuple[Any, ...] = (getattr(trainer, "datamodule", None), trainer.lightning_module)
     for owner in owners:

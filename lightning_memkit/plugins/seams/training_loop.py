@@ -105,7 +105,10 @@ def _callbacks_of(trainer: Trainer, *, by_part: bool) -> Iterator[None]:
 
 @contextmanager
 def _after_backward_held() -> Iterator[None]:
-    """Suppress `on_after_backward`, which Lightning calls in its backward, before gradients are complete."""
+    """Let Lightning's backward call `on_after_backward` only on callbacks with `sees_micro_batches`.
+
+    For all others it is too early: the batch's gradients are not complete yet.
+    """
     of_callbacks, of_module = call._call_callback_hooks, call._call_lightning_module_hook
 
     def call_callbacks(trainer: Trainer, hook_name: str, *args: Any, **kwargs: Any) -> None:

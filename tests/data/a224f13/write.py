@@ -73,7 +73,7 @@ class Language(LightningModule):
 
 
 class ScheduleFree(Language):
-    """Its optimizer is switched to training, as schedulefree asks."""
+    """A model whose optimizer is switched to train mode, as schedulefree requires."""
 
     def __init__(self) -> None:
         import schedulefree
@@ -128,7 +128,7 @@ def shuffled() -> DataLoader[Any]:
 
 
 def the_same() -> DataLoader[Any]:
-    """One batch, over and over: Lightning begins a plain loader's epoch anew."""
+    """One batch, over and over, because a resume begins the epoch of a plain loader again."""
     ids = torch.randint(KINDS, (4, 12), generator=torch.Generator().manual_seed(1))
     return DataLoader(ids.repeat(8, 1), 4)  # pyright: ignore[reportArgumentType]
 
@@ -204,13 +204,13 @@ def fitted(
 
 
 def whole(value: Any) -> Tensor:
-    """A tensor of all ranks' shards, away from what the module goes on with."""
+    """A copy of a tensor, gathered from all ranks' shards, which further steps leave unchanged."""
     return (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
 
 
 @contextmanager
 def algorithms_as_before() -> Iterator[None]:
-    """Take back what `Trainer(deterministic=True)` sets for the process."""
+    """A context that undoes what `Trainer(deterministic=True)` sets for the process."""
     before = torch.are_deterministic_algorithms_enabled()
     try:
         yield
