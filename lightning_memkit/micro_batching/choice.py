@@ -10,7 +10,7 @@ import torch
 from lightning_memkit.memory.sizing import Sizing
 from lightning_memkit.memory.units import format_bytes
 from lightning_memkit.micro_batching import SplitError, batch_size
-from lightning_memkit.micro_batching.graph.loss_rules import VARYING_FACTOR
+from lightning_memkit.micro_batching.misfits import Misfits, warn_of_all
 from lightning_memkit.micro_batching.options import BudgetOptions
 from lightning_memkit.micro_batching.parts.by_tokens import form_by_tokens
 from lightning_memkit.micro_batching.parts.partition import WHOLE
@@ -21,16 +21,13 @@ from lightning_memkit.micro_batching.proof.trials import Trials
 from lightning_memkit.micro_batching.proof.verdicts import weighed_by, why_whole
 from lightning_memkit.micro_batching.ranks.agreement import any_rank, largest_of_ranks
 from lightning_memkit.micro_batching.ranks.worst import worst_of_ranks
+from lightning_memkit.micro_batching.repeats import is_surveyed_next
 from lightning_memkit.micro_batching.run import Step
 from lightning_memkit.micro_batching.shares.foreseen import (
-    ForeseenElsewhereError,
     ForeseenWronglyError,
-    KeptConstantError,
-    LoneCountError,
-    MistakenTotalsError,
-    NothingCountedError,
+    NewFunctionsError,
+    UnequalDrawsError,
     UnknownTotalsError,
-    VaryingFactorError,
 )
 from lightning_memkit.micro_batching.sizes.known import KnownSizes
 from lightning_memkit.micro_batching.sizes.shortfall import ran_dry
@@ -75,6 +72,7 @@ class PartsChoice:
         self._window = window
         self._resumed = resumed
         self.known = KnownSizes(options, trials, resumed, foresee)
+        self._misfits = Misfits(runner.partition, self.known)
         self._warned = ""
         self._sized_for = 0  # samples of the largest batch that a size was measured for
 
@@ -107,7 +105,9 @@ class PartsChoice:
 
     def timed(self, step: Step) -> AbstractContextManager[None]:
         """Encloses a batch's step, which is timed while sizes are tuned."""
-        return nullcontext() if self.tuning is None else self.tuning.timed(step)
+        if self.tuning is None or self._runner.partition.misfit:
+            return nullcontext()
+        return self.tuning.timed(step)
 
     def before_first(self, step: Step) -> Sizing:
         """Probe the loss, measure peaks, choose a size.
@@ -116,19 +116,17 @@ class PartsChoice:
             BudgetError: nothing fits the budget, or the loss can't be split.
         """
         with step.run.scanned_once():
-            self.sizing = sizing = self._first(step)
+            self.sizing = self._first(step)
         budget, weighed = format_bytes(self._options.budget_bytes), weighed_by(self.weighing)
-        step.run.info(f"MemoryBudget: {sizing}; budget {budget}, weighed by {weighed}.")
-        return sizing
+        step.run.info(f"MemoryBudget: {self.sizing}; budget {budget}, weighed by {weighed}.")
+        return self.sizing
 
     def _first(self, step: Step) -> Sizing:
         options, partition = self._options, self._runner.partition
         try:
             total = batch_size(step.batch)
         except SplitError as error:
-            if options.micro_batch_size != "auto":
-                raise
-            warnings.warn(f"MemoryBudget runs batches whole: {error}", stacklevel=2)
+            warn_of_all(error, options.micro_batch_size)
             sizing = self.known.whole(step, why=str(error))
             partition.never_split(str(error))
             return sizing
@@ -163,6 +161,8 @@ class PartsChoice:
         partition = self._runner.partition
         if partition.whole:
             return
+        if self._misfits.are_in(step, micro_batches=-(-self._sized_for // self.size_in_use)):
+            return
         known = self._mismatch
         self._settle(step)
         total = batch_size(step.batch)
@@ -191,30 +191,24 @@ class PartsChoice:
             self._take_over(step)
             self.sizing = self._sized(step, None)
             return
-        if isinstance(error, NothingCountedError):
-            partition.survey_batch(step.batch_idx)
+        if is_surveyed_next(step, error, partition, self._window):
             return
-        if isinstance(error, LoneCountError):
-            # If it ends an accumulation window, the batches before it run again, too.
-            before = max(step.run.batches_a_step, self._window.loader_batches) - 1
-            partition.look_up_in(range(step.batch_idx - before, step.batch_idx + 1))
-            # With a divisor that is no count, the reported loss is no mean of the micro-batches' losses.
-            if self._window.loader_batches < 2:
-                partition.note_values()
-            return
-        if isinstance(error, (ForeseenElsewhereError, MistakenTotalsError)):
-            return  # the wrong prediction is forgotten already, so the retry reads totals itself
         if isinstance(error, UnknownTotalsError):
             self._window.check(self.weighing.rules, is_unlike=True)
             partition.survey_each_batch()
             return
-        if isinstance(error, KeptConstantError):
-            weighing.refuse(verdicts.constant_beside_a_kept_mean())
+        verdict = verdicts.of_error(error)
+        if isinstance(error, UnequalDrawsError):
+            weighing.unproven = (
+                "training_step draws from Python's or NumPy's generators, more often for some rows"
+            )
             self._take_over(step)
-        elif isinstance(error, VaryingFactorError):
-            weighing.refuse(verdicts.scaled_by(VARYING_FACTOR))
+        elif verdict is not None:
+            weighing.refuse(verdict)
             self._take_over(step)
         elif any_rank(step.run, batch_size(step.batch) > 1 and not partition.whole):
+            if isinstance(error, NewFunctionsError):
+                weighing.head |= error.edges  # some rows may not show them: ask once
             weighing.again(step, self._trials, min(partition.micro_batch_size, batch_size(step.batch)))
             self._take_over(step)
         if self._mismatch:
@@ -267,6 +261,8 @@ class PartsChoice:
         combination = weighing.combination(step.batch)
         partition.combine_by(combination, held=weighing.skipped, unlike=weighing.unlike)
         self._window.check(weighing.rules, is_unlike=partition.unlike)
+        self._runner.draws = draws = self._trials.draws
+        draws.required = self._splits_by_itself and self._trials.ranks.compares
         self._runner.values.logs, self._runner.values.returned = weighing.logs, weighing.returned
 
     @property

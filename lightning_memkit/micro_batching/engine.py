@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_memkit.memory.meter import ByteMeter, unmetered
 from lightning_memkit.memory.sizing import Sizing
-from lightning_memkit.micro_batching import SplitError, batch_size
+from lightning_memkit.micro_batching import batch_size
 from lightning_memkit.micro_batching.choice import PartsChoice
 from lightning_memkit.micro_batching.history import PartsChange, noted
 from lightning_memkit.micro_batching.options import BudgetOptions
@@ -131,6 +131,8 @@ class Engine:
                         gc.collect()  # as after the first
                 else:
                     self._prepare_first(step)
+            outlive = self.trials.adds_up or not self.loop.zeroes_gradients(step.optimizer)
+            self.runner.gradients_outlive(outlive)
             if self.choice.sizing is not None:
                 self.runner.partition.need_rows(self.choice.sizing.fewest)
         finally:
@@ -229,13 +231,9 @@ class Engine:
     def _warn_where_split(self, step: Step) -> None:
         """Before the first batch that is split, name the hooks that run in every micro-batch."""
         partition = self.runner.partition
-        if self._has_split or partition.whole or partition.held:
+        if self._has_split or partition.keeps_whole:
             return
-        try:
-            splits = batch_size(step.batch) > partition.micro_batch_size
-        except SplitError:  # running it says so
-            return
-        if splits:
+        if batch_size(step.batch) > partition.micro_batch_size:
             self._has_split = True
             _warn_of_hooks(self.loop)
 
@@ -250,7 +248,9 @@ class Engine:
 
     def _resized(self, step: Step, *, retry: bool) -> None:
         """Tell the loop over how many micro-batches gradients are accumulated; count a retry."""
-        self.loop.set_gradient_parts(-(-batch_size(step.batch) // self.runner.partition.micro_batch_size))
+        partition = self.runner.partition
+        rows = 1 if partition.keeps_whole else batch_size(step.batch)
+        self.loop.set_gradient_parts(-(-rows // partition.micro_batch_size))
         if retry:
             self.record.retries += 1
             self._retried()

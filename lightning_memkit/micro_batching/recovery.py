@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from lightning_memkit.memory.out_of_memory import free_memory, is_out_of_memory
 from lightning_memkit.micro_batching import batch_size
+from lightning_memkit.micro_batching.changes.kept_gradients import KeptGradients
 from lightning_memkit.micro_batching.changes.rollback import Rollback
 from lightning_memkit.micro_batching.changes.step_changes import label
 from lightning_memkit.micro_batching.parts.runner import PartsRunner
@@ -15,7 +16,9 @@ from lightning_memkit.micro_batching.shares.foreseen import ForeseenWronglyError
 from lightning_memkit.optim.journaled_step import StepOutOfMemoryError
 
 _CALM_STEPS = 32  # without an OOM, before a larger size is tried again; twice as many after each failure
-_MOST_REPEATS = 3  # of a batch whose loss was not as proven: its totals, its terms, or both
+_MOST_REPEATS = (
+    6  # of a batch whose loss was not as proven: its functions, its totals, its terms, or several of these
+)
 
 
 class Resized(Protocol):
@@ -49,11 +52,18 @@ class SafePoint:
             step.run.keep_scaler(),
         ]
         kept = {**step.run.changed_beside(), **_step_hooks(step)}
-        self._rollback = Rollback(step.run.module, changing, batches=[step.batch], beside=kept)
+        apart = step.run.steppers(step)
+        self._rollback = Rollback(step.run.module, changing, batches=[step.batch], beside=kept, apart=apart)
+        self._gradients = KeptGradients(step, self._rollback.leaves()) if step.starts_window else None
 
     def optimizer_steps(self) -> frozenset[tuple[str, str]]:
         """The optimizer changes weights from here on; returns the tensors that the step itself has changed."""
         return self._rollback.optimizer_steps()
+
+    def restore_gradients(self) -> None:
+        """Restore the gradients before the window; those of its own batches are gone."""
+        if self._gradients is not None:
+            self._gradients.restore()
 
     def restore(self) -> frozenset[tuple[str, str]]:
         """Restore the state, any number of times; returns the tensors that were changed in place and not cloned."""
@@ -201,9 +211,12 @@ class Recovery:
         return alone and isinstance(error, StepOutOfMemoryError) and not error.half_stepped
 
     def _put_back(self, step: Step, point: SafePoint | None) -> None:
-        """Restore the state before the step, without gradients."""
+        """Restore the state before the step, with those gradients only that were there before its window."""
         for parameter in step.run.module.parameters():
             parameter.grad = None
+        first = self._past[0].point if self._past else point
+        if first is not None:
+            first.restore_gradients()
         lost = point.restore() if point is not None else frozenset()
         if lost:
             names = ", ".join(sorted(label(*key) for key in lost))
@@ -229,13 +242,13 @@ class Recovery:
 
     def _shrink(self, step: Step, failure: str) -> int:
         partition = self._runner.partition
-        failed = 1 if partition.whole else min(partition.micro_batch_size, batch_size(step.batch))
+        failed = 1 if partition.keeps_whole else min(partition.micro_batch_size, batch_size(step.batch))
         failed = self._runner.ranks.largest(failed)
         if failed == 1 and partition.row_tokens is not None:
             partition.form_by_rows()  # a micro-batch by tokens may hold several short rows
             self._resized(step, retry=True)
             return failed
-        if failed == 1 or partition.unsplittable:
+        if failed == 1 or partition.unsplittable or partition.misfit:
             if self._repeated:
                 raise self._dry(step, failure)
             # This size was measured to fit: a fragmented cache or another process may be the cause.

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_memkit.activations.planned import BudgetPlan
 from lightning_memkit.micro_batching.splitting import batch_size, split_batch
+from lightning_memkit.optim.methods import local_optimizer
 from lightning_memkit.utilities.patching import Undo
 
 T = TypeVar("T")
@@ -150,6 +151,10 @@ class Run:
         with self.loggers_silent(), self.logging_held() as held:
             yield held
 
+    def zeroes_gradients(self, optimizer: Optimizer) -> bool:
+        """Whether each window begins without gradients: zero_grad leaves none of the optimizer's parameters."""
+        return True
+
     def keep_scaler(self) -> Undo:
         """Returns a function that resets which gradients a gradient scaler has unscaled."""
         return lambda: None
@@ -161,6 +166,12 @@ class Run:
             for index, optimizer in enumerate(self.optimizers)
             for number, group in enumerate(optimizer.param_groups)
         }
+
+    def steppers(self, step: "Step") -> list[Any]:
+        """The optimizers of the run, with their states: no part of what a step changes besides them."""
+        optimizers = [*self.optimizers, step.optimizer]
+        optimizers += [local_optimizer(optimizer) for optimizer in optimizers]
+        return [*optimizers, *(part for one in optimizers for part in (one.state, one.param_groups))]
 
     def hooks_by_micro_batch(self) -> list[str]:
         """The names of the user's hooks that see the gradients of each micro-batch."""

@@ -111,18 +111,22 @@ def batch_size(batch: Any) -> int:
     """How many samples a batch holds: its own `rows`, or the leading size that its tensors share.
 
     Raises:
-        SplitError: tensors disagree on the leading size, or there is no tensor with one.
+        SplitError: tensors disagree on the leading size, one has no rows that can be split (it is nested or sparse),
+            or there is no tensor with a leading size.
     """
     if isinstance(batch, SplittableBatch):
         return batch.rows
-    sizes: dict[int, str] = {}
-    for name, tensor in named_tensors(batch, "batch"):
-        if tensor.ndim > 0:
-            sizes.setdefault(tensor.shape[0], f"{name} {tuple(tensor.shape)}")
     remedy = (
         "Collate it to tensors that have one row a sample, or let it offer `rows`, `split(sizes)` and `weight()`, as "
         "PackedBatch does."
     )
+    sizes: dict[int, str] = {}
+    for name, tensor in named_tensors(batch, "batch"):
+        if tensor.is_nested or tensor.layout is not torch.strided:
+            kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+            raise SplitError(f"{name} is a {kind} tensor, whose rows can't be split. {remedy}")
+        if tensor.ndim > 0:
+            sizes.setdefault(tensor.shape[0], f"{name} {tuple(tensor.shape)}")
     if not sizes:
         raise SplitError(f"A batch of type {type(batch).__name__} has no tensor to split. {remedy}")
     if len(sizes) > 1:

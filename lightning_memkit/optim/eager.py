@@ -52,6 +52,7 @@ def widen_own_buffers(optimizer: Optimizer, low_halves: Mapping[Parameter, Tenso
                 _become(tensors[0], _float32_of(tensors[0], parameters, low_halves, options))
             else:
                 _widen_memory(tensors)
+        _complete_copies(optimizer, parameters, low_halves)
     widened = [ref(tensor) for tensor in found]
 
     def undo() -> None:
@@ -125,6 +126,24 @@ def _everything(optimizer: Optimizer, seen: set[int]) -> Iterator[tuple[str, Any
                     yield from contents(value, f"parameter.{name}", seen)
     for name, value in own_attributes(optimizer).items():
         yield from contents(value, f"self.{name}", seen)
+
+
+def _complete_copies(
+    optimizer: Optimizer, parameters: list[Parameter], low_halves: Mapping[Parameter, Tensor]
+) -> None:
+    """Add the low halves to float32 tensors that are copies of the bfloat16 weights (master weights, a start)."""
+    by_shape: defaultdict[torch.Size, list[Parameter]] = defaultdict(list)
+    for parameter in parameters:
+        if parameter in low_halves:
+            by_shape[parameter.shape].append(parameter)
+    for _, item in _everything(optimizer, {id(slot.parameter) for slot in slots(optimizer)}):
+        if type(item) not in (Tensor, Parameter) or item.dtype != torch.float32 or item.grad_fn is not None:
+            continue
+        for parameter in by_shape.get(item.shape, ()):
+            low = low_halves[parameter]
+            if item.device == parameter.device and torch.equal(item, parameter.float()):
+                widen_(parameter.detach(), low.to(parameter.device), item.detach())
+                break
 
 
 def _float32_of(

@@ -1,9 +1,9 @@
 """Finds what an optimizer keeps outside `state` and its groups: attributes with buffers, counters, optimizers.
 
 Code that copies, rolls back or widens what a step changes must handle these, too. The search descends, at any
-depth, into lists, tuples, dicts, sets, deques, arrays, bytes, generators, closure variables of functions, and
-objects of the optimizer's own. It skips modules, classes, and whatever belongs to Lightning or to torch's own
-machinery.
+depth, into lists, tuples, dicts, sets, deques, arrays, bytes, generators, iterators, closure variables of
+functions, objects of the optimizer's own, and modules other than the one that it trains. It skips classes, and
+whatever belongs to Lightning or to torch's own machinery.
 """
 
 from array import array
@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_memkit.utilities.class_attributes import class_attributes
 from lightning_memkit.utilities.generators import GENERATORS, set_state, state_of
+from lightning_memkit.utilities.rewindable import Rewindable, make_rewindable
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 CONTAINERS = (dict, list, set, deque)
@@ -26,9 +28,9 @@ _OF_EVERY_OPTIMIZER = frozenset({"state", "param_groups", "defaults", "_opt_call
 # Methods that someone replaced; they belong to the replacement.
 _REPLACED = ("step", "load_state_dict", "get_state_buffer")
 _NOT_LOOKED_INTO = (nn.Module, type, ModuleType, BuiltinFunctionType, np.dtype, np.generic, torch.Stream)
+_LIBRARY = ("torch", "typing", "abc", "collections")
 _FOREIGN = (
     "abc.",
-    "collections.",
     "functools.",
     "lightning.",
     "lightning_memkit.",
@@ -45,8 +47,9 @@ _FOREIGN = (
 def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
     """The attributes of an optimizer that neither every optimizer has nor this package set.
 
-    A step that was replaced on the object is not included.
+    A step that was replaced on the object is not included. Iterators among them become rewindable.
     """
+    make_rewindable(vars(optimizer))
     return {name: value for name, value in vars(optimizer).items() if is_own(name)}
 
 
@@ -59,6 +62,14 @@ def is_own(name: str) -> bool:
     )
 
 
+def own_class_attributes(optimizer: Optimizer) -> list[tuple[type, dict[str, Any]]]:
+    """The classes of an optimizer that are not torch's, with the attributes of each."""
+    bases = type(optimizer).__mro__[:-1]
+    return [
+        (base, class_attributes(base)) for base in bases if base.__module__.partition(".")[0] not in _LIBRARY
+    ]
+
+
 def own_numbers(optimizer: Optimizer) -> dict[str, Any]:
     """The optimizer's own attributes that are numbers, flags or strings."""
     return {name: value for name, value in own_attributes(optimizer).items() if isinstance(value, PLAIN)}
@@ -67,12 +78,13 @@ def own_numbers(optimizer: Optimizer) -> dict[str, Any]:
 def has_own_values(optimizer: Optimizer) -> bool:
     """Whether an optimizer keeps tensors or objects outside `state`, which no step in buckets can follow."""
     values = list(own_attributes(optimizer).values())
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for group in optimizer.param_groups:
         values += [value for name, value in group.items() if name != "params"]
     return any(
         isinstance(item, CONTAINERS) or (isinstance(item, Tensor) and item.dim() > 0)
         for value in values
-        for _, item in contents(value, "", set())
+        for _, item in contents(value, "", set(trained))
     )
 
 
@@ -87,10 +99,12 @@ def contents(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]
         path: its name.
         seen: ids that were visited already; extended in place.
     """
-    if isinstance(value, PLAIN) or isinstance(value, _NOT_LOOKED_INTO) or id(value) in seen:
+    if isinstance(value, PLAIN) or id(value) in seen:
+        return
+    if isinstance(value, _NOT_LOOKED_INTO) and not _is_own_module(value, seen):
         return
     seen.add(id(value))
-    if isinstance(value, (Tensor, np.ndarray, *BYTES, *GENERATORS)):
+    if isinstance(value, (Tensor, np.ndarray, Rewindable, *BYTES, *GENERATORS)):
         yield path, value
     elif isinstance(value, dict):
         yield path, value
@@ -109,6 +123,11 @@ def contents(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]
         yield from _attributes(value, path, seen)
 
 
+def _is_own_module(value: Any, seen: set[int]) -> bool:
+    """Whether it is a module that holds none of the parameters that the optimizer steps."""
+    return isinstance(value, nn.Module) and not any(id(parameter) in seen for parameter in value.parameters())
+
+
 def _variables(function: FunctionType, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
     if f"{function.__module__}.".startswith((*_FOREIGN, "torch.")):
         return
@@ -122,7 +141,7 @@ def _variables(function: FunctionType, path: str, seen: set[int]) -> Iterator[tu
 
 
 def _attributes(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    if not _is_object(value):
+    if not _is_object(value) and not isinstance(value, nn.Module):
         return
     if hasattr(value, "__dict__"):
         attributes = vars(value)
@@ -130,6 +149,11 @@ def _attributes(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, An
             yield path, attributes
             for name, item in list(attributes.items()):
                 if is_own(name) or name in ("state", "param_groups"):
+                    yield from contents(item, f"{path}.{name}", seen)
+        elif isinstance(value, nn.Module):
+            yield path, attributes
+            for name, item in list(attributes.items()):
+                if not name.endswith("_hooks"):
                     yield from contents(item, f"{path}.{name}", seen)
         else:
             for inner, item in contents(attributes, path, seen):
@@ -179,6 +203,8 @@ def set_contents(holder: Any, kept: Any) -> None:
         holder[:] = kept
     elif isinstance(holder, GENERATORS):
         set_state(holder, kept)
+    elif isinstance(holder, Rewindable):
+        kept.go_back()
     else:
         holder.clear()
         (holder.update if isinstance(holder, (dict, set)) else holder.extend)(kept)
@@ -192,4 +218,6 @@ def copied_contents(holder: Any) -> Any:
         return state_of(holder)
     if isinstance(holder, BYTES):
         return holder[:]
+    if isinstance(holder, Rewindable):
+        return holder.mark()
     return holder.copy() if isinstance(holder, (dict, np.ndarray)) else list(holder)

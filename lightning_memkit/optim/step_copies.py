@@ -22,10 +22,13 @@ from lightning_memkit.optim.own_attributes import (
     copied_contents,
     is_own,
     own_attributes,
+    own_class_attributes,
     set_contents,
 )
 from lightning_memkit.optim.pages import pages_used_again
 from lightning_memkit.optim.pieces import Slot, slots
+from lightning_memkit.utilities.class_attributes import restore_class_attributes
+from lightning_memkit.utilities.rewindable import make_rewindable
 
 _PLAIN_TENSORS = (Tensor, Parameter)
 # The C library often returns memory of a few MiB without page faults, but not in every process.
@@ -96,6 +99,14 @@ class StepCopies:
             self._keep(parameter.grad)
         self._keep_state(parameter)
 
+    def _keep_beside(self) -> None:
+        """Keep what a step may note on parameters, as attributes of theirs (`p.momentum = ...`)."""
+        for slot in slots(self._optimizer):
+            attributes = vars(slot.parameter)
+            self._containers.append((attributes, attributes.copy()))
+            for value in attributes.values():
+                self._keep(value)
+
     def _keep_state(self, key: Any) -> None:
         state = self._optimizer.state[key] if key in self._optimizer.state else None
         self._states.append((key, state))
@@ -120,6 +131,7 @@ class StepCopies:
         """Copy what an object or a container of the optimizer's own holds, at any depth."""
         for _, item in contents(value, "", self._seen):
             if not isinstance(item, Tensor):
+                make_rewindable(item)
                 self._containers.append((item, copied_contents(item)))
             elif id(item) not in self._weights_seen:
                 self._tensors.extend(_parts(item))
@@ -134,7 +146,7 @@ class WholeStepCopies(StepCopies):
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._scalars = group_scalars(optimizer)
-        self._own = own_attributes(optimizer)
+        self._own, self._classes = own_attributes(optimizer), own_class_attributes(optimizer)
         super().__init__(optimizer, slots(optimizer), on_host=True)
 
     def restore(self) -> None:
@@ -145,7 +157,7 @@ class WholeStepCopies(StepCopies):
                 del self._optimizer.state[key]
         super().restore()
         restore_group_scalars(self._optimizer, self._scalars)
-        restore_own_attributes(self._optimizer, self._own)
+        restore_own_attributes(self._optimizer, self._own, self._classes)
 
     def _keep_all(self, shown: Iterable[Slot]) -> None:
         super()._keep_all(shown)
@@ -153,7 +165,9 @@ class WholeStepCopies(StepCopies):
         for key in self._optimizer.state:
             if key not in parameters:
                 self._keep_state(key)
-        for value in self._own.values():
+        self._seen |= {id(slot.parameter) for slot in slots(self._optimizer)}
+        self._keep_beside()
+        for value in _held_by(self._own, self._classes):
             self._keep(value)
 
 
@@ -161,27 +175,39 @@ class OwnAttributeCopies(StepCopies):
     """Copies of an optimizer's own attributes and all they hold; may be restored any number of times."""
 
     def __init__(self, optimizer: Optimizer, *, on_host: bool) -> None:
-        self._own = own_attributes(optimizer)
+        self._own, self._classes = own_attributes(optimizer), own_class_attributes(optimizer)
         self._elsewhere = {id(slot.parameter) for slot in slots(optimizer)}
         super().__init__(optimizer, (), on_host=on_host)
 
     def restore(self) -> None:
         """Restore the attributes."""
         super().restore()
-        restore_own_attributes(self._optimizer, self._own)
+        restore_own_attributes(self._optimizer, self._own, self._classes)
 
     def _keep_all(self, shown: Iterable[Slot]) -> None:
         self._weights_seen |= self._elsewhere  # the weights are rolled back separately
+        self._seen |= self._elsewhere
         # So are the contents of `state` and the groups, which an inner optimizer may share.
         self._seen.update(map(id, (self._optimizer.state, self._optimizer.param_groups)))
         for group in self._optimizer.param_groups:
             self._seen |= {id(group), id(group["params"])}
-        for value in self._own.values():
+        self._keep_beside()
+        for value in _held_by(self._own, self._classes):
             self._keep(value) if not isinstance(value, Tensor) else self._keep_all_within(value)
 
 
-def restore_own_attributes(optimizer: Optimizer, own: dict[str, Any]) -> None:
-    """Give an optimizer exactly these attributes of its own."""
+def _held_by(own: dict[str, Any], classes: list[tuple[type, dict[str, Any]]]) -> Iterator[Any]:
+    yield from own.values()
+    for _, attributes in classes:
+        yield from attributes.values()
+
+
+def restore_own_attributes(
+    optimizer: Optimizer, own: dict[str, Any], classes: Iterable[tuple[type, dict[str, Any]]] = ()
+) -> None:
+    """Give an optimizer exactly these attributes of its own, and its classes exactly those."""
+    for kind, before in classes:
+        restore_class_attributes(kind, before)
     attributes = vars(optimizer)
     for name in [name for name in attributes if is_own(name) and name not in own]:
         del attributes[name]

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from lightning_memkit.memory.out_of_memory import free_memory, is_out_of_memory
 from lightning_memkit.optim.shadow import ShadowEngine
 from lightning_memkit.optim.step_copies import WholeStepCopies
+from lightning_memkit.utilities.generators import Generators
 
 
 class StepOutOfMemoryError(torch.OutOfMemoryError):
@@ -53,7 +54,7 @@ def step_whole(
 
 
 def _attempt_whole(optimizer: Optimizer, engine: ShadowEngine, act: Callable[[], object]) -> str | None:
-    noise = engine.rounding.state_dict()
+    noise, generators = engine.rounding.state_dict(), Generators()
     kept: list[WholeStepCopies] = []
     failure = tried(lambda: kept.append(WholeStepCopies(optimizer)))
     if failure is not None:
@@ -62,6 +63,7 @@ def _attempt_whole(optimizer: Optimizer, engine: ShadowEngine, act: Callable[[],
     def put_back() -> None:
         engine.rounding.load_state_dict(noise)
         kept[0].restore()
+        generators.restore()  # of an optimizer that draws: its next try draws the same numbers
 
     return tried(act, put_back)
 

@@ -45,6 +45,10 @@ class Generators:
         elsewhere = self._python != now._python or not all(np.array_equal(a, b) for a, b in numpys)
         return not all(torch.equal(a, b) for a, b in ours), elsewhere
 
+    def stand_as_now(self) -> bool:
+        """Whether no number was drawn since."""
+        return self.drawn_from() == (False, False)
+
     def restore(self) -> None:
         """Restore all generators."""
         random.setstate(self._python)
@@ -52,3 +56,10 @@ class Generators:
         torch.set_rng_state(self._cpu)
         if self._cuda:
             torch.cuda.set_rng_state_all(self._cuda)
+
+
+def seed_all(seed: int) -> None:
+    """Seed the global random number generators of Python, NumPy and torch."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)

@@ -10,7 +10,7 @@ def part(*numbers: int) -> dict[str, torch.Tensor]:
 
 
 def nonzero() -> Foretelling:
-    foretelling = Foretelling([[Foretold(BatchCount("nonzero"), 1.0)]])
+    foretelling = Foretelling([[Foretold(BatchCount("nonzero", "['y']"), 1.0)]])
     for _ in range(3):  # batches whose totals were looked up
         foretelling.confirm(0, part(1, 0), 1.0)
     return foretelling
@@ -30,6 +30,6 @@ def test_a_number_that_is_not_what_a_term_counts_is_forgotten() -> None:
 
 
 def test_a_number_tells_nothing_of_divisors_of_one_before_totals_have_confirmed_it() -> None:
-    foretelling = Foretelling([[Foretold(BatchCount("nonzero"), 1.0)]])
+    foretelling = Foretelling([[Foretold(BatchCount("nonzero", "['y']"), 1.0)]])
     assert foretelling.count_of(0, part(0, 0), 1.0) is None
     assert foretelling.total(0, part(0, 3)) == 1

@@ -277,11 +277,11 @@ def test_a_number_that_was_wrong_once_is_never_asked_again() -> None:
         way.count.kind for way in foretelling.ways[0]
     ] == ["labels", "nonzero", "rows"]
     foretelling.learn([part(1, 0, 0), part(1, 0), part(0)], [[1.0, 1.0, 0.0]])
-    assert [way.count for way in foretelling.ways[0]] == [BatchCount("nonzero")]
+    assert [way.count for way in foretelling.ways[0]] == [BatchCount("nonzero", "['labels']")]
     foretelling.forget_wrong(part(1, 1, 0), [3.0])
     assert foretelling.ways == [[]]
     foretelling.learn([part(1, 1), part(1), part(1)], [[2.0, 1.0, 1.0]])
-    assert BatchCount("nonzero") not in [way.count for way in foretelling.ways[0]]
+    assert BatchCount("nonzero", "['labels']") not in [way.count for way in foretelling.ways[0]]
     assert foretelling.is_silent(0)
 
 
@@ -292,7 +292,7 @@ def test_a_number_is_believed_on_divisors_of_1_once_totals_that_were_looked_up_a
         assert foretelling.is_silent(0)
         foretelling.confirm(0, part(1, 0, 2), 2.0, Shown.KEPT)  # not the rows
     assert not foretelling.is_silent(0)
-    assert [way.count for way in foretelling.ways[0]] == [BatchCount("nonzero")]
+    assert [way.count for way in foretelling.ways[0]] == [BatchCount("nonzero", "['labels']")]
 
 
 def test_totals_looked_up_while_no_number_was_left_confirm_none() -> None:

@@ -89,7 +89,7 @@ def test_a_logged_value_that_does_not_come_from_parts_is_named() -> None:
 def test_parts_without_a_loss_are_skipped_as_batches_are() -> None:
     class Skips(TokenTagger):
         def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-            if batch_idx == 1 or int(batch["x"][0, 0]) % 7 == 0:
+            if batch_idx == 1 or bool((batch["labels"] == -100).all()):
                 return None
             return super().training_step(batch, batch_idx)
 
@@ -666,8 +666,13 @@ def test_a_batch_that_can_not_be_split_names_the_remedy() -> None:
     with pytest.warns(UserWarning, match=r"runs batches whole: .*disagree on the leading size"):
         _, fitted = trained(MemoryBudget("1GiB"), module=Odd("mean"), data=data, max_steps=2)
     assert fitted.global_step == 2
-    with pytest.raises(ValueError, match=r"Collate it .* `rows`, `split\(sizes\)`"):
-        trained(MemoryBudget("1GiB", micro_batch_size=2), module=Odd("mean"), data=data)
+    with pytest.warns(
+        UserWarning, match=r"not in micro-batches of 2: .*Collate it .* `rows`, `split\(sizes\)`"
+    ):
+        _, fitted = trained(
+            MemoryBudget("1GiB", micro_batch_size=2), module=Odd("mean"), data=data, max_steps=2
+        )
+    assert fitted.global_step == 2
     with (
         pytest.warns(UserWarning, match="whole"),
         pytest.raises(BudgetError, match="disagree on the leading size"),

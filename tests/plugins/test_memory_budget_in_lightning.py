@@ -74,9 +74,10 @@ def test_the_profiler_counts_batches_steps_and_parts() -> None:
     trials = now[step] - 4 * before[step]  # four parts a batch
     assert before[step] == 4
     # Five single rows once; noise, hooks, parts alone, one after the other in each of three batches; what changes.
-    # Then two parts, as one and alone, for what is logged beside the loss: four times.
+    # Then two parts, as one and alone, for what is logged beside the loss: four times, and once for labels that are
+    # new in kind.
     # Three pairs of the most unlike rows, which tell less than the five: three runs each until that shows.
-    assert trials == 5 + 3 * 7 + 8 + 4 * 3 + 3 * 3
+    assert trials == 5 + 3 * 7 + 8 + 5 * 3 + 3 * 3
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_memkit import MemoryBudget
-from lightning_memkit.micro_batching.changes.kept_iterator import Rewindable
 from lightning_memkit.micro_batching.sizes.sizing import BudgetError
+from lightning_memkit.utilities.rewindable import Rewindable
 from tests.plugins.toys import trained, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
@@ -471,18 +471,13 @@ def test_what_micro_batches_would_change_is_left_whole_and_bitwise(case: str) ->
 
 
 def test_an_iterator_goes_back_to_places_within_each_other() -> None:
-    class Place:
-        def __init__(self, iterator: Rewindable) -> None:
-            self.position = iterator.position
-            iterator.ask_for(self)  # pyright: ignore[reportArgumentType]
-
     iterator = Rewindable(iter(range(10)))
     assert next(iterator) == 0
-    outer = Place(iterator)
+    outer = iterator.mark()
     assert [next(iterator), next(iterator)] == [1, 2]
-    inner = Place(iterator)
+    inner = iterator.mark()
     assert [next(iterator), next(iterator)] == [3, 4]
-    iterator.back_to(inner.position)
+    inner.go_back()
     assert next(iterator) == 3
-    iterator.back_to(outer.position)
+    outer.go_back()
     assert list(iterator) == list(range(1, 10))

@@ -30,7 +30,8 @@ def alike(a: Any, b: Any, depth: int = 0) -> bool:
         )
     if isinstance(a, Mapping):
         return len(a) == len(b) and all(
-            k == j and alike(v, w, depth + 1) for (k, v), (j, w) in zip(a.items(), b.items(), strict=True)
+            (k is j or _equal(k, j)) and alike(v, w, depth + 1)
+            for (k, v), (j, w) in zip(a.items(), b.items(), strict=True)
         )
     if isinstance(a, (list, tuple, deque)):
         return len(a) == len(b) and all(alike(v, w, depth + 1) for v, w in zip(a, b, strict=True))

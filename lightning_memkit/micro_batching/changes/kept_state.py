@@ -11,6 +11,7 @@ from lightning_memkit.micro_batching.changes.alike import alike
 from lightning_memkit.micro_batching.changes.kept_tensor import Place
 from lightning_memkit.micro_batching.changes.own_objects import slots_of
 from lightning_memkit.micro_batching.changes.step_changes import ABSENT, StepChange, kind_of
+from lightning_memkit.utilities.class_attributes import class_attributes, restore_class_attributes
 
 
 class Kept(Protocol):
@@ -219,20 +220,23 @@ class KeptSlots(Kept):
 
 
 class KeptClassAttributes(Kept):
-    """Snapshot of the class attributes of a user's class."""
+    """Snapshot of the class attributes of a user's class; those that a step adds are removed."""
 
-    def __init__(self, place: Place, owner: type, items: dict[str, Any]) -> None:
-        self.place, self._owner, self.items = place, owner, items
+    def __init__(self, place: Place, owner: type) -> None:
+        self.place, self._owner, self.items = place, owner, class_attributes(owner)
+
+    def _names(self) -> list[str]:
+        return list({**self.items, **class_attributes(self._owner)})
 
     @override
     def changes(self) -> Iterator[StepChange]:
-        for name, before in self.items.items():
-            if not alike(before, vars(self._owner).get(name, ABSENT)):
+        for name in self._names():
+            if not alike(self.items.get(name, ABSENT), vars(self._owner).get(name, ABSENT)):
                 yield StepChange(kind="attribute", name=f"{self._owner.__name__}.{name}")
 
     @override
     def now(self, change: StepChange) -> Any:
-        return {name: vars(self._owner).get(name, ABSENT) for name in self.items}
+        return {name: vars(self._owner).get(name, ABSENT) for name in self._names()}
 
     @override
     def before(self, now: Any) -> Any:
@@ -240,9 +244,7 @@ class KeptClassAttributes(Kept):
 
     @override
     def restore(self) -> None:
-        for name, before in self.items.items():
-            if vars(self._owner).get(name, ABSENT) is not before:
-                setattr(self._owner, name, before)
+        restore_class_attributes(self._owner, self.items)
 
 
 class KeptClass(Kept):

@@ -1,16 +1,20 @@
 """Snapshot of a tensor before a step, and the place where it was found."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_memkit.memory.meter import storage_is_freed
 from lightning_memkit.micro_batching.changes.alike import alike, same_bits
 from lightning_memkit.micro_batching.changes.step_changes import ChangeKind, StepChange, label
+
+TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_FLAG = ".requires_grad"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +37,14 @@ class Place:
     def key(self) -> tuple[str, str]:
         """The identifier that `Rollback.changed` returns for it."""
         return self.path, self.name
+
+    def below(self, suffix: str) -> "Place":
+        """The place of something that the value holds."""
+        return replace(self, name=self.name + suffix)
+
+    def of_kind(self, kind: ChangeKind) -> "Place":
+        """The same place, where changes are of another kind."""
+        return self if kind == self.kind else replace(self, kind=kind)
 
     def change(self, suffix: str = "", kind: ChangeKind | None = None) -> StepChange:
         """A change of the value, or of what it holds under `suffix`."""
@@ -58,9 +70,30 @@ class KeptTensor:
             self.alias = tensor.data
             counts = not tensor.is_inference()  # inference tensors have no version counter
             self.version: int | None = None if self.uninitialized else tensor._version if counts else 0
+            self._requires_grad = tensor.requires_grad if tensor.is_leaf else None
+            self._without_hooks = self._hookless()
             wanted = (cloned or not counts) and not self.uninitialized and not storage_is_freed(self.alias)
             with torch.inference_mode(not counts):
                 self.copy = self.alias.detach().clone() if wanted else None
+
+    def _hookless(self) -> tuple[str, ...]:
+        """The kinds of hooks of which the tensor has no table yet; its first hook makes one."""
+        if issubclass(self._kind, (UninitializedBuffer, UninitializedParameter)):
+            return ()
+        return tuple(name for name in TENSOR_HOOKS if getattr(self.tensor, name, None) is None)
+
+    @property
+    def gets_gradients(self) -> bool:
+        """Whether gradients are accumulated in it, or may be once it is no longer frozen."""
+        return self._requires_grad is True or isinstance(self.tensor, nn.Parameter)
+
+    @property
+    def was_frozen(self) -> bool:
+        """Whether its `requires_grad` is another one now."""
+        tensor = self.tensor
+        return (
+            self._requires_grad is not None and tensor.is_leaf and tensor.requires_grad != self._requires_grad
+        )
 
     @property
     def uninitialized(self) -> bool:
@@ -118,24 +151,34 @@ class KeptTensor:
         """A change if it differs; for parameters and buffers any write: an average may start as a copy."""
         if self.differs or (self.place.kind in ("parameter", "buffer") and self.was_set):
             yield self.place.change()
+        if self.was_frozen:
+            yield self.place.change(_FLAG)
 
-    def now(self, change: StepChange) -> Tensor:
-        """The current values."""
-        return self.tensor.data
+    def now(self, change: StepChange) -> Any:
+        """The current values, or the flag `requires_grad`."""
+        return self.tensor.requires_grad if change.name.endswith(_FLAG) else self.tensor.data
 
-    def before(self, now: Tensor) -> Tensor:
+    def before(self, now: Any) -> Any:
         """The values of the snapshot; if they were not copied, the current ones."""
+        if isinstance(now, bool):
+            return self._requires_grad
         return self.alias if self.copy is None else self.copy
 
     def restore(self) -> None:
-        """Restore its class, its storage and, if they were copied, its values."""
+        """Restore its class, hooks, `requires_grad`, storage and, if they were copied, its values."""
         tensor = self.tensor
+        for name in self._without_hooks:
+            hooks = getattr(tensor, name, None)
+            if hooks:
+                hooks.clear()  # the table itself stays: autograd calls what is in it
         replaced = self.was_replaced
         with torch._C.DisableTorchFunctionSubclass():
             if self._kind is not type(tensor):
                 tensor.__class__ = self._kind
             if replaced:
                 tensor.data = self.alias
+            if self.was_frozen:
+                tensor.requires_grad_(bool(self._requires_grad))
         if self.copy is not None and not self.was_freed and not same_bits(self.copy, self.alias):
             with torch.inference_mode(self.alias.is_inference()), torch.no_grad():
                 self.alias.copy_(self.copy) if replaced else tensor.copy_(self.copy)

@@ -1,6 +1,6 @@
 """Undo what a training step changes besides gradients and the optimizer, and report what it was."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,8 +11,9 @@ from lightning_memkit.micro_batching.changes.composition import Left, left_behin
 from lightning_memkit.micro_batching.changes.copy_on_write import CopyOnWrite
 from lightning_memkit.micro_batching.changes.kept_contents import KeptArray, KeptBytes, KeptLength
 from lightning_memkit.micro_batching.changes.kept_tensor import KeptTensor, Place
-from lightning_memkit.micro_batching.changes.state_walk import OF_EVERY_MODULE, Keys, StateWalk
+from lightning_memkit.micro_batching.changes.state_walk import OF_EVERY_MODULE, StateWalk
 from lightning_memkit.micro_batching.changes.step_changes import StepChange, label
+from lightning_memkit.micro_batching.changes.value_walk import Keys
 from lightning_memkit.utilities.generators import Generators
 
 
@@ -20,14 +21,15 @@ class Rollback(StateWalk):
     """Snapshot of a module's mutable state before a step, restored exactly if the step fails or was a trial.
 
     It covers the global random generators, and the parameters, buffers, hooks and attributes of every
-    submodule with what they hold at any depth: lists, dicts, sets, deques, arrays, generators, `torchmetrics`
-    states, closure variables, and plain objects of the user's own classes. The batch is covered in the same
+    submodule with what they hold at any depth: lists, dicts, sets, deques, arrays, generators, iterators,
+    `torchmetrics` states, closure variables and attributes of functions, the user's classes and objects of these,
+    optimizers and schedulers of the module's own, queues, positions of files. The batch is covered in the same
     way.
 
     Not covered: what the items of containers with more than 10,000 items hold (which items these are is
     restored; with `changing`, only in the containers that it names, and elsewhere what a list has gained is
-    removed), objects beyond 20,000 in all or 24 levels deep; the Trainer, loggers, data sets, optimizers and
-    other libraries' objects, unless these hold tensors; variables of Python modules.
+    removed), objects beyond 20,000 in all or 24 levels deep; the Trainer, loggers, data frames and other
+    libraries' objects, unless these hold tensors or nothing but plain values; variables of Python modules.
 
     Without `changing`, buffers and attributes that are tensors are cloned. Parameters, and tensors at deeper
     levels, are copied to the host when an operator first writes to them, if the step runs within
@@ -39,6 +41,7 @@ class Rollback(StateWalk):
         changing: the results of `changed()` of earlier rollbacks: the tensors that steps change in place.
         batches: the step's micro-batch, and the batch that contains it.
         beside: by name, other objects that the step's hooks change.
+        apart: objects that are not followed: the run's own optimizers.
     """
 
     def __init__(
@@ -48,9 +51,11 @@ class Rollback(StateWalk):
         *,
         batches: Sequence[Any] = (),
         beside: Mapping[str, Any] | None = None,
+        apart: Iterable[object] = (),
     ) -> None:
         self._random = Generators()
-        super().__init__(module, changing)
+        super().__init__(module, changing, apart)
+        self._root = module
         self._lost_before: set[tuple[str, str]] = set()
         self._mode: CopyOnWrite | None = None
         self._uncloned: list[KeptTensor] = []
@@ -60,6 +65,12 @@ class Rollback(StateWalk):
             self._keep_value(Place(path="batch", name="", kind="batch"), batch)
         for name, value in (beside or {}).items():
             self._keep_given(Place(path="", name=name, kind="object"), value)
+
+    def leaves(self) -> list[Tensor]:
+        """The tensors that get gradients: the module's parameters, and what else its state holds."""
+        if self._sharded:  # the walk has found shards, which get no gradients
+            return list(self._root.parameters())
+        return [one.tensor for one in self._tensors if one.gets_gradients]
 
     @contextmanager
     def watching(self) -> Iterator[None]:

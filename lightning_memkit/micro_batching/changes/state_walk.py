@@ -1,76 +1,43 @@
-"""Find and snapshot the state that a training step may change: of its module, its batch and other objects.
+"""Find and snapshot the state that a training step may change: of its module, its batch and other objects."""
 
-A snapshot is an object of a `Kept...` class: it remembers one value, tells whether it has changed, and
-restores it.
-"""
-
-from array import array
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor, nn
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch import nn
+from typing_extensions import override
 
 from lightning_memkit.micro_batching.changes import own_objects as own
-from lightning_memkit.micro_batching.changes.kept_contents import (
-    BYTES,
-    KeptArray,
-    KeptBytes,
-    KeptCell,
-    KeptGenerator,
-    KeptLength,
-)
-from lightning_memkit.micro_batching.changes.kept_iterator import KeptIterator, is_iterator
-from lightning_memkit.micro_batching.changes.kept_state import (
-    Kept,
-    KeptClass,
-    KeptClassAttributes,
-    KeptDict,
-    KeptHooks,
-    KeptItems,
-    KeptSlots,
-)
-from lightning_memkit.micro_batching.changes.kept_tensor import KeptTensor, Place
+from lightning_memkit.micro_batching.changes.kept_access import KeptScript, is_script
+from lightning_memkit.micro_batching.changes.kept_state import KeptClass, KeptDict, KeptHooks
+from lightning_memkit.micro_batching.changes.kept_tensor import Place
 from lightning_memkit.micro_batching.changes.sharded_state import are_sharded, shards_of
-from lightning_memkit.micro_batching.changes.step_changes import CONTAINERS, ChangeKind, label
-from lightning_memkit.utilities.generators import GENERATORS
-
-Keys = frozenset[tuple[str, str]]
+from lightning_memkit.micro_batching.changes.step_changes import ChangeKind
+from lightning_memkit.micro_batching.changes.value_walk import PLAIN_KINDS, Keys, ValueWalk
+from lightning_memkit.utilities.rewindable import make_rewindable
 
 OF_EVERY_MODULE = frozenset(nn.Module().__dict__) - {"training"}
 _HOOKS = tuple(name for name in nn.Module().__dict__ if name.endswith("_hooks"))
-_TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-_PLAIN = frozenset(
-    {int, float, str, bytes, bool, complex, type(None), torch.dtype, torch.device, torch.Size, type}
-)
-_SMALL_ARRAY = 2**16  # bytes; larger arrays are copied in a step only if earlier steps have changed them
 _BATCH_STATISTICS = nn.modules.batchnorm._NormBase
 
 
-class StateWalk:
-    """Collects snapshots of tensors and of all other state, in the order in which they are found.
+class StateWalk(ValueWalk):
+    """Collects snapshots of a module's tensors and of all its other state.
 
     Args:
         module: the module that takes the step.
         changing: the tensors to clone; if None, buffers and attributes that are tensors.
+        apart: objects that are not followed: the run's own optimizers.
     """
 
-    def __init__(self, module: nn.Module, changing: Keys | None) -> None:
-        self._changing = changing
+    def __init__(self, module: nn.Module, changing: Keys | None, apart: Iterable[object] = ()) -> None:
+        super().__init__(own.roots_of(module), changing, apart)
         self._modules: dict[str, nn.Module] = {}
         self._attributes: dict[str, dict[str, Any]] = {}
-        self._kept: list[Kept] = []
-        self._long: list[Kept] = []  # of those, the snapshots of long containers
-        self._tensors: list[KeptTensor] = []
-        self._seen: set[int] = set()
         self._metrics: list[str] = []
-        self._objects = 0
-        self._roots = own.roots_of(module)
         self._sharded = are_sharded(module)
         self._shards = shards_of(module) if self._sharded else {}
 
+    @override
     def _keep_module(self, path: str, owner: nn.Module) -> None:
         if id(owner) in self._seen:
             return
@@ -79,10 +46,7 @@ class StateWalk:
         metric = self._metric_above(path, owner)
         kind: ChangeKind = "metric" if metric is not None else "attribute"
         place = Place(path=path, name="", kind=kind, said=metric or "")
-        for name, value in vars(owner).items():
-            if type(value) not in _PLAIN and name not in OF_EVERY_MODULE and is_iterator(value):
-                one = Place(path=path, name=name, kind="object", said=metric or "")
-                self._kept.append(KeptIterator(one, vars(owner), name))
+        make_rewindable(vars(owner))
         attributes = KeptDict(place, vars(owner), OF_EVERY_MODULE, attributes=True)
         self._kept += [KeptClass(place, owner), attributes]
         self._attributes[path] = attributes.items
@@ -91,9 +55,11 @@ class StateWalk:
         # would register them twice.
         self._keep_hooks(place, {name: vars(owner).get(name) for name in _HOOKS})
         for name, value in attributes.items.items():
-            if type(value) not in _PLAIN:
+            if type(value) not in PLAIN_KINDS:
                 self._keep_value(Place(path=path, name=name, kind=kind, said=metric or ""), value)
-        self._keep_class_attributes(place, owner)
+        self._keep_class_attributes(place, type(owner))
+        if is_script(owner):
+            self._kept.append(KeptScript(place, owner))
 
     def _metric_above(self, path: str, owner: nn.Module) -> str | None:
         """The path of the metric that `owner` is or belongs to; None if it belongs to none."""
@@ -115,6 +81,9 @@ class StateWalk:
                 continue
             below = Place(path=place.path, name="", kind=kind, said=place.said)
             self._kept.append(KeptDict(below, values, attributes=True))
+        empty = [vars(owner)[table] for table, _ in kinds if not vars(owner)[table]]
+        if empty:  # what a first step registers there is removed
+            self._kept.append(KeptHooks(place, empty))
         for table, kind in kinds[:2]:
             for name, tensor in vars(owner)[table].items():
                 # A gathered parameter is freed in the step and gathered again from its shard: keep the shard.
@@ -122,177 +91,3 @@ class StateWalk:
                 if tensor is not None:
                     kind = "metric" if place.kind == "metric" else kind
                     self._keep_tensor(Place(path=place.path, name=name, kind=kind, said=place.said), tensor)
-
-    def _keep_hooks(self, place: Place, tables: dict[str, Any]) -> None:
-        """Snapshot tables of hooks, and the state that the user's hooks hold."""
-        tables = {name: hooks for name, hooks in tables.items() if isinstance(hooks, dict)}
-        if not tables:
-            return
-        self._kept.append(KeptHooks(place, tables.values()))
-        for name, hooks in tables.items():
-            for hook in hooks.values():
-                self._keep_value(Place(path=place.path, name=f"{name}[...]", kind="object"), hook)
-
-    def _keep_class_attributes(self, place: Place, owner: object) -> None:
-        for kind in own.own_classes(owner, self._roots):
-            if id(kind) in self._seen:
-                continue
-            self._seen.add(id(kind))
-            items = own.class_attributes(kind)
-            if items:
-                self._kept.append(KeptClassAttributes(place, kind, items))
-            for name, value in items.items():
-                if type(value) not in _PLAIN:
-                    self._keep_value(Place(path=kind.__name__, name=name, kind="attribute"), value)
-
-    def _keep_value(self, place: Place, value: Any, depth: int = 0) -> None:
-        """Snapshot any value that an attribute, a container or an object holds."""
-        if type(value) in _PLAIN or depth > own.DEEPEST:
-            return
-        if isinstance(value, Tensor):
-            self._keep_tensor(place, value)
-        elif isinstance(value, (tuple, frozenset)):
-            for index, item in enumerate(value if len(value) <= own.MOST_ITEMS else ()):
-                self._keep_value(_below(place, f"[{index}]"), item, depth + 1)
-        elif id(value) in self._seen:
-            return
-        elif isinstance(value, nn.Module):
-            for below, child in value.named_modules():
-                self._keep_module(
-                    ".".join(part for part in (label(place.path, place.name), below) if part), child
-                )
-        elif isinstance(value, np.ndarray):
-            self._keep_array(place, value)
-        elif isinstance(value, BYTES):
-            self._keep_bytes(place, value)
-        elif isinstance(value, GENERATORS):
-            self._seen.add(id(value))
-            kind: ChangeKind = "generator" if place.kind == "attribute" else place.kind
-            self._kept.append(KeptGenerator(_of_kind(place, kind), value))
-        elif self._objects < own.MOST_OBJECTS:
-            if isinstance(value, CONTAINERS):
-                self._keep_contents(
-                    _of_kind(place, "container") if place.kind == "attribute" else place, value, depth
-                )
-            else:
-                self._keep_object(place, value, depth)
-
-    def _keep_tensor(self, place: Place, tensor: Tensor) -> None:
-        if id(tensor) in self._seen:
-            return
-        self._seen.add(id(tensor))
-        if self._changing is not None:
-            cloned = place.key in self._changing
-        else:
-            cloned = (
-                not isinstance(tensor, nn.Parameter) and place.kind != "batch" and not tensor.requires_grad
-            )
-        self._tensors.append(KeptTensor(place, tensor, cloned=cloned))
-        if not _is_lazy(tensor):
-            self._keep_hooks(place, {name: getattr(tensor, name, None) for name in _TENSOR_HOOKS})
-
-    def _keep_array(self, place: Place, value: np.ndarray) -> None:
-        self._seen.add(id(value))
-        wanted = self._changing is None or place.key in self._changing or value.nbytes <= _SMALL_ARRAY
-        # A memory-mapped file and a read-only array are not state of the step.
-        if wanted and value.flags.writeable and not isinstance(value, np.memmap):
-            self._kept.append(KeptArray(place, value))
-        if value.dtype == object and value.size <= own.MOST_ITEMS:
-            for index, item in enumerate(value.flat):
-                self._keep_value(_below(place, f".flat[{index}]"), item)
-
-    def _keep_bytes(self, place: Place, value: bytearray | array) -> None:
-        self._seen.add(id(value))
-        small = memoryview(value).nbytes <= _SMALL_ARRAY
-        if self._changing is None or place.key in self._changing or small:
-            plain = place.kind in ("attribute", "container")
-            self._kept.append(KeptBytes(_of_kind(place, "object") if plain else place, value))
-
-    def _keep_contents(self, place: Place, value: Any, depth: int = 0) -> None:
-        """Snapshot a container and, unless it is too long, its items."""
-        self._seen.add(id(value))
-        self._objects += 1
-        is_long = len(value) > own.MOST_ITEMS
-        if is_long and self._changing is not None and place.key not in self._changing:
-            self._kept.append(KeptLength(place, value))
-        elif isinstance(value, dict):
-            self._kept.append(KeptDict(place, value, attributes=False))
-        else:
-            self._kept.append(KeptItems(place, value))
-        if is_long:
-            self._long.append(self._kept[-1])
-        if not is_long and self._looks_into(value):
-            for name, item in _named_items(value):
-                if type(item) not in _PLAIN:
-                    self._keep_value(_below(place, name), item, depth + 1)
-        if type(value).__module__ not in ("builtins", "collections"):
-            self._keep_attributes(place, value, depth)
-
-    def _looks_into(self, container: Any) -> bool:
-        """Whether the items of a container are recorded, too, not only the list of them."""
-        return True
-
-    def _keep_object(self, place: Place, value: Any, depth: int) -> None:
-        """Snapshot a plain object of the user's, or a function with its closure and defaults."""
-        if isinstance(value, type):
-            return
-        cells, carried = own.closure_of(value, self._roots)
-        if cells or carried:
-            self._keep_function(place, value, cells, carried, depth)
-        elif (place.kind == "batch" and hasattr(value, "__dict__")) or own.is_own(value, self._roots):
-            self._seen.add(id(value))
-            self._objects += 1
-            self._keep_attributes(place if place.kind == "batch" else _of_kind(place, "object"), value, depth)
-
-    def _keep_given(self, place: Place, value: Any) -> None:
-        """Snapshot an object, whatever its class."""
-        if isinstance(value, CONTAINERS):
-            self._keep_value(place, value)
-        elif id(value) not in self._seen:
-            self._seen.add(id(value))
-            self._keep_attributes(place, value, 0)
-
-    def _keep_attributes(self, place: Place, value: Any, depth: int) -> None:
-        place = _of_kind(place, "object") if place.kind in ("attribute", "container") else place
-        if isinstance(getattr(value, "__dict__", None), dict):
-            self._kept.append(KeptDict(place, vars(value), attributes=True))
-        if own.slots_of(type(value)):
-            self._kept.append(KeptSlots(place, value))
-        self._keep_class_attributes(place, value)
-        for name, item in own.state_of(value).items():
-            self._keep_value(_below(place, f".{name}"), item, depth + 1)
-
-    def _keep_function(
-        self, place: Place, value: Any, cells: list[Any], carried: list[Any], depth: int
-    ) -> None:
-        if place.kind == "attribute":
-            place = _of_kind(place, "object")
-        self._seen.add(id(value))
-        self._objects += 1
-        names = getattr(getattr(value, "__code__", None), "co_freevars", ())
-        for name, cell in zip(names, cells, strict=False):
-            if id(cell) not in self._seen:
-                self._seen.add(id(cell))
-                one = KeptCell(_below(place, f".{name}"), cell)
-                self._kept.append(one)
-                self._keep_value(one.place, one.content, depth + 1)
-        for item in carried:
-            self._keep_value(place, item, depth + 1)
-
-
-def _named_items(container: Any) -> Iterable[tuple[str, Any]]:
-    if isinstance(container, dict):
-        return [(f"[{key!r}]", item) for key, item in container.items()]
-    return [(f"[{index}]", item) for index, item in enumerate(container)]
-
-
-def _below(place: Place, suffix: str) -> Place:
-    return Place(path=place.path, name=place.name + suffix, kind=place.kind, said=place.said)
-
-
-def _of_kind(place: Place, kind: ChangeKind) -> Place:
-    return Place(path=place.path, name=place.name, kind=kind, said=place.said)
-
-
-def _is_lazy(tensor: Tensor) -> bool:
-    return isinstance(tensor, (UninitializedBuffer, UninitializedParameter))

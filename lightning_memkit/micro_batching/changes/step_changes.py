@@ -16,6 +16,7 @@ ChangeKind = Literal[
     "object",
     "generator",
     "batch",
+    "gradient",
 ]
 
 
@@ -28,7 +29,8 @@ class StepChange:
             `"batch_statistics"` (running averages of torch's batch and instance normalization), `"attribute"`
             (assigned in the step), `"container"` (a list, dict, set or deque), `"metric"` (states of a
             torchmetrics object), `"object"` (a plain object of the user's own class), `"generator"` (a random
-            generator of the module's own), `"batch"` (the batch itself).
+            generator of the module's own), `"batch"` (the batch itself),
+            `"gradient"` (of the step before, which is not changed but read).
         name: its path from the module (`teacher.weight`, `losses`, `queue[0]`) or from the batch
             (`batch['x']`).
         composes: a comparison has shown that micro-batches, run in sequence, leave what the whole batch

@@ -53,17 +53,18 @@ def learned(
     """
     own_laws = {(r.name, r.index) for r in (known.rules if known else ()) if r.law is Law.OWN}
     for seen in (whole, *parts):
-        if not seen.terms:
+        if not seen.terms and (seen.opaque or seen is whole):
             return seen.opaque or "a loss without terms"
     if whole.curved:
         return CurvedLoss(whole.curved)
     named = [by_name(seen.terms) for seen in (whole, *parts)]
-    if any(names.keys() != named[0].keys() for names in named[1:]):
-        return next(
-            difference_of(named[0].keys(), n.keys()) for n in named[1:] if n.keys() != named[0].keys()
-        )
-    rules: list[TermRule] = []
+    optional = _optional(named, known)
+    if isinstance(optional, str):
+        return optional
+    rules = list(optional)
     for name in named[0]:
+        if any(name not in names for names in named):
+            continue
         aligned = _aligned(name, [names[name] for names in named])
         if isinstance(aligned, str):
             return aligned
@@ -93,6 +94,34 @@ def learned(
             numbered = ones or any(term.is_numbered for term in own)
             rules.append(replace(rule, fixed=fixed[index] if fixed else (), divided=ones, numbered=numbered))
     return LossRules(rules=tuple(rules))
+
+
+def _optional(named: Sequence[dict[str, list[LossTerm]]], known: LossRules | None) -> list[TermRule] | str:
+    """The rules of means that a step adds only if rows count in them, and that some of these runs lack.
+
+    A reason instead if they may be no means; or `NOTHING_COUNTS`, if other rows have to show what they are.
+    """
+    lacked = {name for names in named for name in names if any(name not in other for other in named)}
+    found: list[TermRule] = []
+    for name in lacked:
+        own = [rule for rule in (known.rules if known else ()) if rule.name == name]
+        if own:
+            if any(rule.law is not Law.MEAN or rule.fixed for rule in own):
+                return difference_of((), [name])
+            found += own
+            continue
+        whole, *parts = (names.get(name, []) for names in named)
+        if not whole:
+            return difference_of((), [name])
+        if any(len(group) > 1 or any(map(hidden_of, group)) for group in (whole, *parts)):
+            return NOTHING_COUNTS
+        divisor = float(whole[0].divisor)
+        counted = sum(float(term.divisor) for group in parts for term in group)
+        is_told = whole[0].is_numbered or divisor > 1
+        if not is_told or not divisor or abs(counted - divisor) > ALIKE * divisor or whole[0].factors:
+            return NOTHING_COUNTS
+        found.append(TermRule(name=name, index=0, law=Law.MEAN, numbered=whole[0].is_numbered))
+    return found
 
 
 def agreed(own: LossRules | str | None, told: Sequence[LossRules | str | None]) -> LossRules | None:

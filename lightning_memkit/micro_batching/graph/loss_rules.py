@@ -21,6 +21,7 @@ from lightning_memkit.micro_batching.graph.term_rules import (
     Reading,
     TermRule,
     UnseenValueError,
+    absent,
     by_name,
     difference_of,
     hidden_of,
@@ -53,31 +54,43 @@ class LossRules:
     def read(self, seen: LossTerms) -> Reading:
         """Read the divisors of a micro-batch's loss.
 
+        A mean that it lacks counts nothing; what the batch divides by tells whether that is so (see `LoneCounts`).
+
         Raises:
             UnforeseenLossError: its loss has other terms than the rules.
         """
-        if not seen.terms:
-            raise UnforeseenLossError(seen.opaque or "a loss without terms")
+        if not seen.terms and (seen.opaque or seen.curved):
+            raise UnforeseenLossError(seen.opaque or seen.curved)
         named = by_name(seen.terms)
+        missing = frozenset(
+            index
+            for index, rule in enumerate(self.rules)
+            if rule.name not in named and rule.law is Law.MEAN and not rule.fixed
+        )
         wanted = {(rule.name, rule.branch): 0 for rule in self.rules}
         for rule in self.rules:
             wanted[rule.name, rule.branch] += 1
-        if {name for name, _ in wanted} != named.keys():
-            raise UnforeseenLossError(difference_of({name for name, _ in wanted}, named.keys()))
+        lacked = {self.rules[index].name for index in missing}
+        if {name for name, _ in wanted} - lacked != named.keys():
+            raise UnforeseenLossError(difference_of({name for name, _ in wanted} - lacked, named.keys()))
         for (name, branch), count in wanted.items():
-            if branch is None and len(named[name]) != count:
+            if branch is None and name not in lacked and len(named[name]) != count:
                 raise UnforeseenLossError(f"{len(named[name])} terms {name} for {count}")
         terms = [
-            named[rule.name][rule.index] if rule.branch is None else collapsed(named[rule.name], rule.branch)
-            for rule in self.rules
+            absent(rule.name)
+            if index in missing
+            else named[rule.name][rule.index]
+            if rule.branch is None
+            else collapsed(named[rule.name], rule.branch)
+            for index, rule in enumerate(self.rules)
         ]
         for rule, term in zip(self.rules, terms, strict=True):
             if rule.branch is None and hidden_of(term):
                 raise UnforeseenLossError(hidden_of(term))
         numbers = on_host([term.divisor for term in terms] + [term.quotient for term in terms])
         apart = [
-            named[rule.name] if rule.branch is not None else [term]
-            for rule, term in zip(self.rules, terms, strict=True)
+            [] if index in missing else named[rule.name] if rule.branch is not None else [term]
+            for index, (rule, term) in enumerate(zip(self.rules, terms, strict=True))
         ]
         return Reading(
             divisors=numbers[: len(terms)],
@@ -103,6 +116,7 @@ class LossRules:
                 for i in rule.fixed
                 if i < len(term.factors)
             ),
+            missing=missing,
         )
 
     def tells_less(self, known: "LossRules") -> bool:

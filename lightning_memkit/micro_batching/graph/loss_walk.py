@@ -121,9 +121,14 @@ def _step(path: WalkPath) -> Any:
 
 
 def _add(terms: dict[Any, LossTerm], term: LossTerm) -> None:
-    """Add a term, unless it is multiplied by zero; occurrences of one term are merged."""
+    """Add a term, unless it is multiplied by zero; occurrences of one term are merged.
+
+    Terms that only share their rows (a mean over tokens, and one over rows of such means) are scaled above these.
+    """
     if isinstance(term.divisor, float) and isinf(term.divisor):
         return
+    if term.below is not None:
+        term = replace(term, nodes=(term.below,), bottom=term.below)
     node = term.nodes[0]
     if node in terms:
         term = replace(term, divisor=inverse(inverse(terms[node].divisor) + inverse(term.divisor)))

@@ -14,6 +14,7 @@ from lightning_memkit.micro_batching.graph.loss_terms import (
     Divisor,
     Edge,
     LossTerm,
+    Number,
 )
 
 
@@ -76,7 +77,7 @@ class Reading:
     """The fields of the terms of a micro-batch's loss (see `LossTerm`), with one entry a rule.
 
     `multiplied` holds `LossTerm.is_multiplied`, `offset` holds `LossTerm.is_offset`. `factors` are those that
-    must be equal in all micro-batches.
+    must be equal in all micro-batches. `missing` are the means that the loss lacks: they count nothing in it.
     """
 
     divisors: tuple[float, ...]
@@ -93,6 +94,7 @@ class Reading:
     products: tuple[tuple[Edge, ...], ...] = ()
     shared_products: tuple[tuple[Edge, ...], ...] = ()
     offset: tuple[bool, ...] = ()
+    missing: frozenset[int] = frozenset()
 
     def is_one(self, index: int) -> bool:
         """Whether the step divides or multiplies a term by 1: a count of one, or a clamped zero."""
@@ -115,6 +117,12 @@ class Reading:
         return all(alike(own) for own in of_factors.values())
 
 
+def absent(name: str) -> LossTerm:
+    """A term that a micro-batch's loss lacks: the step adds it only if rows count in it."""
+    nothing = Addend(Number(None), 0.0)
+    return LossTerm(name=name, divisor=0.0, nodes=(), bottom=None, top=nothing, summand=nothing)
+
+
 def rounding_of(dtype: torch.dtype) -> float:
     """The relative rounding error that a divisor may have in a loss of this dtype."""
     return _ROUNDING.get(dtype, 1e-5)
@@ -133,7 +141,8 @@ def same_factors(
         return False
     allowed = max(rounding_of(kind) for kind in (dtype, *(a.dtype for a in ours)))
     return all(
-        float((a.double() - b.double()).norm()) <= allowed * float(a.double().norm())
+        a.data_ptr() == b.data_ptr()  # one tensor of the module's: no number is read from the device
+        or float((a.double() - b.double()).norm()) <= allowed * float(a.double().norm())
         for a, b in zip(ours, theirs, strict=True)
     )
 

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor, float32, float64
 
 from lightning_memkit.micro_batching.graph.graph_nodes import (
+    PASSED,
     is_number_viewed,
     is_packed,
     kind_of,
@@ -44,6 +45,7 @@ class WalkPath:
     passed: tuple[Any, ...] = ()  # nodes below `entry`
     edge: Edge | None = None  # from the last sum of several terms to this one
     is_divided: bool = False  # below `edge`
+    below: Edge | None = None  # from the last operation on the reduced rows to what other terms may share
     name: str = ""
     branch: str = ""
     divisor: Divisor = 1.0
@@ -69,6 +71,8 @@ def down(path: WalkPath, index: int) -> WalkPath:
     """Move the path to the node's `index`-th input."""
     if path.is_entered:
         path.passed = (*path.passed, path.node)
+    if path.reduced and kind_of(path.node) not in PASSED:
+        path.below = Edge(path.node, index)
     path.last = path.node
     path.node, path.output = path.node.next_functions[index]
     return path
@@ -103,6 +107,7 @@ def ended_term(path: WalkPath, *, curved: str = "", opaque: str = "") -> LossTer
         shared_products=path.shared_products,
         is_offset=path.is_offset,
         passed=(*path.passed, path.node) if path.is_entered else (),
+        below=None if path.is_entered or not path.reduced else path.below,
         curved=curved,
         opaque=opaque,
     )

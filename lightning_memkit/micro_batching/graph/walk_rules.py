@@ -49,6 +49,7 @@ _LOSSES = """BinaryCrossEntropy BinaryCrossEntropyWithLogits HuberLoss MseLoss N
     SoftMarginLoss""".split()
 
 
+_WEIGHTS = ("weight", "pos_weight")  # that these functions save
 _LOSSES_BY_ROW = "MultiMarginLoss MultilabelMarginLoss".split()  # their mean is over rows
 
 
@@ -123,7 +124,13 @@ def elements(path: WalkPath, index: int, element: int | None = None) -> list[Wal
 
 
 def _passed(path: WalkPath, present: list[int]) -> Any:
-    return [down(path, present[0])]
+    last = path.last
+    path = down(path, present[0])
+    if path.reduced:
+        path.last = (
+            last  # other reductions may share the view: at the node above it, this term's gradient is alone
+        )
+    return [path]
 
 
 def _negated(path: WalkPath, present: list[int]) -> Any:
@@ -226,6 +233,10 @@ def _reduced(path: WalkPath) -> WalkPath:
 def _reduced_by_itself(path: WalkPath, present: list[int]) -> LossTerm:
     """One of torch's loss functions with a reduction of its own."""
     kind = kind_of(path.node)
+    for name in _WEIGHTS:  # of classes, say: computed from the batch, they make its rows act on each other
+        weight = getattr(path.node, f"_saved_{name}", None)
+        if weight is not None:
+            path.name, path.factors = f"{path.name}/{name}", (*path.factors, weight)
     if path.node._saved_reduction != 1:
         return ended_term(path)
     if kind in ("NllLoss", "NllLoss2D"):

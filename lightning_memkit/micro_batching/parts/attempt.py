@@ -88,18 +88,21 @@ def reported(
     # Comparing numbers on an accelerator would wait for it: not if the rules of `values` are enough.
     is_compared = whole is not None or (loss is not None and loss.device.type == "cpu")
     known = names_of_the_loss(attempt) if is_compared else set[tuple[str, str]]()
-    entries, extra = values.of_batch(step, attempt, shares, known)
+    # Of a loss that is put together from its terms; a number that equals it is that loss.
+    is_loss = set[str]()
+    if whole is not None:
+        names = attempt.extras[0] if attempt.extras else ()
+        is_loss = {
+            name for name in names if all(map(same_number, attempt.losses, (e[name] for e in attempt.extras)))
+        }
+    entries, extra = values.of_batch(step, attempt, shares, known, is_loss)
     for entry in entries:
         if loss is not None and (entry["fx"], entry["name"]) in known:
             entry = {**entry, "value": loss.to(entry["value"]).reshape_as(entry["value"])}
         step.run.log_now(entry)
     if loss is None:
         return None, {}
-    if whole is not None:  # a loss that is returned under another name, too
-        extra = {
-            key: whole if all(map(same_number, attempt.losses, (e[key] for e in attempt.extras))) else value
-            for key, value in extra.items()
-        }
+    extra = {key: whole if key in is_loss else value for key, value in extra.items()}
     if combination.state is not None and len(attempt.logged) > 1:
         combination.state.take(loss)
     return loss, extra

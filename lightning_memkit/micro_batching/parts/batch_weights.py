@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from lightning_memkit.micro_batching import normalized
 from lightning_memkit.micro_batching.graph import observation
@@ -11,7 +12,11 @@ from lightning_memkit.micro_batching.parts.partition import Cut, Partition
 from lightning_memkit.micro_batching.ranks.agreement import Ranks, any_rank, sum_of_ranks
 from lightning_memkit.micro_batching.run import Run, Step
 from lightning_memkit.micro_batching.shares.divisors import BatchSums
-from lightning_memkit.micro_batching.shares.foreseen import MistakenTotalsError, UnknownTotalsError
+from lightning_memkit.micro_batching.shares.foreseen import (
+    GradientsOutliveError,
+    MistakenTotalsError,
+    UnknownTotalsError,
+)
 from lightning_memkit.micro_batching.shares.step_shares import StepShares
 
 # Reads what a batch's terms count off forwards that leave no trace: `Surveys`.
@@ -28,6 +33,7 @@ class Window:
         totals: by term of the loss, what the first batch counts.
         fractions: how much of each mean has been accumulated (see `StepShares`).
         beside: whether a constant stands beside a mean (see `StepShares`).
+        before: tensors with gradients of earlier steps, and these.
     """
 
     reference: float = 0.0
@@ -35,6 +41,7 @@ class Window:
     totals: list[float] | None = None
     fractions: list[float] = field(default_factory=list)
     beside: list[float] = field(default_factory=list)
+    before: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     @property
     def factor(self) -> float:
@@ -58,11 +65,13 @@ class BatchWeights:
     Attributes:
         ranks: sums counts over ranks.
         survey: reads a batch's totals before it runs.
+        outlive: gradients of earlier steps stay, which what mends a batch's scale must leave alone.
     """
 
     def __init__(self, run: Run, partition: Partition, *, exact_window: bool) -> None:
         self.ranks = Ranks()
         self.survey: Survey | None = None
+        self.outlive = False
         self._run, self._partition = run, partition
         self._has_exact_windows = exact_window
         self._window = Window()
@@ -77,6 +86,12 @@ class BatchWeights:
         if self.exact_window and step.starts_window:
             self._window = Window()
 
+    def zeroed(self, step: Step) -> None:
+        """Note the gradients that a window begins with, once zero_grad has run."""
+        if self.outlive and self.exact_window and step.starts_window:
+            leaves = [p for p in self._run.module.parameters() if p.grad is not None]
+            self._window.before = [(p, p.grad.clone()) for p in leaves if p.grad is not None]
+
     @property
     def _is_observed(self) -> bool:
         """Whether micro-batches are weighed by what their own losses show."""
@@ -85,7 +100,9 @@ class BatchWeights:
     def of(self, step: Step) -> tuple[Cut, list[float]]:
         """The micro-batches of the step's batch, and the weight of each, relative to all ranks' batches."""
         partition, combination = self._partition, self._partition.combination
-        even = partition.whole or combination.summed or self._is_observed
+        # A batch that runs whole and by itself weighs 1; there may be nothing in it that `weigh` could count.
+        is_alone = bool(partition.misfit) and self._run.world_size == 1 and not self.exact_window
+        even = partition.whole or is_alone or combination.summed or self._is_observed
         cuts: list[Cut] = []
         counts: list[float] = []
 
@@ -143,6 +160,8 @@ class BatchWeights:
             return StepShares(rules, totals, is_known=True, ranks=ranks)
         if step.run.batches_a_step > 1 and rules.means and not self.exact_window:
             raise UnknownTotalsError  # other batches' gradients are there already: no factor could mend these alone
+        if self.outlive and rules.means:
+            raise GradientsOutliveError
         return StepShares(rules, None)
 
     def finish(self, step: Step, shares: StepShares | None) -> float:
@@ -156,7 +175,7 @@ class BatchWeights:
         """
         if shares is None:
             if self.exact_window and step.ends_window:
-                _scale(step, self._window.factor)
+                _scale(step, self._window.factor, self._window.before)
             return 1.0
         if not shares.rules.means:
             return 1.0
@@ -173,7 +192,7 @@ class BatchWeights:
         if factor == 1.0:
             return factor
         foretold.forget_wrong(step.batch, counted)
-        if self._run.batches_a_step > 1:
+        if self._run.batches_a_step > 1 or self.outlive:
             raise MistakenTotalsError
         _scale(step, factor)
         return factor
@@ -188,7 +207,7 @@ class BatchWeights:
         if step.ends_window and window.totals is not None:
             window.reference = window.totals[main]
             shares.refuse_constants(window.fractions, window.beside, window.factor)
-            _scale(step, window.factor)
+            _scale(step, window.factor, window.before)
 
     def _averaged(self, totals: Sequence[float]) -> list[float]:
         """Totals over all ranks, divided by their number, as gradients are."""
@@ -201,10 +220,14 @@ def parameters_of(step: Step) -> Iterator[torch.nn.Parameter]:
         yield from group["params"]
 
 
-def _scale(step: Step, factor: float) -> None:
+def _scale(step: Step, factor: float, before: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
+    """Multiply what the step has added to the gradients of before."""
     gradients = [parameter.grad for parameter in parameters_of(step) if parameter.grad is not None]
     if factor != 1.0 and gradients:
         torch._foreach_mul_(gradients, factor)
+        for leaf, own in before:
+            if leaf.grad is not None and any(leaf.grad is gradient for gradient in gradients):
+                leaf.grad.add_(own, alpha=1.0 - factor)
 
 
 def _added(before: list[float], own: list[float]) -> list[float]:

@@ -35,16 +35,21 @@ class LoggedValues:
     Attributes:
         doubtful: the values of the last `merged` for which the remaining rules differ, or none is known.
         unsure: those for which they agree, after too few comparisons to be certain.
+        varying: those that differ among micro-batches and are joined by a rule.
+        seen: the facets of the micro-batches in comparisons, see `facets_of`.
     """
 
     def __init__(self) -> None:
         self.doubtful: list[_Key] = []
         self.unsure: list[_Key] = []
+        self.varying: list[_Key] = []
+        self.seen: set[Any] = set()
         self._allowed = ROUNDED
         self._joinings: dict[_Key, Joining] = {}
         self._wrong: set[_Key] = set()
         self._given_up: set[_Key] = set()
         self._said: set[_Key] = set()  # means for which the user gives a `batch_size`
+        self._constant: set[_Key] = set()  # those of which that is the same number for any rows
 
     def compare(
         self,
@@ -65,6 +70,8 @@ class LoggedValues:
         """
         self._allowed = allowed
         for key, entry, values in _in_all(whole, parts):
+            if entry.count is not None and all(value.count == entry.count for value in values):
+                self._constant.add(key)
             joining = self._joinings.setdefault(key, Joining(allowed))
             try:
                 joining.compare(entry, values, ways_of_weighing(shares, sizes))
@@ -100,10 +107,10 @@ class LoggedValues:
     def learn(
         self, whole: Entries, parts: Sequence[Entries], shares: Sequence[float], sizes: Sequence[int]
     ) -> bool:
-        """Compare rows run whole and in micro-batches, for doubtful and unsure values; whether any was."""
+        """Compare rows run whole and in micro-batches, for all values in question; whether any was."""
         told = False
         for key, entry, values in _in_all(whole, parts):
-            if key not in self.doubtful and key not in self.unsure:
+            if key not in (*self.doubtful, *self.unsure, *self.varying):
                 continue
             told = True
             joining = self._joinings.setdefault(key, Joining(self._allowed))
@@ -141,7 +148,7 @@ class LoggedValues:
             known: hooks and names of values that the caller joins itself; they are never doubtful and cause
                 no warning.
         """
-        self.doubtful, self.unsure = [], []
+        self.doubtful, self.unsure, self.varying = [], [], []
         grouped: dict[_Key, list[int]] = defaultdict(list)
         by_part = [_keyed(entries) for _, entries in logged]
         for index, own in enumerate(by_part):
@@ -167,21 +174,25 @@ class LoggedValues:
             self._said.add(key)
         if key in self._wrong:
             if is_known:
-                return _by_reduction(entries, counts["loss"])
+                return _by_reduction(entries, counts["loss"], is_constant=key in self._constant)
             self._warn(key)
         elif joining is not None:
             try:
                 whole = joining.join([counted(entry) for entry in entries], counts)
             except JoinError:
-                return _by_reduction(entries, counts["loss"])
-            if joining.excess > 1 and not is_known and key not in self._given_up:
+                return _by_reduction(entries, counts["loss"], is_constant=key in self._constant)
+            if is_known or key in self._given_up:
+                pass
+            elif joining.excess > 1:
                 self.doubtful.append(key)
-            elif not joining.sure and not is_known and _differ(entries):
-                self.unsure.append(key)
+            else:
+                self.varying.append(key)
+                if not joining.sure and _differ(entries):
+                    self.unsure.append(key)
             return {**entries[-1], "value": whole.value, "batch_size": whole.count}
         elif not is_known and key not in self._given_up and _differ(entries):
             self.doubtful.append(key)
-        return _by_reduction(entries, counts["loss"])
+        return _by_reduction(entries, counts["loss"], is_constant=key in self._constant)
 
     def _warn(self, key: _Key) -> None:
         self._wrong.discard(key)
@@ -232,8 +243,11 @@ def _reduction(entry: dict[str, Any]) -> str:
     return {"avg": "mean", "amax": "max", "amin": "min"}.get(name, name)
 
 
-def _by_reduction(entries: Entries, weights: Sequence[float]) -> dict[str, Any]:
-    """Join by `reduce_fx`: means are weighed by the user's `batch_size`, else as the loss; sums add up."""
+def _by_reduction(entries: Entries, weights: Sequence[float], *, is_constant: bool) -> dict[str, Any]:
+    """Join by `reduce_fx`: means are weighed by the user's `batch_size`, else as the loss; sums add up.
+
+    A `batch_size` that is the same for any rows (`is_constant`) weighs no micro-batch, and the batch's is no sum.
+    """
     merged = dict(entries[-1])
     values = [entry["value"] for entry in entries]
     if not all(isinstance(value, Tensor) for value in values):
@@ -247,11 +261,11 @@ def _by_reduction(entries: Entries, weights: Sequence[float]) -> dict[str, Any]:
         merged["value"] = stacked.max() if name == "max" else stacked.min()
     elif name == "mean":
         own = [size for entry in entries if (size := entry.get("batch_size")) is not None]
-        given = len(own) == len(entries)
+        given = len(own) == len(entries) and not is_constant
         used = [float(size) for size in own] if given else list(weights)
         scaled = values if stacked.is_floating_point() else list(stacked.float())
         merged["value"] = applied(("mean", "used"), scaled, {"used": used}, ())
-        merged["batch_size"] = sum(own) if given else None
+        merged["batch_size"] = sum(own) if given else merged.get("batch_size") if is_constant else None
     else:
         merged["value"] = cast(Callable[[Tensor], Tensor], reduction)(stacked)
     return merged

@@ -1,11 +1,12 @@
 """Join what micro-batches log and return; in doubt, run two of them as one to learn how values add up."""
 
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
 from lightning_memkit.micro_batching import SplittableBatch
+from lightning_memkit.micro_batching.parts.facets import Facets, facets_of, telling_first
 from lightning_memkit.micro_batching.parts.logged_values import Entries, LoggedValues
 from lightning_memkit.micro_batching.parts.partition import Cut, Splitter, rows_together
 from lightning_memkit.micro_batching.parts.returned_values import ReturnedValues
@@ -68,7 +69,12 @@ class PartValues:
         self._failed = 0  # looks that gave no comparison
 
     def of_batch(
-        self, step: Step, given: GivenValues, shares: Sequence[float], known: Container[tuple[str, str]]
+        self,
+        step: Step,
+        given: GivenValues,
+        shares: Sequence[float],
+        known: Container[tuple[str, str]],
+        known_returned: Collection[str] = (),
     ) -> tuple[Entries, dict[str, Any]]:
         """What the batch logs, and what it returns besides its loss.
 
@@ -77,13 +83,28 @@ class PartValues:
             given: what its micro-batches logged and returned.
             shares: the weights of the micro-batches that have a loss.
             known: hooks and names of logged values that the caller joins itself.
+            known_returned: names of returned values that the caller joins itself.
         """
+        joined = self._settled(step, given, shares, known, known_returned)
+        if self._compared_again(step, given):
+            joined = self._settled(step, given, shares, known, known_returned)
+        return joined
+
+    def _settled(
+        self,
+        step: Step,
+        given: GivenValues,
+        shares: Sequence[float],
+        known: Container[tuple[str, str]],
+        known_returned: Collection[str],
+    ) -> tuple[Entries, dict[str, Any]]:
+        """Join the values; where a rule is open, look at pairs of micro-batches until it is settled."""
         tried: set[tuple[int, int]] = set()
         for look in range(_MOST_LOOKS + 1):
             entries = self.logs.merged(given.logged, given.sizes_logged, known)
             extra: dict[str, Any] = {}
             if given.extras:
-                extra = self.returned.merged(given.extras, shares, given.sizes, given.rows)
+                extra = self.returned.merged(given.extras, shares, given.sizes, given.rows, known_returned)
             doubtful, unsure = bool(self.logs.doubtful or self.returned.doubtful), self._unsure
             if not doubtful and (look >= _LOOKS_IF_UNSURE or not unsure):
                 break
@@ -95,6 +116,47 @@ class PartValues:
             break
         return entries, extra
 
+    def _compared_again(self, step: Step, given: GivenValues) -> bool:
+        """Compare all rules again where a micro-batch is peculiar in a way that no comparison has met."""
+        cut, parts = given.cut, given.parts_logged
+        if cut is None or len(parts) < 2 or not (self.logs.varying or self.returned.varying):
+            return False
+        weights = [weight for weight, _ in given.logged]
+        facets = [facets_of(cut.parts[part], weight) for part, weight in zip(parts, weights, strict=True)]
+        new = telling_first(facets, self.logs.seen)
+        for index in new[:_MOST_LOOKS]:
+            if not facets[index] - self.logs.seen:
+                continue  # the look before has met it
+            beside = self._beside(step, given, index, facets)
+            pair = (parts[min(index, beside)], parts[max(index, beside)])
+            if self.look is None or not self._looked_at(step, given, pair):
+                self.logs.seen.update(facets[index])
+                self._give_up_rules()
+                continue
+            self.logs.seen.update(facets[index] | facets[beside])
+        return bool(new)
+
+    def _beside(self, step: Step, given: GivenValues, index: int, facets: Sequence[Facets]) -> int:
+        """The micro-batch to run as one with a peculiar one: a neighbour, or the most ordinary one that counts."""
+        if self._adjacent(step, given):
+            return index - 1 if index else 1
+        others = [other for other in range(len(facets)) if other != index]
+        return min(
+            others, key=lambda other: (not given.logged[other][0], len(facets[other] - self.logs.seen))
+        )
+
+    def _give_up_rules(self) -> None:
+        """Warn of all values that are joined by a rule, since it can't be compared again."""
+        self.logs.doubtful, self.returned.doubtful = self.logs.varying, self.returned.varying
+        self.logs.give_up()
+        self.returned.give_up()
+        self.logs.varying, self.returned.varying = [], []
+
+    @staticmethod
+    def _adjacent(step: Step, given: GivenValues) -> bool:
+        """Whether only neighbours can be run as one."""
+        return given.split is not None or isinstance(step.batch, SplittableBatch)
+
     @property
     def _unsure(self) -> bool:
         """Whether some rules rest on too few comparisons, and a look is possible."""
@@ -102,7 +164,7 @@ class PartValues:
 
     def _looked(self, step: Step, given: GivenValues, tried: set[tuple[int, int]]) -> bool:
         """Run two micro-batches that were not `tried` as one; whether that gave a comparison of values."""
-        adjacent = given.split is not None or isinstance(step.batch, SplittableBatch)
+        adjacent = self._adjacent(step, given)
         places = given.parts_logged
         pair = self.logs.telling_pair(
             given.logged, given.sizes_logged, adjacent=adjacent, but=_among(tried, places)
@@ -114,9 +176,15 @@ class PartValues:
             )
         if pair is None or self.look is None or given.cut is None:
             return False
-        started = perf_counter()
         first, second = (places[index] for index in pair)
         tried.add((first, second))
+        return self._looked_at(step, given, (first, second))
+
+    def _looked_at(self, step: Step, given: GivenValues, pair: tuple[int, int]) -> bool:
+        """Run two micro-batches as one; whether that gave a comparison of values."""
+        if self.look is None or given.cut is None:
+            return False
+        (first, second), adjacent, started = pair, self._adjacent(step, given), perf_counter()
         weights = {part: weight for part, (weight, _) in zip(given.parts_logged, given.logged, strict=True)}
         shares, sizes = [weights[first], weights[second]], [given.cut.sizes[first], given.cut.sizes[second]]
         together = rows_together(step.batch, given.cut, given.split, first, second, adjacent=adjacent)

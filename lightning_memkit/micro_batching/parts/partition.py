@@ -14,6 +14,7 @@ from lightning_memkit.micro_batching import (
     split_batch,
 )
 from lightning_memkit.micro_batching.changes.composed_state import ComposedState
+from lightning_memkit.micro_batching.graph.loss_head import Edges
 from lightning_memkit.micro_batching.graph.loss_rules import LossRules
 from lightning_memkit.micro_batching.graph.rests import RestRules
 from lightning_memkit.micro_batching.parts.token_parts import (
@@ -43,6 +44,7 @@ class Combination:
         foretold: what the numbers of a batch tell of each rule's divisor before it runs.
         rests: how the parts of the loss without a gradient combine, with `rules`.
         state: attributes and lists that the step changes, which micro-batches leave as the batch would.
+        head: the functions next to the losses that were compared; None where nothing was.
     """
 
     weigh: Weigher = batch_size
@@ -51,6 +53,7 @@ class Combination:
     foretold: Foretelling = field(default_factory=Foretelling)
     rests: RestRules | None = None
     state: ComposedState | None = None
+    head: Edges | None = None
 
 
 @dataclass(kw_only=True)
@@ -66,6 +69,7 @@ class Partition:
         whole: batches can't be split at all: their structure does not allow it.
         unsplittable: why the loss can't be split, once that is known; else empty.
         held: the batch at hand is not split: as a whole it has no loss, or nothing in it counts.
+        misfit: why the batch at hand can't be split, where its structure does not allow it; else empty.
         combination: how the loss comes from the micro-batches'.
         unlike: terms of the loss may weigh unlike. Their values are noted, and the reported loss is put together from
             them.
@@ -81,6 +85,7 @@ class Partition:
     whole: bool = field(default=False, init=False)
     unsplittable: str = field(default="", init=False)
     held: bool = field(default=False, init=False)
+    misfit: str = field(default="", init=False)
     combination: Combination = field(default_factory=Combination, init=False)
     unlike: bool = field(default=False, init=False)
     row_tokens: int | None = field(default=None, init=False)
@@ -114,6 +119,10 @@ class Partition:
         """
         self.combination, self.held = combination, held
         self.unlike = self.unlike or unlike
+
+    def fit(self, misfit: str) -> None:
+        """Run the batch at hand whole for this reason; split it where the reason is empty."""
+        self.misfit = misfit
 
     def note_values(self) -> None:
         """Note the values of the loss's terms from here on: the loss is no mean of its micro-batches' losses."""
@@ -159,6 +168,11 @@ class Partition:
 
     # What it tells
 
+    @property
+    def keeps_whole(self) -> bool:
+        """Whether the batch at hand is not split, whatever its size."""
+        return self.whole or self.held or bool(self.misfit)
+
     def looks_up(self, batch_idx: int) -> bool:
         """Whether divisors in the whole batch are looked up before it runs, as its micro-batches need them."""
         rules, foretold = self.combination.rules, self.combination.foretold
@@ -171,7 +185,7 @@ class Partition:
 
     def cut(self, batch: Any) -> "Cut":
         """The micro-batches of a batch."""
-        if self.whole or self.held:
+        if self.keeps_whole:
             return Cut(parts=[batch], sizes=[1])
         sizes = even_sizes(batch_size(batch), self.micro_batch_size, self.fewest)
         if len(sizes) == 1:

@@ -24,11 +24,13 @@ class ReturnedValues:
     Attributes:
         doubtful: the values of the last `merged` for which the remaining rules differ, or none is known.
         unsure: those for which they agree, after too few comparisons to be certain.
+        varying: the numbers that are joined by a rule.
     """
 
     def __init__(self) -> None:
         self.doubtful: list[str] = []
         self.unsure: list[str] = []
+        self.varying: list[str] = []
         self._allowed = ROUNDED
         self._given_up: set[str] = set()
         self._joinings: dict[str, Joining] = {}
@@ -60,6 +62,7 @@ class ReturnedValues:
         shares: Sequence[float],
         sizes: Sequence[int],
         rows: Sequence[int] | None,
+        known: Collection[str] = (),
     ) -> dict[str, Any]:
         """One value for each that the micro-batches returned.
 
@@ -68,11 +71,12 @@ class ReturnedValues:
             shares: their weights.
             sizes: their numbers of rows.
             rows: the batch's rows that they hold, if these are out of order.
+            known: names of values that the caller joins itself.
         """
         doubtful: list[str] = []
         whole = joined(returned, shares, sizes, rows, doubtful=doubtful)
         counts = ways_of_weighing(shares, sizes)
-        self.doubtful, self.unsure = [], []
+        self.doubtful, self.unsure, self.varying = [], [], []
         for name in whole:
             is_doubtful = any(f"{one}.".startswith(f"{name}.") for one in doubtful)
             parts = [part[name] for part in returned]
@@ -85,6 +89,8 @@ class ReturnedValues:
                 whole[name] = self._joinings[name].join(parts, counts)
                 is_told = self._joinings[name].excess <= 1
                 few = is_number and not self._joinings[name].sure
+                if is_number and name not in (*known, *self._given_up):
+                    self.varying.append(name)
                 if is_told and few and not same_everywhere(parts):
                     self.unsure.append(name)
             except JoinError:
@@ -122,8 +128,9 @@ class ReturnedValues:
     def learn(
         self, whole: Returned, parts: Sequence[Returned], shares: Sequence[float], sizes: Sequence[int]
     ) -> bool:
-        """Compare rows run whole and in micro-batches, for doubtful and unsure values; whether any was."""
-        names = [n for n in (*self.doubtful, *self.unsure) if all(n in one for one in (whole, *parts))]
+        """Compare rows run whole and in micro-batches, for all values in question; whether any was."""
+        asked = dict.fromkeys((*self.doubtful, *self.unsure, *self.varying))
+        names = [name for name in asked if all(name in one for one in (whole, *parts))]
         counts = ways_of_weighing(shares, sizes)
         for name in names:
             try:

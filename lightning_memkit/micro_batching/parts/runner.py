@@ -8,15 +8,21 @@ import torch
 from torch import Tensor
 
 from lightning_memkit.micro_batching import batch_size, split_batch
+from lightning_memkit.micro_batching.graph.loss_head import head_of
 from lightning_memkit.micro_batching.graph.term_rules import UnseenValueError
 from lightning_memkit.micro_batching.graph.term_values import TermValues
 from lightning_memkit.micro_batching.parts.attempt import Attempt, BatchRun, put_together, reported
 from lightning_memkit.micro_batching.parts.batch_weights import BatchWeights, Survey, parameters_of
+from lightning_memkit.micro_batching.parts.equal_draws import EqualDraws
 from lightning_memkit.micro_batching.parts.part_values import PartValues
 from lightning_memkit.micro_batching.parts.partition import Partition
 from lightning_memkit.micro_batching.ranks.agreement import Ranks
 from lightning_memkit.micro_batching.run import Run, Step
-from lightning_memkit.micro_batching.shares.foreseen import MistakenTotalsError, NothingCountedError
+from lightning_memkit.micro_batching.shares.foreseen import (
+    MistakenTotalsError,
+    NewFunctionsError,
+    NothingCountedError,
+)
 from lightning_memkit.micro_batching.shares.step_shares import StepShares
 
 _UNTOLD_REST = (
@@ -44,6 +50,7 @@ class PartsRunner:
         phase: what is running, for messages about a failure.
         values: combines what micro-batches log and return.
         ranks: coordinates the ranks in each step.
+        draws: gives each micro-batch the numbers that the batch would draw from Python's and NumPy's generators.
     """
 
     def __init__(self, run: Run, partition: Partition, *, exact_window: bool) -> None:
@@ -51,6 +58,7 @@ class PartsRunner:
         self.phase = ""
         self.values = PartValues()
         self.ranks = Ranks()
+        self.draws: EqualDraws = EqualDraws(run.module)
         self._weights = BatchWeights(run, partition, exact_window=exact_window)
         self._warned = set[str]()
         self._run = run
@@ -59,6 +67,10 @@ class PartsRunner:
         """Let ranks take their steps together, and totals be read before a batch runs."""
         self.ranks = self._weights.ranks = ranks
         self._weights.survey = survey
+
+    def gradients_outlive(self, outlive: bool) -> None:
+        """Say whether gradients of earlier steps stay when a batch begins."""
+        self._weights.outlive = outlive
 
     def run(self, step: Step) -> tuple[Tensor | None, dict[str, Any]]:
         """Forward, zero_grad and backward of the step's batch in micro-batches; gradients are the whole batch's.
@@ -129,8 +141,11 @@ class PartsRunner:
     def _run_parts(self, batch: BatchRun, attempt: Attempt, kept: list[int | None]) -> None:
         ran: list[int] = []  # which entries of `attempt.logged` are of micro-batches with a loss
         cut, step, state = batch.cut, batch.step, self.partition.combination.state
+        is_split = len(kept) > 1
         if state is not None:
             state.begin()
+        if is_split:
+            self.draws.begin()
         for position, index in enumerate(kept):
             which = f"of micro-batch {position + 1} of {len(kept)}"
             repeated = index is None
@@ -138,8 +153,8 @@ class PartsRunner:
                 state.begin_part()
             weight, index = 0.0 if repeated else batch.weights[index or 0], index or 0
             loss, extra, logged, weight = self.ranks.part(
-                lambda index=index, weight=weight, which=which, first=position == 0: self._run_part(
-                    batch, index, weight, which, first=first
+                lambda index=index, weight=weight, which=which, first=position == 0: self._run_drawing(
+                    batch, index, weight, which, first=first, is_split=is_split
                 ),
                 counts=weight > 0,
                 last=position == len(kept) - 1 and step.ends_window,
@@ -164,6 +179,17 @@ class PartsRunner:
             sizes = [float(size) for size in attempt.sizes]
             state.finish({"loss": attempt.weights, "samples": sizes}, ran)
 
+    def _run_drawing(
+        self, batch: BatchRun, index: int, weight: float, which: str, *, first: bool, is_split: bool
+    ) -> tuple[Tensor | None, dict[str, Any], list[dict[str, Any]], float]:
+        """Run one micro-batch; if the batch has several, each draws the numbers that the batch would draw."""
+        if not is_split:
+            return self._run_part(batch, index, weight, which, first=first)
+        self.draws.begin_part()
+        result = self._run_part(batch, index, weight, which, first=first)
+        self.draws.end_part()
+        return result
+
     def _run_part(
         self, batch: BatchRun, index: int, weight: float, which: str, *, first: bool
     ) -> tuple[Tensor | None, dict[str, Any], list[dict[str, Any]], float]:
@@ -186,8 +212,11 @@ class PartsRunner:
                 loss, extra = step.forward(part)
             if first:
                 step.zero_grad()
+                self._weights.zeroed(step)
             if loss is None:
                 return None, extra, logged, weight
+            if first and len(batch.cut.parts) > 1:
+                self._compare_functions(loss)
             self.phase = f"in backward {which}"
             if batch.shares is not None and weight > 0:
                 scaled, weight = self._observed(batch, loss, index, None if noted is None else noted.values)
@@ -196,6 +225,17 @@ class PartsRunner:
             if scaled is not None:
                 step.backward(scaled)
         return loss.detach(), extra, logged, weight
+
+    def _compare_functions(self, loss: Tensor) -> None:
+        """Check that the loss is computed by functions whose results were compared.
+
+        Raises:
+            NewFunctionsError: it is not.
+        """
+        known = self.partition.combination.head
+        new = frozenset[tuple[str, str]]() if known is None else head_of(loss) - known
+        if new:
+            raise NewFunctionsError(edges=new)
 
     def _observed(
         self, batch: BatchRun, loss: Tensor, index: int, values: dict[tuple[Any, int], Tensor] | None
@@ -221,7 +261,7 @@ class PartsRunner:
 
     def _run_smallest(self, step: Step) -> None:
         """Forward and backward of one row with weight zero, so that no rank waits."""
-        rows = 1 if self.partition.whole else batch_size(step.batch)
+        rows = 1 if self.partition.keeps_whole else batch_size(step.batch)
         part = step.batch
         if rows > 1:
             part = split_batch(step.batch, [1, rows - 1], split=self.partition.split)[0]

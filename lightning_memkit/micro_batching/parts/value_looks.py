@@ -40,7 +40,9 @@ class ValueLooks:
         """
         for level in LEVELS[self._level :]:
             told = self._told(step, whole, parts, sizes, level)
-            if told is None or any(values.drew_elsewhere for values in told):
+            if told is None:
+                return None
+            if any(values.drew_elsewhere for values in told) and not self._trials.draws.proven:
                 return None
             if not any(values.drew for values in told):
                 return told

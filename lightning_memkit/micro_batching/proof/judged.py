@@ -7,6 +7,7 @@ from lightning_memkit.micro_batching import (
     Weigher,
     find_labels,
 )
+from lightning_memkit.micro_batching.changes.alike import alike
 from lightning_memkit.micro_batching.graph.learned_rules import UnlikeDivisors
 from lightning_memkit.micro_batching.parts.joining_rules import ways_of_weighing
 from lightning_memkit.micro_batching.proof import verdicts
@@ -14,6 +15,8 @@ from lightning_memkit.micro_batching.proof.decomposability import Verdict
 from lightning_memkit.micro_batching.proof.row_runs import ComparisonOutcome, Rows
 from lightning_memkit.micro_batching.ranks.agreement import any_rank
 from lightning_memkit.micro_batching.run import Step
+
+_UNREPEATED = 1e-3  # the relative difference of two runs of the same rows that no rounding explains
 
 
 def counts_by_way(probed: Rows, outcome: ComparisonOutcome) -> dict[str, list[float]]:
@@ -54,6 +57,18 @@ def mismatch_verdict(step: Step, outcome: ComparisonOutcome) -> Verdict:
         return verdicts.bent(step.run, error)
     gradients = [part.gradient for part in outcome.parts if part is not None]
     return verdicts.missed(outcome.whole.gradient, gradients, outcome.present_shares, outcome.miss)
+
+
+def is_random(outcome: ComparisonOutcome, *, is_exact: bool) -> bool:
+    """Whether a step draws numbers that can't be the same in the whole and in its micro-batches.
+
+    Draws from Python's and NumPy's generators can be, if all leave the same states. A whole that differs from itself
+    by more than rounding draws from a generator that trials don't know.
+    """
+    runs = [part for part in outcome.parts if part is not None]
+    unequal = any(not alike(part.drawn, outcome.whole.drawn) for part in runs)
+    # Gradients that bend differ from those of a scaled loss without being random.
+    return unequal or (is_exact and not outcome.bends and outcome.comparison.level > _UNREPEATED)
 
 
 def candidates(weigh_by: WeighBy | Weigher, batch: Any) -> list[WeighBy | Weigher]:

@@ -6,6 +6,7 @@ A rest is the part of a loss that has no gradient (see `graph/rests.py`).
 from lightning_memkit.micro_batching.graph.loss_rules import LossRules
 from lightning_memkit.micro_batching.graph.rests import Rest, RestRules
 from lightning_memkit.micro_batching.graph.term_values import rounding_of_terms, weighed_value
+from lightning_memkit.micro_batching.parts.facets import facets_of
 from lightning_memkit.micro_batching.parts.joining_rules import ROUNDED
 from lightning_memkit.micro_batching.parts.logged_values import LoggedValues
 from lightning_memkit.micro_batching.parts.returned_values import ReturnedValues
@@ -70,6 +71,7 @@ def learn_values(
         if rests is None or rests.pieces != len(outcome.rules.rules) + 1:
             rests = RestRules(len(outcome.rules.rules))
         learn_rests(probed, rests, outcome, allowed)
+    logs.seen.update(*(facets_of(probed.parts[index]) for index in outcome.present))
     logs.compare(outcome.whole.logged, [part.logged for part in parts], shares, sizes, allowed)
     ways = counts_by_way(probed, outcome)
     returned.compare(outcome.whole.returned, [part.returned for part in parts], ways, allowed)

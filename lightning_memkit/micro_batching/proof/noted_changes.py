@@ -9,8 +9,8 @@ from typing import Any, Protocol
 from lightning_memkit.micro_batching import split_batch
 from lightning_memkit.micro_batching.changes.composition import Left, compose
 from lightning_memkit.micro_batching.changes.rollback import Rollback
-from lightning_memkit.micro_batching.changes.state_walk import Keys
 from lightning_memkit.micro_batching.changes.step_changes import StepChange
+from lightning_memkit.micro_batching.changes.value_walk import Keys
 from lightning_memkit.micro_batching.proof.some_rows import count_of_rows, other_rows
 from lightning_memkit.micro_batching.proof.without_noise import quiet
 from lightning_memkit.micro_batching.ranks.alone import Ranks

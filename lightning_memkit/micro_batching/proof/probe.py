@@ -7,6 +7,7 @@ from typing import Any
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.micro_batching import WeighBy, Weigher, batch_size, split_batch, weigher
 from lightning_memkit.micro_batching.changes.composed_state import ComposedState
+from lightning_memkit.micro_batching.graph.loss_head import Edges
 from lightning_memkit.micro_batching.graph.loss_rules import LossRules
 from lightning_memkit.micro_batching.graph.rests import RestRules
 from lightning_memkit.micro_batching.parts.logged_values import LoggedValues
@@ -16,8 +17,9 @@ from lightning_memkit.micro_batching.proof import verdicts
 from lightning_memkit.micro_batching.proof.decomposability import Verdict
 from lightning_memkit.micro_batching.proof.judged import candidates, changes_verdict, mismatch_verdict
 from lightning_memkit.micro_batching.proof.learning import learn_counts, learn_values
-from lightning_memkit.micro_batching.proof.novelty import Novelties
+from lightning_memkit.micro_batching.proof.novelty import Novelties, is_revised_after
 from lightning_memkit.micro_batching.proof.probed_rows import (
+    FEW_ROWS,
     in_order_of,
     numbers_of_rows,
     probed_rows,
@@ -39,11 +41,13 @@ from lightning_memkit.micro_batching.run import Step
 from lightning_memkit.micro_batching.shares.batch_counts import Foretelling
 from lightning_memkit.micro_batching.shares.foreseen import ForeseenWronglyError
 
-# The rows of a pair; and its places, each of which chooses rows by another number (see `probed_rows`).
-_PAIR, _UNLIKE_PAIRS = 2, (1, 3, 5)
 # A pair's miss below this may be noise that two rows of a deep net are too few to measure.
 _ROUNDED_PAIR = 0.01
-_PROBED_SAMPLES = (5, 2)  # rows to compare; the second number if the first runs out of memory
+_PROBED_SAMPLES = (
+    5,
+    2,
+)  # rows to compare before a size is known; the second number if the first runs out of memory
+_MOST_SAMPLES = 32  # rows to compare once a size is known
 # Rows of one batch may be too alike to show that they act on each other, or to tell candidates apart.
 _PROBED_BATCHES = 3
 _MOST_PROBES = 24  # in a run in which every batch holds something new
@@ -53,9 +57,8 @@ _PLACES = 3  # in the batch, where rows are looked for that count in the loss
 class Weighing:
     """How micro-batches are weighed: by the divisors that each loss shows, as the user says, or as gradients confirm.
 
-    A loss whose graph shows the divisors of its terms is weighed by these, in every micro-batch of every batch. A loss
-    that shows none is compared: candidates of `weigh_by` that the gradients can't tell apart stay open until a batch
-    weighs differently under them; that batch is probed again.
+    A loss whose graph shows its divisors is weighed by these, in every micro-batch. For others, candidates of
+    `weigh_by` are compared; those that gradients can't tell apart stay open until a batch tells them apart.
 
     Args:
         weigh_by: the user's choice; `"auto"` compares all candidates.
@@ -68,12 +71,12 @@ class Weighing:
         unlike: terms of the loss weigh unlike in a micro-batch.
         rests: how the parts of the loss without a gradient combine, with `rules`.
         state: attributes and lists that the step changes, where micro-batches leave them as the batch would.
-        logs: how logged values come from those of micro-batches.
-        returned: how returned values come from those of micro-batches.
+        logs, returned: how logged and returned values come from those of micro-batches.
         unproven: why nothing could be proven; empty where it was.
         probes: how many comparisons were made.
         fewest: the fewest rows that the step runs on, as far as known.
         skipped: the batch at hand tells nothing: as a whole it has no loss, or nothing in it counts.
+        head: the functions next to the losses that were compared, see `head_of`.
     """
 
     def __init__(self, weigh_by: WeighBy | Weigher, split: Splitter | None) -> None:
@@ -85,25 +88,23 @@ class Weighing:
         self.unlike = False
         self.rests: RestRules | None = None
         self.state: ComposedState | None = None
-        self.logs = LoggedValues()
-        self.returned = ReturnedValues()
-        self.unproven = ""
-        self.probes = 0
-        self.fewest = 1
-        self.skipped = False
+        self.logs, self.returned = LoggedValues(), ReturnedValues()
+        self.unproven, self.skipped = "", False
+        self.probes, self.fewest = 0, 1
+        self.head: Edges = frozenset()
         self._given: WeighBy | Weigher = weigh_by
         self._open: list[WeighBy | Weigher] = []
         self._batches = 0
         self._smallest = 0  # rows of the smallest micro-batch that was compared
         self._is_mixed = False  # two micro-batches were compared that both count something
         self._novelties = Novelties()
+        self._is_new = False  # the batch at hand has something that no batch before it had
 
     @property
     def proven(self) -> bool:
         """Whether enough has been seen of the loss to split a batch that fits whole."""
-        enough = self._batches >= _PROBED_BATCHES and (
-            self.rules is not None or self.probes >= _PROBED_BATCHES
-        )
+        probes = _PROBED_BATCHES if self.rules is not None else self.probes
+        enough = min(self._batches, probes) >= _PROBED_BATCHES
         holds = self.verdict is not None and self.verdict.adds_up and self._is_mixed
         return enough and holds and not self.skipped
 
@@ -118,29 +119,33 @@ class Weighing:
         is_first = self.probes == 0
         # Once a size is chosen, a probe compares no more rows: it must not need more memory than training.
         self._probe(step, trials, _PROBED_SAMPLES[0] if is_first else micro_batch_size)
-        if is_first and self.probes and self.verdict is not None and self.verdict.adds_up:
+        if is_first or self._is_new:
             self._contradict(step, trials)
 
     def _contradict(self, step: Step, trials: Trials) -> None:
-        """Compare pairs of the most unlike rows before the first split: among five rows their effect may drown."""
+        """Compare pairs of rows that are most unlike, or equal in an id: among more rows their effect may drown."""
+        if not self.probes or self.verdict is None or not self.verdict.adds_up:
+            return
         total = -int(largest_of_ranks(step.run, [-batch_size(step.batch)])[0])
-        if self.fewest > 1 or total <= _PAIR or not trials.ranks.compares:
+        if self.fewest > 1 or total <= FEW_ROWS[0][0] or not trials.ranks.compares:
             return
         known = dict(vars(self))
-        for place in _UNLIKE_PAIRS:
+        for rows, place in FEW_ROWS:
+            trials.limited = rows > _PROBED_SAMPLES[-1]
             with suppress(NothingCountsError, StepFailedError):
-                probed = self._rows_of(step, trials, _PAIR, place, alone=True)
+                probed = self._rows_of(step, trials, rows, place, alone=True)
                 self._settled_by(step, trials, probed, is_last=True)
             verdict = self.verdict
             if verdict is None or not (verdict.adds_up or verdict.relative_error < _ROUNDED_PAIR):
                 return
-            # A pair proves no more than five rows did: its findings are dropped, and it counts as no probe.
+            # A few rows prove no more than five did: what they show is dropped.
             vars(self).update(known)
 
     def again(self, step: Step, trials: Trials, micro_batch_size: int) -> None:
         """Probe this batch, whose loss was not the one that was proven."""
-        self._open = candidates(self._given, step.batch)
+        self._open, self._is_new = candidates(self._given, step.batch), True
         self._probe(step, trials, micro_batch_size)
+        self._contradict(step, trials)
 
     def combination(self, batch: Any) -> Combination:
         """How a batch's loss comes from its micro-batches', as far as known."""
@@ -151,6 +156,7 @@ class Weighing:
             foretold=self.foretold,
             rests=self.rests,
             state=self.state,
+            head=self.head or None,
         )
 
     def refuse(self, verdict: Verdict) -> None:
@@ -158,7 +164,7 @@ class Weighing:
         self.rules, self.verdict = None, verdict
 
     def _wanted(self, step: Step, micro_batch_size: int) -> bool:
-        new = self._novelties.are_in(step.batch, values=self.rules is None)
+        new = self._is_new = self._novelties.are_in(step.batch)
         if self.probes == 0:
             return not self.unproven or new
         if self.verdict is not None and not self.verdict.adds_up:
@@ -168,7 +174,7 @@ class Weighing:
         # Losses that show their divisors, too: rules for logged values may hold by chance in one batch.
         if self.probes < _PROBED_BATCHES or new or not self._is_mixed:
             return True
-        if micro_batch_size == 1 and self._smallest > 1:
+        if (micro_batch_size == 1 and self._smallest > 1) or is_revised_after(self._batches):
             return True
         return self.rules is None and weigh_differently(self._open, step.batch, micro_batch_size, self.split)
 
@@ -178,9 +184,9 @@ class Weighing:
         if not trials.ranks.compares:
             self._trusted(f"ranks reduce gradients in every backward and {trials.ranks.reason}")
             return
-        # All ranks compare the same number of rows, each of its own batch.
         total = -int(largest_of_ranks(step.run, [-batch_size(step.batch)])[0])
-        numbers = numbers_of_rows(_PROBED_SAMPLES, most, total, fewest=self.fewest)
+        samples = (_MOST_SAMPLES, *_PROBED_SAMPLES) if self.probes else _PROBED_SAMPLES
+        numbers = numbers_of_rows(samples, most, total, fewest=self.fewest)
         for rows in numbers:
             # The smallest comparison is not limited on the host: without one, nothing is known.
             trials.limited = rows > _PROBED_SAMPLES[-1]
@@ -213,18 +219,10 @@ class Weighing:
         """Split as the user says, or as the batch's labels suggest, with a warning: nothing can be compared."""
         self.probes, self._open, self.verdict = _PROBED_BATCHES, self._open[:1], None
         if self.weigh_by != "auto" and not callable(self.weigh_by):
-            warnings.warn(
-                f"MemoryBudget can't check that the loss may be split, since {reason}: it is taken to be a mean over "
-                f"{self.weigh_by}. Write weigh_by= to say what it is a mean over.",
-                stacklevel=2,
-            )
+            warnings.warn(verdicts.unchecked(reason, self.weigh_by), stacklevel=2)
 
     def _compare(self, step: Step, trials: Trials, rows: int, places: int, *, alone: bool) -> None:
-        """Compare some rows whole and in micro-batches; other rows, if too few of these count.
-
-        Raises:
-            NothingCountsError: no row counts in any of the places.
-        """
+        """Compare some rows whole and in micro-batches; other rows, if too few of these count, or none."""
         for place in range(self.probes, self.probes + places):
             is_last = place == self.probes + places - 1
             probed = self._rows_of(step, trials, rows, place, alone=alone)
@@ -238,7 +236,7 @@ class Weighing:
     def _rows_of(self, step: Step, trials: Trials, rows: int, place: int, *, alone: bool) -> Rows:
         small = probed_rows(step.batch, rows, self.split, place)
         sizes = [1, rows - 1] if alone else [rows // 2, rows - rows // 2]
-        if self.probes == 0 and self.split is None and step.run.world_size == 1:
+        if (self.probes == 0 or self._is_new) and self.split is None and step.run.world_size == 1:
             small = in_order_of(small, lambda row: trials.loss_of(step, row))
         if len(self._open) > 1:
             small = told_apart(small, sizes[0], step.batch)
@@ -251,9 +249,12 @@ class Weighing:
         """
         for level in LEVELS:
             with quiet(step.run.module, level) as draws:
-                rows = RowTrials(RowRuns(step, trials, probed, draws))
+                runs = RowRuns(step, trials, probed, draws)
+                rows = RowTrials(runs)
                 outcome = rows.compare(self._open, reads=self._given == "auto", known=self.rules)
                 self.unlike = self.unlike or outcome.unlike
+                compared = [part.head for part in outcome.parts if part is not None]
+                self.head = self.head.union(outcome.whole.head, *compared)
                 # Ranks see different samples, and must come to one answer.
                 if largest_of_ranks(step.run, [outcome.miss.excess])[0] <= 1:
                     is_mixed = not any_rank(step.run, not outcome.is_mixed)
@@ -261,6 +262,10 @@ class Weighing:
                         return False
                     if not is_mixed and (self._is_mixed or any_rank(step.run, outcome.is_lone)):
                         raise NothingCountsError  # earlier comparisons know more than these rows show
+                    # Comparisons begin with one random state: what rows share was drawn alike in all of them.
+                    drew = any_rank(step.run, level < 2 and outcome.whole.drew)
+                    if drew and any_rank(step.run, runs.draw_without_rows()):
+                        break
                     self._is_mixed = is_mixed
                     self._holds(step, probed, rows, outcome)
                     return True

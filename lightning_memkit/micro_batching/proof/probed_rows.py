@@ -27,7 +27,11 @@ from lightning_memkit.micro_batching import (
 )
 from lightning_memkit.micro_batching.parts.partition import Splitter
 from lightning_memkit.micro_batching.shares.batch_counts import BatchCount, counts_of
+from lightning_memkit.micro_batching.splitting import named_tensors
 
+EQUAL_IDS = -1  # instead of a number of probes: a row between two that are equal in a column of integers
+# Numbers of rows and of probes: pairs that are unlike in the first tensors that differ between rows, and equal ids.
+FEW_ROWS = ((2, 1), (2, 3), (2, 5), (3, EQUAL_IDS))
 _COUNTED_ROWS = 256  # the most rows of a batch that are compared to choose the most different ones
 
 
@@ -89,6 +93,10 @@ def _unlike(singles: list[Any], rows: int, probes: int) -> list[int]:
     masks = _masks(counted)
     # A number with few values is a mask or a class, whose extremes tell more.
     telling = sorted((n for n in counted.values() if len(set(n.values())) > 1), key=_different)
+    if probes == EQUAL_IDS:
+        pair = _equal(singles[0], counted) or [0, total - 1]
+        between = next(row for row in [*looked_at, *range(total)] if row not in pair)
+        return [pair[0], between, pair[1]]
     if rows == 2 and probes % 2 and telling:
         numbers = telling[probes // 2 % len(telling)]
         return [max(numbers, key=numbers.__getitem__), min(numbers, key=numbers.__getitem__)]
@@ -105,6 +113,23 @@ def _unlike(singles: list[Any], rows: int, probes: int) -> list[int]:
             chosen.setdefault(row)
     first, last, *others = list(chosen)[:rows]
     return [first, *sorted(others), last]
+
+
+def _equal(single: Any, counted: dict[BatchCount, dict[int, float]]) -> list[int]:
+    """Two rows with one id: equal in the column of integers with the most values; empty where all differ."""
+    ids = {
+        path
+        for path, tensor in named_tensors(single, "")
+        if tensor.numel() == 1 and not tensor.is_floating_point()
+    }
+    for count, numbers in sorted(counted.items(), key=lambda item: -_different(item[1])):
+        if count.kind == "sum" and count.path in ids and _different(numbers) > 1:
+            first: dict[float, int] = {}
+            for row, number in numbers.items():
+                if number in first:
+                    return [first[number], row]
+                first[number] = row
+    return []
 
 
 def _masks(counted: dict[BatchCount, dict[int, float]]) -> list[dict[int, float]]:

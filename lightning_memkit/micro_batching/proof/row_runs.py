@@ -12,6 +12,7 @@ from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.micro_batching import WeighBy, Weigher
 from lightning_memkit.micro_batching.changes.composed_state import ComposedState
 from lightning_memkit.micro_batching.changes.step_changes import StepChange
+from lightning_memkit.micro_batching.graph.loss_head import Edges, head_of
 from lightning_memkit.micro_batching.graph.loss_rules import LossRules
 from lightning_memkit.micro_batching.graph.loss_terms import LossTerms
 from lightning_memkit.micro_batching.graph.loss_walk import terms_of
@@ -26,6 +27,7 @@ from lightning_memkit.micro_batching.proof.trials import Trials
 from lightning_memkit.micro_batching.proof.without_noise import SharedDraws
 from lightning_memkit.micro_batching.ranks.agreement import largest_of_ranks
 from lightning_memkit.micro_batching.run import Step
+from lightning_memkit.utilities.generators import Generators
 
 _OK, _PASSED_OVER, _OUT_OF_MEMORY, _FAILED = range(4)  # outcomes of a trial on a rank, the worst last
 
@@ -38,15 +40,21 @@ class NothingCountsError(Exception):
 
 @dataclass(kw_only=True)
 class TrialStep:
-    """The results of one trial step: gradient, loss, logs, returned values, and the state that it left."""
+    """The results of one trial step: gradient, loss, logs, returned values, and the state that it left.
+
+    `drawn` is the state of Python's and NumPy's generators after it; None if it drew nothing from them.
+    """
 
     gradient: Tensor
     terms: LossTerms
     loss: Tensor
+    head: Edges
+    drew: bool  # numbers of torch's generators
     logged: list[dict[str, Any]]
     returned: dict[str, Any]
     values: dict[tuple[Any, int], Tensor]
     left: dict[str, Any]
+    drawn: Any = None
 
     @property
     def counts(self) -> bool:
@@ -82,6 +90,7 @@ class ComparisonOutcome:
         kept: means with clamped divisors in micro-batches; they predict nothing.
         changes: what the step changes besides gradients.
         state: those of the changes that may be composed from micro-batches.
+        is_random: numbers are drawn that can't be the same in the whole and in its micro-batches.
     """
 
     miss: Miss
@@ -98,6 +107,7 @@ class ComparisonOutcome:
     kept: frozenset[int] = frozenset()
     changes: Sequence[StepChange] = ()
     state: ComposedState | None = None
+    is_random: bool = False
 
     @property
     def is_mixed(self) -> bool:
@@ -174,29 +184,42 @@ class RowRuns:
         return self.together(partial(self._run_here, batch, change))
 
     def _run_here(self, batch: Any, change: Callable[[Tensor], Tensor] | None) -> TrialStep:
-        seen: list[tuple[Tensor, LossTerms]] = []
+        seen: list[tuple[Tensor, LossTerms, Edges, bool]] = []
+        before = Generators()
 
         def look(loss: Tensor) -> Tensor:
-            seen.append((loss.detach(), terms_of(loss)))
+            seen.append((loss.detach(), terms_of(loss), head_of(loss), before.drawn_from()[0]))
             return loss if change is None else change(loss)
 
         trials = self.trials
         gradient = trials.gradient_of(self.step, batch, look=look)
-        loss, terms = seen[0]
+        loss, terms, head, drew = seen[0]
         return TrialStep(
             gradient=gradient,
             terms=terms,
             loss=loss,
+            head=head,
+            drew=drew,
             logged=trials.logged,
             returned=trials.returned,
             values=trials.values,
             left=trials.captured or {},
+            drawn=trials.drawn,
         )
 
     def whole(self, change: Callable[[Tensor], Tensor] | None = None) -> TrialStep:
         """Run the whole again, with the same random numbers."""
         self.hand_out(None)
         return self.run(self.rows.whole, change)
+
+    def draw_without_rows(self) -> bool:
+        """Whether the whole draws numbers that belong to no row; runs it again to see."""
+        draws, rows = self.draws, sum(self.rows.sizes)
+        if draws is None:
+            with SharedDraws() as draws:
+                draws.record()
+                self.run(self.rows.whole)
+        return draws.has_draws_without_rows(rows)
 
     def part(self, index: int, change: Callable[[Tensor], Tensor] | None = None) -> TrialStep | None:
         """Run a micro-batch; None if the step returns None for it, though not for the whole."""

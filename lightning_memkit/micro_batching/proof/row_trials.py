@@ -23,12 +23,9 @@ from lightning_memkit.micro_batching.graph.term_rules import share_of
 from lightning_memkit.micro_batching.parts.joining_rules import ROUNDED
 from lightning_memkit.micro_batching.proof import verdicts
 from lightning_memkit.micro_batching.proof.by_terms import COARSE, TermComparison, counts_of
-from lightning_memkit.micro_batching.proof.comparison import (
-    SCALE,
-    Comparison,
-    Miss,
-)
+from lightning_memkit.micro_batching.proof.comparison import SCALE, Comparison, Miss
 from lightning_memkit.micro_batching.proof.decomposability import Verdict
+from lightning_memkit.micro_batching.proof.judged import is_random
 from lightning_memkit.micro_batching.proof.row_runs import (
     ComparisonOutcome,
     NothingCountsError,
@@ -108,7 +105,17 @@ class RowTrials:
             if outcome.why or bends:  # gradients that agree on these few rows would prove nothing
                 outcome.miss = Miss(excess=float("inf"), relative_error=outcome.miss.relative_error)
         outcome.changes, outcome.state = changes, state
+        self._judge_draws(outcome)
         return outcome
+
+    def _judge_draws(self, outcome: ComparisonOutcome) -> None:
+        """Let the comparison fail if its draws can't be the same in the whole and in its micro-batches."""
+        run = self._runs.step.run
+        if any_rank(run, is_random(outcome, is_exact=self._runs.is_exact)):
+            outcome.is_random = True
+            outcome.miss = Miss(excess=float("inf"), relative_error=outcome.miss.relative_error)
+        elif any_rank(run, outcome.whole.drawn is not None):
+            self._runs.trials.draws.proven = True
 
     def _kept(
         self,
@@ -130,6 +137,8 @@ class RowTrials:
 
     def noise_explains(self, outcome: ComparisonOutcome) -> bool:
         """Whether random numbers alone may explain a difference, so that noise must be removed or shared."""
+        if outcome.is_random:
+            return True
         self._runs.hand_out(None)
         other = self._runs.together(
             partial(self._runs.trials.gradient_of, self._runs.step, self._runs.rows.whole, seed=1)

@@ -59,6 +59,7 @@ class Surveys:
         told, state = partition.combination.foretold, partition.combination.state
         found = self._lone_counts(step, partition, rules)
         with self._trials.no_trace(step, *cut.parts):
+            self._trials.draws.begin()
             if state is not None:
                 state.begin()
             for counts, lone, _ in self._each_counted(step, cut.parts, partition, rules):
@@ -152,6 +153,8 @@ class Surveys:
     def _counted(
         self, step: Step, part: Any, rules: LossRules, foretold: Foretelling
     ) -> tuple[tuple[float, ...], frozenset[int], tuple[float, ...]]:
+        if self._trials.draws.proven:
+            self._trials.draws.restore()
         with TermValues() as noted:
             loss, _ = step.forward(self._run.transfer(part))
         self._differentiates = self._differentiates or noted.differentiates

@@ -1,35 +1,37 @@
 """Trial steps that leave no trace, to get the gradient of a batch or the peak of a micro-batch."""
 
-import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lightning_memkit.memory.measure import AllocatorMeter, PeakMeter, peak_meter
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
+from lightning_memkit.micro_batching.changes.kept_gradients import in_no_optimizer, outliving, set_aside
 from lightning_memkit.micro_batching.changes.rollback import Rollback
-from lightning_memkit.micro_batching.changes.state_walk import Keys
 from lightning_memkit.micro_batching.changes.step_changes import StepChange, label
+from lightning_memkit.micro_batching.changes.value_walk import Keys
 from lightning_memkit.micro_batching.graph.term_values import TermValues
+from lightning_memkit.micro_batching.parts.equal_draws import EqualDraws
 from lightning_memkit.micro_batching.proof import decomposability
 from lightning_memkit.micro_batching.proof.noted_changes import NotedChanges
 from lightning_memkit.micro_batching.proof.optimizer_trial import allocate_gradients, states_on
+from lightning_memkit.micro_batching.proof.read_gradients import ReadGradients
 from lightning_memkit.micro_batching.proof.some_rows import count_of_rows, one_row
 from lightning_memkit.micro_batching.proof.trial_values import PassedOverError, StepFailedError, TrialValues
 from lightning_memkit.micro_batching.ranks.agreement import Ranks, local_optimizer
 from lightning_memkit.micro_batching.run import Run, Step
 from lightning_memkit.micro_batching.shares.foreseen import ForeseenWronglyError
 from lightning_memkit.optim.methods import uses_closure_its_own_way
-from lightning_memkit.utilities.generators import Generators
+from lightning_memkit.utilities.generators import Generators, seed_all
 from lightning_memkit.utilities.tensors import tensors_of
 
 _Look = Callable[[Tensor], Tensor]  # gets the loss; what it returns is differentiated
+_NOTHING: Any = None
 _LOST = (
     "A trial step changed {names} by a kernel that PyTorch's dispatcher does not see: these keep what the trial left. "
     "Register the kernel as an operator that names what it writes to (torch.library.custom_op with mutates_args)."
@@ -44,8 +46,8 @@ class Trials:
         budget_bytes: the most bytes of a probe on the host; an accelerator's allocator has its own limit.
 
     Attributes:
-        changes: what the step of the latest `gradient_of` or `peak_of` changes besides gradients, every time
-            that it runs; not what only a first step sets up (a mask that is built lazily).
+        changes: what the latest `gradient_of` or `peak_of` changed besides gradients, less what a first step sets up.
+        read: the gradients of the step before that steps were seen to read.
         changing: the keys of all tensors that trials saw changed in place; a `Rollback` clones these.
         logged: what the step of the latest `gradient_of` logged.
         handed_on: the attributes that the step on the batch before (`after=`) has set.
@@ -53,25 +55,25 @@ class Trials:
         values: the numbers that the step of the latest `gradient_of` with `look=` has computed, by their nodes.
         between: called after the step on the batch before (`after=`).
         capture: called within `gradient_of` after the step; its result is stored in `captured`.
+        drawn: what the latest `gradient_of` left of Python's and NumPy's generators (`draws`), None for nothing.
+        adds_up: steps give gradients to tensors in no optimizer, where they add up over steps.
         limited: probes must stay within the budget on a CPU.
     """
 
     def __init__(self, run: Run, budget_bytes: int | None = None) -> None:
         self.changing: frozenset[tuple[str, str]] = frozenset()
         self.changes: tuple[StepChange, ...] = ()
-        self.logged: list[dict[str, Any]] = []
-        self.handed_on: list[str] = []
+        self.read: dict[StepChange, None] = {}
+        self.logged, self.handed_on = list[dict[str, Any]](), list[str]()
         self.returned: dict[str, Any] = {}
         self.values: dict[tuple[Any, int], Tensor] = {}
         self.capture: Callable[[], Any] | None = None
-        self.captured: Any = None
+        self.captured, self.drawn, self.draws = _NOTHING, _NOTHING, EqualDraws(run.module)
         self.between: Callable[[], None] | None = None
-        self.limited = False
-        self.ranks = Ranks()
-        self._has_watched = False
-        self._noted = NotedChanges(run, self)
-        self._run = run
-        self._budget_bytes = budget_bytes
+        self.adds_up = self.limited = False
+        self._leaves, self.ranks = list[Tensor](), Ranks()
+        self._has_watched, self._noted = False, NotedChanges(run, self)
+        self._run, self._budget_bytes = run, budget_bytes
 
     @property
     def _module(self) -> nn.Module:
@@ -92,33 +94,30 @@ class Trials:
         unwatched = self._has_watched and self._sees_too_little() and not seen
         rollback = self._rollback = self.kept(step, *parts, changing=self.changing if unwatched else None)
         # The previous step's gradients will be zeroed before use; keeping them beside the trial's would cost
-        # their bytes twice. An optimizer that calls its closure in its own way may read them before.
-        zeroed = step.starts_window and not after_backward and not uses_closure_its_own_way(step.optimizer)
-        kept = [] if zeroed else [(p, p.grad) for p in self._module.parameters()]
-        for parameter in self._module.parameters():
-            parameter.grad = None
-        try:
-            with (
-                self._run.logging_held() as logged,
-                self._run.loggers_silent(),
-                torch.enable_grad(),
-                nullcontext() if unwatched else rollback.watching(),
-            ):
-                yield logged
-        finally:
-            self.changing |= rollback.changed()
-            lost = rollback.restore()
-            for parameter in self._module.parameters():
-                parameter.grad = None
-            for parameter, gradient in kept:
-                parameter.grad = gradient
+        # their bytes twice. The step, or an optimizer with an own way to its closure, may read them before.
+        reads = bool(self.read) or uses_closure_its_own_way(step.optimizer)
+        zeroed = step.starts_window and not after_backward and not reads
+        leaves = self._leaves = rollback.leaves()
+        with set_aside(leaves, outliving(step, leaves) if zeroed else leaves):
+            try:
+                with (
+                    self._run.logging_held() as logged,
+                    self._run.loggers_silent(),
+                    torch.enable_grad(),
+                    nullcontext() if unwatched else rollback.watching(),
+                ):
+                    yield logged
+            finally:
+                self.changing |= rollback.changed()
+                lost = rollback.restore()
         if lost:
             warnings.warn(_LOST.format(names=", ".join(sorted(label(*key) for key in lost))), stacklevel=2)
 
     def kept(self, step: Step, *parts: Any, changing: Keys | None = None) -> Rollback:
         """Record the state before a step, for a trial to restore."""
         batches, beside = [step.batch, *parts], step.run.changed_beside()
-        return Rollback(self._module, changing, batches=batches, beside=beside)
+        apart = step.run.steppers(step)
+        return Rollback(self._module, changing, batches=batches, beside=beside, apart=apart)
 
     def gradient_of(
         self, step: Step, batch: Any, *, seed: int | None = None, after: Any = None, look: _Look | None = None
@@ -138,10 +137,12 @@ class Trials:
         """
         with self.no_trace(step, batch, after, seen=True) as self.logged:
             if seed is not None:
-                _seed(seed)
+                seed_all(seed)
             skipped = False
+            self.draws.begin()
             if after is not None:
                 self._run_before(step, after)
+                self.draws.restore()
             try:
                 skipped = not self.run(step, batch, self._limit(step), look)
                 if skipped:
@@ -149,9 +150,12 @@ class Trials:
             except Exception as error:
                 raise StepFailedError(error, skipped=skipped) from error
             gradient = decomposability.sampled_gradient(self._module.parameters())
+            self.adds_up |= any(leaf.grad is not None for leaf in in_no_optimizer(step, self._leaves))
             self.captured = None if self.capture is None else self.capture()
+            self.drawn = self.draws.drawn()
             returned, values = self.returned, self.values
             self._noted.note(step, batch, self._rollback, self.logged)
+            self.changes += tuple(self.read)
             self.returned, self.values = returned, values  # not those of further steps, which `note` runs
             return gradient
 
@@ -201,8 +205,8 @@ class Trials:
         if self.between is not None:
             self.between()
         self.handed_on = self._rollback.replaced()
-        for parameter in self._module.parameters():
-            parameter.grad = None
+        for leaf in self._leaves:
+            leaf.grad = None
 
     def _limit(self, step: Step) -> PeakMeter | None:
         """The meter that stops a probe above the budget; None if none applies."""
@@ -219,11 +223,13 @@ class Trials:
 
     def run(self, step: Step, batch: Any, meter: PeakMeter | None = None, look: _Look | None = None) -> bool:
         """Forward and backward of a micro-batch; False if the step returned None."""
+        reads = None if look is None else ReadGradients(step)
 
         def run(part: Any) -> bool:
-            with TermValues() if look is not None else nullcontext() as noted:
+            with TermValues() if look is not None else nullcontext() as noted, reads or nullcontext():
                 loss, self.returned = step.forward(self._run.transfer(part))
             self.values = {} if noted is None else noted.values
+            self.read |= dict.fromkeys(() if reads is None else reads.changes)
             if loss is None:
                 if self.ranks.meets:  # the others wait in a backward that this rank does not run
                     raise PassedOverError("training_step returned None")
@@ -292,9 +298,3 @@ class Trials:
         with self.no_trace(step, batch), suppress(RuntimeError, MemoryError):
             self.run(step, batch)
             self._has_watched = True
-
-
-def _seed(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)

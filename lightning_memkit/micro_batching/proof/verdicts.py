@@ -8,11 +8,12 @@ from torch import Tensor
 
 from lightning_memkit.micro_batching import WeighBy, Weigher, normalized
 from lightning_memkit.micro_batching.changes.step_changes import StepChange
-from lightning_memkit.micro_batching.graph.loss_rules import LossRules
+from lightning_memkit.micro_batching.graph.loss_rules import VARYING_FACTOR, LossRules
 from lightning_memkit.micro_batching.proof import decomposability
 from lightning_memkit.micro_batching.proof.comparison import Miss
 from lightning_memkit.micro_batching.proof.decomposability import Verdict
 from lightning_memkit.micro_batching.run import Run
+from lightning_memkit.micro_batching.shares.foreseen import KeptConstantError, VaryingFactorError
 
 _SIZE = "micro_batch_size = the loader's batch size"
 _WHOLE = f"keep the batch whole ({_SIZE})"
@@ -25,6 +26,13 @@ def scaled_by(shown: str) -> Verdict:
         f"the samples of a batch act on each other in the loss, which is scaled by {shown}",
         f"{_WHOLE_AND_FIT}, or pass split= so that each micro-batch holds a complete group",
     )
+
+
+def of_error(error: Exception) -> Verdict | None:
+    """The verdict on a loss of which a micro-batch has shown that it can't be split; None if it may still be."""
+    if isinstance(error, KeptConstantError):
+        return constant_beside_a_kept_mean()
+    return scaled_by(VARYING_FACTOR) if isinstance(error, VaryingFactorError) else None
 
 
 def fails_on_parts(cause: Exception) -> Verdict:
@@ -55,8 +63,9 @@ def constant_beside_a_kept_mean() -> Verdict:
 def changes_in_parts(changes: Sequence[StepChange]) -> Verdict:
     """The step changes more than gradients, and micro-batches would not leave what the whole batch leaves."""
     names = ", ".join(str(change) for change in changes[:5]) or "what another rank's message names"
+    verb = "reads" if any(change.kind == "gradient" for change in changes) else "changes"
     return _refused(
-        f"training_step changes {names}: it would do so once in every micro-batch",
+        f"training_step {verb} {names}: it would do so once in every micro-batch",
         f"{_WHOLE}, or change it once a step: in on_train_batch_end, or on_before_zero_grad",
         0.0,
     )
@@ -168,3 +177,11 @@ def weighed_by(weighing: Weighed) -> str:
     if not isinstance(weigh_by, str):
         return "the given callable"
     return "the batch's own count" if weigh_by == "auto" else weigh_by
+
+
+def unchecked(reason: str, weigh_by: object) -> str:
+    """The warning where nothing can be compared."""
+    return (
+        f"MemoryBudget can't check that the loss may be split, since {reason}: it is taken to be a mean over "
+        f"{weigh_by}. Write weigh_by= to say what it is a mean over."
+    )

@@ -39,6 +39,14 @@ class SharedDraws(TorchDispatchMode):
         self._place: int | None = None  # the index of the next draw; None while the batch is recorded
         self._first, self._rows, self._total = 0, 0, 0
 
+    def has_draws_without_rows(self, rows: int) -> bool:
+        """Whether the recorded batch of so many rows drew numbers for all rows together: a mixup's weight, say.
+
+        Told by the number of elements, since rows need not come first in a tensor.
+        """
+        drawn = [one for draws in self._recorded for one in draws if isinstance(one, Tensor)]
+        return any(one.numel() % rows for one in drawn)
+
     def record(self) -> None:
         """Call before the whole batch runs; its draws are recorded."""
         self._recorded, self._place = [], None

@@ -1,69 +1,17 @@
 """Predict the divisors of a batch's loss from numbers that are known before it runs: rows, labels, masks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from math import isnan
 from typing import Any
 
-import torch
-from torch import Tensor
+from lightning_memkit.micro_batching.shares.batch_numbers import BatchCount, counts_of
 
-from lightning_memkit.micro_batching.splitting import (
-    IGNORED_LABEL,
-    SplittableBatch,
-    batch_size,
-    named_tensors,
-)
-
-_LARGEST = 2**20  # elements of a tensor that is counted in every batch
 _SAME = 1e-9
 # How many looked-up totals must agree before divisors that may be clamped are trusted: as proportional to a
 # number of the batch; as counts, or as a constant.
 _CONFIRMED, _ENOUGH_LOOKS = 3, 12
-
-
-@dataclass(frozen=True)
-class BatchCount:
-    """One number of a batch: a count in its `place`-th tensor, from column `start` on, or of the batch.
-
-    Args:
-        kind: `"rows"`, `"own"` (the batch's own `weight()`), `"labels"` (not -100), `"nonzero"` or `"sum"`.
-        place: the index of the tensor, in the batch's order.
-        start: the first column that counts; losses that shift inside skip a row's first label.
-    """
-
-    kind: str
-    place: int = 0
-    start: int = 0
-
-    def __call__(self, batch: Any) -> float:
-        """The number of a batch, or of a micro-batch of it."""
-        if self.kind == "rows":
-            return float(batch_size(batch))
-        if self.kind == "own":
-            return float(batch.weight())
-        tensor = [tensor for _, tensor in named_tensors(batch, "")][self.place]
-        tensor = tensor[..., self.start :] if self.start else tensor
-        return float(_COUNTS[self.kind](tensor))
-
-
-_COUNTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "labels": lambda tensor: (tensor != IGNORED_LABEL).sum(),
-    "nonzero": torch.count_nonzero,
-    "sum": lambda tensor: tensor.double().sum(),
-}
-
-
-def counts_of(batch: Any) -> list[BatchCount]:
-    """All numbers of a batch that could predict a divisor."""
-    found = [BatchCount("own")] if isinstance(batch, SplittableBatch) else []
-    for place, (_, tensor) in enumerate(named_tensors(batch, "")):
-        if tensor.ndim == 0 or tensor.numel() > _LARGEST or tensor.is_complex() or tensor.is_sparse:
-            continue
-        kinds = ["sum"] if tensor.is_floating_point() else ["labels", "nonzero", "sum"]
-        starts = (0, 1) if tensor.ndim > 1 else (0,)
-        found += [BatchCount(kind, place, start) for kind in kinds for start in starts]
-    return [*found, BatchCount("rows")]
 
 
 @dataclass(frozen=True)
@@ -160,14 +108,13 @@ class Foretelling:
     def total(self, index: int, batch: Any) -> float | None:
         """The predicted sum of the divisors of a batch's micro-batches; None without a prediction."""
         ways = self.ways[index] if index < len(self.ways) else []
-        return ways[0].total(batch) if ways else None
+        totals = (way.total(batch) for way in ways)
+        return next((total for total in totals if not isnan(total)), None)
 
     def forget_wrong(self, batch: Any, counted: Sequence[float]) -> None:
         """Drop the numbers that predicted a total wrongly."""
         for index, count in enumerate(counted[: len(self.ways)]):
-            self._keep(
-                index, [abs(way.total(batch) - count) <= _SAME * abs(count) for way in self.ways[index]]
-            )
+            self._keep(index, [_may_be(way.total(batch), count) for way in self.ways[index]])
 
     def _keep(self, index: int, right: Sequence[bool]) -> None:
         ways = self.ways[index]
@@ -205,14 +152,11 @@ class Foretelling:
             numbers = [way.total(part) for way in self.ways[index]]
             self._keep(
                 index,
-                [
-                    (is_one and not number) or abs(number - divisor) <= _SAME * abs(divisor)
-                    for number in numbers
-                ],
+                [(is_one and not number) or _may_be(number, divisor) for number in numbers],
             )
         if not is_one and index < len(self._least) and self._least[index].are_enough:
             return divisor
-        return None if self.is_silent(index, is_one=is_one) else self.ways[index][0].total(part)
+        return None if self.is_silent(index, is_one=is_one) else self.total(index, part)
 
     def is_silent(self, index: int, *, is_one: bool = True) -> bool:
         """Whether nothing distinguishes a divisor that is a count from a clamped one.
@@ -248,10 +192,15 @@ class Foretelling:
         if index >= len(self.ways):
             return
         self._least[index].learn(shown)
-        self._keep(index, [abs(way.total(batch) - total) <= _SAME * abs(total) for way in self.ways[index]])
+        self._keep(index, [_may_be(way.total(batch), total) for way in self.ways[index]])
         if self.ways[index]:
             self._confirmed[index] += 1
             self._looked_up[index] += 1
+
+
+def _may_be(number: float, total: float) -> bool:
+    """Whether a number has predicted a total; one that the batch does not have was not wrong."""
+    return isnan(number) or abs(number - total) <= _SAME * abs(total)
 
 
 @dataclass

@@ -35,7 +35,9 @@ def least_divisors(rules: LossRules, reading: Reading, told: Foretelling | None,
     lone, counts = set[int](), dict[int, float]()
     for index, rule in enumerate(rules.rules if told is not None else ()):
         assert told is not None
-        if rule.looks_up:
+        if index in reading.missing:
+            lone.add(index)  # the batch's divisor tells whether it counts nothing
+        elif rule.looks_up:
             if rule.law is Law.OWN or not told.is_constant(index):
                 lone.add(index)
         elif rule.law is Law.MEAN and reading.is_divided(index):

@@ -25,12 +25,33 @@ class NothingCountedError(UnknownTotalsError):
     """No micro-batch counted anything: which one stands for the batch must be decided before."""
 
 
+class GradientsOutliveError(NothingCountedError):
+    """Earlier steps' gradients are there, which no factor may scale: totals must be known before."""
+
+
 class MistakenTotalsError(UnknownTotalsError):
     """Predicted totals were wrong, or terms have different shares for the first time; this is noted."""
 
 
 class UnforeseenLossError(ForeseenWronglyError):
     """A micro-batch's loss has other terms than those that were proven to add up."""
+
+
+class NewFunctionsError(UnforeseenLossError):
+    """A loss is computed by other functions than those whose results were compared.
+
+    Args:
+        edges: the pairs of functions, see `head_of`.
+    """
+
+    def __init__(self, message: str = "", edges: frozenset[tuple[str, str]] = frozenset()) -> None:
+        shown = ", ".join(sorted(f"{first} of {second}" for first, second in edges)[:3])
+        super().__init__(message or f"a loss with functions that were not compared ({shown})")
+        self.edges = edges
+
+
+class UnequalDrawsError(UnforeseenLossError):
+    """Micro-batches draw from Python's or NumPy's generators unequally often: their draws depend on rows."""
 
 
 class KeptConstantError(UnforeseenLossError):

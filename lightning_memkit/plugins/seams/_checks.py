@@ -1,12 +1,15 @@
 """Checks and warnings of MemoryBudget before a run starts."""
 
+import dis
 import inspect
 import warnings
-from functools import partial
+from functools import lru_cache, partial
+from types import CodeType
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler
+from torch.optim import Optimizer
 
 from lightning_memkit.micro_batching.sizes.sizing import with_batch_statistics
 
@@ -53,6 +56,27 @@ def hooks_run_by_micro_batch(trainer: Trainer, module: LightningModule) -> list[
         found += [f"a hook on {name}'s gradient" for hook in before.values() if not _is_known(hook)]
         found += [f"a hook on {name}, after its gradient" for hook in after.values() if not _is_known(hook)]
     return list(dict.fromkeys(found))
+
+
+def zeroes_gradients(module: LightningModule, optimizer: Optimizer) -> bool:
+    """Whether `optimizer_zero_grad` leaves no gradient: it is Lightning's own, or only calls zero_grad."""
+    return _only_zeroes(module.optimizer_zero_grad) and _only_zeroes(optimizer.zero_grad)
+
+
+def _only_zeroes(method: Any) -> bool:
+    function = getattr(method, "__func__", method)
+    if str(getattr(function, "__module__", "")).startswith(_OWN):
+        return True
+    code = getattr(function, "__code__", None)
+    return code is not None and _only_calls_zero_grad(code)
+
+
+@lru_cache(maxsize=64)
+def _only_calls_zero_grad(code: CodeType) -> bool:
+    if not set(code.co_names) <= {"zero_grad", "optimizer_zero_grad", "super"}:
+        return False
+    always = not any("JUMP" in one.opname or "FOR_ITER" in one.opname for one in dis.get_instructions(code))
+    return always and bool({"zero_grad", "optimizer_zero_grad"} & set(code.co_names))
 
 
 def _is_known(hook: Any) -> bool:
