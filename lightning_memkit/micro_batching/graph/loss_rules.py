@@ -65,7 +65,7 @@ class LossRules:
         missing = frozenset(
             index
             for index, rule in enumerate(self.rules)
-            if rule.name not in named and rule.law is Law.MEAN and not rule.fixed
+            if rule.name not in named and (rule.law is Law.MEAN or rule.looks_up) and not rule.fixed
         )
         wanted = {(rule.name, rule.branch): 0 for rule in self.rules}
         for rule in self.rules:

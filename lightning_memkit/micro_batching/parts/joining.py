@@ -225,20 +225,26 @@ def unlike_pair(
     """
     pairs = [
         pair
-        for pair in _pairs(parts, counts, adjacent=adjacent)
+        for pair in _pairs(parts, counts, adjacent=adjacent, turn=turn)
         if pair not in but and not same_everywhere([parts[index] for index in pair])
     ]
     return pairs[turn * _STRIDE % len(pairs)] if pairs else None
 
 
-def _pairs(parts: Sequence[Any], counts: Counts, *, adjacent: bool) -> list[tuple[int, int]]:
-    """The candidate pairs: neighbours if `adjacent`, else pairs that differ in value or count."""
+def _pairs(
+    parts: Sequence[Any], counts: Counts, *, adjacent: bool, turn: int = 0
+) -> list[tuple[int, int]]:
+    """The candidate pairs: neighbours if `adjacent`, else pairs that differ in value or count.
+
+    Of micro-batches that are alike in both, one is a candidate; each `turn` another, since what they hold may differ.
+    """
     if adjacent:
         return list(pairwise(range(len(parts))))
-    unlike: dict[Any, int] = {}
+    alike: dict[Any, list[int]] = {}
     for index, part in enumerate(parts):
-        unlike.setdefault((str(part), *(counted[index] for counted in counts.values())), index)
-    return list(combinations(list(unlike.values())[:_UNLIKE_PARTS], 2))
+        alike.setdefault((str(part), *(counted[index] for counted in counts.values())), []).append(index)
+    candidates = [indices[turn % len(indices)] for indices in alike.values()]
+    return [(min(pair), max(pair)) for pair in combinations(candidates[:_UNLIKE_PARTS], 2)]
 
 
 def _weigh_alike(rule: Rule, other: Rule, counts: Counts) -> bool:

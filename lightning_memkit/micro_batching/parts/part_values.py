@@ -123,17 +123,19 @@ class PartValues:
             return False
         weights = [weight for weight, _ in given.logged]
         facets = [facets_of(cut.parts[part], weight) for part, weight in zip(parts, weights, strict=True)]
+        is_first = not self.logs.seen  # the probe has compared rows of this batch, chosen to differ
         new = telling_first(facets, self.logs.seen)
         for index in new[:_MOST_LOOKS]:
             if not facets[index] - self.logs.seen:
                 continue  # the look before has met it
             beside = self._beside(step, given, index, facets)
             pair = (parts[min(index, beside)], parts[max(index, beside)])
-            if self.look is None or not self._looked_at(step, given, pair):
+            if self._looked_at(step, given, pair):
+                self.logs.seen.update(facets[index] | facets[beside])
+            elif self.look is None or not self.look.ran_out:  # else a later micro-batch like this is looked at
                 self.logs.seen.update(facets[index])
-                self._give_up_rules()
-                continue
-            self.logs.seen.update(facets[index] | facets[beside])
+                if not is_first:
+                    self._give_up_rules()
         return bool(new)
 
     def _beside(self, step: Step, given: GivenValues, index: int, facets: Sequence[Facets]) -> int:

@@ -20,10 +20,14 @@ class ValueLooks:
 
     Args:
         trials: runs the forwards.
+
+    Attributes:
+        ran_out: the latest look ended since the two micro-batches did not fit as one.
     """
 
     def __init__(self, trials: Trials) -> None:
         self._trials = trials
+        self.ran_out = False
         self._gradient = False  # whether the step fails without a graph: it differentiates something itself
         self._level = 0  # how much noise is removed, see `quiet`
 
@@ -38,6 +42,7 @@ class ValueLooks:
             parts: the two micro-batches.
             sizes: their numbers of rows.
         """
+        self.ran_out = False
         for level in LEVELS[self._level :]:
             told = self._told(step, whole, parts, sizes, level)
             if told is None:
@@ -57,7 +62,8 @@ class ValueLooks:
                 told = self._run(step, whole, parts, sizes, level, gradient=gradient)
             except StepFailedError as error:  # a user's step may fail in any way on rows joined like this
                 step.run.debug(f"MemoryBudget can't look at two micro-batches: {error.cause!r}")
-                if error.skipped or is_out_of_memory(error.cause):
+                self.ran_out = is_out_of_memory(error.cause)
+                if error.skipped or self.ran_out:
                     return None
                 continue
             self._gradient = gradient
