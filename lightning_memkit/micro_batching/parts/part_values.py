@@ -87,6 +87,7 @@ class PartValues:
         """
         joined = self._settled(step, given, shares, known, known_returned)
         if self._compared_again(step, given):
+            del joined  # two copies of returned rows could exceed the budget
             joined = self._settled(step, given, shares, known, known_returned)
         return joined
 
