@@ -112,11 +112,10 @@ def test_retries_of_training_and_of_its_validation_add_up() -> None:
     failed: list[bool] = []  # not the module's own, which the retry puts back
 
     class Both(Swelling):
-        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-            if batch_idx == 3 and not failed:  # the first three are probed
+        def on_before_backward(self, loss: Tensor) -> None:  # not called in probes
+            if self.global_step == 3 and not failed:
                 failed.append(True)
                 raise torch.OutOfMemoryError("the device is full")
-            return super().training_step(batch, batch_idx)
 
         def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
             if batch_idx == 2 and len(batch["x"]) > 4:
@@ -125,6 +124,7 @@ def test_retries_of_training_and_of_its_validation_add_up() -> None:
 
     quiet = trainer(budget, max_steps=4)
     quiet.logger = logger
-    quiet.fit(Both(), loader(8, count=32), loader(8, count=32))
+    with pytest.warns(UserWarning, match="Both.on_before_backward: runs in every micro-batch"):
+        quiet.fit(Both(), loader(8, count=32), loader(8, count=32))
     assert budget.retries == 2
     assert logger.retries == [(3, 1.0), (4, 2.0)]
