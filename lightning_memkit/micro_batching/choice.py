@@ -16,16 +16,18 @@ from lightning_memkit.micro_batching.parts.by_tokens import form_by_tokens
 from lightning_memkit.micro_batching.parts.partition import WHOLE
 from lightning_memkit.micro_batching.parts.runner import PartsRunner
 from lightning_memkit.micro_batching.proof import verdicts
+from lightning_memkit.micro_batching.proof.late_changes import look_again
 from lightning_memkit.micro_batching.proof.probe import Weighing
 from lightning_memkit.micro_batching.proof.trials import Trials
 from lightning_memkit.micro_batching.proof.verdicts import weighed_by, why_whole
 from lightning_memkit.micro_batching.ranks.agreement import any_rank, largest_of_ranks
 from lightning_memkit.micro_batching.ranks.worst import worst_of_ranks
-from lightning_memkit.micro_batching.repeats import is_surveyed_next
+from lightning_memkit.micro_batching.repeats import is_only_repeated
 from lightning_memkit.micro_batching.run import Step
 from lightning_memkit.micro_batching.shares.foreseen import (
     ForeseenWronglyError,
     NewFunctionsError,
+    StateChangedError,
     UnequalDrawsError,
     UnknownTotalsError,
 )
@@ -191,13 +193,13 @@ class PartsChoice:
             self._take_over(step)
             self.sizing = self._sized(step, None)
             return
-        if is_surveyed_next(step, error, partition, self._window):
+        if is_only_repeated(step, error, partition, self._window):
             return
         if isinstance(error, UnknownTotalsError):
             self._window.check(self.weighing.rules, is_unlike=True)
             partition.survey_each_batch()
             return
-        verdict = verdicts.of_error(error)
+        verdict = verdicts.shown_by(error)
         if isinstance(error, UnequalDrawsError):
             weighing.unproven = (
                 "training_step draws from Python's or NumPy's generators, more often for some rows"
@@ -205,6 +207,9 @@ class PartsChoice:
             self._take_over(step)
         elif verdict is not None:
             weighing.refuse(verdict)
+            self._take_over(step)
+        elif isinstance(error, StateChangedError):
+            look_again(step, error, weighing, self._trials, partition.micro_batch_size)
             self._take_over(step)
         elif any_rank(step.run, batch_size(step.batch) > 1 and not partition.whole):
             if isinstance(error, NewFunctionsError):

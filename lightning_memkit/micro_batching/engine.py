@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_memkit.memory.meter import ByteMeter, unmetered
 from lightning_memkit.memory.sizing import Sizing
 from lightning_memkit.micro_batching import batch_size
+from lightning_memkit.micro_batching.changes.spare_copies import SpareCopies
 from lightning_memkit.micro_batching.choice import PartsChoice
 from lightning_memkit.micro_batching.history import PartsChange, noted
 from lightning_memkit.micro_batching.options import BudgetOptions
@@ -21,6 +22,7 @@ from lightning_memkit.micro_batching.parts.value_looks import ValueLooks
 from lightning_memkit.micro_batching.proof.lazy_modules import materialized
 from lightning_memkit.micro_batching.proof.survey import Surveys
 from lightning_memkit.micro_batching.proof.trials import Trials
+from lightning_memkit.micro_batching.proof.whole_looks import WholeLooks
 from lightning_memkit.micro_batching.ranks.agreement import local_optimizer, ranks_of
 from lightning_memkit.micro_batching.recovery import Recovery
 from lightning_memkit.micro_batching.run import Run, Step
@@ -90,6 +92,7 @@ class Engine:
         self.runner = PartsRunner(
             run,
             Partition(micro_batch_size=WHOLE, split=options.split),
+            self.trials.watch,
             exact_window=options.effective_batch_size is not None,
         )
         self.choice = PartsChoice(options, self.runner, self.trials, self.window, resumed, foresee)
@@ -97,6 +100,7 @@ class Engine:
             self.runner, resized=self._resized, dry=self.choice.dry, reconsider=self._reconsidered
         )
         self.recovery.retries = options.recover
+        self.recovery.spares = SpareCopies(int(options.budget_bytes * _COPIED))
         self._resumed, self._retried = resumed, retried
         self._has_split = False
         self._undo: list[Undo] = [self.window.close]
@@ -166,6 +170,7 @@ class Engine:
             )
         self.trials.ranks = ranks
         self.runner.connect(ranks, self._survey)
+        self.runner.look_at_whole = WholeLooks(self.loop, self.trials) if self.loop.world_size == 1 else None
         self.runner.values.look = ValueLooks(self.trials) if self.loop.world_size == 1 else None
         if self.loop.world_size > 1:
             self._undo += [ranks.close, self.loop.clip_by(ranks.clip)]

@@ -9,6 +9,7 @@ from lightning_memkit.memory.out_of_memory import free_memory, is_out_of_memory
 from lightning_memkit.micro_batching import batch_size
 from lightning_memkit.micro_batching.changes.kept_gradients import KeptGradients
 from lightning_memkit.micro_batching.changes.rollback import Rollback
+from lightning_memkit.micro_batching.changes.spare_copies import SpareCopies
 from lightning_memkit.micro_batching.changes.step_changes import label
 from lightning_memkit.micro_batching.parts.runner import PartsRunner
 from lightning_memkit.micro_batching.run import Run, Step
@@ -41,11 +42,11 @@ class SafePoint:
     """The state before a step, besides gradients and the optimizer: counters, buffers, attributes, the batch.
 
     Only tensors that trials or earlier steps were seen to change are cloned: a teacher that is updated within the
-    step costs its bytes once more. A tensor that the failed step was the first to change can't be restored; `restore`
-    returns its name.
+    step costs its bytes once more. One that the failed step was the first to change is restored if it has a spare
+    copy; else `restore` returns its name.
     """
 
-    def __init__(self, step: Step, changing: frozenset[tuple[str, str]] | None) -> None:
+    def __init__(self, step: Step, changing: frozenset[tuple[str, str]] | None, spares: SpareCopies) -> None:
         self._undo = [
             step.keep_counters(),
             step.run.keep_results(),
@@ -53,12 +54,14 @@ class SafePoint:
         ]
         kept = {**step.run.changed_beside(), **_step_hooks(step)}
         apart = step.run.steppers(step)
-        self._rollback = Rollback(step.run.module, changing, batches=[step.batch], beside=kept, apart=apart)
-        self._gradients = KeptGradients(step, self._rollback.leaves()) if step.starts_window else None
+        self.rollback = Rollback(
+            step.run.module, changing, batches=[step.batch], beside=kept, apart=apart, spares=spares
+        )
+        self._gradients = KeptGradients(step, self.rollback.leaves()) if step.starts_window else None
 
     def optimizer_steps(self) -> frozenset[tuple[str, str]]:
         """The optimizer changes weights from here on; returns the tensors that the step itself has changed."""
-        return self._rollback.optimizer_steps()
+        return self.rollback.optimizer_steps()
 
     def restore_gradients(self) -> None:
         """Restore the gradients before the window; those of its own batches are gone."""
@@ -69,7 +72,7 @@ class SafePoint:
         """Restore the state, any number of times; returns the tensors that were changed in place and not cloned."""
         for put_back in self._undo:
             put_back()
-        return self._rollback.restore()
+        return self.rollback.restore()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +99,7 @@ class Recovery:
     Attributes:
         retries: whether an OOM is retried. A batch whose loss was not as proven runs again in any case.
         changing: the tensors that steps were seen to change; None where that is unknown.
+        spares: copies of small tensors that steps have not changed so far.
     """
 
     def __init__(
@@ -109,6 +113,7 @@ class Recovery:
         self.retries = True
         self._reconsider = reconsider
         self.changing: frozenset[tuple[str, str]] | None = None
+        self.spares = SpareCopies(0)
         self._runner = runner
         self._resized = resized
         self._dry = dry
@@ -165,7 +170,8 @@ class Recovery:
             try:
                 ranks.begin_step(starts_window=step.starts_window)
                 if point is None:
-                    point = self._point = SafePoint(step, self.changing)
+                    point = self._point = SafePoint(step, self.changing, self.spares)
+                    self._runner.watch.start(point.rollback)
                 if retries and self._past:
                     self._replay()
                     point.restore()

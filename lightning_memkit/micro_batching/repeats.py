@@ -8,14 +8,18 @@ from lightning_memkit.micro_batching.shares.foreseen import (
     LoneCountError,
     MistakenTotalsError,
     NothingCountedError,
+    WholeSkippedError,
 )
 from lightning_memkit.micro_batching.sizes.window import AccumulationWindow
 
 
-def is_surveyed_next(
+def is_only_repeated(
     step: Step, error: ForeseenWronglyError, partition: Partition, window: AccumulationWindow
 ) -> bool:
-    """Let the next attempt read the totals that this one lacked; False where reading totals is not enough."""
+    """Let the next attempt skip the batch, or read the totals that this one lacked; False where more is needed."""
+    if isinstance(error, WholeSkippedError):
+        partition.skip_batch()
+        return True
     if isinstance(error, NothingCountedError):
         partition.survey_batch(step.batch_idx)
         return True

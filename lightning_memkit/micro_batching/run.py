@@ -177,6 +177,10 @@ class Run:
         """The names of the user's hooks that see the gradients of each micro-batch."""
         return []
 
+    def hooks_before_zero_grad(self) -> list[str]:
+        """The names of the user's hooks that run before gradients are zeroed."""
+        return []
+
     def out_of_memory(self, error: BaseException) -> None:
         """Notify observers of an OOM while its traceback still keeps the failed step's tensors alive."""
 

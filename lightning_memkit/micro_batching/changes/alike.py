@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_memkit.micro_batching.changes.own_objects import DEEPEST, is_own, state_of
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def alike(a: Any, b: Any, depth: int = 0) -> bool:
@@ -44,7 +44,7 @@ def alike(a: Any, b: Any, depth: int = 0) -> bool:
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are known to be equal bit for bit; allocates nothing, as it runs after an OOM."""
-    bits = _BITS.get(a.element_size())
+    bits = BITS.get(a.element_size())
     if a.device != b.device or a.layout is not torch.strided or a.is_meta or bits is None or a.is_quantized:
         return False
     if is_traceable_wrapper_subclass(a) or a.shape != b.shape or a.dtype != b.dtype:

@@ -5,7 +5,7 @@ has confirmed (`lightning_memkit.micro_batching.parts.joining`): the same count,
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ class ComposedState:
         self.names = tuple(name for name in names if self._may_compose(name))
         self._rules = {name: Joining(allowed) for name in self.names}
         self._of_losses: list[str] = []
+        self._from_zero: set[str] = set()  # whose rules were learned while they were 0
         self._start: dict[str, Any] = {}
         self._left: list[dict[str, Any]] = []
 
@@ -74,8 +75,12 @@ class ComposedState:
         """Call after each micro-batch; stores what it has left."""
         self._left.append(self.left())
 
-    def finish(self, counts: Counts, kept: Sequence[int]) -> None:
+    def finish(self, counts: Counts, kept: Sequence[int]) -> frozenset[str]:
         """Call after the last micro-batch; sets what the whole batch would have left.
+
+        Returns:
+            The names of what the rules don't settle: some micro-batches have counted an event and others have not,
+            say, where a comparison has seen only such as count it.
 
         Args:
             counts: the counts, by each way of weighing, of the micro-batches in `kept`.
@@ -83,17 +88,35 @@ class ComposedState:
         """
         parts = [self._left[index] for index in kept] or self._left
         if len(self._left) < 2 or not parts:
-            return
+            return frozenset()
+        doubtful = set[str]()
         for name, rule in self._rules.items():
+            values = [part[name] for part in parts]
             try:
-                whole = rule.join([part[name] for part in parts], counts)
+                whole = rule.join(values, counts)
             except JoinError:  # the structure has changed since the comparison: the last one's value stays
+                doubtful.add(name)
                 continue
+            if rule.doubtful or self._depends_on_start(name, whole, values, counts):
+                doubtful.add(name)
             value = self._value(name)
             if isinstance(value, list):
                 value[self._start[name] :] = whole
             else:
                 self._set(name, whole)
+        return frozenset(doubtful)
+
+    def counts(self, names: Collection[str]) -> bool:
+        """Whether one of them is a whole number in all micro-batches."""
+        return any(all(isinstance(part[name], int) for part in self._left) for name in names)
+
+    def _depends_on_start(self, name: str, whole: Any, values: Sequence[Any], counts: Counts) -> bool:
+        """Whether a sum that was learned at 0 may be one of what micro-batches have added, not of what they left."""
+        start = self._start[name]
+        if name not in self._from_zero or not _is_number(start) or not all(map(_is_number, values)):
+            return False
+        gained = self._rules[name].join([value - start for value in values], counts)
+        return bool(abs(start + gained - whole) > 1e-6 * (1 + abs(whole)))
 
     def take(self, loss: Tensor) -> None:
         """Store the batch's loss wherever each micro-batch has stored its own; call after `finish`."""
@@ -128,6 +151,8 @@ class ComposedState:
             if all(_holds(one, loss) for one, loss in zip(left, losses, strict=True)):
                 self._of_losses.append(name)
                 continue
+            if _is_number(self._start[name]) and self._start[name] == 0:
+                self._from_zero.add(name)
             try:
                 self._rules[name].compare(whole[name], [part[name] for part in parts], counts)
             except (JoinError, KeyError):
@@ -177,6 +202,10 @@ def _without_graph(value: Any) -> Any:
     if isinstance(value, (list, tuple, dict)):
         return tree_map_only(Tensor, _without_graph, value)
     return value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _is_plain(value: Any) -> bool:

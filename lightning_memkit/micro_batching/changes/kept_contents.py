@@ -1,5 +1,6 @@
 """Snapshots by copy of bytes, closure cells, NumPy arrays and random generators; of long containers by length."""
 
+import zlib
 from array import array
 from collections.abc import Iterator
 from typing import Any
@@ -10,11 +11,13 @@ from typing_extensions import override
 from lightning_memkit.micro_batching.changes.alike import alike
 from lightning_memkit.micro_batching.changes.kept_state import Kept
 from lightning_memkit.micro_batching.changes.kept_tensor import Place
+from lightning_memkit.micro_batching.changes.spare_copies import SpareCopies
 from lightning_memkit.micro_batching.changes.step_changes import StepChange
 from lightning_memkit.utilities import generators
 
 BYTES = (bytearray, array)
 _ABSENT = object()
+_RUN_BYTES, _MOST_RUNS = 2**12, 2**6
 
 
 class KeptBytes(Kept):
@@ -47,6 +50,11 @@ class KeptCell(Kept):
 
     def __init__(self, place: Place, owner: Any) -> None:
         self.place, self._owner, self.content = place, owner, _content(owner)
+
+    @override
+    def moved(self) -> Iterator[StepChange]:
+        if _content(self._owner) is not self.content:
+            yield self.place.change()
 
     @override
     def changes(self) -> Iterator[StepChange]:
@@ -90,6 +98,43 @@ class KeptArray(Kept):
     def restore(self) -> None:
         if not alike(self._copy, self._owner):
             self._owner[...] = self._copy
+
+
+class KeptSample(Kept):
+    """Snapshot of a checksum of an array or of bytes too large to be copied in every step.
+
+    Of more than 256 KiB, 64 runs of 4 KiB are looked at, so that a change of few items may be missed; what changes
+    can't be undone, and `is_lost` tells. Smaller arrays are restored from a spare copy.
+    """
+
+    def __init__(self, place: Place, owner: Any, spares: SpareCopies | None = None) -> None:
+        self.place, self._owner, self._sum = place, owner, _checksum(owner)
+        whole = isinstance(owner, np.ndarray) and owner.nbytes <= _RUN_BYTES * _MOST_RUNS and self._sum
+        self._spare = spares.of_array(owner, self._sum) if whole and spares is not None else None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether its values have changed, and can't be restored."""
+        return self._spare is None and self._sum != _checksum(self._owner)
+
+    @override
+    def changes(self) -> Iterator[StepChange]:
+        if self._sum != _checksum(self._owner):
+            yield self.place.change()
+
+    @override
+    def now(self, change: StepChange) -> Any:
+        return self._owner
+
+    @override
+    def before(self, now: Any) -> Any:
+        return None
+
+    @override
+    def restore(self) -> None:
+        if self._spare is not None:
+            self._owner[...] = self._spare
+        self._sum = _checksum(self._owner)
 
 
 class KeptLength(Kept):
@@ -148,6 +193,22 @@ class KeptGenerator(Kept):
     @override
     def restore(self) -> None:
         generators.set_state(self._owner, self._state)
+
+
+def _checksum(owner: Any) -> int:
+    """A checksum of an array's bytes, or of evenly spaced runs of them; 0 for one that does not lie in one piece."""
+    if isinstance(owner, np.ndarray):
+        if not (owner.flags.c_contiguous or owner.flags.f_contiguous):
+            return 0
+        seen = owner.ravel(order="K").view(np.uint8)
+    else:
+        seen = np.frombuffer(owner, np.uint8)
+    runs = len(seen) // _RUN_BYTES
+    if runs <= _MOST_RUNS:
+        return zlib.crc32(seen.data)
+    rest = len(seen) - runs * _RUN_BYTES
+    spaced = seen[: len(seen) - rest].reshape(runs, _RUN_BYTES)[:: -(-runs // _MOST_RUNS)]
+    return zlib.crc32(np.ascontiguousarray(spaced).data)
 
 
 def _content(cell: Any) -> Any:

@@ -2,16 +2,15 @@
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
+from operator import is_
 from typing import Any, Protocol
 
-from torch import nn
 from typing_extensions import override
 
 from lightning_memkit.micro_batching.changes.alike import alike
 from lightning_memkit.micro_batching.changes.kept_tensor import Place
 from lightning_memkit.micro_batching.changes.own_objects import slots_of
 from lightning_memkit.micro_batching.changes.step_changes import ABSENT, StepChange, kind_of
-from lightning_memkit.utilities.class_attributes import class_attributes, restore_class_attributes
 
 
 class Kept(Protocol):
@@ -22,6 +21,15 @@ class Kept(Protocol):
     def changes(self) -> Iterator[StepChange]:
         """What has changed since the snapshot."""
         ...
+
+    @property
+    def is_still(self) -> bool:
+        """Whether `moved` is known at once to tell nothing."""
+        return False
+
+    def moved(self) -> Iterator[StepChange]:
+        """What is no longer the same object, whatever its value: cheap enough for every step."""
+        return self.changes()
 
     def now(self, change: StepChange) -> Any:
         """The current value of what `change` names."""
@@ -56,6 +64,26 @@ class KeptDict(Kept):
     ) -> None:
         self.place, self._owner, self._passed_over, self._attributes = place, owner, passed_over, attributes
         self.items = {key: value for key, value in owner.items() if key not in passed_over}
+        self._values = list(owner.values()) if passed_over else self.items.values()
+
+    @property
+    @override
+    def is_still(self) -> bool:
+        values = self._owner.values()
+        return len(values) == len(self._values) and all(map(is_, values, self._values))
+
+    @override
+    def moved(self) -> Iterator[StepChange]:
+        if self.is_still:
+            return
+        if not self._attributes:
+            yield self.place.change()
+            return
+        now = {key: value for key, value in self._owner.items() if key not in self._passed_over}
+        for key in {**self.items, **now}:
+            after = now.get(key, ABSENT)
+            if after is not self.items.get(key, ABSENT):
+                yield self._change(key, after)
 
     @override
     def changes(self) -> Iterator[StepChange]:
@@ -155,6 +183,12 @@ class KeptItems(Kept):
         self.place, self._owner, self.items = place, owner, list(owner)
 
     @override
+    def moved(self) -> Iterator[StepChange]:
+        owner = self._owner
+        if len(owner) != len(self.items) or not all(map(is_, owner, self.items)):
+            yield self.place.change()
+
+    @override
     def changes(self) -> Iterator[StepChange]:
         now = list(self._owner)
         same = set(self.items) == set(now) if isinstance(self._owner, set) else alike(self.items, now)
@@ -196,6 +230,12 @@ class KeptSlots(Kept):
         self.items = {name: getattr(owner, name, ABSENT) for name in slots_of(type(owner))}
 
     @override
+    def moved(self) -> Iterator[StepChange]:
+        for name, before in self.items.items():
+            if getattr(self._owner, name, ABSENT) is not before:
+                yield self.place.change(f".{name}")
+
+    @override
     def changes(self) -> Iterator[StepChange]:
         for name, before in self.items.items():
             if not alike(before, getattr(self._owner, name, ABSENT)):
@@ -217,55 +257,3 @@ class KeptSlots(Kept):
                 object.__delattr__(self._owner, name)
             elif before is not now:
                 object.__setattr__(self._owner, name, before)
-
-
-class KeptClassAttributes(Kept):
-    """Snapshot of the class attributes of a user's class; those that a step adds are removed."""
-
-    def __init__(self, place: Place, owner: type) -> None:
-        self.place, self._owner, self.items = place, owner, class_attributes(owner)
-
-    def _names(self) -> list[str]:
-        return list({**self.items, **class_attributes(self._owner)})
-
-    @override
-    def changes(self) -> Iterator[StepChange]:
-        for name in self._names():
-            if not alike(self.items.get(name, ABSENT), vars(self._owner).get(name, ABSENT)):
-                yield StepChange(kind="attribute", name=f"{self._owner.__name__}.{name}")
-
-    @override
-    def now(self, change: StepChange) -> Any:
-        return {name: vars(self._owner).get(name, ABSENT) for name in self._names()}
-
-    @override
-    def before(self, now: Any) -> Any:
-        return {key: self.items.get(key) for key in now}
-
-    @override
-    def restore(self) -> None:
-        restore_class_attributes(self._owner, self.items)
-
-
-class KeptClass(Kept):
-    """Snapshot of a module's class, which a lazy module changes in its first forward."""
-
-    def __init__(self, place: Place, owner: nn.Module) -> None:
-        self.place, self._owner, self._kind = place, owner, type(owner)
-
-    @override
-    def changes(self) -> Iterator[StepChange]:
-        return iter(())
-
-    @override
-    def now(self, change: StepChange) -> Any:
-        return type(self._owner)
-
-    @override
-    def before(self, now: Any) -> Any:
-        return None
-
-    @override
-    def restore(self) -> None:
-        if type(self._owner) is not self._kind:
-            self._owner.__class__ = self._kind

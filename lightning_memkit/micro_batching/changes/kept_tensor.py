@@ -64,6 +64,9 @@ class KeptTensor:
 
     def __init__(self, place: Place, tensor: Tensor, *, cloned: bool) -> None:
         self.place, self.tensor = place, tensor
+        self.spare: Tensor | None = None  # values of the snapshot, copied in an earlier step
+        # Its bits and those of `spare`, to be compared in every step.
+        self.pair: tuple[Tensor, Tensor] | None = None
         self.was_copied = False  # by a `CopyOnWrite`, because an operator was about to write to it
         self._kind = type(tensor)
         with torch._C.DisableTorchFunctionSubclass():
@@ -75,6 +78,7 @@ class KeptTensor:
             wanted = (cloned or not counts) and not self.uninitialized and not storage_is_freed(self.alias)
             with torch.inference_mode(not counts):
                 self.copy = self.alias.detach().clone() if wanted else None
+            self._address = _address_of(tensor) if counts and not self.uninitialized else None
 
     def _hookless(self) -> tuple[str, ...]:
         """The kinds of hooks of which the tensor has no table yet; its first hook makes one."""
@@ -112,6 +116,11 @@ class KeptTensor:
         return self.version is not None and not tensor.is_inference() and tensor._version != self.version
 
     @property
+    def was_written_unseen(self) -> bool:
+        """Whether it was written to past its version counter (through `.data`), as far as values are compared."""
+        return self.pair is not None and self.version is not None and not torch.equal(*self.pair)
+
+    @property
     def was_replaced(self) -> bool:
         """Whether it has another storage, shape or class now."""
         if self._kind is not type(self.tensor):
@@ -129,7 +138,8 @@ class KeptTensor:
     @property
     def was_set(self) -> bool:
         """Whether it was written to or replaced, even by equal values; False if it was freed since."""
-        return (self.was_written or self.was_copied or self.was_replaced) and not self.was_freed
+        written = self.was_written or self.was_copied or self.was_replaced or self.was_written_unseen
+        return written and not self.was_freed
 
     @property
     def differs(self) -> bool:
@@ -139,13 +149,36 @@ class KeptTensor:
         if self.was_freed:
             return False
         if self.copy is None:
-            return self.was_written or (self.was_replaced and not alike(self.alias, self.tensor.data))
+            written = self.was_written or self.was_written_unseen
+            return written or (self.was_replaced and not alike(self.alias, self.tensor.data))
         return not alike(self.copy, self.tensor.data)
 
     @property
     def is_lost(self) -> bool:
         """Whether it was written to, and can't be restored because it was not copied."""
-        return self.copy is None and self.was_written and not self.was_replaced and not self.was_freed
+        kept = self.copy is not None or self.spare is not None
+        return not kept and self.was_written and not self.was_replaced and not self.was_freed
+
+    def moved(self) -> Iterator[StepChange]:
+        """A change if it was written to, replaced or frozen, by counter, address and flag: no look at all values."""
+        if self.is_still:
+            return
+        if self.was_set:
+            yield self.place.change()
+        if self.was_frozen:
+            yield self.place.change(_FLAG)
+
+    @property
+    def is_still(self) -> bool:
+        """Whether its counter, address and flag are those of the snapshot, and values need no look."""
+        if self.was_frozen:
+            return False
+        if self.version is None:
+            return True
+        tensor, address = self.tensor, self._address
+        if address is None or tensor._version != self.version or tensor.data_ptr() != address:
+            return False
+        return self.pair is None or torch.equal(*self.pair)
 
     def changes(self) -> Iterator[StepChange]:
         """A change if it differs; for parameters and buffers any write: an average may start as a copy."""
@@ -172,6 +205,8 @@ class KeptTensor:
             if hooks:
                 hooks.clear()  # the table itself stays: autograd calls what is in it
         replaced = self.was_replaced
+        if self.copy is None and (self.was_written or self.was_written_unseen):
+            self.copy = self.spare
         with torch._C.DisableTorchFunctionSubclass():
             if self._kind is not type(tensor):
                 tensor.__class__ = self._kind
@@ -184,3 +219,13 @@ class KeptTensor:
                 self.alias.copy_(self.copy) if replaced else tensor.copy_(self.copy)
         if self.version is not None and not tensor.is_inference():
             self.version = tensor._version
+
+
+def _address_of(tensor: Tensor) -> int | None:
+    """Where its values lie; None for a tensor that has no address, or one for each shard."""
+    if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided:
+        return None
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # a fake tensor
+        return None

@@ -9,12 +9,25 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_memkit.micro_batching.changes.composition import Left, left_behind
 from lightning_memkit.micro_batching.changes.copy_on_write import CopyOnWrite
-from lightning_memkit.micro_batching.changes.kept_contents import KeptArray, KeptBytes, KeptLength
+from lightning_memkit.micro_batching.changes.kept_access import KeptCache
+from lightning_memkit.micro_batching.changes.kept_classes import KeptClass
+from lightning_memkit.micro_batching.changes.kept_contents import (
+    KeptArray,
+    KeptBytes,
+    KeptLength,
+    KeptSample,
+)
+from lightning_memkit.micro_batching.changes.kept_state import Kept, KeptHooks
 from lightning_memkit.micro_batching.changes.kept_tensor import KeptTensor, Place
+from lightning_memkit.micro_batching.changes.spare_copies import SpareCopies
 from lightning_memkit.micro_batching.changes.state_walk import OF_EVERY_MODULE, StateWalk
 from lightning_memkit.micro_batching.changes.step_changes import StepChange, label
 from lightning_memkit.micro_batching.changes.value_walk import Keys
 from lightning_memkit.utilities.generators import Generators
+
+# What micro-batches may change: each its own rows; and batch statistics, which a warning names.
+_NO_STATE = ("batch", "batch_statistics")
+_TELL_NOTHING = (KeptCache, KeptClass, KeptHooks)
 
 
 class Rollback(StateWalk):
@@ -36,12 +49,17 @@ class Rollback(StateWalk):
     `watching()`. With `changing`, only the tensors that it names are cloned, because clones of all weights in
     every step would cost more memory than micro-batches save.
 
+    With `spares`, small tensors and arrays that no earlier step has changed are restored from copies made once. Not
+    seen are writes past a version counter (`.data`) on an accelerator or of more than 16 KiB, and changes of few items
+    of an array of more than 256 KiB.
+
     Args:
         module: the module that takes the step.
         changing: the results of `changed()` of earlier rollbacks: the tensors that steps change in place.
         batches: the step's micro-batch, and the batch that contains it.
         beside: by name, other objects that the step's hooks change.
         apart: objects that are not followed: the run's own optimizers.
+        spares: copies from earlier steps of small tensors that no step has changed, for one that is the first to.
     """
 
     def __init__(
@@ -52,17 +70,20 @@ class Rollback(StateWalk):
         batches: Sequence[Any] = (),
         beside: Mapping[str, Any] | None = None,
         apart: Iterable[object] = (),
+        spares: SpareCopies | None = None,
     ) -> None:
         self._random = Generators()
-        super().__init__(module, changing, apart)
+        super().__init__(module, changing, apart, spares)
         self._root = module
         self._lost_before: set[tuple[str, str]] = set()
         self._mode: CopyOnWrite | None = None
         self._uncloned: list[KeptTensor] = []
+        self._watched: list[Kept] | None = None  # without those that tell no change
         for path, owner in module.named_modules():
             self._keep_module(path, owner)
         for batch in batches:
             self._keep_value(Place(path="batch", name="", kind="batch"), batch)
+        self._of_step = len(self._tensors), len(self._kept)
         for name, value in (beside or {}).items():
             self._keep_given(Place(path="", name=name, kind="object"), value)
 
@@ -111,6 +132,23 @@ class Rollback(StateWalk):
         found = {change: None for one in (*self._tensors, *self._kept) for change in one.changes()}
         return tuple(found)
 
+    def touched(self) -> frozenset[str]:
+        """The names of all that was written to, or is another object than before, whatever its value.
+
+        Cheap enough for every step. The batch, running averages, and what is `beside` are not among them.
+        """
+        tensors, kept = self._of_step
+        if self._watched is None:
+            self._watched = [one for one in self._kept[:kept] if not isinstance(one, _TELL_NOTHING)]
+        moved: list[Kept | KeptTensor] = [one for one in self._tensors[:tensors] if not one.is_still]
+        moved += [one for one in self._watched if not one.is_still]
+        found = (change for one in moved for change in one.moved())
+        return frozenset(change.name for change in found if change.kind not in _NO_STATE)
+
+    def tensors_of(self, names: frozenset[str]) -> list[Tensor]:
+        """The tensors whose changes have these names."""
+        return [one.tensor for one in self._tensors if one.place.change().name in names]
+
     def left_behind(self) -> Left:
         """The values that the step has left in what it changed, to be compared by `compose`."""
         self._collect()
@@ -136,7 +174,9 @@ class Rollback(StateWalk):
             The tensors, and the long containers, that were changed before.
         """
         # By version counters: comparing values takes memory, and there may be none left.
-        changed = frozenset(one.place.key for one in self._tensors if one.was_written)
+        changed = frozenset(
+            one.place.key for one in self._tensors if one.was_written or one.was_written_unseen
+        )
         for one in self._tensors:
             if one.copy is None and isinstance(one.tensor, nn.Parameter):
                 if one.is_lost:
@@ -144,16 +184,15 @@ class Rollback(StateWalk):
                 one.version = None
         return changed | {one.place.key for one in self._uncopied() if any(one.changes())}
 
-    def _uncopied(self) -> list[KeptLength]:
-        """The snapshots of long containers whose items were not copied."""
-        return [one for one in self._long if isinstance(one, KeptLength)]
+    def _uncopied(self) -> list[KeptLength | KeptSample]:
+        """The snapshots of long containers whose items were not copied, and of large arrays."""
+        return [one for one in self._long if isinstance(one, (KeptLength, KeptSample))]
 
     def restore(self, *, but: frozenset[str] = frozenset()) -> Keys:
         """Restore everything, except in the modules at the paths in `but`.
 
         Returns:
-            The tensors and long containers that changed but were not copied; if there are none, the restored
-            state is exact.
+            The tensors, long containers and large arrays that were seen to change but were not copied.
         """
         unkept = [*self._tensors, *self._uncopied()]
         lost = {one.place.key for one in unkept if one.is_lost} | self._lost_before

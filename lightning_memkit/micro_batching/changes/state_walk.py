@@ -8,9 +8,11 @@ from typing_extensions import override
 
 from lightning_memkit.micro_batching.changes import own_objects as own
 from lightning_memkit.micro_batching.changes.kept_access import KeptScript, is_script
-from lightning_memkit.micro_batching.changes.kept_state import KeptClass, KeptDict, KeptHooks
+from lightning_memkit.micro_batching.changes.kept_classes import KeptClass
+from lightning_memkit.micro_batching.changes.kept_state import KeptDict, KeptHooks
 from lightning_memkit.micro_batching.changes.kept_tensor import Place
 from lightning_memkit.micro_batching.changes.sharded_state import are_sharded, shards_of
+from lightning_memkit.micro_batching.changes.spare_copies import SpareCopies
 from lightning_memkit.micro_batching.changes.step_changes import ChangeKind
 from lightning_memkit.micro_batching.changes.value_walk import PLAIN_KINDS, Keys, ValueWalk
 from lightning_memkit.utilities.rewindable import make_rewindable
@@ -27,10 +29,17 @@ class StateWalk(ValueWalk):
         module: the module that takes the step.
         changing: the tensors to clone; if None, buffers and attributes that are tensors.
         apart: objects that are not followed: the run's own optimizers.
+        spares: copies of other tensors from earlier steps.
     """
 
-    def __init__(self, module: nn.Module, changing: Keys | None, apart: Iterable[object] = ()) -> None:
-        super().__init__(own.roots_of(module), changing, apart)
+    def __init__(
+        self,
+        module: nn.Module,
+        changing: Keys | None,
+        apart: Iterable[object] = (),
+        spares: SpareCopies | None = None,
+    ) -> None:
+        super().__init__(own.roots_of(module), changing, apart, spares)
         self._modules: dict[str, nn.Module] = {}
         self._attributes: dict[str, dict[str, Any]] = {}
         self._metrics: list[str] = []

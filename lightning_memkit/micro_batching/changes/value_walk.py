@@ -6,7 +6,6 @@ restores it.
 
 import functools
 from abc import ABC, abstractmethod
-from array import array
 from collections.abc import Iterable
 from inspect import unwrap
 from types import FunctionType
@@ -18,25 +17,26 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from lightning_memkit.micro_batching.changes import own_objects as own
+from lightning_memkit.micro_batching.changes.array_walk import ArrayWalk
 from lightning_memkit.micro_batching.changes.kept_access import KeptAccess, KeptCache, access_to, is_cache
+from lightning_memkit.micro_batching.changes.kept_classes import KeptClassAttributes
 from lightning_memkit.micro_batching.changes.kept_contents import (
     BYTES,
-    KeptArray,
-    KeptBytes,
     KeptCell,
     KeptGenerator,
     KeptLength,
+    KeptSample,
 )
 from lightning_memkit.micro_batching.changes.kept_iterator import KeptIterator
 from lightning_memkit.micro_batching.changes.kept_state import (
     Kept,
-    KeptClassAttributes,
     KeptDict,
     KeptHooks,
     KeptItems,
     KeptSlots,
 )
 from lightning_memkit.micro_batching.changes.kept_tensor import TENSOR_HOOKS, KeptTensor, Place
+from lightning_memkit.micro_batching.changes.spare_copies import SpareCopies
 from lightning_memkit.micro_batching.changes.step_changes import CONTAINERS, ChangeKind, label
 from lightning_memkit.utilities.class_attributes import class_attributes
 from lightning_memkit.utilities.generators import GENERATORS
@@ -47,7 +47,6 @@ Keys = frozenset[tuple[str, str]]
 PLAIN_KINDS = frozenset(
     {int, float, str, bytes, bool, complex, type(None), torch.dtype, torch.device, torch.Size}
 )
-_SMALL_ARRAY = 2**16  # bytes; larger arrays are copied in a step only if earlier steps have changed them
 
 
 class ValueWalk(ABC):
@@ -57,12 +56,20 @@ class ValueWalk(ABC):
         roots: the packages whose classes and functions are the user's.
         changing: the tensors to clone; if None, buffers and attributes that are tensors.
         apart: objects that are not followed: the run's own optimizers.
+        spares: copies of other tensors from earlier steps.
     """
 
-    def __init__(self, roots: frozenset[str], changing: Keys | None, apart: Iterable[object] = ()) -> None:
+    def __init__(
+        self,
+        roots: frozenset[str],
+        changing: Keys | None,
+        apart: Iterable[object] = (),
+        spares: SpareCopies | None = None,
+    ) -> None:
         self._roots, self._changing = roots, changing
+        self._spares, self._arrays = spares, ArrayWalk(changing, spares)
         self._kept: list[Kept] = []
-        self._long: list[Kept] = []  # of those, the snapshots of long containers
+        self._long: list[Kept] = []  # of those, the snapshots of long containers and large arrays
         self._tensors: list[KeptTensor] = []
         self._seen: set[int] = set(map(id, apart))
         self._objects = 0
@@ -110,10 +117,8 @@ class ValueWalk(ABC):
                 self._keep_module(
                     ".".join(part for part in (label(place.path, place.name), below) if part), child
                 )
-        elif isinstance(value, np.ndarray):
+        elif isinstance(value, (np.ndarray, *BYTES)):
             self._keep_array(place, value)
-        elif isinstance(value, BYTES):
-            self._keep_bytes(place, value)
         elif isinstance(value, Rewindable):
             self._seen.add(id(value))
             self._kept.append(
@@ -145,26 +150,24 @@ class ValueWalk(ABC):
             cloned = (
                 not isinstance(tensor, nn.Parameter) and place.kind != "batch" and not tensor.requires_grad
             )
-        self._tensors.append(KeptTensor(place, tensor, cloned=cloned))
+        kept = KeptTensor(place, tensor, cloned=cloned)
+        self._tensors.append(kept)
+        if self._spares is not None and kept.copy is None and place.kind != "batch" and not is_lazy(tensor):
+            kept.spare = self._spares.of(tensor)
+            kept.pair = None if kept.spare is None else self._spares.pair(tensor)
         if not is_lazy(tensor):
             self._keep_hooks(place, {name: getattr(tensor, name, None) for name in TENSOR_HOOKS})
 
-    def _keep_array(self, place: Place, value: np.ndarray) -> None:
+    def _keep_array(self, place: Place, value: Any) -> None:
         self._seen.add(id(value))
-        wanted = self._changing is None or place.key in self._changing or value.nbytes <= _SMALL_ARRAY
-        # A memory-mapped file and a read-only array are not state of the step.
-        if wanted and value.flags.writeable and not isinstance(value, np.memmap):
-            self._kept.append(KeptArray(place, value))
-        if value.dtype == object and value.size <= own.MOST_ITEMS:
+        one = self._arrays.snapshot(place, value)
+        if one is not None:
+            self._kept.append(one)
+        if isinstance(one, KeptSample):
+            self._long.append(one)
+        if isinstance(value, np.ndarray) and value.dtype == object and value.size <= own.MOST_ITEMS:
             for index, item in enumerate(value.flat):
                 self._keep_value(place.below(f".flat[{index}]"), item)
-
-    def _keep_bytes(self, place: Place, value: bytearray | array) -> None:
-        self._seen.add(id(value))
-        small = memoryview(value).nbytes <= _SMALL_ARRAY
-        if self._changing is None or place.key in self._changing or small:
-            plain = place.kind in ("attribute", "container")
-            self._kept.append(KeptBytes(place.of_kind("object") if plain else place, value))
 
     def _keep_contents(self, place: Place, value: Any, depth: int = 0) -> None:
         """Snapshot a container and, unless it is too long, its items."""

@@ -69,6 +69,7 @@ class Partition:
         whole: batches can't be split at all: their structure does not allow it.
         unsplittable: why the loss can't be split, once that is known; else empty.
         held: the batch at hand is not split: as a whole it has no loss, or nothing in it counts.
+        skipped: a trial has shown that; its forward needs no graph.
         misfit: why the batch at hand can't be split, where its structure does not allow it; else empty.
         combination: how the loss comes from the micro-batches'.
         unlike: terms of the loss may weigh unlike. Their values are noted, and the reported loss is put together from
@@ -85,6 +86,7 @@ class Partition:
     whole: bool = field(default=False, init=False)
     unsplittable: str = field(default="", init=False)
     held: bool = field(default=False, init=False)
+    skipped: bool = field(default=False, init=False)
     misfit: str = field(default="", init=False)
     combination: Combination = field(default_factory=Combination, init=False)
     unlike: bool = field(default=False, init=False)
@@ -117,12 +119,16 @@ class Partition:
             held: the batch at hand is not split.
             unlike: terms of the loss weigh unlike; once true, it stays so.
         """
-        self.combination, self.held = combination, held
+        self.combination, self.held, self.skipped = combination, held, False
         self.unlike = self.unlike or unlike
 
     def fit(self, misfit: str) -> None:
         """Run the batch at hand whole for this reason; split it where the reason is empty."""
-        self.misfit = misfit
+        self.misfit, self.skipped = misfit, False  # the batch before may have been skipped
+
+    def skip_batch(self) -> None:
+        """Run the batch at hand whole and without a graph, as the step returns None for it."""
+        self.held = self.skipped = True
 
     def note_values(self) -> None:
         """Note the values of the loss's terms from here on: the loss is no mean of its micro-batches' losses."""

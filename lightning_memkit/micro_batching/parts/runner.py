@@ -8,34 +8,28 @@ import torch
 from torch import Tensor
 
 from lightning_memkit.micro_batching import batch_size, split_batch
+from lightning_memkit.micro_batching.changes.step_watch import StepWatch
 from lightning_memkit.micro_batching.graph.loss_head import head_of
 from lightning_memkit.micro_batching.graph.term_rules import UnseenValueError
 from lightning_memkit.micro_batching.graph.term_values import TermValues
+from lightning_memkit.micro_batching.parts import untold
 from lightning_memkit.micro_batching.parts.attempt import Attempt, BatchRun, put_together, reported
 from lightning_memkit.micro_batching.parts.batch_weights import BatchWeights, Survey, parameters_of
+from lightning_memkit.micro_batching.parts.before_zero_grad import BeforeZeroGrad
 from lightning_memkit.micro_batching.parts.equal_draws import EqualDraws
 from lightning_memkit.micro_batching.parts.part_values import PartValues
 from lightning_memkit.micro_batching.parts.partition import Partition
+from lightning_memkit.micro_batching.parts.skipped_parts import LookAtWhole, check_skipped
+from lightning_memkit.micro_batching.parts.watched_parts import WatchedParts
 from lightning_memkit.micro_batching.ranks.agreement import Ranks
 from lightning_memkit.micro_batching.run import Run, Step
 from lightning_memkit.micro_batching.shares.foreseen import (
     MistakenTotalsError,
     NewFunctionsError,
     NothingCountedError,
+    UnforeseenLossError,
 )
 from lightning_memkit.micro_batching.shares.step_shares import StepShares
-
-_UNTOLD_REST = (
-    "A part of the loss has no gradient, and how it combines from micro-batches is unknown: it is neither a mean over "
-    "rows, nor a mean over what a term of the loss counts, nor a sum, or it stands beside a mean over nothing. The "
-    "loss that is reported of a batch in micro-batches is not the whole batch's to the digit; gradients are. Log that "
-    "number by itself."
-)
-_UNTOLD_TERMS = (
-    "The terms of the loss weigh unlike in the micro-batches, and what each adds to the loss is computed within a "
-    "function that does not show it. The loss that is reported of a batch in micro-batches is not the whole batch's "
-    "to the digit; gradients are. Log the terms by themselves."
-)
 
 
 class PartsRunner:
@@ -44,6 +38,7 @@ class PartsRunner:
     Args:
         run: the loop whose step it is.
         partition: how to split.
+        watch: knows what state trials have seen steps change.
         exact_window: weigh the batches of an accumulation window by what they count (`effective_batch_size`).
 
     Attributes:
@@ -51,21 +46,27 @@ class PartsRunner:
         values: combines what micro-batches log and return.
         ranks: coordinates the ranks in each step.
         draws: gives each micro-batch the numbers that the batch would draw from Python's and NumPy's generators.
+        look_at_whole: tells what a batch's loss is if the step returned None for some of its micro-batches.
     """
 
-    def __init__(self, run: Run, partition: Partition, *, exact_window: bool) -> None:
+    def __init__(self, run: Run, partition: Partition, watch: StepWatch, *, exact_window: bool) -> None:
         self.partition = partition
         self.phase = ""
         self.values = PartValues()
         self.ranks = Ranks()
         self.draws: EqualDraws = EqualDraws(run.module)
+        self.watch = watch
+        self._watched = WatchedParts(run, watch)
+        self._hooks = BeforeZeroGrad(run, watch)
+        self._compares = False  # the functions of the batch's first loss are still to be compared
+        self.look_at_whole: LookAtWhole | None = None
         self._weights = BatchWeights(run, partition, exact_window=exact_window)
         self._warned = set[str]()
         self._run = run
 
     def connect(self, ranks: Ranks, survey: Survey) -> None:
         """Let ranks take their steps together, and totals be read before a batch runs."""
-        self.ranks = self._weights.ranks = ranks
+        self.ranks = self._weights.ranks = self._watched.ranks = ranks
         self._weights.survey = survey
 
     def gradients_outlive(self, outlive: bool) -> None:
@@ -108,7 +109,7 @@ class PartsRunner:
             attempt.contributions = [None if c is None else c * factor for c in shares.contributions]
             attempt.rest = self._rest(shares)
             if shares.was_unlike and put_together(attempt) is None:
-                self._warn(_UNTOLD_TERMS)
+                self._warn(untold.TERMS)
             if attempt.losses and shares.totals is None and shares.rules.means and not weights.exact_window:
                 raise NothingCountedError  # a mean over nothing, whose gradient and loss are still the batch's
         if attempt.losses:
@@ -121,7 +122,7 @@ class PartsRunner:
             return None
         rest = rests.joined(shares.rests)
         if rests.untold:
-            self._warn(_UNTOLD_REST)
+            self._warn(untold.REST)
         return rest
 
     def _warn(self, words: str) -> None:
@@ -146,6 +147,8 @@ class PartsRunner:
             state.begin()
         if is_split:
             self.draws.begin()
+            self._watched.begin()
+        self._compares = is_split
         for position, index in enumerate(kept):
             which = f"of micro-batch {position + 1} of {len(kept)}"
             repeated = index is None
@@ -153,8 +156,8 @@ class PartsRunner:
                 state.begin_part()
             weight, index = 0.0 if repeated else batch.weights[index or 0], index or 0
             loss, extra, logged, weight = self.ranks.part(
-                lambda index=index, weight=weight, which=which, first=position == 0: self._run_drawing(
-                    batch, index, weight, which, first=first, is_split=is_split
+                lambda index=index, weight=weight, which=which, position=position: self._run_watched(
+                    batch, index, weight, which, position=position, of=len(kept)
                 ),
                 counts=weight > 0,
                 last=position == len(kept) - 1 and step.ends_window,
@@ -175,19 +178,28 @@ class PartsRunner:
                 ran.append(len(attempt.logged) - 1)
             del loss, extra
         attempt.rows = cut.rows(attempt.parts)
+        skips = len(attempt.parts_logged) > max(len(attempt.parts), 1)
+        if skips and not check_skipped(batch, attempt, self.partition, self.look_at_whole):
+            self._warn(untold.SKIP)
         if state is not None:
             sizes = [float(size) for size in attempt.sizes]
-            state.finish({"loss": attempt.weights, "samples": sizes}, ran)
+            untold_names = self._watched.unsettled(
+                state, state.finish({"loss": attempt.weights, "samples": sizes}, ran)
+            )
+            if untold_names:
+                self._warn(untold.STATE.format(names=untold_names))
 
-    def _run_drawing(
-        self, batch: BatchRun, index: int, weight: float, which: str, *, first: bool, is_split: bool
+    def _run_watched(
+        self, batch: BatchRun, index: int, weight: float, which: str, *, position: int, of: int
     ) -> tuple[Tensor | None, dict[str, Any], list[dict[str, Any]], float]:
-        """Run one micro-batch; if the batch has several, each draws the numbers that the batch would draw."""
-        if not is_split:
-            return self._run_part(batch, index, weight, which, first=first)
-        self.draws.begin_part()
-        result = self._run_part(batch, index, weight, which, first=first)
-        self.draws.end_part()
+        """Run one micro-batch; of several, each draws what the batch would draw, and changes what trials have seen."""
+        is_split = of > 1
+        if is_split:
+            self.draws.begin_part()
+        result = self._run_part(batch, index, weight, which, first=position == 0)
+        if is_split:
+            self.draws.end_part()
+        self._watched.check(position, of)
         return result
 
     def _run_part(
@@ -209,13 +221,18 @@ class PartsRunner:
         )
         with self._run.logging_held() as logged:
             with TermValues() if watched else nullcontext() as noted:
-                loss, extra = step.forward(part)
+                with torch.set_grad_enabled(not self.partition.skipped), self._hooks.next_forward():
+                    loss, extra = step.forward(part)
+            if self.partition.skipped and loss is not None:
+                raise UnforeseenLossError(
+                    "training_step returned None for the whole batch in a trial, and not now"
+                )
             if first:
-                step.zero_grad()
+                self._hooks.zero(step, several=len(batch.cut.parts) > 1)
                 self._weights.zeroed(step)
             if loss is None:
                 return None, extra, logged, weight
-            if first and len(batch.cut.parts) > 1:
+            if self._compares:
                 self._compare_functions(loss)
             self.phase = f"in backward {which}"
             if batch.shares is not None and weight > 0:
@@ -232,6 +249,7 @@ class PartsRunner:
         Raises:
             NewFunctionsError: it is not.
         """
+        self._compares = False
         known = self.partition.combination.head
         new = frozenset[tuple[str, str]]() if known is None else head_of(loss) - known
         if new:

@@ -10,6 +10,7 @@ from lightning_memkit.micro_batching import split_batch
 from lightning_memkit.micro_batching.changes.composition import Left, compose
 from lightning_memkit.micro_batching.changes.rollback import Rollback
 from lightning_memkit.micro_batching.changes.step_changes import StepChange
+from lightning_memkit.micro_batching.changes.step_watch import StepWatch
 from lightning_memkit.micro_batching.changes.value_walk import Keys
 from lightning_memkit.micro_batching.proof.some_rows import count_of_rows, other_rows
 from lightning_memkit.micro_batching.proof.without_noise import quiet
@@ -25,6 +26,7 @@ class Steps(Protocol):
     changes: tuple[StepChange, ...]
     changing: Keys
     ranks: Ranks
+    watch: StepWatch
 
     def kept(self, step: Step, *parts: Any) -> Rollback:
         """Record the state that a step may change."""
@@ -49,6 +51,12 @@ class NotedChanges:
         self._always: dict[_Named, StepChange] = {}
         self._judged: set[_Named] = set()  # changes of which it is known whether they compose
 
+    def forget(self, names: frozenset[str]) -> None:
+        """Judge these changes anew when a trial sees them again."""
+        self._once = {named for named in self._once if named[1] not in names}
+        self._judged = {named for named in self._judged if named[1] not in names}
+        self._always = {named: one for named, one in self._always.items() if named[1] not in names}
+
     def note(self, step: Step, batch: Any, rollback: Rollback, logged: list[dict[str, Any]]) -> None:
         """Set the changes that every step makes, and whether they compose.
 
@@ -62,6 +70,8 @@ class NotedChanges:
         unknown = {_named(change) for change in found} - known
         if not self._trials.ranks.reason and self._trials.ranks.any(bool(unknown)):
             again = self._changes_of_a_second_step(step, batch)
+            if again is not None and unknown - again.keys():
+                again |= self._changes_of_the_same_rows(step, batch, unknown - again.keys())
             del logged[count:]
             if again is not None:
                 # A change that was judged without batch statistics keeps its verdict.
@@ -69,6 +79,7 @@ class NotedChanges:
                 self._always.update(again)
                 self._judged |= again.keys() if rows > 2 else set()
                 self._once = (self._once | unknown) - self._always.keys()
+                self._trials.watch.judged(name for _, name in self._once)
                 found = (*found, *again.values())
         self._trials.changes = tuple(
             {self._always.get(_named(c), c): None for c in found if _named(c) not in self._once}
@@ -90,6 +101,20 @@ class NotedChanges:
         if set(again) - composed:
             composed |= self._composed_without_noise(step, rows)
         return {_named(change): replace(change, composes=change in composed) for change in again}
+
+    def _changes_of_the_same_rows(
+        self, step: Step, batch: Any, wanted: set[_Named]
+    ) -> dict[_Named, StepChange]:
+        """Of some changes, those that the same rows make again: they may be of rare rows, which others are not."""
+        rollback = self._trials.kept(step, batch)
+        try:
+            with rollback.watching():
+                self._trials.run(step, batch)
+        except Exception as error:  # as in a second step
+            self._run.debug(f"MemoryBudget can't try a step again: {error!r}")
+            return {}
+        self._trials.changing |= rollback.changed()
+        return {_named(change): change for change in rollback.changes() if _named(change) in wanted}
 
     def _composed_without_noise(self, step: Step, rows: Any) -> frozenset[StepChange]:
         """The changes that compose in eval mode, where dropout draws no other numbers in micro-batches."""

@@ -1,7 +1,6 @@
 """Trial steps that leave no trace, to get the gradient of a batch or the peak of a micro-batch."""
 
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NoReturn
@@ -13,11 +12,13 @@ from lightning_memkit.memory.measure import AllocatorMeter, PeakMeter, peak_mete
 from lightning_memkit.memory.out_of_memory import is_out_of_memory
 from lightning_memkit.micro_batching.changes.kept_gradients import in_no_optimizer, outliving, set_aside
 from lightning_memkit.micro_batching.changes.rollback import Rollback
-from lightning_memkit.micro_batching.changes.step_changes import StepChange, label
+from lightning_memkit.micro_batching.changes.step_changes import StepChange
+from lightning_memkit.micro_batching.changes.step_watch import StepWatch
 from lightning_memkit.micro_batching.changes.value_walk import Keys
 from lightning_memkit.micro_batching.graph.term_values import TermValues
 from lightning_memkit.micro_batching.parts.equal_draws import EqualDraws
 from lightning_memkit.micro_batching.proof import decomposability
+from lightning_memkit.micro_batching.proof.lost_state import warn_of_lost
 from lightning_memkit.micro_batching.proof.noted_changes import NotedChanges
 from lightning_memkit.micro_batching.proof.optimizer_trial import allocate_gradients, states_on
 from lightning_memkit.micro_batching.proof.read_gradients import ReadGradients
@@ -32,10 +33,6 @@ from lightning_memkit.utilities.tensors import tensors_of
 
 _Look = Callable[[Tensor], Tensor]  # gets the loss; what it returns is differentiated
 _NOTHING: Any = None
-_LOST = (
-    "A trial step changed {names} by a kernel that PyTorch's dispatcher does not see: these keep what the trial left. "
-    "Register the kernel as an operator that names what it writes to (torch.library.custom_op with mutates_args)."
-)
 
 
 class Trials:
@@ -58,6 +55,7 @@ class Trials:
         drawn: what the latest `gradient_of` left of Python's and NumPy's generators (`draws`), None for nothing.
         adds_up: steps give gradients to tensors in no optimizer, where they add up over steps.
         limited: probes must stay within the budget on a CPU.
+        watch: knows what trials saw steps change.
     """
 
     def __init__(self, run: Run, budget_bytes: int | None = None) -> None:
@@ -71,8 +69,9 @@ class Trials:
         self.captured, self.drawn, self.draws = _NOTHING, _NOTHING, EqualDraws(run.module)
         self.between: Callable[[], None] | None = None
         self.adds_up = self.limited = False
-        self._leaves, self.ranks = list[Tensor](), Ranks()
+        self._leaves, self.ranks, self.watch = list[Tensor](), Ranks(), StepWatch()
         self._has_watched, self._noted = False, NotedChanges(run, self)
+        self.forget = self._noted.forget
         self._run, self._budget_bytes = run, budget_bytes
 
     @property
@@ -111,7 +110,7 @@ class Trials:
                 self.changing |= rollback.changed()
                 lost = rollback.restore()
         if lost:
-            warnings.warn(_LOST.format(names=", ".join(sorted(label(*key) for key in lost))), stacklevel=2)
+            warn_of_lost(lost)
 
     def kept(self, step: Step, *parts: Any, changing: Keys | None = None) -> Rollback:
         """Record the state before a step, for a trial to restore."""
@@ -154,6 +153,7 @@ class Trials:
             self.captured = None if self.capture is None else self.capture()
             self.drawn = self.draws.drawn()
             returned, values = self.returned, self.values
+            self.watch.seen(self._rollback)
             self._noted.note(step, batch, self._rollback, self.logged)
             self.changes += tuple(self.read)
             self.returned, self.values = returned, values  # not those of further steps, which `note` runs

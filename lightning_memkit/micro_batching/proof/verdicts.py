@@ -13,7 +13,13 @@ from lightning_memkit.micro_batching.proof import decomposability
 from lightning_memkit.micro_batching.proof.comparison import Miss
 from lightning_memkit.micro_batching.proof.decomposability import Verdict
 from lightning_memkit.micro_batching.run import Run
-from lightning_memkit.micro_batching.shares.foreseen import KeptConstantError, VaryingFactorError
+from lightning_memkit.micro_batching.shares.foreseen import (
+    ForeseenWronglyError,
+    HookStateError,
+    KeptConstantError,
+    PartSkippedError,
+    VaryingFactorError,
+)
 
 _SIZE = "micro_batch_size = the loader's batch size"
 _WHOLE = f"keep the batch whole ({_SIZE})"
@@ -28,19 +34,32 @@ def scaled_by(shown: str) -> Verdict:
     )
 
 
-def of_error(error: Exception) -> Verdict | None:
-    """The verdict on a loss of which a micro-batch has shown that it can't be split; None if it may still be."""
-    if isinstance(error, KeptConstantError):
-        return constant_beside_a_kept_mean()
-    return scaled_by(VARYING_FACTOR) if isinstance(error, VaryingFactorError) else None
-
-
 def fails_on_parts(cause: Exception) -> Verdict:
     """The step fails on a micro-batch; the whole batch may run, if it needs a certain number of samples."""
     return _refused(
         f"training_step fails on a micro-batch ({type(cause).__name__}: {cause})",
         f"{_WHOLE}, or pass split=",
     )
+
+
+def shown_by(error: ForeseenWronglyError) -> Verdict | None:
+    """The verdict on a loss that a micro-batch has shown not to add up; None for errors that don't settle it."""
+    if isinstance(error, KeptConstantError):
+        return constant_beside_a_kept_mean()
+    if isinstance(error, HookStateError):
+        return _refused(
+            f"{error}: micro-batches after the first would see it changed, and the whole batch would not",
+            f"{_WHOLE_AND_FIT}, or change it in on_train_batch_end",
+            0.0,
+        )
+    if isinstance(error, PartSkippedError):
+        return _refused(
+            "training_step returns None for some micro-batches whose rows count in the whole batch's loss",
+            f"{_WHOLE_AND_FIT}, or decide by something that is the same for any rows (a loss of zero instead of None "
+            "for rows that count nothing)",
+            0.0,
+        )
+    return scaled_by(VARYING_FACTOR) if isinstance(error, VaryingFactorError) else None
 
 
 def never_as_foreseen(shown: str) -> Verdict:
@@ -66,7 +85,7 @@ def changes_in_parts(changes: Sequence[StepChange]) -> Verdict:
     verb = "reads" if any(change.kind == "gradient" for change in changes) else "changes"
     return _refused(
         f"training_step {verb} {names}: it would do so once in every micro-batch",
-        f"{_WHOLE}, or change it once a step: in on_train_batch_end, or on_before_zero_grad",
+        f"{_WHOLE}, or change it once a step, in on_train_batch_end",
         0.0,
     )
 

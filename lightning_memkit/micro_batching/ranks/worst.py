@@ -6,20 +6,25 @@ from lightning_memkit.micro_batching.shares.foreseen import (
     ForeseenElsewhereError,
     ForeseenWronglyError,
     GradientsOutliveError,
+    HookStateError,
     KeptConstantError,
     LoneCountError,
     MistakenTotalsError,
     NewFunctionsError,
     NothingCountedError,
+    PartSkippedError,
+    StateChangedError,
     UnequalDrawsError,
     UnforeseenLossError,
     UnknownTotalsError,
     VaryingFactorError,
+    WholeSkippedError,
 )
 
 # In order of what the reaction costs: from running the batch again to whole batches.
 FORESEEN_WRONGLY: tuple[type[ForeseenWronglyError], ...] = (
     ForeseenElsewhereError,
+    WholeSkippedError,
     MistakenTotalsError,
     NothingCountedError,
     GradientsOutliveError,
@@ -27,9 +32,12 @@ FORESEEN_WRONGLY: tuple[type[ForeseenWronglyError], ...] = (
     UnknownTotalsError,
     NewFunctionsError,
     UnforeseenLossError,
+    StateChangedError,
     UnequalDrawsError,
     VaryingFactorError,
     KeptConstantError,
+    PartSkippedError,
+    HookStateError,
 )
 
 

@@ -33,6 +33,22 @@ class MistakenTotalsError(UnknownTotalsError):
     """Predicted totals were wrong, or terms have different shares for the first time; this is noted."""
 
 
+class StateChangedError(ForeseenWronglyError):
+    """Micro-batches change state that no trial has seen a step change.
+
+    Attributes:
+        names: what they change on this rank; empty if another rank's do.
+    """
+
+    def __init__(self, text: str, names: frozenset[str] = frozenset()) -> None:
+        super().__init__(text)
+        self.names = names
+
+
+class WholeSkippedError(ForeseenWronglyError):
+    """The step returns None for the whole batch, though not for all micro-batches."""
+
+
 class UnforeseenLossError(ForeseenWronglyError):
     """A micro-batch's loss has other terms than those that were proven to add up."""
 
@@ -56,6 +72,14 @@ class UnequalDrawsError(UnforeseenLossError):
 
 class KeptConstantError(UnforeseenLossError):
     """A learned factor scales a constant and a mean whose shares exceed 1, because divisors are clamped."""
+
+
+class HookStateError(UnforeseenLossError):
+    """A hook before gradients are zeroed changes what later micro-batches read."""
+
+
+class PartSkippedError(UnforeseenLossError):
+    """The step returned None for micro-batches whose rows count in the whole batch's loss."""
 
 
 class VaryingFactorError(UnforeseenLossError):

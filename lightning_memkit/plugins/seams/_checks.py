@@ -58,6 +58,15 @@ def hooks_run_by_micro_batch(trainer: Trainer, module: LightningModule) -> list[
     return list(dict.fromkeys(found))
 
 
+def hooks_run_before_zero_grad(trainer: Trainer, module: LightningModule) -> list[str]:
+    """The user's hooks that run between the first micro-batch's forward and the others'."""
+    owners: list[Any] = [*vars(trainer)["callbacks"], module]
+    hooks = [(owner, "on_before_zero_grad") for owner in owners] + [(module, "optimizer_zero_grad")]
+    return [
+        f"{type(owner).__name__}.{name}" for owner, name in hooks if not _is_known(getattr(type(owner), name))
+    ]
+
+
 def zeroes_gradients(module: LightningModule, optimizer: Optimizer) -> bool:
     """Whether `optimizer_zero_grad` leaves no gradient: it is Lightning's own, or only calls zero_grad."""
     return _only_zeroes(module.optimizer_zero_grad) and _only_zeroes(optimizer.zero_grad)

@@ -17,8 +17,7 @@ from lightning_memkit.distributed.ddp import why_no_late_reduction
 from lightning_memkit.micro_batching.run import Logged, Run
 from lightning_memkit.micro_batching.sizes.tuned_sizes import class_name, without_addresses
 from lightning_memkit.plugins.asked import callbacks_of, says
-from lightning_memkit.plugins.seams import loaders, logged, strategy
-from lightning_memkit.plugins.seams._checks import hooks_run_by_micro_batch, zeroes_gradients
+from lightning_memkit.plugins.seams import _checks, loaders, logged, strategy
 from lightning_memkit.plugins.seams._worst_batch import scanned_once, worst_batch
 from lightning_memkit.utilities.patching import Undo
 
@@ -199,11 +198,15 @@ class LightningRun(Run):
 
     @override
     def hooks_by_micro_batch(self) -> list[str]:
-        return hooks_run_by_micro_batch(self.trainer, self.trainer.lightning_module)
+        return _checks.hooks_run_by_micro_batch(self.trainer, self.trainer.lightning_module)
+
+    @override
+    def hooks_before_zero_grad(self) -> list[str]:
+        return _checks.hooks_run_before_zero_grad(self.trainer, self.trainer.lightning_module)
 
     @override
     def zeroes_gradients(self, optimizer: Optimizer) -> bool:
-        return zeroes_gradients(self.trainer.lightning_module, optimizer)
+        return _checks.zeroes_gradients(self.trainer.lightning_module, optimizer)
 
     @override
     def out_of_memory(self, error: BaseException) -> None:

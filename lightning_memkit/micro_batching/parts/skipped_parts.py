@@ -1,0 +1,85 @@
+"""Find out what a whole batch's loss is if `training_step` returns None for some micro-batches and not for others."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from lightning_memkit.micro_batching.parts.attempt import Attempt, BatchRun
+from lightning_memkit.micro_batching.parts.partition import Partition
+from lightning_memkit.micro_batching.run import Step
+from lightning_memkit.micro_batching.shares.foreseen import PartSkippedError, WholeSkippedError
+
+_ROUNDED = 1e-4  # relative: forwards of other shapes round otherwise
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeLook:
+    """What a forward of the whole batch has shown.
+
+    Attributes:
+        loss: None if the step returned None.
+        counts: what the terms of its loss count; None where their rules are unknown.
+        drew: random numbers were drawn, so that the loss's value can't be compared.
+    """
+
+    loss: Tensor | None
+    counts: Sequence[float] | None = None
+    drew: bool = False
+
+
+class LookAtWhole(Protocol):
+    """Runs the whole batch without a trace and without a backward."""
+
+    def __call__(self, step: Step, partition: Partition) -> WholeLook | None:
+        """What it has shown; None if it does not fit, or fails."""
+        ...
+
+
+def check_skipped(batch: BatchRun, attempt: Attempt, partition: Partition, look: LookAtWhole | None) -> bool:
+    """Check that the micro-batches with a loss are what the whole batch's loss is of; False if that is unknown.
+
+    A micro-batch without a labelled row counts nothing: then no look at the whole batch is needed where labels
+    foretell what its loss counts. A guard against losses that are not finite, or spikes, is decided by the whole.
+
+    Raises:
+        WholeSkippedError: the step returns None for the whole batch.
+        PartSkippedError: rows for which it returned None count in the whole batch's loss.
+    """
+    counted = None if batch.shares is None else batch.shares.counted
+    foretold, rules = partition.combination.foretold, partition.combination.rules
+    means = [] if rules is None or counted is None else list(rules.means)
+    if counted is not None and means:
+        told = [foretold.total(index, batch.step.batch) for index in means]
+        if all(total is not None and _close(total, counted[i]) for i, total in zip(means, told, strict=True)):
+            return True
+    ran = set(attempt.parts)
+    if batch.shares is None and not any(
+        weight for index, weight in enumerate(batch.weights) if index not in ran
+    ):
+        return True
+    whole = None if look is None else look(batch.step, partition)
+    if whole is None:
+        return False
+    if whole.loss is None:
+        raise WholeSkippedError("training_step returns None for the whole batch")
+    if means and counted is not None and whole.counts is not None:
+        agrees = all(_close(whole.counts[index], counted[index]) for index in means)
+    elif whole.drew:
+        return False
+    else:
+        agrees = _close(float(whole.loss), _together(attempt, summed=batch.shares is not None))
+    if not agrees:
+        raise PartSkippedError("it returns None for some micro-batches whose rows count in the whole batch")
+    return True
+
+
+def _together(attempt: Attempt, *, summed: bool) -> float:
+    """The loss of the micro-batches that have one; of a loss without divisors, their sum."""
+    weights = [1.0] * len(attempt.losses) if summed else attempt.weights
+    return sum(float(loss) * weight for loss, weight in zip(attempt.losses, weights, strict=True))
+
+
+def _close(a: float, b: float) -> bool:
+    return abs(a - b) <= _ROUNDED * max(abs(a), abs(b))

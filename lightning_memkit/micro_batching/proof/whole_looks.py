@@ -1,0 +1,67 @@
+"""Run a whole batch forward, without a trace, to see whether it has a loss, and what that counts."""
+
+from contextlib import nullcontext
+
+import torch
+
+from lightning_memkit.memory.meter import unmetered
+from lightning_memkit.micro_batching.graph.loss_walk import terms_of
+from lightning_memkit.micro_batching.graph.term_values import TermValues
+from lightning_memkit.micro_batching.parts.partition import Partition
+from lightning_memkit.micro_batching.parts.skipped_parts import WholeLook
+from lightning_memkit.micro_batching.proof.trials import Trials
+from lightning_memkit.micro_batching.run import Run, Step
+from lightning_memkit.micro_batching.shares.divisors import least_divisors
+from lightning_memkit.micro_batching.shares.foreseen import PartSkippedError, UnforeseenLossError
+from lightning_memkit.micro_batching.shares.lone_counts import saving_shapes_only
+from lightning_memkit.utilities.generators import Generators
+
+
+class WholeLooks:
+    """Forwards of whole batches, for which autograd saves only shapes.
+
+    Args:
+        run: the loop.
+        trials: runs them without a trace.
+    """
+
+    def __init__(self, run: Run, trials: Trials) -> None:
+        self._run, self._trials = run, trials
+
+    def __call__(self, step: Step, partition: Partition) -> WholeLook | None:
+        """What the whole batch's loss shows; None if it does not fit into memory, or the step fails on it.
+
+        Raises:
+            PartSkippedError: it has other terms than were proven to add up.
+        """
+        combination, draws = partition.combination, self._trials.draws
+        with unmetered(), self._trials.no_trace(step, after_backward=True):
+            if combination.state is not None:
+                combination.state.begin_anew()
+            if draws.proven:
+                draws.restore()  # the batch draws from Python's and NumPy's generators what its micro-batches drew
+            generators = Generators()
+            saved = nullcontext() if combination.rules is None else saving_shapes_only()
+            graph = torch.set_grad_enabled(combination.rules is not None)
+            try:
+                with self._trials.within_budget(step) or nullcontext(), graph, saved, TermValues() as noted:
+                    loss, _ = step.forward(self._run.transfer(step.batch))
+            except Exception as error:
+                self._run.debug(f"MemoryBudget can't look at a whole batch: {error!r}")
+                return None
+            of_rows, elsewhere = generators.drawn_from()
+            drew = of_rows or (elsewhere and not draws.proven)
+            if loss is None or combination.rules is None:
+                return WholeLook(loss=None if loss is None else loss.detach(), drew=drew)
+            rules = combination.rules
+            try:
+                reading = rules.read(terms_of(loss))
+                counts = list(rules.counts(reading, loss, noted.values))
+            except UnforeseenLossError as error:
+                raise PartSkippedError(str(error)) from None
+            least = least_divisors(rules, reading, combination.foretold, step.batch)
+            for index in least.lone:
+                counts[index] = reading.divisors[index]
+            for index, count in least.counts.items():
+                counts[index] = count
+            return WholeLook(loss=loss.detach(), counts=counts, drew=drew)
